@@ -1,0 +1,19 @@
+"""The models: Flax NNX modules that define Qwen2.5-VL and Qwen3-VL, and the seam to their checkpoints.
+
+A model is one folder (`qwen2_5_vl/`, `qwen3_vl/`), each with the same file names: `config.py` reads `config.json`,
+`vision.py` is the vision tower and its host-computed tables. The decoder is the same network in both families, up to
+flags of its config, and stands once, in `decoder.py`. `params.py` maps parameters to the tensors of a checkpoint.
+
+Modules define the mathematics and the shapes. They are split once, at load, into a graph definition and a plain nested
+dict of arrays; only such dicts cross a jit boundary (`bind` puts the module together again while tracing).
+
+Letters: N rows, S slots, L layers, H query heads, K KV heads, G = H / K, D head width, M model width, F MLP width,
+T image tokens, P patches, V vocabulary.
+"""
+
+from vlcache_jax.models.config import ModelConfig as ModelConfig
+from vlcache_jax.models.decoder import Rows as Rows
+from vlcache_jax.models.model import QwenVL as QwenVL
+from vlcache_jax.models.model import abstract_model as abstract_model
+from vlcache_jax.models.model import bind as bind
+from vlcache_jax.models.registry import load_config as load_config

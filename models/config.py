@@ -1,0 +1,150 @@
+"""Model configurations: what `config.json` says, checked, in the field names that the modules use.
+
+`config.json` comes in two layouts (`text_config` nested, or the text fields flat at the top) and leaves out keys that
+equal the library's defaults, so the library's own configuration classes read it; they need no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """The decoder. `mrope_section` counts the rotary frequencies of the T, H and W axes."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    mrope_interleaved: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """The part of a vision tower that both families share; each family adds its own fields."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    out_hidden_size: int
+    num_heads: int
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    in_channels: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_width(self) -> int:
+        """Values in one patch, both temporal slots counted."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def num_deepstack(self) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A whole model. `dtype` is the one the checkpoint was saved in, or None if the file does not say."""
+
+    model_type: str
+    text: TextConfig
+    vision: VisionConfig
+    image_token_id: int
+    video_token_id: int
+    tie_word_embeddings: bool
+    dtype: str | None
+
+
+def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
+    """float32 means float32: without this an accelerator multiplies float32 in a shorter format."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_dim: int, is_qwen3: bool) -> ModelConfig:
+    """What the families' configurations have in common; `config` is the library's object, `raw` the file."""
+    text = config.text_config
+    rope = text.rope_parameters
+    expect("text hidden_act", text.hidden_act, "silu")
+    if rope.get("rope_type", "default") not in ("default", "mrope"):
+        raise ValueError(f"rope_type must be 'default' or 'mrope', got {rope['rope_type']!r}")
+    if getattr(text, "use_sliding_window", False) or getattr(text, "sliding_window", None):
+        raise ValueError("use_sliding_window must be false: sliding windows are not supported")
+    section = tuple(rope.get("mrope_section") or ((24, 20, 20) if is_qwen3 else (16, 24, 24)))
+    if len(section) != 3 or sum(section) != head_dim // 2:
+        # The library takes a wrong section for Qwen3 and silently rotates with the wrong axes.
+        raise ValueError(f"mrope_section must hold three counts that sum to {head_dim // 2}, got {list(section)}")
+    if text.num_attention_heads % text.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads must be a multiple of num_key_value_heads = {text.num_key_value_heads}, "
+            f"got {text.num_attention_heads}"
+        )
+    if vision.out_hidden_size != text.hidden_size:
+        raise ValueError(f"out_hidden_size must equal hidden_size = {text.hidden_size}, got {vision.out_hidden_size}")
+    if vision.hidden_size % (4 * vision.num_heads):
+        raise ValueError(f"vision head width must be a multiple of 4, got {vision.hidden_size} / {vision.num_heads}")
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or (raw.get("text_config") or {}).get("dtype")
+    return ModelConfig(
+        model_type=config.model_type,
+        text=TextConfig(
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=text.intermediate_size,
+            num_layers=text.num_hidden_layers,
+            num_heads=text.num_attention_heads,
+            num_kv_heads=text.num_key_value_heads,
+            head_dim=head_dim,
+            rms_norm_eps=text.rms_norm_eps,
+            rope_theta=rope["rope_theta"],
+            mrope_section=section,
+            mrope_interleaved=is_qwen3,
+            qkv_bias=not is_qwen3,
+            qk_norm=is_qwen3,
+            max_position_embeddings=text.max_position_embeddings,
+        ),
+        vision=vision,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        dtype=dtype,
+    )
+
+
+def read_vision(vision: Any, hidden_act: str) -> dict[str, int]:
+    """The shared fields of the library's vision configuration, under our names."""
+    expect("vision hidden_act", vision.hidden_act, hidden_act)
+    return {
+        "depth": vision.depth,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "out_hidden_size": vision.out_hidden_size,
+        "num_heads": vision.num_heads,
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "in_channels": vision.in_channels,
+    }
+
+
+def expect(name: str, got: object, expected: object) -> None:
+    """Raises ValueError unless a field has the one value that is implemented."""
+    if got != expected:
+        raise ValueError(f"{name} must be {expected!r}, got {got!r}")

@@ -1,0 +1,140 @@
+"""The text decoder of both families, one layer step at a time over a set of rows.
+
+A *row* is one active token. In each layer the rows write their K and V into their slots of the pool, then the first
+`keep` of them attend to the slots in their interval and go on. Full prefill, packed prefill, chunks, selective
+recompute and decode are all this one step with other rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vlcache_jax.models import rope
+from vlcache_jax.models.config import TextConfig
+from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, linear
+from vlcache_jax.pallas_kernels import attention
+
+
+class Rows(NamedTuple):
+    """The active rows of a step (arrays of one length N, the last axis).
+
+    Padding row i has slot S + i (out of range and distinct, so that its writes are dropped), an empty interval,
+    position 0 and source 0.
+
+    Attributes:
+      slot: [N] int32, where in the pool the row's K and V belong.
+      position: [3, N] int32, M-RoPE triple.
+      k_start, k_end: [N] int32, the slots k_start <= s < k_end that the row sees.
+      source: [N] int32, a vocabulary id, or -1 - i for row i of the encoder rows.
+    """
+
+    slot: Any
+    position: Any
+    k_start: Any
+    k_end: Any
+    source: Any
+
+
+class SelfAttention(nnx.Module):
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        self.config = config
+        self.q_proj = linear(config.hidden_size, heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.k_proj = linear(config.hidden_size, kv_heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.v_proj = linear(config.hidden_size, kv_heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o_proj = linear(heads * width, config.hidden_size, bias=False, dtype=dtype, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
+
+    def __call__(
+        self, y: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, keep: int, implementation: str | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Normed rows [N, M] -> (output [keep, M], k, v, raw K [N, K, D])."""
+        config = self.config
+        raw_k = self.k_proj(y).reshape(-1, config.num_kv_heads, config.head_dim)
+        new_v = self.v_proj(y).reshape(raw_k.shape)
+        q = self.q_proj(y[:keep]).reshape(keep, config.num_heads, config.head_dim)
+        if config.qk_norm:
+            raw_k, q = self.k_norm(raw_k), self.q_norm(q)
+        cos, sin = rope.text_rotation(
+            rows.position, config.rope_theta, config.mrope_section, config.mrope_interleaved, y.dtype
+        )
+        k = k.at[rows.slot].set(rope.rotate(raw_k, cos, sin), mode="drop", unique_indices=True)
+        v = v.at[rows.slot].set(new_v, mode="drop", unique_indices=True)
+        q = rope.rotate(q, cos[:keep], sin[:keep])
+        out = attention(q, k, v, rows.k_start[:keep], rows.k_end[:keep], implementation=implementation)
+        return self.o_proj(out.reshape(keep, -1)), k, v, raw_k
+
+
+class DecoderLayer(nnx.Module):
+    """One decoder layer as a step over rows."""
+
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = SelfAttention(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rows: Rows,
+        deepstack: jax.Array | None = None,
+        *,
+        keep: int,
+        capture: bool = False,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """All N rows write K, V; the first `keep` attend and go on.
+
+        Args:
+          x: hidden states [N, M].
+          k, v: this layer's pool [S, K, D].
+          rows: the N rows.
+          deepstack: [N, M], added to the layer's output (zero at text rows), or None.
+          keep: how many rows the next layer needs.
+          capture: also return the keys before rotation; un-rotating bf16 keys loses digits.
+          implementation: of attention.
+
+        Returns:
+          (x [keep, M], k, v, raw K [N, K, D] or None)
+        """
+        out, k, v, raw_k = self.self_attn(self.input_layernorm(x), k, v, rows, keep=keep, implementation=implementation)
+        x = x[:keep] + out
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        if deepstack is not None:
+            x = x + deepstack[:keep]
+        return x, k, v, raw_k if capture else None
+
+
+class Decoder(nnx.Module):
+    """Embeddings, layers and the final norm."""
+
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+
+
+def embed(tokens: Table, encoder_rows: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The input of the first layer, and what DeepStack adds later.
+
+    Args:
+      tokens: the token embeddings.
+      encoder_rows: [1 + J, E, M], the encoder's output and its J DeepStack features.
+      source: [N], see `Rows`.
+
+    Returns:
+      (x [N, M], deepstack [J, N, M], zero at text rows)
+    """
+    is_image = (source < 0)[:, None]
+    features = encoder_rows[:, jnp.where(source < 0, -1 - source, 0)]
+    x = jnp.where(is_image, features[0], tokens(jnp.maximum(source, 0)))
+    return x, jnp.where(is_image, features[1:], 0)

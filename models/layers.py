@@ -1,0 +1,74 @@
+"""Small modules that both families share exactly, with the library's roundings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vlcache_jax.models.config import matmul_precision
+
+
+class RMSNorm(nnx.Module):
+    """Normalises in float32 and rounds *before* it multiplies by the weight, as the library does (flax: after)."""
+
+    def __init__(self, width: int, eps: float, *, dtype: Any):
+        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * self.scale[...]
+
+
+def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
+    """A dense layer with its kernel as [in, out]."""
+    return nnx.Linear(
+        in_features,
+        out_features,
+        use_bias=bias,
+        dtype=dtype,
+        param_dtype=dtype,
+        precision=matmul_precision(dtype),
+        rngs=rngs,
+    )
+
+
+def layer_norm(width: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Statistics and affine in float32, one rounding at the end. The vision tower's eps is constant."""
+    return nnx.LayerNorm(width, epsilon=1e-6, use_fast_variance=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
+        self.gate_proj = linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        self.up_proj = linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = linear(hidden, width, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Table(nnx.Module):
+    """A matrix whose rows belong to vocabulary ids: token embeddings and the output head, [V, M]."""
+
+    def __init__(self, rows: int, width: int, *, dtype: Any):
+        self.embedding = nnx.Param(jnp.zeros((rows, width), dtype))
+
+    def __call__(self, index: jax.Array) -> jax.Array:
+        """The rows of `index`: [N] -> [N, M]."""
+        return self.embedding[...][index]
+
+    def scores(self, x: jax.Array) -> jax.Array:
+        """Products with every row in float32: [N, M] -> [N, V]."""
+        table = self.embedding[...]
+        # The table is the left operand: for one row this is five times faster on a CPU than x @ table.T.
+        product = jnp.einsum(
+            "vm,nm->vn", table, x, precision=matmul_precision(x.dtype), preferred_element_type=jnp.float32
+        )
+        return product.T

@@ -1,0 +1,33 @@
+"""A whole Qwen-VL model: vision tower, decoder, output head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.decoder import Decoder
+from vlcache_jax.models.layers import Table
+from vlcache_jax.models.registry import FAMILIES
+
+
+class QwenVL(nnx.Module):
+    """The parameters carry the library's names, so that a checkpoint maps by rule (`params.py`)."""
+
+    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        self.visual = FAMILIES[config.model_type].VisionTower(config.vision, dtype=dtype, rngs=rngs)
+        self.language_model = Decoder(config.text, dtype=dtype, rngs=rngs)
+        if not config.tie_word_embeddings:
+            self.lm_head = Table(config.text.vocab_size, config.text.hidden_size, dtype=dtype)
+
+
+def abstract_model(config: ModelConfig, dtype: Any) -> QwenVL:
+    """The model with shapes in the place of arrays; costs no memory at any size."""
+    return nnx.eval_shape(lambda: QwenVL(config, dtype=dtype, rngs=nnx.Rngs(0)))
+
+
+def bind[M: nnx.Module](graph: nnx.GraphDef[M], params: dict[str, Any]) -> M:
+    """The module of a graph definition with the arrays of a plain nested dict, to be called while tracing."""
+    return nnx.merge(graph, params)

@@ -1,0 +1,106 @@
+"""From the parameters of a model to the tensors of a checkpoint.
+
+Modules bear the library's names, so the mapping is a rule, not a table: a parameter's path is its tensor's name, except
+for the last part, the prefixes of published checkpoints, and the merger of Qwen2.5-VL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.model import abstract_model
+
+Path = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter and where it comes from.
+
+    Attributes:
+      path: keys in the nested dict of parameters.
+      shape: of the parameter.
+      tensor: library name of the tensor it is made from.
+      tensor_shape: as stored; kernels are stored [out, in] and become [in, out].
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    tensor: str
+    tensor_shape: tuple[int, ...]
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.path[-1] == "kernel"
+
+    def from_tensor(self, tensor: np.ndarray) -> np.ndarray:
+        """The parameter of a stored tensor (a view where it can be one)."""
+        return tensor.reshape(len(tensor), -1).T if self.is_kernel else tensor
+
+    def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
+        """The inverse of `from_tensor`."""
+        return parameter.T.reshape(self.tensor_shape) if self.is_kernel else parameter
+
+
+def parameters(config: ModelConfig) -> list[Parameter]:
+    """Every parameter of a model, in the order of its tree."""
+    tree = abstract_params(config, np.float32)
+    found = []
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = tuple(key.key for key in keys)
+        tensor = _tensor_name(config, path)
+        shape = tuple(leaf.shape)
+        found.append(Parameter(path, shape, tensor, _tensor_shape(config, path, shape)))
+    return found
+
+
+def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
+    """The nested dict of parameters with `jax.ShapeDtypeStruct` leaves."""
+    return nnx.to_pure_dict(nnx.split(abstract_model(config, dtype))[1])
+
+
+def library_name(config: ModelConfig, name: str) -> str:
+    """The library's name of a tensor of a checkpoint, which may bear its published name."""
+    if config.model_type == "qwen2_5_vl":
+        if name.startswith("visual."):
+            return f"model.{name}"
+        if name.startswith("model.") and not name.startswith(("model.visual.", "model.language_model.")):
+            return name.replace("model.", "model.language_model.", 1)
+    return name
+
+
+def published_name(config: ModelConfig, name: str) -> str:
+    """The name under which the library saves a tensor; the inverse of `library_name`."""
+    if config.model_type == "qwen2_5_vl":
+        return name.replace("model.visual.", "visual.", 1).replace("model.language_model.", "model.", 1)
+    return name
+
+
+_LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+
+
+def _tensor_name(config: ModelConfig, path: Path) -> str:
+    name = ".".join([*map(str, path[:-1]), _LEAVES[str(path[-1])]])
+    if path[0] == "lm_head":
+        return name
+    if config.model_type == "qwen2_5_vl":
+        name = re.sub(r"^visual\.merger\.norm\.", "visual.merger.ln_q.", name)
+        name = re.sub(r"^visual\.merger\.linear_fc1\.", "visual.merger.mlp.0.", name)
+        name = re.sub(r"^visual\.merger\.linear_fc2\.", "visual.merger.mlp.2.", name)
+    return f"model.{name}"
+
+
+def _tensor_shape(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if path[-1] != "kernel":
+        return shape
+    if path[:3] == ("visual", "patch_embed", "proj"):
+        vision = config.vision
+        return shape[1], vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size
+    return shape[::-1]

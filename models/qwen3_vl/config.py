@@ -1,0 +1,50 @@
+"""Qwen3-VL (dense): learned positions and DeepStack in the vision tower, q/k norms, interleaved M-RoPE."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from vlcache_jax.models import config as base
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig(base.VisionConfig):
+    """The output of the blocks in `deepstack_blocks` is added to the hidden states after decoder layers 0, 1, 2..."""
+
+    num_position_embeddings: int
+    deepstack_blocks: tuple[int, ...]
+
+    @property
+    def position_side(self) -> int:
+        """Side of the square grid of learned positions."""
+        return math.isqrt(self.num_position_embeddings)
+
+    @property
+    def num_deepstack(self) -> int:
+        return len(self.deepstack_blocks)
+
+
+def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
+    """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
+    vision, text = config.vision_config, config.text_config
+    base.expect("attention_bias", text.attention_bias, False)
+    blocks = vision.deepstack_visual_indexes
+    # Ascending: the library adds the features in the order of the blocks, whatever the order of the list.
+    if len(blocks) > text.num_hidden_layers or list(blocks) != [i for i in range(vision.depth) if i in blocks]:
+        raise ValueError(
+            f"deepstack_visual_indexes must be ascending indices below depth = {vision.depth}, "
+            f"at most num_hidden_layers = {text.num_hidden_layers} of them, got {blocks}"
+        )
+    return base.read_model(
+        config,
+        raw,
+        VisionConfig(
+            **base.read_vision(vision, "gelu_pytorch_tanh"),
+            num_position_embeddings=vision.num_position_embeddings,
+            deepstack_blocks=tuple(blocks),
+        ),
+        head_dim=text.head_dim,
+        is_qwen3=True,
+    )
