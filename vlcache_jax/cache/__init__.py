@@ -1,0 +1,17 @@
+"""What the same image means: the identity under which work is kept and found again.
+
+An image is its pixels. Its *content key* digests the decoded RGB picture, all of it, with its height and width; two
+files that decode to the same pixels are one image, and a change of one pixel makes another. Decoding takes longer than
+hashing a file, so an *alias key*, which digests the encoded bytes, leads to the content key of files seen before: a hit
+needs no decoding. A path, a name or a URL never identifies anything, because what lies there can change.
+
+What is kept for an image also depends on how it was made. The *entry key* of a record digests the content key together
+with the image processor's settings (the pixel limits included), the model and its weights, the dtype or codec of the
+stored values, and the version of the record format. A change in any of these looks up another record; nothing is ever
+converted or compared approximately.
+
+A *salt*, when a caller gives one, is part of alias and entry keys: callers with different salts share nothing and
+cannot learn from a hit what others have sent.
+
+Every key is a whole SHA-256 over length-framed, typed parts, so no two lists of parts digest the same bytes.
+"""

@@ -1,0 +1,96 @@
+"""The three keys of an image: content, alias, entry. What they mean stands at the head of the package."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT_VERSION = 1
+"""Version of what a record holds; it changes whenever older records must not be read any more."""
+
+
+def content_key(rgb: npt.NDArray[np.uint8]) -> str:
+    """Key of a decoded picture, uint8 [H, W, 3]: 64 hex digits. A C-contiguous array is hashed in place."""
+    if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
+        raise ValueError(f"rgb must be uint8 [H, W, 3], got {rgb.dtype} {rgb.shape}")
+    height, width, _ = rgb.shape
+    return _digest("rgb8", height, width, np.ascontiguousarray(rgb).reshape(-1).data)
+
+
+def alias_key(encoded: bytes, salt: str | None = None) -> str:
+    """Key of an encoded file: 64 hex digits."""
+    return _digest(encoded, salt)
+
+
+def entry_key(
+    content: str,
+    *,
+    settings: Mapping[str, Any],
+    fingerprint: str,
+    codec: str,
+    salt: str | None = None,
+    format_version: int = FORMAT_VERSION,
+) -> str:
+    """Key of what is stored for an image: 64 hex digits.
+
+    Args:
+        content: the picture's content key.
+        settings: `ImageProcessor.settings`, with the request's pixel limits.
+        fingerprint: of the model's configuration and weights.
+        codec: dtype or codec of the stored keys and values, such as "bfloat16".
+        salt: keeps callers apart; None and "" differ.
+        format_version: of the record.
+    """
+    return _digest(content, settings, fingerprint, codec, format_version, salt)
+
+
+def _digest(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for piece in _frame(parts):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _frame(value: Any) -> Iterator[bytes | memoryview]:
+    """Yields pieces of an encoding that tells any two values apart: a letter for the type, a length, the content.
+
+    Lists and tuples are the same; a mapping's order does not count, and its keys are strings.
+    """
+    match value:
+        case None:
+            yield b"n"
+        case bool():
+            yield b"t" if value else b"f"
+        case int():
+            yield from _sized(b"i", b"%d" % value)
+        case float():
+            yield from _sized(b"d", struct.pack(">d", value))
+        case str():
+            yield from _sized(b"s", value.encode())
+        case bytes() | memoryview():
+            yield from _sized(b"b", value)
+        case list() | tuple():
+            yield b"l" + _length(len(value))
+            for item in value:
+                yield from _frame(item)
+        case Mapping():
+            yield b"m" + _length(len(value))
+            for key in sorted(value):
+                yield from _sized(b"s", key.encode())
+                yield from _frame(value[key])
+        case _:
+            raise TypeError(f"a key's part must be a plain value, got {type(value).__name__}")
+
+
+def _sized(letter: bytes, content: bytes | memoryview) -> Iterator[bytes | memoryview]:
+    yield letter + _length(len(content))
+    yield content
+
+
+def _length(count: int) -> bytes:
+    return struct.pack(">Q", count)
