@@ -1,1 +1,30 @@
 """Serves Qwen vision-language models in JAX and never computes the same image twice."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlcache_jax.buckets import Ladder as Ladder
+    from vlcache_jax.llm import LLM as LLM
+    from vlcache_jax.outputs import RequestOutput as RequestOutput
+    from vlcache_jax.outputs import Score as Score
+    from vlcache_jax.sampling import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "vlcache_jax.llm",
+    "Ladder": "vlcache_jax.buckets",
+    "RequestOutput": "vlcache_jax.outputs",
+    "SamplingParams": "vlcache_jax.sampling",
+    "Score": "vlcache_jax.outputs",
+}
+__all__ = ["LLM", "Ladder", "RequestOutput", "SamplingParams", "Score"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use: a command's --help need not wait for JAX.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+
+from vlcache_jax.batching import Sequence, cut_waves, encoder_calls, prefill_steps
+from vlcache_jax.buckets import Ladder
+from vlcache_jax.images import Patches
+from vlcache_jax.layout import ImageRef, make_layout
+from vlcache_jax.plan import full_prefill
+
+LAYERS, SLOTS = 3, 500
+LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
+
+
+def image(h, w):
+    return ImageRef("", h * w, Patches(np.zeros((4 * h * w, 3, 4), np.uint8), (1, 2 * h, 2 * w)))
+
+
+def sequence(*parts, new_slots=5, wanted=None):
+    """Numbers are text tokens, pairs the merged grid of an image."""
+    images, starts, count = [], [], 0
+    for part in parts:
+        if isinstance(part, tuple):
+            images.append(image(*part))
+            starts.append(count)
+        count += part[0] * part[1] if isinstance(part, tuple) else part
+    layout = make_layout(np.arange(100, 100 + count, dtype=np.int32), starts, images, 2)
+    return Sequence(layout, full_prefill(layout, LAYERS, wanted), new_slots)
+
+
+@pytest.fixture
+def wave():
+    sequences = [sequence(3, (2, 3), 4), sequence(11), sequence((1, 4), 1, (5, 6), 2), sequence(2)]
+    [wave] = cut_waves(sequences, 4, SLOTS)
+    return wave
+
+
+def test_every_row_is_computed_once_and_knows_its_place(wave):
+    steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
+    assert len(steps) > 1
+    expected = {}
+    for sequence in wave:
+        layout = sequence.layout
+        for i, token in enumerate(layout.token_ids):
+            expected[sequence.base + i] = (sequence.base, token, tuple(layout.positions[:, i]))
+    seen = {}
+    last = -1
+    for step in steps:
+        rows = step.rows
+        size = len(rows.slot)
+        assert step.bounds == (size,) * LAYERS + (min(size, 4),)
+        assert size in LADDER.rows
+        sources = {
+            int(row): (p.image, int(i)) for p in step.placements for row, i in zip(p.place, p.image_row, strict=True)
+        }
+        assert sorted(sources) == list(range(len(sources)))
+        live = rows.slot < SLOTS
+        assert live.sum() == step.num_rows
+        assert rows.slot[live].min() > last  # steps go in slot order, so a row sees what came before
+        last = rows.slot[live].max()
+        for i in np.flatnonzero(live):
+            slot = int(rows.slot[i])
+            assert slot not in seen
+            base, token, position = expected[slot]
+            assert (rows.k_start[i], rows.k_end[i]) == (base, slot + 1)
+            assert tuple(rows.position[:, i]) == position
+            owner = next(s for s in wave if s.base == base)
+            span = next(s for s in owner.layout.spans if s.start <= slot - base < s.start + s.length)
+            if span.image is None:
+                assert rows.source[i] == token
+            else:
+                assert sources[-1 - int(rows.source[i])] == (span.image, slot - base - span.start)
+            seen[slot] = True
+        dead = ~live
+        assert (rows.slot[dead] == SLOTS + np.flatnonzero(dead)).all()
+        assert not rows.k_end[dead].any()
+        assert not rows.source[dead].any()
+    assert sorted(seen) == sorted(expected)
+
+
+def test_wanted_rows_come_first(wave):
+    wanted = []
+    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+        for row, (sequence, index) in enumerate(step.wanted):
+            assert step.rows.slot[row] == sequence.base + index
+            wanted.append(sequence)
+            assert index == len(sequence.layout) - 1
+    assert wanted == wave
+
+
+def test_more_logits_than_the_head_holds_make_more_steps():
+    one = sequence(40, wanted=range(10, 39))
+    cut_waves([one], 4, SLOTS)
+    steps = prefill_steps([one], LADDER, SLOTS, LAYERS)
+    assert max(len(step.wanted) for step in steps) == 4
+    assert [index for step in steps for _, index in step.wanted] == list(range(10, 39))
+    assert sum(step.num_rows for step in steps) == 40
+
+
+def test_waves_keep_the_order_and_the_limits():
+    rng = np.random.default_rng(1)
+    sequences = [sequence(int(n)) for n in rng.integers(1, 90, 60)]
+    waves = cut_waves(sequences, 4, 120)
+    assert [s for wave in waves for s in wave] == sequences
+    for wave in waves:
+        assert len(wave) <= 4
+        ends = np.cumsum([s.num_slots for s in wave])
+        assert ends[-1] <= 120
+        assert [s.base for s in wave] == [0, *ends[:-1].tolist()]
+
+
+def test_an_image_of_two_answers_is_encoded_once():
+    first = sequence(2, (2, 2), 1)
+    second = Sequence(first.layout, first.plan, 5)
+    cut_waves([first, second], 4, SLOTS)
+    [step] = prefill_steps([first, second], LADDER, SLOTS, LAYERS)
+    [placement] = step.placements
+    assert len(placement.place) == 8
+
+
+def test_encoder_calls():
+    images = [image(1, 4), image(2, 2), image(2, 4), image(9, 9), image(1, 1)]  # 16, 16, 32, 324, 4 patches
+    calls = encoder_calls(images, 48)
+    assert [len(call) for call in calls] == [2, 1, 1, 1]
+    assert [i for call in calls for i in call] == images
+
+
+def test_layout_of_a_prompt_that_starts_and_ends_with_an_image():
+    layout = sequence((2, 3), 1, (1, 2)).layout
+    assert [(s.start, s.length, s.state) for s in layout.spans] == [(0, 6, "miss"), (6, 1, "text"), (7, 2, "miss")]
+    assert layout.positions.tolist() == [
+        [0, 0, 0, 0, 0, 0, 3, 4, 4], [0, 0, 0, 1, 1, 1, 3, 4, 4], [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    ]  # fmt: skip
+    assert layout.delta == 6 - 9

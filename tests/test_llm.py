@@ -1,0 +1,441 @@
+"""The engine as a user has it, against transformers and against itself."""
+
+from __future__ import annotations
+
+import collections
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from vlcache_jax import LLM, Ladder, SamplingParams
+
+LADDER = Ladder(rows=(64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+
+
+def open_llm(directory, **changes):
+    settings = {
+        "ladder": LADDER,
+        "max_rows": 256,
+        "max_model_len": 512,
+        "kv_cache_bytes": 8 * 2**20,
+        "dtype": "float32",
+    }
+    return LLM(directory, **settings | changes)
+
+
+def user(*parts):
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(scope="module")
+def conversations(textured_image):
+    """Different lengths, images before, between and after text, and none."""
+    a, b, c = textured_image(90, 130, 1), textured_image(150, 70, 2), textured_image(64, 260, 3)
+    return [
+        user("What is in ", a, " and in ", b, "? Say it."),
+        user("Only text: tell me about it, and be brief."),
+        user(c, "?"),
+        [
+            {"role": "system", "content": "Be terse."},
+            *user(b, c, a),
+            {"role": "assistant", "content": "Yes."},
+            *user("!"),
+        ],
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm(family_checkpoint):
+    with open_llm(family_checkpoint) as engine:
+        yield engine
+
+
+class Oracle:
+    """transformers on the requests of an engine, each alone: prefill, then token by token."""
+
+    def __init__(self, model, llm):
+        self.model, self.llm = model, llm
+
+    def answer(self, conversation, steps):
+        """Greedy tokens, and the logits that chose them, float32 [steps, V]."""
+        torch = pytest.importorskip("torch")
+        prompt = self.llm._renderer.from_conversation(conversation)
+        processor = self.llm._processor
+        patches = [processor.patches(image.decode()) for image in prompt.images]
+        counts = [processor.num_tokens(p.grid) for p in patches]
+        ids = torch.tensor(self.llm._renderer.expand(prompt.token_ids, counts)[0].astype(np.int64))[None]
+        inputs = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
+        if patches:
+            inputs["pixel_values"] = torch.tensor(np.concatenate([processor.pixel_values(p) for p in patches]))
+            inputs["image_grid_thw"] = torch.tensor([p.grid for p in patches])
+        self.model.model.rope_deltas = None
+        tokens, logits = [], []
+        with torch.no_grad():
+            out = self.model(input_ids=ids, use_cache=True, **inputs)
+            deltas = self.model.model.rope_deltas
+            start = ids.shape[1] + (0 if deltas is None else int(deltas.flatten()[0]))
+            for i in range(steps):
+                logits.append(out.logits[0, -1].float().numpy())
+                tokens.append(int(logits[-1].argmax()))
+                out = self.model(
+                    input_ids=torch.tensor([tokens[-1:]]),
+                    past_key_values=out.past_key_values,
+                    position_ids=torch.full((3, 1, 1), start + i),
+                )
+        return tuple(tokens), np.stack(logits)
+
+
+def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
+    """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
+    with open_llm(checkpoint) as llm:
+        outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+        oracle = Oracle(load_oracle(checkpoint), llm)
+        answers = [oracle.answer(conversation, GREEDY.max_tokens) for conversation in conversations]
+        assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, _ in answers]
+        # Scoring refuses image placeholders, which a random model likes to answer with.
+        image_token = llm._renderer.image_token_id
+        ends = [tokens.index(image_token) if image_token in tokens else len(tokens) for tokens, _ in answers]
+        forced = [tokens[:end] for (tokens, _), end in zip(answers, ends, strict=True)]
+        scores = llm.score(conversations, forced, keep_logits=True, use_tqdm=False)
+        for (_, expected), score in zip(answers, scores, strict=True):
+            expected = expected[: len(score.token_ids)]
+            np.testing.assert_allclose(score.logits, expected, atol=2e-5 * np.abs(expected).max() / 4, rtol=0)
+            assert score.greedy.all()
+
+
+def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversations):
+    continuation = "the quick brown fox"
+
+    def logits(engine, group):
+        return [s.logits for s in engine.score(group, [continuation] * len(group), keep_logits=True, use_tqdm=False)]
+
+    alone = [logits(llm, [conversation])[0] for conversation in conversations]
+    eight = conversations * 2
+    for rows, sequences in (((64, 128, 256), (1, 4, 8)), ((32, 96, 512), (2, 8)), ((48,), (3,))):
+        ladder = Ladder(rows=rows, patches=LADDER.patches, sequences=sequences)
+        with open_llm(family_checkpoint, ladder=ladder, max_rows=rows[-1]) as engine:
+            for got, expected in zip(logits(engine, eight), alone * 2, strict=True):
+                np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
+
+
+def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conversations):
+    """Several waves: the same answers, in the same order."""
+    expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
+    text = llm._checkpoint.config.text
+    slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 4
+    with open_llm(family_checkpoint, kv_cache_bytes=300 * slot, max_model_len=300) as engine:
+        outputs = engine.chat(conversations, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    waves = [o.metrics.wave for o in outputs]
+    assert waves == sorted(waves)
+    assert waves[-1] > 0
+
+
+def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
+    """What the programs were called with, not what a report says."""
+    written = collections.Counter()
+    run = llm._runner._run
+
+    def spy(key, *args):
+        if key[0] == "layer":
+            layers = llm._runner._text["layers"]
+            number = next(i for i in layers if layers[i] is args[0])
+            slots = np.asarray(args[4].slot)
+            written.update((number, int(slot)) for slot in slots[slots < llm._runner.num_slots])
+        return run(key, *args)
+
+    monkeypatch.setattr(llm._runner, "_run", spy)
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    expected, base = set(), 0
+    for output in outputs:
+        count = len(output.prompt_token_ids)
+        assert output.cache.rows == (count,) * llm._checkpoint.config.text.num_layers
+        for layer, rows in enumerate(output.cache.rows):
+            expected |= {(layer, base + slot) for slot in range(rows)}
+        base += count + 1
+    assert set(written) == expected
+    assert set(written.values()) == {1}
+
+
+def test_nothing_compiles_after_warmup(family_checkpoint, textured_image):
+    """50 requests of random lengths and images, every way of sampling: not one compilation, eager ones included."""
+    compiled = []
+    rng = np.random.default_rng(0)
+    with open_llm(family_checkpoint) as llm:
+        count, _ = llm.warmup(verbose=False)
+        assert count <= 80
+        listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            requests, params = [], []
+            for i in range(50):
+                parts = []
+                for _ in range(rng.integers(0, 4)):
+                    parts.append("x" * int(rng.integers(1, 40)))
+                    parts.append(textured_image(*rng.integers(30, 200, 2), seed=i))
+                requests.append(user(*parts, "y" * int(rng.integers(1, 60))))
+                params.append(
+                    SamplingParams(
+                        max_tokens=int(rng.integers(1, 6)),
+                        temperature=float(rng.integers(0, 2)),
+                        repetition_penalty=1.0 + float(rng.integers(0, 2)),
+                        logprobs=[None, 3][rng.integers(0, 2)],
+                    )
+                )
+            llm.chat(requests[:25], params[:25], use_tqdm=False)
+            for request, own in zip(requests[25:], params[25:], strict=True):
+                llm.chat(request, own, use_tqdm=False)
+            llm.score(requests[:5], ["abc"] * 5, use_tqdm=False)
+            assert not compiled
+            jax.jit(lambda x: x + len(compiled))(np.arange(1237))  # the listener does listen
+            assert compiled
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+        assert llm._runner.num_programs == count
+
+
+def test_bf16(family_checkpoint, conversations):
+    with open_llm(family_checkpoint, dtype="bfloat16") as llm:
+        outputs = llm.chat(conversations, SamplingParams(max_tokens=4), use_tqdm=False)
+        assert llm._runner._pool[0][0].dtype == "bfloat16"
+    assert all(len(o.outputs[0].token_ids) >= 1 for o in outputs)
+
+
+def test_sampling_is_repeatable_whatever_else_is_in_the_batch(llm, conversations):
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=7, max_tokens=8, n=3, ignore_eos=True, logprobs=2)
+    [alone] = llm.chat([conversations[0]], params, use_tqdm=False)
+    together = llm.chat(conversations, [params, *[GREEDY] * 3], use_tqdm=False)[0]
+    assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in together.outputs]
+    assert [o.index for o in alone.outputs] == [0, 1, 2]
+    assert len({o.token_ids for o in alone.outputs}) > 1
+    score = llm.score([conversations[0]], [alone.outputs[1].token_ids], use_tqdm=False)[0]
+    np.testing.assert_allclose(score.logprobs, [p.chosen for p in alone.outputs[1].logprobs], atol=1e-5)
+    assert all(len(p.top) == 2 for p in alone.outputs[1].logprobs)
+
+
+def test_where_answers_end(llm, conversations):
+    [full] = llm.chat(conversations[0], GREEDY, use_tqdm=False)
+    tokens = full.outputs[0].token_ids
+    assert (len(tokens), full.outputs[0].finish_reason) == (32, "length")
+
+    def ask(**changes):
+        [output] = llm.chat(
+            conversations[0], SamplingParams(**{"temperature": 0, "max_tokens": 32} | changes), use_tqdm=False
+        )
+        return output.outputs[0]
+
+    stop = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
+    cut = tokens.index(stop) + 1
+    stopped = ask(stop_token_ids=[stop], ignore_eos=True)
+    assert (stopped.token_ids, stopped.finish_reason) == (tokens[:cut], "stop")
+    late = ask(stop_token_ids=[stop], ignore_eos=True, min_tokens=cut)
+    assert late.token_ids[: cut - 1] == tokens[: cut - 1]
+    assert stop not in late.token_ids[:cut]
+    text = full.outputs[0].text
+    end = next(text[i : i + 2] for i in range(4, len(text)) if text[i : i + 2].isascii() and len(text[i : i + 2]) == 2)
+    by_string = ask(stop=[end, "never there"], ignore_eos=True)
+    assert by_string.finish_reason == "stop"
+    assert by_string.text == text[: text.index(end)]
+
+
+def test_generate_takes_prompts_as_they_are(llm, textured_image):
+    image = textured_image(60, 80)
+    text = "<|vision_start|><|image_pad|><|vision_end|>abc"
+    request = {"prompt": text, "multi_modal_data": {"image": [image]}}
+    small = request | {"mm_processor_kwargs": {"max_pixels": 64 * 64}}
+    outputs = llm.generate([request, "abc", small], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [len(o.cache.images) for o in outputs] == [1, 0, 1]
+    assert outputs[2].cache.images[0].tokens < outputs[0].cache.images[0].tokens
+    assert outputs[2].cache.images[0].key != outputs[0].cache.images[0].key
+    assert outputs[1].prompt_token_ids.tolist() == list(b"abc")
+    assert [len(llm.generate("abc", use_tqdm=False)), len(llm.generate([], use_tqdm=False))] == [1, 0]
+
+
+def test_reports(llm, conversations):
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert [len(o.cache.images) for o in outputs] == [2, 0, 1, 3]
+    first, third = outputs[0].cache.images, outputs[3].cache.images
+    assert first[1].key == third[0].key  # the same picture
+    assert len({image.key for image in first + third}) == 3
+    for output in outputs:
+        metrics = output.metrics
+        assert 0 < metrics.prefill + metrics.first_token <= metrics.ttft
+        assert metrics.decode > 0
+        assert (metrics.decode_image > 0) == bool(output.cache.images)
+        assert output.num_cached_tokens == 0
+        for image in output.cache.images:
+            assert (image.encoder, image.kv, image.match, image.why.value) == ("computed", "none", "miss", "reuse_off")
+
+
+BAD_REQUESTS = {
+    "corrupt": (lambda good: user(b"\x89PNG\r\n\x1a\n nonsense"), "images"),
+    "empty file": (lambda good: user(b""), "images"),
+    "video": (lambda good: [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "video"),
+    "no messages": (lambda good: [], "at least one message"),
+    "unknown role": (lambda good: [{"role": "tool", "content": "x"}], "role"),
+    "unknown key": (lambda good: [{"role": "user", "content": "x", "name": "y"}], "name"),
+    "too long": (lambda good: user("x" * 600), "max_model_len = 512"),
+    "placeholder in the text": (lambda good: user("<|image_pad|>"), "placeholder"),
+    "long and thin": (lambda good: user(np.zeros((2, 500, 3), np.uint8)), "200"),
+    "float image": (lambda good: user(np.zeros((20, 20, 3))), "uint8"),
+    "remote image": (lambda good: user("http://example.invalid/a.png"), "allow_remote_images"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_bad_requests_run_nothing_and_break_nothing(llm, conversations, case, monkeypatch):
+    make, message = BAD_REQUESTS[case]
+    before = llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    with monkeypatch.context() as context:
+        context.setattr(llm._runner, "_run", lambda *_: pytest.fail("something ran"))
+        with pytest.raises(ValueError, match=message):
+            llm.chat([conversations[0], make(None)], GREEDY, use_tqdm=False)
+    assert llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+def test_other_bad_arguments(llm, conversations, textured_image):
+    image = textured_image(60, 80)
+    chat, score = llm.chat, llm.score
+    with pytest.raises(ValueError, match="placeholders"):
+        llm.generate({"prompt": "<|image_pad|> <|image_pad|>", "multi_modal_data": {"image": image}})
+    with pytest.raises(ValueError, match="one for each of 2 requests, got 3"):
+        chat(conversations[:2], [GREEDY] * 3)
+    with pytest.raises(ValueError, match=r"sampling_params\[0\] must be SamplingParams, got dict"):
+        chat(conversations[:1], [{}])
+    with pytest.raises(ValueError, match="conversations must be"):
+        chat("hello")
+    with pytest.raises(ValueError, match="reuse must be 'off'"):
+        chat(conversations[0], reuse="full")
+    with pytest.raises(ValueError, match="max_pixel"):
+        chat(conversations[0], mm_processor_kwargs={"max_pixel": 1})
+    with pytest.raises(ValueError, match=r"continuations\[0\] must hold at least one token"):
+        score(conversations[:1], [""])
+    with pytest.raises(ValueError, match="token ids below"):
+        score(conversations[:1], [[10**6]])
+    with pytest.raises(ValueError, match="one entry for each of 2"):
+        score(conversations[:2], ["a"])
+    with pytest.raises(ValueError, match="at most 32 with min_tokens"):
+        chat(conversations[0], SamplingParams(min_tokens=1, stop_token_ids=range(40)))
+
+
+def test_a_pool_too_small_names_the_figures(llm, family_checkpoint, conversations):
+    text = llm._checkpoint.config.text
+    slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 4
+    with (
+        open_llm(family_checkpoint, kv_cache_bytes=100 * slot, max_model_len=None) as engine,
+        pytest.raises(ValueError, match="max_model_len = 100"),
+    ):
+        engine.chat(conversations[0], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="max_model_len must be at most 100"):
+        open_llm(family_checkpoint, kv_cache_bytes=100 * slot, max_model_len=200)
+
+
+def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):
+    from vlcache_jax import checkpoint, memory
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**20)
+    opened = checkpoint.open_checkpoint(family_checkpoint)
+    monkeypatch.setattr(type(opened), "load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(MemoryError, match=r"0\.00 GiB that are free .*: weights .* activations .* KV pool"):
+        open_llm(family_checkpoint)
+
+
+def test_a_fault_in_the_middle_leaves_the_engine_usable(llm, conversations, monkeypatch):
+    expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
+    run = llm._runner._run
+    for name, error in (("decode", KeyboardInterrupt), ("layer", RuntimeError), ("stage", KeyboardInterrupt)):
+        calls = []
+
+        def failing(key, *args, name=name, error=error, calls=calls):
+            result = run(key, *args)  # the donated arrays are gone by now
+            calls.append(key[0])
+            if calls.count(name) == 2:
+                raise error
+            return result
+
+        with monkeypatch.context() as context:
+            context.setattr(llm._runner, "_run", failing)
+            with pytest.raises(error):
+                llm.chat(conversations, GREEDY, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)] == expected
+
+
+def test_ctrl_c(llm, conversations):
+    """A real signal at a random moment."""
+    expected = llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+
+    def serve_on():
+        while True:
+            llm.chat(conversations, GREEDY, use_tqdm=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        serve_on()
+    timer.join()
+    assert llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_threads_are_served_one_after_the_other(llm, conversations):
+    expected = [llm.chat(c, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for c in conversations]
+    got = {}
+
+    def serve(i):
+        for _ in range(3):
+            got[i] = llm.chat(conversations[i], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=serve, args=[i]) for i in range(len(conversations))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(len(conversations))] == expected
+
+
+def test_a_closed_engine_says_so(family_checkpoint, conversations):
+    llm = open_llm(family_checkpoint)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.chat(conversations[0])
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("kv_cache_bytes", 0, "kv_cache_bytes must be a positive integer"),
+        ("max_rows", 1.5, "max_rows must be a positive integer"),
+        ("max_model_len", True, "max_model_len must be a positive integer"),
+        ("reuse", "exact", "reuse must be 'off'"),
+        ("dtype", "int8", "dtype must be"),
+        ("mm_processor_kwargs", {"size": 3}, "size"),
+        ("implementation", "cuda", "implementation must be"),
+    ],
+)
+def test_bad_engine_arguments(family_checkpoint, argument, value, message):
+    with pytest.raises(ValueError, match=message):
+        open_llm(family_checkpoint, **{argument: value})
+
+
+def test_the_core_needs_little(family_checkpoint):
+    """Machines with a GPU may lack the rest."""
+    code = f"""
+import sys
+for name in ("torch", "torchvision", "orbax", "typer", "rich", "huggingface_hub.commands", "matplotlib", "psutil"):
+    sys.modules[name] = None
+from vlcache_jax import LLM, SamplingParams
+with LLM({str(family_checkpoint)!r}, max_rows=64, max_model_len=128, kv_cache_bytes=2**21) as llm:
+    [output] = llm.generate(["abc"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    print(len(output.outputs[0].token_ids))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "2"

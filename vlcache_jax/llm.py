@@ -1,0 +1,511 @@
+"""The public engine: conversations with images in, answers out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from vlcache_jax import memory
+from vlcache_jax.buckets import Ladder
+from vlcache_jax.cache.keys import content_key, entry_key
+from vlcache_jax.checkpoint import open_checkpoint
+from vlcache_jax.engine import Engine, Forced, Generation
+from vlcache_jax.images import ImageProcessor, ImageSource, check_limits
+from vlcache_jax.layout import ImageRef, Layout, make_layout
+from vlcache_jax.outputs import CacheReport, CompletionOutput, ImageReuse, Metrics, RequestOutput, Score, Why
+from vlcache_jax.plan import Plan, full_prefill
+from vlcache_jax.prompt import Prompt, PromptRenderer
+from vlcache_jax.runner import Runner
+from vlcache_jax.sampling import MAX_BANNED, SamplingParams
+
+Conversation = Sequence[Mapping[str, Any]]
+PromptLike = str | Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Request:
+    """A checked request, ready to run."""
+
+    prompt: Prompt
+    layout: Layout
+    metrics: Metrics
+
+
+class LLM:
+    """Serves one Qwen vision-language model.
+
+        with LLM("Qwen/Qwen3-VL-8B-Instruct") as llm:
+            picture = {"type": "image", "image": "street.jpg"}
+            question = {"type": "text", "text": "What does the sign say?"}
+            [answer] = llm.chat([[{"role": "user", "content": [picture, question]}]])
+            print(answer.outputs[0].text)
+
+    A call means the same as its requests run one by one, in list order. Every request is checked before anything runs.
+    Calls from several threads are served one after the other. After an error or Ctrl-C the engine serves on.
+
+    Args:
+      model: a converted checkpoint, a Hugging Face directory, or the id of a model on the hub.
+      dtype: of weights and K, V: "float32", "bfloat16", "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU.
+      reuse: "off", every image is computed. (Other values come with the image cache.)
+      kv_cache_bytes: size of the KV pool. By default most of the memory that weights and activations leave free.
+        It bounds prompt and answer of one request, and how many requests run together.
+      max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096.
+      max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
+      mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first.
+      implementation: of attention; None is the best available.
+      ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
+      allow_remote_images: whether http(s) image URLs are fetched.
+      revision: branch, tag or commit of a model on the hub.
+      seed: of answers whose sampling parameters name none.
+
+    Raises:
+      FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an argument is wrong.
+      MemoryError: weights and pool do not fit. Nothing has been loaded then.
+    """
+
+    def __init__(
+        self,
+        model: str | pathlib.Path,
+        *,
+        dtype: str = "auto",
+        reuse: str = "off",
+        kv_cache_bytes: int | None = None,
+        max_rows: int | None = None,
+        max_model_len: int | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        implementation: str | None = None,
+        ladder: Ladder | None = None,
+        allow_remote_images: bool = False,
+        revision: str | None = None,
+        seed: int = 0,
+    ):
+        _check_reuse(reuse)
+        for name, value in (
+            ("kv_cache_bytes", kv_cache_bytes), ("max_rows", max_rows), ("max_model_len", max_model_len)
+        ):  # fmt: skip
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        device = jax.devices()[0]
+        on_cpu = device.platform == "cpu"
+        _use_compilation_cache()
+        self._checkpoint = open_checkpoint(
+            model, dtype=("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype, revision=revision
+        )
+        config = self._checkpoint.config
+        self._renderer = PromptRenderer.from_pretrained(
+            self._checkpoint.directory, allow_remote_images=allow_remote_images
+        )
+        self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
+        _check_processor(self._processor, config.vision)
+        self._generation = _read_generation_config(self._checkpoint.directory)
+        self._end_tokens = _end_tokens(self._generation, self._renderer.tokenizer)
+
+        ladder = ladder or Ladder()
+        ladder = memory.limit_rows(ladder, max_rows or (4096 if on_cpu else min(8192, ladder.max_rows)))
+        longest = min(max_model_len or config.text.max_position_embeddings, config.text.max_position_embeddings)
+        budget = memory.plan_memory(
+            config, self._checkpoint.dtype, device, ladder, weights=self._checkpoint.nbytes(),
+            kv_cache_bytes=kv_cache_bytes, max_model_len=longest,
+        )  # fmt: skip
+        self.max_model_len = min(longest, budget.num_slots)
+        if max_model_len is not None and max_model_len > self.max_model_len:
+            raise ValueError(
+                f"max_model_len must be at most {self.max_model_len} (the model takes "
+                f"{config.text.max_position_embeddings} tokens, the KV pool {budget.num_slots}), got {max_model_len}"
+            )
+        most_patches = self._processor.max_pixels // self._processor.patch_size**2
+        ladder = memory.limit_patches(
+            ladder, min(most_patches, self.max_model_len * self._processor.merge_size**2), self._processor.merge_size
+        )
+        self._runner = Runner(
+            config,
+            self._checkpoint.load(device),
+            self._processor.normalization_table,
+            num_slots=budget.num_slots,
+            ladder=ladder,
+            implementation=implementation,
+        )
+        self._engine = Engine(self._runner)
+        self._random = np.random.default_rng(seed)
+        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        reuse: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers conversations.
+
+        Args:
+          conversations: lists of messages `{"role": ..., "content": ...}`, or one such list. Content is a string, or a
+            list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
+            path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL.
+          sampling_params: for all, or one for each conversation; None is the checkpoint's own.
+          reuse: see the class.
+          mm_processor_kwargs: min_pixels and max_pixels for the images of this call.
+          use_tqdm: show a progress bar.
+
+        Returns:
+          One output for each conversation, in their order.
+
+        Raises:
+          ValueError: a conversation, an image or a parameter is wrong; it names which. Nothing has run then.
+        """
+        prompts = self._conversations(conversations, mm_processor_kwargs)
+        return self._generate(prompts, sampling_params, reuse, use_tqdm)
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        reuse: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues prompts as they are, without a chat template.
+
+        Args:
+          prompts: a string or a dict, or a list of these. A dict holds "prompt", a text with one `<|image_pad|>` for
+            each image, and may hold "multi_modal_data": {"image": [...]}, "multi_modal_uuids": {"image": [...]} and
+            "mm_processor_kwargs": {...}.
+          sampling_params, reuse, use_tqdm: see `chat`.
+
+        Returns:
+          One output for each prompt, in their order.
+
+        Raises:
+          ValueError: see `chat`.
+        """
+        listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        rendered = [self._renderer.from_prompt(prompt, name=f"prompts[{i}]") for i, prompt in enumerate(listed)]
+        return self._generate(rendered, sampling_params, reuse, use_tqdm)
+
+    def score(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        reuse: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        keep_logits: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[Score]:
+        """Log-probabilities of forced continuations.
+
+        Args:
+          conversations: see `chat`.
+          continuations: one for each conversation, a text or token ids.
+          reuse, mm_processor_kwargs, use_tqdm: see `chat`.
+          keep_logits: also return the logits that predict each token.
+
+        Returns:
+          One score for each conversation, in their order.
+
+        Raises:
+          ValueError: see `chat`; also an empty continuation, or one that is not paired with a conversation.
+        """
+        _check_reuse(reuse)
+        prompts = self._conversations(conversations, mm_processor_kwargs)
+        if isinstance(continuations, str) or len(continuations) != len(prompts):
+            raise ValueError(
+                f"continuations must be a list with one entry for each of {len(prompts)} conversations, "
+                f"got {continuations if isinstance(continuations, str) else len(continuations)!r}"
+            )
+        forced = [self._continuation(text, f"continuations[{i}]") for i, text in enumerate(continuations)]
+        with self._serving():
+            requests = self._prepare(prompts, forced)
+            layers = self._runner.config.text.num_layers
+            sequences = []
+            for request, tokens in zip(requests, forced, strict=True):
+                self._check_length(request.prompt, len(request.layout), 0)
+                first = len(request.layout) - len(tokens)
+                plan = full_prefill(request.layout, layers, range(first - 1, len(request.layout) - 1))
+                sequences.append(
+                    Forced(request.layout, plan, new_slots=0, keep_logits=keep_logits, metrics=request.metrics)
+                )
+            with tqdm(total=len(sequences), desc="scoring", disable=not use_tqdm) as bar:
+                self._engine.score(sequences, lambda _: bar.update())
+            return [
+                Score(
+                    token_ids=tuple(tokens),
+                    logprobs=np.array(sequence.logprobs, np.float32),
+                    greedy=np.array(sequence.greedy, np.bool_),
+                    metrics=sequence.metrics,
+                    cache=self._report(request.layout, sequence.plan),
+                    logits=np.stack(sequence.logits) if keep_logits else None,
+                )
+                for request, sequence, tokens in zip(requests, sequences, forced, strict=True)
+            ]
+
+    def warmup(self, *, verbose: bool = True) -> tuple[int, float]:
+        """Compiles every program ahead, so that no request waits for a compilation.
+
+        Compiled programs are also kept on disk, so that the next process only loads them.
+
+        Returns:
+          How many programs were compiled, and the seconds it took.
+        """
+        with self._serving():
+            total = len(self._runner.keys()) - self._runner.num_programs
+            with tqdm(total=total, desc="compiling", disable=not verbose) as bar:
+                count, seconds = self._runner.warmup(lambda _: bar.update())
+        if verbose:
+            print(f"compiled {count} programs in {seconds:.1f} s")
+        return count, seconds
+
+    def close(self) -> None:
+        """Gives back the memory of weights and pool. The engine cannot be used any more."""
+        with self._lock:
+            self._closed = True
+            self._threads.shutdown()
+            self._runner = self._engine = None  # type: ignore[assignment]
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Requests.
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this LLM is closed")
+            yield
+
+    def _conversations(
+        self, conversations: Conversation | Sequence[Conversation], mm_processor_kwargs: Mapping[str, int] | None
+    ) -> list[Prompt]:
+        if isinstance(conversations, (str, Mapping)) or not isinstance(conversations, Sequence):
+            raise ValueError(f"conversations must be a list of conversations, got {type(conversations).__name__}")
+        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+        listed = cast(Sequence[Conversation], [conversations] if is_one else conversations)
+        limits = check_limits(mm_processor_kwargs)
+        return [
+            self._renderer.from_conversation(conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
+            for i, conversation in enumerate(listed)
+        ]
+
+    def _continuation(self, continuation: str | Sequence[int], name: str) -> list[int]:
+        if isinstance(continuation, str):
+            tokens = self._renderer.tokenizer(continuation, add_special_tokens=False)["input_ids"]
+        else:
+            tokens = list(continuation)
+            vocab_size = self._checkpoint.config.text.vocab_size
+            if not all(isinstance(token, (int, np.integer)) and 0 <= token < vocab_size for token in tokens):
+                raise ValueError(f"{name} must be a text or token ids below {vocab_size}, got {continuation!r}")
+        if not tokens:
+            raise ValueError(f"{name} must hold at least one token, got none")
+        if self._renderer.image_token_id in tokens:
+            raise ValueError(f"{name} must be text, but it holds an image placeholder")
+        return [int(token) for token in tokens]
+
+    def _prepare(self, prompts: Sequence[Prompt], forced: Sequence[Sequence[int]] | None = None) -> list[_Request]:
+        """Decodes and cuts all images, on several threads, and lays the requests out."""
+        images = [(source, prompt.mm_processor_kwargs) for prompt in prompts for source in prompt.images]
+        done = iter(list(self._threads.map(lambda pair: self._image(*pair), images)))
+        requests = []
+        for i, prompt in enumerate(prompts):
+            refs, metrics = [], Metrics()
+            for _ in prompt.images:
+                ref, decode, preprocess = next(done)
+                refs.append(ref)
+                metrics.decode_image += decode
+                metrics.preprocess += preprocess
+            token_ids, starts, _ = self._renderer.expand(prompt.token_ids, [ref.num_tokens for ref in refs])
+            if forced is not None:
+                token_ids = np.concatenate([token_ids, np.array(forced[i], np.int32)])
+            layout = make_layout(token_ids, starts.tolist(), refs, self._processor.merge_size)
+            requests.append(_Request(prompt, layout, metrics))
+        return requests
+
+    def _image(self, source: ImageSource, limits: Mapping[str, int]) -> tuple[ImageRef, float, float]:
+        start = time.perf_counter()
+        rgb = source.decode()
+        decoded = time.perf_counter()
+        grid = self._processor.grid(rgb.shape[0], rgb.shape[1], limits, name=source.name)
+        num_patches, most = int(np.prod(grid)), self._runner.ladder.patches[-1]
+        if num_patches > most:
+            raise ValueError(
+                f"{source.name} must have at most {most} patches, got {num_patches}: "
+                "raise max_pixels, max_model_len or ladder.patches of the engine, or lower max_pixels of the request"
+            )
+        patches = self._processor.patches(rgb, limits)
+        key = entry_key(
+            content_key(rgb),
+            settings=self._processor.settings(limits),
+            fingerprint=self._checkpoint.fingerprint,
+            codec=str(self._runner.dtype),
+        )
+        ref = ImageRef(key, self._processor.num_tokens(grid), patches)
+        return ref, decoded - start, time.perf_counter() - decoded
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        reuse: str | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        _check_reuse(reuse)
+        params = self._sampling_params(sampling_params, len(prompts))
+        with self._serving():
+            requests = self._prepare(prompts)
+            answers: list[list[Generation]] = []
+            for request, own in zip(requests, params, strict=True):
+                answers.append(self._answers(request, own))
+            with tqdm(total=sum(map(len, answers)), desc="answering", disable=not use_tqdm) as bar:
+                self._engine.generate([answer for group in answers for answer in group], lambda _: bar.update())
+            return [self._output(request, group) for request, group in zip(requests, answers, strict=True)]
+
+    def _sampling_params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            given = [given or SamplingParams()] * count
+        if len(given) != count:
+            raise ValueError(f"sampling_params must be one, or one for each of {count} requests, got {len(given)}")
+        resolved = []
+        for i, params in enumerate(given):
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"sampling_params[{i}] must be SamplingParams, got {type(params).__name__}")
+            resolved.append(params.resolve(self._generation))
+            ends = len(self._ends(params))
+            if params.min_tokens and ends > MAX_BANNED:
+                raise ValueError(f"stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {ends}")
+        return resolved
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_tokens)
+
+    def _answers(self, request: _Request, params: SamplingParams) -> list[Generation]:
+        length = len(request.layout)
+        new_slots = min(params.max_tokens, self.max_model_len - length)
+        self._check_length(request.prompt, length, new_slots)
+        plan = full_prefill(request.layout, self._runner.config.text.num_layers)
+        first = int(self._random.integers(2**32)) if params.seed is None else params.seed
+        return [
+            Generation(
+                request.layout,
+                plan,
+                new_slots=new_slots,
+                params=params,
+                seed=(first + i) % 2**32,
+                end_tokens=self._ends(params),
+                has_stop_string=self._stop_search(params.stop),
+                metrics=dataclasses.replace(request.metrics),
+            )
+            for i in range(params.n)
+        ]
+
+    def _check_length(self, prompt: Prompt, length: int, new_slots: int) -> None:
+        what = f"a prompt of {length} tokens ({prompt.text[:40]!r}...)"
+        if length + min(new_slots, 1) > self.max_model_len:
+            raise ValueError(f"prompt and answer must fit in max_model_len = {self.max_model_len} tokens, got {what}")
+        if new_slots < 0 or length + new_slots > self._runner.num_slots:
+            raise ValueError(
+                f"prompt and answer must fit in the KV pool of {self._runner.num_slots} slots, "
+                f"got {what} and max_tokens of {new_slots}"
+            )
+
+    def _stop_search(self, stop: Sequence[str]) -> Callable[[list[int]], bool] | None:
+        if not stop:
+            return None
+        # A character is at most four bytes and a token at least one, so the last stop string lies in these tokens.
+        window = 4 * max(map(len, stop)) + 4
+
+        def search(token_ids: list[int]) -> bool:
+            text = self._renderer.tokenizer.decode(token_ids[-window:], skip_special_tokens=True)
+            return any(end in text for end in stop)
+
+        return search
+
+    def _output(self, request: _Request, answers: list[Generation]) -> RequestOutput:
+        return RequestOutput(
+            prompt=request.prompt.text,
+            prompt_token_ids=request.layout.token_ids,
+            outputs=tuple(self._completion(i, answer) for i, answer in enumerate(answers)),
+            num_cached_tokens=0,
+            metrics=answers[0].metrics,
+            cache=self._report(request.layout, answers[0].plan),
+        )
+
+    def _completion(self, index: int, answer: Generation) -> CompletionOutput:
+        text = cast(str, self._renderer.tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+        ends = [text.index(end) for end in answer.params.stop if end in text]
+        return CompletionOutput(
+            index=index,
+            text=text[: min(ends)] if ends else text,
+            token_ids=tuple(answer.token_ids),
+            finish_reason=answer.finish_reason or "length",
+            logprobs=tuple(answer.logprobs) if answer.params.logprobs is not None else None,
+        )
+
+    def _report(self, layout: Layout, plan: Plan) -> CacheReport:
+        layers = self._runner.config.text.num_layers
+        images = tuple(
+            ImageReuse(
+                index=i,
+                key=image.key,
+                tokens=image.num_tokens,
+                encoder="computed",
+                kv="none",
+                match="miss",
+                recomputed=(image.num_tokens,) * layers,
+                why=Why.reuse_off,
+            )
+            for i, image in enumerate(layout.images)
+        )
+        return CacheReport(images, exact=True, policy="off", rows=plan.rows(layers), approximate_tokens=0)
+
+
+def _check_reuse(reuse: str | None) -> None:
+    if reuse not in (None, "off"):
+        raise ValueError(f"reuse must be 'off' until the image cache is there, got {reuse!r}")
+
+
+def _check_processor(processor: ImageProcessor, vision: Any) -> None:
+    for ours, theirs in (("patch_size",) * 2, ("merge_size",) * 2, ("temporal_patch_size",) * 2):
+        if getattr(processor, ours) != getattr(vision, theirs):
+            raise ValueError(
+                f"{ours} of the image processor must be the model's {getattr(vision, theirs)}, "
+                f"got {getattr(processor, ours)}"
+            )
+
+
+def _read_generation_config(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _end_tokens(generation: dict[str, Any], tokenizer: Any) -> frozenset[int]:
+    ids = generation.get("eos_token_id", tokenizer.eos_token_id)
+    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, unless the user has decided where or whether."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(home / "vlcache-jax" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

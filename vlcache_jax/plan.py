@@ -1,0 +1,32 @@
+"""Which slots of a request are computed, and through how many layers (host, numpy).
+
+Full prefill is the plan in which every row stays to the last layer. Reuse is a plan with smaller depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """`depth` int16 [n]: in how many layers a token's K, V are fresh; num_layers + 1 = its logits are wanted too."""
+
+    depth: npt.NDArray[np.int16]
+
+    def rows(self, num_layers: int) -> tuple[int, ...]:
+        """Active rows in each layer."""
+        return tuple(int(np.count_nonzero(self.depth > layer)) for layer in range(num_layers))
+
+
+def full_prefill(layout: Layout, num_layers: int, wanted: Sequence[int] | None = None) -> Plan:
+    """Every token in every layer, and logits of the tokens `wanted` (by default of the last one)."""
+    depth = np.full(len(layout), num_layers, np.int16)
+    depth[[-1] if wanted is None else list(wanted)] = num_layers + 1
+    return Plan(depth)

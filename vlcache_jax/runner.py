@@ -1,0 +1,325 @@
+"""The device side: compiled programs, weights, the KV pool.
+
+Programs are compiled for shapes that follow from the ladder and from nothing else, and stand in one table by name and
+sizes. A call with any other shape is an error instead of a silent compilation. Plain nested dicts cross into programs,
+never modules.
+
+The pool's arrays are donated to each program and come back updated in place. An interrupted call can leave donated
+arrays behind; `reset` drops everything mutable, and the next call makes it anew.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import time
+from collections import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from vlcache_jax import sampling
+from vlcache_jax.batching import Step
+from vlcache_jax.buckets import Ladder, round_up
+from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder
+from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.models.vision import Grid
+from vlcache_jax.sampling import Sampled, SamplerInputs
+
+MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
+
+Params = dict[str, Any]
+Key = tuple[Any, ...]  # a program's name and its static sizes
+
+
+class Runner:
+    """Runs the model on one device.
+
+    Args:
+      config: of the model.
+      params: nested dict of device arrays, all of one dtype.
+      normalization: each byte's pixel value per channel, float32 [3, 256].
+      num_slots: S of the pool.
+      ladder: sizes to compile for.
+      implementation: of attention; None is the best available.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        normalization: np.ndarray,
+        *,
+        num_slots: int,
+        ladder: Ladder,
+        implementation: str | None = None,
+    ):
+        self.config = config
+        self.ladder = ladder
+        self.num_slots = num_slots
+        self.implementation = implementation
+        self.dtype = params["language_model"]["norm"]["scale"].dtype
+        self._visual = params["visual"]
+        self._text = params["language_model"]
+        self._head = params.get("lm_head", self._text["embed_tokens"])
+        self._normalization = jax.device_put(normalization)
+        model = abstract_model(config, self.dtype)
+        text = model.language_model
+        self._tower_graph = nnx.graphdef(model.visual)
+        self._layer_graph = nnx.graphdef(text.layers[0])
+        self._table_graph = nnx.graphdef(text.embed_tokens)
+        self._norm_graph = nnx.graphdef(text.norm)
+        self._programs: dict[Key, jax.stages.Compiled] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything mutable, for example after an interrupted call."""
+        self._pool: list[list[jax.Array]] | None = None
+        self._encoder_rows: jax.Array | None = None
+        self._seen: jax.Array | None = None
+
+    # The steps of a wave. What they return may not be computed yet; whoever needs a value waits for it.
+
+    def encode(self, patches: abc.Sequence[np.ndarray], grids: abc.Sequence[Grid]) -> jax.Array:
+        """Encodes images together: uint8 [P_i, 3, patch**2] each -> [1 + J, P / merge**2, M] in their order, padded."""
+        used = sum(map(len, patches))
+        size = round_up(used, self.ladder.patches)
+        pixels = np.zeros((size, *patches[0].shape[1:]), np.uint8)
+        np.concatenate(patches, out=pixels[:used])
+        return self._run(("encode", size), self._visual, pixels, self._normalization, self._tables(grids, size))
+
+    def stage(self, encoded: jax.Array, place: np.ndarray) -> None:
+        """Makes row i of an encoder output encoder row `place[i]` of the next step; places out of range are dropped."""
+        rows, self._encoder_rows = self._encoder_rows_now(), None
+        self._encoder_rows = self._run(("stage", len(place)), rows, encoded, place)
+
+    def prefill(self, step: Step[Any]) -> jax.Array:
+        """Runs a step's rows through the layers; returns the hidden states of the rows that leave the last one."""
+        first = step.bounds[0]
+        rows = {n: jax.device_put(Rows(*(field[..., :n] for field in step.rows))) for n in set(step.bounds[:-1])}
+        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), rows[first])
+        pool, self._pool = self._pool_now(), None
+        for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
+            added = deepstack[layer] if layer < len(deepstack) else None
+            key = "layer", size, keep, added is not None
+            x, *pool[layer] = self._run(key, self._text["layers"][layer], x, *pool[layer], rows[size], added)
+        self._pool = pool
+        return x
+
+    def head(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        """Logits, float32 [B, V], and the most likely tokens, int32 [B], of at least the first `count` rows of `x`."""
+        size = min(round_up(count, self.ladder.sequences), len(x))
+        return self._run(("head", len(x), size), self._text["norm"], self._head, x)
+
+    def decode(self, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """Writes K, V of one row a sequence; returns logits, float32 [B, V], and the most likely tokens, int32 [B]."""
+        pool, self._pool = self._pool_now(), None
+        logits, greedy, self._pool = self._run(("decode", len(rows.slot)), self._text, self._head, pool, rows)
+        return logits, greedy
+
+    def sample(self, logits: jax.Array, inputs: SamplerInputs) -> Sampled:
+        """Chooses a token for each row of `logits`."""
+        seen, self._seen = self._seen_now(), None
+        sampled, self._seen = self._run(("sample", len(logits)), logits, seen, inputs)
+        return sampled
+
+    def score(self, logits: jax.Array, target: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """See `sampling.score`."""
+        return self._run(("score", len(logits)), logits, target)
+
+    def mark_seen(self, tokens: abc.Sequence[np.ndarray]) -> None:
+        """Lets sequence i of the wave have seen the ids `tokens[i]`, and nothing else."""
+        self._seen = None
+        sequence = np.repeat(np.arange(len(tokens), dtype=np.int32), [len(ids) for ids in tokens])
+        pairs = np.stack([sequence, np.concatenate(tokens).astype(np.int32)])
+        for first in range(0, pairs.shape[1], MARK_BLOCK):
+            block = np.full((2, MARK_BLOCK), self.ladder.max_sequences, np.int32)
+            block[:, : min(MARK_BLOCK, pairs.shape[1] - first)] = pairs[:, first : first + MARK_BLOCK]
+            seen, self._seen = self._seen_now(), None
+            self._seen = self._run(("mark_seen",), seen, *block)
+
+    # Programs.
+
+    def keys(self) -> list[Key]:
+        """Every program that full prefill, decoding, sampling and scoring can call for."""
+        ladder, layers, deepstack = self.ladder, self.config.text.num_layers, self.config.vision.num_deepstack
+        keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
+        for size in ladder.rows:
+            keep = ladder.outputs(size)
+            keys += [("embed", size)]
+            keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
+            keys += [("head", keep, min(count, keep)) for count in ladder.sequences]
+        for count in ladder.sequences:
+            keys += [("decode", count), ("sample", count), ("score", count)]
+        for size in ladder.patches:
+            keys += [("encode", size), ("stage", size // self.config.vision.merge_size**2)]
+        return list(dict.fromkeys(keys))
+
+    def warmup(self, progress: abc.Callable[[Key], None] = lambda key: None) -> tuple[int, float]:
+        """Compiles what is not compiled yet; returns the number of programs and the seconds it took."""
+        start = time.perf_counter()
+        missing = [key for key in self.keys() if key not in self._programs]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            compiling = {threads.submit(self._lower(key).compile): key for key in missing}
+            for future in concurrent.futures.as_completed(compiling):
+                self._programs[compiling[future]] = future.result()
+                progress(compiling[future])
+        return len(missing), time.perf_counter() - start
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
+
+    def _run(self, key: Key, *args: Any) -> Any:
+        if key not in self._programs:
+            self._programs[key] = self._lower(key).compile()
+        return self._programs[key](*args)
+
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        name, *sizes = key
+        function, arguments, donated = getattr(self, f"_define_{name}")(*sizes)
+        return jax.jit(function, donate_argnums=donated).lower(*arguments)
+
+    # Definitions: name -> (function, abstract arguments, which of them are donated).
+
+    def _define_pool(self) -> Any:
+        text = self.config.text
+        return lambda: jnp.zeros((self.num_slots, text.num_kv_heads, text.head_dim), self.dtype), (), ()
+
+    def _define_encoder_rows(self) -> Any:
+        shape = 1 + self.config.vision.num_deepstack, self.ladder.max_rows, self.config.text.hidden_size
+        return lambda: jnp.zeros(shape, self.dtype), (), ()
+
+    def _define_seen(self) -> Any:
+        return lambda: jnp.zeros((self.ladder.max_sequences, self.config.text.vocab_size), bool), (), ()
+
+    def _define_mark_seen(self) -> Any:
+        pairs = jax.ShapeDtypeStruct((MARK_BLOCK,), jnp.int32)
+        return sampling.mark_seen, (self._shape_of("seen"), pairs, pairs), 0
+
+    def _define_encode(self, size: int) -> Any:
+        def encode(params: Params, pixels: jax.Array, normalization: jax.Array, tables: Params) -> jax.Array:
+            return bind(self._tower_graph, params)(pixels, normalization, tables, implementation=self.implementation)
+
+        vision = self.config.vision
+        pixels = jax.ShapeDtypeStruct((size, vision.in_channels, vision.patch_size**2), jnp.uint8)
+        smallest = (1, vision.merge_size, vision.merge_size)
+        tables = self._tables([smallest], size)
+        return encode, _shapes((self._visual, pixels, self._normalization, tables)), ()
+
+    def _define_stage(self, size: int) -> Any:
+        def stage(rows: jax.Array, encoded: jax.Array, place: jax.Array) -> jax.Array:
+            return rows.at[:, place].set(encoded, mode="drop", unique_indices=True)
+
+        rows = self._shape_of("encoder_rows")
+        encoded = jax.ShapeDtypeStruct((rows.shape[0], size, rows.shape[2]), self.dtype)
+        return stage, (rows, encoded, jax.ShapeDtypeStruct((size,), jnp.int32)), 0
+
+    def _define_embed(self, size: int) -> Any:
+        def embed(table: Params, encoder_rows: jax.Array, rows: Rows) -> tuple[jax.Array, list[jax.Array]]:
+            x, deepstack = decoder.embed(bind(self._table_graph, table), encoder_rows, rows.source)
+            return x, list(deepstack)
+
+        return embed, (_shapes(self._text["embed_tokens"]), self._shape_of("encoder_rows"), _rows(size)), ()
+
+    def _define_layer(self, size: int, keep: int, has_deepstack: bool) -> Any:
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        pool = self._shape_of("pool")
+        arguments = _shapes(self._text["layers"][0]), x, pool, pool, _rows(size), x if has_deepstack else None
+        # x can only be updated in place where the output has its shape.
+        return functools.partial(self._layer, keep=keep), arguments, (1, 2, 3) if keep == size else (2, 3)
+
+    def _layer(
+        self,
+        params: Params,
+        x: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rows: Rows,
+        added: jax.Array | None,
+        *,
+        keep: int,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        layer = bind(self._layer_graph, params)
+        return layer(x, k, v, rows, added, keep=keep, implementation=self.implementation)[:3]
+
+    def _define_head(self, size: int, count: int) -> Any:
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        head = functools.partial(self._logits, count=count)
+        return head, (_shapes(self._text["norm"]), _shapes(self._head), x), ()
+
+    def _logits(self, norm: Params, head: Params, x: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
+        logits = bind(self._table_graph, head).scores(bind(self._norm_graph, norm)(x[:count]))
+        return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def _define_decode(self, count: int) -> Any:
+        layer = jax.jit(self._layer, static_argnames="keep")  # traced once, not once a layer
+
+        def decode(text: Params, head: Params, pool: list[list[jax.Array]], rows: Rows) -> Any:
+            x = bind(self._table_graph, text["embed_tokens"])(rows.source)
+            updated = []
+            for i, (k, v) in enumerate(pool):
+                x, k, v = layer(text["layers"][i], x, k, v, rows, None, keep=count)
+                updated.append([k, v])
+            return *self._logits(text["norm"], head, x, count=count), updated
+
+        pool = [[self._shape_of("pool")] * 2] * self.config.text.num_layers
+        return decode, (_shapes(self._text), _shapes(self._head), pool, _rows(count)), 2
+
+    def _define_sample(self, count: int) -> Any:
+        def of(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *rest), dtype)
+
+        inputs = SamplerInputs(
+            temperature=of(jnp.float32),
+            top_k=of(jnp.int32),
+            top_p=of(jnp.float32),
+            penalty=of(jnp.float32),
+            seed=of(jnp.uint32),
+            step=of(jnp.int32),
+            banned=of(jnp.int32, sampling.MAX_BANNED),
+            sequence=of(jnp.int32),
+            logprobs=of(jnp.bool_),
+        )
+        return sampling.sample, (of(jnp.float32, self.config.text.vocab_size), self._shape_of("seen"), inputs), 1
+
+    def _define_score(self, count: int) -> Any:
+        logits = jax.ShapeDtypeStruct((count, self.config.text.vocab_size), jnp.float32)
+        return sampling.score, (logits, jax.ShapeDtypeStruct((count,), jnp.int32)), ()
+
+    # State.
+
+    def _shape_of(self, name: str) -> jax.ShapeDtypeStruct:
+        return jax.eval_shape(getattr(self, f"_define_{name}")()[0])
+
+    def _pool_now(self) -> list[list[jax.Array]]:
+        if self._pool is None:
+            self._pool = [[self._run(("pool",)), self._run(("pool",))] for _ in range(self.config.text.num_layers)]
+        return self._pool
+
+    def _encoder_rows_now(self) -> jax.Array:
+        if self._encoder_rows is None:
+            self._encoder_rows = self._run(("encoder_rows",))
+        return self._encoder_rows
+
+    def _seen_now(self) -> jax.Array:
+        if self._seen is None:
+            self._seen = self._run(("seen",))
+        return self._seen
+
+    def _tables(self, grids: abc.Sequence[Grid], num_patches: int) -> dict[str, np.ndarray]:
+        return FAMILIES[self.config.model_type].encoder_tables(self.config.vision, grids, num_patches)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _rows(size: int) -> Rows:
+    index = jax.ShapeDtypeStruct((size,), jnp.int32)
+    return Rows(index, jax.ShapeDtypeStruct((3, size), jnp.int32), index, index, index)

@@ -1,0 +1,176 @@
+"""How tokens are chosen: the user's parameters, and the sampler on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MAX_LOGPROBS = 20
+MAX_BANNED = 32  # stop tokens that `min_tokens` holds back, end-of-text tokens included
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to answer. None means what the checkpoint's `generation_config.json` says, or else the value named here.
+
+    Attributes:
+      n: answers to each prompt.
+      temperature: 0 is greedy; None: greedy unless the checkpoint says `do_sample`.
+      top_p: smallest set of tokens whose probability reaches it; None: 1 (all).
+      top_k: only the k most likely tokens; 0: all; None: all.
+      seed: makes an answer repeatable whatever else is in the batch; None: drawn from the engine's seed.
+      max_tokens: tokens to generate at most; the context's length bounds it too.
+      min_tokens: no end token and no stop token before that many.
+      stop: strings that end the answer; they are not part of it.
+      stop_token_ids: tokens that end the answer, besides the checkpoint's end tokens.
+      ignore_eos: go on after the checkpoint's end tokens.
+      repetition_penalty: above 1 discourages tokens that the prompt or the answer already holds; None: 1.
+      logprobs: log-probabilities of the chosen and of this many most likely tokens, before all of the above; up to 20.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, low, high in (
+            ("n", int, 1, math.inf),
+            ("temperature", (int, float), 0, 1e9),
+            ("top_p", (int, float), 1e-9, 1),
+            ("top_k", int, 0, 2**31 - 1),
+            ("seed", int, 0, 2**32 - 1),
+            ("max_tokens", int, 1, math.inf),
+            ("min_tokens", int, 0, math.inf),
+            ("repetition_penalty", (int, float), 1e-9, 1e9),
+            ("logprobs", int, 0, MAX_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            optional = name not in ("n", "max_tokens", "min_tokens")
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+                what = "an integer" if kind is int else "a number"
+                raise ValueError(f"{name} must be {what} from {low} to {high}, got {value!r}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", stop)
+        ids = tuple(self.stop_token_ids)
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise ValueError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
+        """These parameters with nothing left open; `defaults` is the content of `generation_config.json`."""
+        greedy = not defaults.get("do_sample", False)
+        known = {
+            "temperature": 0.0 if greedy else defaults.get("temperature", 1.0),
+            "top_p": defaults.get("top_p", 1.0),
+            "top_k": defaults.get("top_k", 0),
+            "repetition_penalty": defaults.get("repetition_penalty", 1.0),
+        }
+        return dataclasses.replace(self, **{k: v for k, v in known.items() if getattr(self, k) is None})
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """The most likely token, and nothing else asked."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None and self.min_tokens == 0
+
+
+class SamplerInputs(NamedTuple):
+    """One row a sequence (arrays of length B)."""
+
+    temperature: Any  # float32; 0 = greedy
+    top_k: Any  # int32; 0 = all
+    top_p: Any  # float32
+    penalty: Any  # float32
+    seed: Any  # uint32
+    step: Any  # int32, tokens generated so far
+    banned: Any  # int32 [B, MAX_BANNED], tokens that must not come yet; out of range = none
+    sequence: Any  # int32, the row of `seen` that belongs to the sequence; out of range = none
+    logprobs: Any  # bool, whether top log-probabilities are wanted
+
+
+class Sampled(NamedTuple):
+    token: Any  # int32 [B]
+    logprob: Any  # float32 [B], of the token, before temperature, penalty and truncation
+    top_logprob: Any  # float32 [B, MAX_LOGPROBS]
+    top_token: Any  # int32 [B, MAX_LOGPROBS]
+
+
+def sample(logits: jax.Array, seen: jax.Array, inputs: SamplerInputs) -> tuple[Sampled, jax.Array]:
+    """Chooses a token for each row; a row's choice depends on that row alone.
+
+    Args:
+      logits: float32 [B, V].
+      seen: bool [sequences, V], the tokens each sequence holds already.
+      inputs: parameters of each row.
+
+    Returns:
+      The choice, and `seen` with the chosen tokens added.
+    """
+    logprobs = jax.nn.log_softmax(logits)
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    top_logprob, top_token = jax.lax.cond(
+        inputs.logprobs.any(),
+        lambda x: tuple(jax.lax.top_k(x, count)),
+        lambda x: (jnp.zeros((len(x), count), x.dtype), jnp.zeros((len(x), count), jnp.int32)),
+        logprobs,
+    )
+    x = jnp.where(
+        seen.at[inputs.sequence].get(mode="fill", fill_value=False),
+        jnp.where(logits > 0, logits / inputs.penalty[:, None], logits * inputs.penalty[:, None]),
+        logits,
+    )
+    rows = jnp.arange(len(x))
+    x = x.at[rows[:, None], inputs.banned].set(-jnp.inf, mode="drop")
+    greedy = jnp.argmax(x, axis=-1)
+    drawn = jax.lax.cond((inputs.temperature > 0).any(), _draw, lambda x, _: jnp.argmax(x, axis=-1), x, inputs)
+    token = jnp.where(inputs.temperature > 0, drawn, greedy).astype(jnp.int32)
+    seen = seen.at[inputs.sequence, token].set(True, mode="drop")
+    return Sampled(token, logprobs[rows, token], top_logprob, top_token.astype(jnp.int32)), seen
+
+
+def _draw(x: jax.Array, inputs: SamplerInputs) -> jax.Array:
+    """Draws from the truncated distribution: temperature, then top-k, then top-p, as in the library."""
+    x = x / jnp.maximum(inputs.temperature, 1e-6)[:, None]
+    order = jnp.argsort(x, axis=-1, descending=True, stable=True)
+    x = jnp.take_along_axis(x, order, axis=-1)
+    rank = jnp.arange(x.shape[1])
+    k = jnp.where(inputs.top_k > 0, inputs.top_k, x.shape[1])[:, None]
+    x = jnp.where(rank < k, x, -jnp.inf)
+    p = jax.nn.softmax(x, axis=-1)
+    # A token stays while those before it have not reached top_p; the first one always stays.
+    x = jnp.where(jnp.cumsum(p, axis=-1) - p < inputs.top_p[:, None], x, -jnp.inf)
+    keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(inputs.seed, inputs.step)
+    choice = jax.vmap(jax.random.categorical)(keys, x)
+    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
+
+
+def mark_seen(seen: jax.Array, sequence: jax.Array, token: jax.Array) -> jax.Array:
+    """Adds (sequence, token) pairs to `seen`; pairs out of range are padding."""
+    return seen.at[sequence, token].set(True, mode="drop")
+
+
+def score(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each row's target token, float32 [B], and whether it is the most likely one, bool [B]."""
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], axis=-1)[:, 0]
+    return logprob, jnp.argmax(logits, axis=-1) == target
