@@ -1,0 +1,48 @@
+"""What every benchmark needs: medians, the machine's description, a table and a JSON file."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Date, processor and versions, for the head of a result."""
+    model = platform.processor()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "processor": model,
+        "cores": os.cpu_count(),
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+    }
+
+
+def publish(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
+    """Prints the rows as a table and writes them, with their head, to `out`.
+
+    Raises:
+      ValueError: there are no rows, or they differ in their columns.
+    """
+    if not rows or any(row.keys() != rows[0].keys() for row in rows):
+        raise ValueError(f"rows must be non-empty and have the same columns, got {list(rows)}")
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=140).print(table)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"title": title, **head, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {out}")

@@ -1,0 +1,162 @@
+"""Tiny checkpoints of uneven shapes, the reference models that read the same files, and textured images."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+# Before jax is imported: tests run on the CPU unless the caller says otherwise, and never reach for the network.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+
+from vlcache_jax.tiny import make_checkpoint
+
+# The matrix precision is not pinned here: float32 models pin their own, and a global setting would hide a place that
+# forgets to. Each configuration differs from the others in depth, head ratio, head width, windows or DeepStack, and
+# names, files and layout, so that no two numbers of a model can be taken for each other.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl", "seed": 1},
+    "qwen2_5_vl-flat-tied": {
+        "model_type": "qwen2_5_vl",
+        "seed": 2,
+        "layout": "flat",
+        "tie_word_embeddings": True,
+        "text": {
+            "hidden_size": 72,
+            "intermediate_size": 100,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "rms_norm_eps": 1e-5,
+        },
+        "vision": {
+            "depth": 3,
+            "hidden_size": 48,
+            "intermediate_size": 60,
+            "num_heads": 3,
+            "window_size": 84,
+            "fullatt_block_indexes": [2],
+        },
+    },
+    "qwen2_5_vl-library-names": {
+        "model_type": "qwen2_5_vl",
+        "seed": 3,
+        "names": "library",
+        "shards": 2,
+        "text": {
+            "hidden_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "vocab_size": 301,
+        },
+        "vision": {
+            "depth": 5,
+            "hidden_size": 40,
+            "intermediate_size": 56,
+            "window_size": 112,
+            "fullatt_block_indexes": [0, 3],
+        },
+    },
+    "qwen3_vl": {"model_type": "qwen3_vl", "seed": 4},
+    "qwen3_vl-tied": {
+        "model_type": "qwen3_vl",
+        "seed": 5,
+        "tie_word_embeddings": True,
+        "text": {
+            "hidden_size": 56,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+        },
+        "vision": {
+            "depth": 5,
+            "hidden_size": 48,
+            "intermediate_size": 100,
+            "num_heads": 3,
+            "num_position_embeddings": 49,
+            "deepstack_visual_indexes": [0, 2, 4],
+        },
+    },
+    "qwen3_vl-sharded": {
+        "model_type": "qwen3_vl",
+        "seed": 6,
+        "shards": 3,
+        "text": {
+            "hidden_size": 48,
+            "intermediate_size": 88,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 32,
+            "vocab_size": 290,
+        },
+        "vision": {
+            "depth": 3,
+            "hidden_size": 36,
+            "intermediate_size": 64,
+            "num_heads": 1,
+            "num_position_embeddings": 144,
+            "deepstack_visual_indexes": [2],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    """The directory of a configuration by its name; made once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return functools.cache(lambda name: make_checkpoint(root / name, **CONFIGURATIONS[name]))
+
+
+@pytest.fixture(scope="session", params=list(CONFIGURATIONS))
+def checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
+    """Each configuration in turn."""
+    return checkpoints(request.param)
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
+def family_checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
+    """One configuration per family, for what does not depend on the shapes."""
+    return checkpoints(request.param)
+
+
+@pytest.fixture(scope="session")
+def load_oracle() -> Callable[..., Any]:
+    """(directory, dtype="float32") -> the library's model of a checkpoint; loaded once."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    @functools.cache
+    def load(directory: pathlib.Path, dtype: str = "float32") -> Any:
+        # Eager attention rounds where the published models were evaluated; the dtype argument keeps the rotary
+        # frequencies in float32, which a later cast would not.
+        return AutoModelForImageTextToText.from_pretrained(
+            directory, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def textured_image() -> Callable[..., np.ndarray]:
+    """(height, width, seed=0) -> uint8 [height, width, 3]: gradients and noise, other ones in each channel."""
+
+    def make(height: int, width: int, seed: int = 0) -> np.ndarray:
+        rng = np.random.default_rng((seed, height, width))
+        y, x = np.mgrid[:height, :width] / max(height, width)
+        slope = rng.uniform(-120, 120, (2, 3))
+        ramp = 128 + y[..., None] * slope[0] + x[..., None] * slope[1]
+        return np.clip(ramp + rng.normal(0, 40, (height, width, 3)), 0, 255).astype(np.uint8)
+
+    return make

@@ -1,0 +1,289 @@
+"""Small random checkpoints in the layout of the published ones, for demonstrations, tests and benchmarks.
+
+No torch is needed. The answers mean nothing, everything else is real: file names, tensor names, tokenizer, chat
+template and image processor settings. The weights are drawn so that no part can hide: biases are not zero and norm
+weights not one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from vlcache_jax.models.params import parameters, published_name
+from vlcache_jax.models.registry import load_config
+
+# Ids 0-255 are the bytes themselves, and these follow.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+TOKEN_IDS = {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "bos_token_id": TOKEN_IDS["<|endoftext|>"],
+    "eos_token_id": TOKEN_IDS["<|im_end|>"],
+}
+_VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+# What each family adds. The small windows and position grids make borders and interpolation matter in small images.
+_FAMILY_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 4},
+    "qwen3_vl": {"head_dim": 24, "attention_bias": False},
+}
+_FAMILY_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "intermediate_size": 52,
+        "hidden_act": "silu",
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [1, 3],
+        "tokens_per_second": 2,
+    },
+    "qwen3_vl": {
+        "intermediate_size": 72,
+        "hidden_act": "gelu_pytorch_tanh",
+        "patch_size": 16,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [1, 2],
+    },
+}
+_ARCHITECTURE = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+_ROPE_THETA = {"qwen2_5_vl": 1e6, "qwen3_vl": 5e6}
+
+# The published templates without tools and videos. Only Qwen2.5 puts in a system turn where there is none.
+_DEFAULT_SYSTEM_TURN = """\
+{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}
+"""
+_CHAT_TEMPLATE = """\
+{%- set images = namespace(count=0) %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+                {%- set images.count = images.count + 1 %}
+                {%- if add_vision_id %}{{ 'Picture ' ~ images.count ~ ': ' }}{% endif %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def make_checkpoint(
+    directory: str | pathlib.Path,
+    model_type: str = "qwen3_vl",
+    *,
+    seed: int = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    shards: int = 1,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    tie_word_embeddings: bool = False,
+    layout: Literal["nested", "flat"] = "nested",
+    names: Literal["published", "library"] = "published",
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    generation: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+    """Writes a checkpoint directory.
+
+    Args:
+      directory: is made if it does not exist.
+      model_type: "qwen3_vl" or "qwen2_5_vl".
+      seed: of the weights. Two dtypes with one seed have the same weights up to rounding.
+      dtype: of the weights.
+      shards: number of weight files; more than one gets an index.
+      text, vision: fields of `text_config` and `vision_config` that differ from the defaults.
+      tie_word_embeddings: the output head is the table of token embeddings.
+      layout: of `config.json`; "flat" is the old one of Qwen2.5-VL, with the text fields at the top.
+      names: tensor names of Qwen2.5-VL as in published checkpoints or as in the library's modules.
+      min_pixels, max_pixels: of the image processor; by default one image token, and the published maximum.
+      generation: fields of `generation_config.json` beside the token ids.
+
+    Returns:
+      The directory.
+    """
+    if model_type not in _ARCHITECTURE:
+        raise ValueError(f"model_type must be one of {sorted(_ARCHITECTURE)}, got {model_type!r}")
+    if layout == "flat" and model_type != "qwen2_5_vl":
+        raise ValueError(f"layout must be 'nested' for {model_type}, got 'flat'")
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _config(model_type, text or {}, vision or {}, tie_word_embeddings, dtype, flat=layout == "flat")
+    vocab_size, least = config.get("text_config", config)["vocab_size"], 256 + len(SPECIAL_TOKENS)
+    if vocab_size < least:
+        raise ValueError(f"vocab_size must be at least {least}, the size of the tokenizer, got {vocab_size}")
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "preprocessor_config.json", _preprocessor(config, min_pixels, max_pixels))
+    stop = [TOKEN_IDS["<|im_end|>"], TOKEN_IDS["<|endoftext|>"]]
+    _write_json(
+        directory / "generation_config.json",
+        {"do_sample": False, "eos_token_id": stop, "pad_token_id": stop[1], **(generation or {})},
+    )
+    _tokenizer(model_type).save_pretrained(directory)
+    _write_weights(directory, seed, dtype, shards, published=names == "published")
+    return directory
+
+
+def _config(
+    model_type: str, text: Mapping[str, Any], vision: Mapping[str, Any], tied: bool, dtype: str, *, flat: bool
+) -> dict[str, Any]:
+    text = {**_TEXT, **_FAMILY_TEXT[model_type], **text}
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    rope = {"rope_theta": _ROPE_THETA[model_type], "mrope_section": _mrope_section(model_type, head_dim)}
+    ids = {f"{name}_token_id": TOKEN_IDS[f"<|{name}_pad|>"] for name in ("image", "video")}
+    ids |= {f"vision_{name}_token_id": TOKEN_IDS[f"<|vision_{name}|>"] for name in ("start", "end")}
+    config = {
+        "architectures": [_ARCHITECTURE[model_type]],
+        "model_type": model_type,
+        **ids,
+        "tie_word_embeddings": tied,
+        "vision_config": {
+            "model_type": model_type,
+            **_VISION,
+            **_FAMILY_VISION[model_type],
+            "out_hidden_size": text["hidden_size"],
+            **vision,
+        },
+    }
+    if flat:
+        section = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        return {**config, "torch_dtype": dtype, "rope_theta": rope["rope_theta"], "rope_scaling": section, **text}
+    if model_type == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    text = {"model_type": f"{model_type}_text", "rope_parameters": {"rope_type": "default", **rope}, **text}
+    return {**config, "dtype": dtype, "text_config": text}
+
+
+def _mrope_section(model_type: str, head_dim: int) -> list[int]:
+    """Frequencies of T, H and W, shared out as in the published models ([16, 24, 24] and [24, 20, 20] of 64)."""
+    half = head_dim // 2
+    side = half * 3 // 8 if model_type == "qwen2_5_vl" else half * 5 // 16
+    return [half - 2 * side, side, side]
+
+
+def _preprocessor(config: dict[str, Any], min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+    vision = config["vision_config"]
+    patch, merge = vision["patch_size"], vision["spatial_merge_size"]
+    least = min_pixels or (patch * merge) ** 2
+    settings = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": vision["temporal_patch_size"]}
+    if config["model_type"] == "qwen2_5_vl":
+        return {
+            **settings,
+            "min_pixels": least,
+            "max_pixels": max_pixels or 12845056,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2_5_VLProcessor",
+        }
+    return {
+        **settings,
+        "size": {"shortest_edge": least, "longest_edge": max_pixels or 16777216},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+    }
+
+
+def _tokenizer(model_type: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE without merges: a token is a byte or a special string."""
+    # ByteLevel spells each byte as one printable character: itself, or for the others U+0100 and up, in their order.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte if byte in printable else 0x100 + others.index(byte)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        chat_template=(_DEFAULT_SYSTEM_TURN if model_type == "qwen2_5_vl" else "") + _CHAT_TEMPLATE,
+    )
+
+
+def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, *, published: bool) -> None:
+    config = load_config(directory)
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for parameter in parameters(config):
+        name = published_name(config, parameter.tensor) if published else parameter.tensor
+        # The output head is a table of the vocabulary too, but it is multiplied like a kernel.
+        leaf = "kernel" if parameter.path[0] == "lm_head" else str(parameter.path[-1])
+        tensor = _random(rng, leaf, parameter.tensor_shape)
+        tensors[name] = tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for i, part in enumerate(_split(sorted(tensors), shards), 1):
+        file = f"model-{i:05d}-of-{shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
+    )
+
+
+def _random(rng: np.random.Generator, leaf: str, shape: tuple[int, ...]) -> np.ndarray:
+    noise = rng.standard_normal(shape, np.float32)
+    match leaf:
+        case "scale":
+            return 1 + np.float32(0.2) * noise
+        case "bias":
+            return np.float32(0.2) * noise
+        case "embedding":
+            return np.float32(0.5) * noise
+        case _:
+            return noise / np.float32(math.sqrt(math.prod(shape[1:])))
+
+
+def _split(names: Sequence[str], parts: int) -> list[Sequence[str]]:
+    return [names[len(names) * i // parts : len(names) * (i + 1) // parts] for i in range(parts)]
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
