@@ -114,7 +114,9 @@ def test_an_image_of_two_answers_is_encoded_once():
     cut_waves([first, second], 4, SLOTS)
     [step] = prefill_steps([first, second], LADDER, SLOTS, LAYERS)
     [placement] = step.placements
-    assert len(placement.place) == 8
+    assert placement.image_row.tolist() == placement.place.tolist() == [0, 1, 2, 3]
+    of_image = step.rows.source[: step.num_rows] < 0
+    assert step.rows.source[: step.num_rows][of_image].tolist() == [-1, -2, -3, -4] * 2
 
 
 def test_encoder_calls():

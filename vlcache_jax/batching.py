@@ -162,11 +162,16 @@ def _image_rows(wave: abc.Sequence[Sequence], length: list[int]) -> tuple[list[I
 
 
 def _place(images: list[ImageRef], image: Index, image_row: Index, token: Index) -> tuple[tuple[Placement, ...], Index]:
-    """Numbers a step's image rows as its encoder rows; returns where they come from, and each row's source."""
+    """Numbers a step's image rows as its encoder rows; returns where they come from, and each row's source.
+
+    Answers to one prompt share the rows of its images.
+    """
     is_image = image >= 0
-    place = np.cumsum(is_image, dtype=np.int32) - 1
+    pairs, place = np.unique(np.stack([image[is_image], image_row[is_image]]), axis=1, return_inverse=True)
+    source = token.copy()
+    source[is_image] = -1 - place
     placements = []
-    for number in np.unique(image[is_image]):
-        mine = image == number
-        placements.append(Placement(images[number], image_row[mine], place[mine]))
-    return tuple(placements), np.where(is_image, -1 - place, token)
+    for number in np.unique(pairs[0]):
+        mine = np.flatnonzero(pairs[0] == number).astype(np.int32)
+        placements.append(Placement(images[number], pairs[1, mine], mine))
+    return tuple(placements), source

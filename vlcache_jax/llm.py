@@ -24,7 +24,9 @@ from vlcache_jax.checkpoint import open_checkpoint
 from vlcache_jax.engine import Engine, Forced, Generation
 from vlcache_jax.images import ImageProcessor, ImageSource, check_limits
 from vlcache_jax.layout import ImageRef, Layout, make_layout
+from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import CacheReport, CompletionOutput, ImageReuse, Metrics, RequestOutput, Score, Why
+from vlcache_jax.pallas_kernels.attention.api import IMPLEMENTATIONS
 from vlcache_jax.plan import Plan, full_prefill
 from vlcache_jax.prompt import Prompt, PromptRenderer
 from vlcache_jax.runner import Runner
@@ -61,7 +63,8 @@ class LLM:
       reuse: "off", every image is computed. (Other values come with the image cache.)
       kv_cache_bytes: size of the KV pool. By default most of the memory that weights and activations leave free.
         It bounds prompt and answer of one request, and how many requests run together.
-      max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096.
+      max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
+        what the ladder says.
       max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
       mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first.
       implementation: of attention; None is the best available.
@@ -97,6 +100,8 @@ class LLM:
         ):  # fmt: skip
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
         device = jax.devices()[0]
         on_cpu = device.platform == "cpu"
         _use_compilation_cache()
@@ -108,12 +113,14 @@ class LLM:
             self._checkpoint.directory, allow_remote_images=allow_remote_images
         )
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
-        _check_processor(self._processor, config.vision)
+        _check_processor(self._processor, self._renderer, config)
         self._generation = _read_generation_config(self._checkpoint.directory)
         self._end_tokens = _end_tokens(self._generation, self._renderer.tokenizer)
 
-        ladder = ladder or Ladder()
-        ladder = memory.limit_rows(ladder, max_rows or (4096 if on_cpu else min(8192, ladder.max_rows)))
+        if ladder is None:
+            ladder = memory.limit_rows(Ladder(), 4096 if on_cpu else 8192)
+        if max_rows is not None:
+            ladder = memory.limit_rows(ladder, max_rows)
         longest = min(max_model_len or config.text.max_position_embeddings, config.text.max_position_embeddings)
         budget = memory.plan_memory(
             config, self._checkpoint.dtype, device, ladder, weights=self._checkpoint.nbytes(),
@@ -137,6 +144,7 @@ class LLM:
             ladder=ladder,
             implementation=implementation,
         )
+        self._fingerprint = self._checkpoint.fingerprint
         self._engine = Engine(self._runner)
         self._random = np.random.default_rng(seed)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
@@ -354,7 +362,7 @@ class LLM:
         key = entry_key(
             content_key(rgb),
             settings=self._processor.settings(limits),
-            fingerprint=self._checkpoint.fingerprint,
+            fingerprint=self._fingerprint,
             codec=str(self._runner.dtype),
         )
         ref = ImageRef(key, self._processor.num_tokens(grid), patches)
@@ -400,7 +408,7 @@ class LLM:
 
     def _answers(self, request: _Request, params: SamplingParams) -> list[Generation]:
         length = len(request.layout)
-        new_slots = min(params.max_tokens, self.max_model_len - length)
+        new_slots = min(params.max_tokens, max(1, self.max_model_len - length))
         self._check_length(request.prompt, length, new_slots)
         plan = full_prefill(request.layout, self._runner.config.text.num_layers)
         first = int(self._random.integers(2**32)) if params.seed is None else params.seed
@@ -419,13 +427,11 @@ class LLM:
         ]
 
     def _check_length(self, prompt: Prompt, length: int, new_slots: int) -> None:
-        what = f"a prompt of {length} tokens ({prompt.text[:40]!r}...)"
-        if length + min(new_slots, 1) > self.max_model_len:
-            raise ValueError(f"prompt and answer must fit in max_model_len = {self.max_model_len} tokens, got {what}")
-        if new_slots < 0 or length + new_slots > self._runner.num_slots:
+        if length + new_slots > self.max_model_len:
             raise ValueError(
-                f"prompt and answer must fit in the KV pool of {self._runner.num_slots} slots, "
-                f"got {what} and max_tokens of {new_slots}"
+                f"prompt and answer must fit in max_model_len = {self.max_model_len} tokens (the KV pool has "
+                f"{self._runner.num_slots} slots), got a prompt of {length} and an answer of at least {new_slots}: "
+                f"{prompt.text[:40]!r}..."
             )
 
     def _stop_search(self, stop: Sequence[str]) -> Callable[[list[int]], bool] | None:
@@ -484,13 +490,17 @@ def _check_reuse(reuse: str | None) -> None:
         raise ValueError(f"reuse must be 'off' until the image cache is there, got {reuse!r}")
 
 
-def _check_processor(processor: ImageProcessor, vision: Any) -> None:
-    for ours, theirs in (("patch_size",) * 2, ("merge_size",) * 2, ("temporal_patch_size",) * 2):
-        if getattr(processor, ours) != getattr(vision, theirs):
-            raise ValueError(
-                f"{ours} of the image processor must be the model's {getattr(vision, theirs)}, "
-                f"got {getattr(processor, ours)}"
-            )
+def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config: ModelConfig) -> None:
+    """A checkpoint whose files contradict each other would answer, but wrongly."""
+    for name in ("patch_size", "merge_size", "temporal_patch_size"):
+        expected, got = getattr(config.vision, name), getattr(processor, name)
+        if got != expected:
+            raise ValueError(f"{name} of the image processor must be the model's {expected}, got {got}")
+    if renderer.image_token_id != config.image_token_id:
+        raise ValueError(
+            f"image placeholder of the tokenizer must be the model's {config.image_token_id}, "
+            f"got {renderer.image_token_id}"
+        )
 
 
 def _read_generation_config(directory: pathlib.Path) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""Checkpoints as the engine reads them: converted ones, and directories of the hub as they are.
+
+Opening reads no tensor, so what is wrong with a checkpoint, and whether it fits, is known at once. Loading goes tensor
+by tensor, so that the host never holds a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from vlcache_jax.convert.manifest import (
+    MANIFEST_FILE,
+    WEIGHTS_DIRECTORY,
+    Manifest,
+    expected,
+    fingerprint,
+    parameter_name,
+    read_manifest,
+    weight_files,
+)
+from vlcache_jax.convert.plan import Source, as_dtype, make_plan, source_digest, stored_dtype, tensor_digests
+from vlcache_jax.convert.restore import StoredWeights
+from vlcache_jax.convert.source import locate
+from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.params import Parameter, Path, parameters
+from vlcache_jax.models.registry import load_config
+
+type Device = jax.Device | jax.sharding.Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(abc.ABC):
+    """An opened checkpoint, of which no tensor has been read yet.
+
+    Attributes:
+      directory: holds the weights, and the files of tokenizer and processor.
+      config: of the model.
+      dtype: that `load` gives the weights.
+      revision: commit on the hub, if it is known.
+    """
+
+    directory: pathlib.Path
+    config: ModelConfig
+    dtype: np.dtype
+    revision: str | None
+
+    def nbytes(self, dtype: Any = None) -> int:
+        """Bytes of the weights in `dtype`, by default as `load` returns them."""
+        itemsize = (self.dtype if dtype is None else as_dtype(dtype)).itemsize
+        return itemsize * sum(math.prod(parameter.shape) for parameter in parameters(self.config))
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Stands for the weights, in the dtype they are loaded in, in cache keys.
+
+        A directory of the hub and its conversion have the same one. The first use on a directory of the hub reads and
+        hashes all its weights, on several threads; a converted checkpoint knows it.
+        """
+
+    @abc.abstractmethod
+    def load(self, device: Device | None = None) -> dict[str, Any]:
+        """The parameters as nested dicts of arrays on `device`."""
+
+
+def open_checkpoint(
+    path_or_hub_id: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None
+) -> Checkpoint:
+    """Opens a converted checkpoint or a Hugging Face directory, which may be on the hub.
+
+    Args:
+      path_or_hub_id: a local directory, or the id of a model on the hub, which is fetched.
+      dtype: "float32", "bfloat16" or "float16", also as a dtype; None keeps the one that is stored.
+      revision: branch, tag or commit on the hub.
+
+    Raises:
+      FileNotFoundError: it is nowhere, or files are missing.
+      ValueError: the model is not supported, the checkpoint is damaged, or its tensors are not those of its model.
+    """
+    wanted = None if dtype is None else as_dtype(dtype)
+    located = locate(path_or_hub_id, revision)
+    directory = located.directory
+    if (directory / MANIFEST_FILE).exists():
+        manifest = read_manifest(directory)
+        config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
+        _check_converted(directory, manifest, config)
+        return _ConvertedCheckpoint(directory, config, wanted or as_dtype(manifest.dtype), manifest.revision, manifest)
+    config = load_config(directory)
+    plan = make_plan(directory, config)
+    return _HubCheckpoint(directory, config, wanted or stored_dtype(plan, config), located.revision, tuple(plan))
+
+
+@dataclasses.dataclass(frozen=True)
+class _HubCheckpoint(Checkpoint):
+    """A Hugging Face directory, opened as it is."""
+
+    plan: tuple[Source, ...] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        digest = source_digest(self.plan, tensor_digests(self.plan))
+        return fingerprint(digest, [self.dtype.name])
+
+    def load(self, device: Device | None = None) -> dict[str, Any]:
+        sources = {source.parameter.path: source for source in self.plan}
+        return _load(self.config, lambda parameter: sources[parameter.path].read(self.dtype), device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ConvertedCheckpoint(Checkpoint):
+    manifest: Manifest = dataclasses.field(repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint(self.dtype.name)
+
+    def load(self, device: Device | None = None) -> dict[str, Any]:
+        weights = StoredWeights(self.directory / WEIGHTS_DIRECTORY)
+        try:
+            return _load(self.config, lambda parameter: weights.read(parameter.path, self.dtype), device)
+        except ValueError as error:
+            raise ValueError(f"weights of {self.directory} cannot be read: {error}") from error
+
+
+def _check_converted(directory: pathlib.Path, manifest: Manifest, config: ModelConfig) -> None:
+    """Finds a directory that was copied in part or edited, without reading a weight."""
+    files = weight_files(directory)
+    if wrong := [name for name, size in manifest.files.items() if files.get(name) != size]:
+        what = "misses" if wrong[0] not in files else "has another size of"
+        raise ValueError(
+            f"{directory} must hold all files of the converted checkpoint, but {what} {WEIGHTS_DIRECTORY}/{wrong[0]} "
+            f"({len(wrong)} of {len(manifest.files)} files are wrong): copy or convert it again"
+        )
+    model = {parameter_name(p.path): expected(p.shape, as_dtype(manifest.dtype)) for p in parameters(config)}
+    stored = {name: {key: entry[key] for key in ("shape", "dtype")} for name, entry in manifest.parameters.items()}
+    if model != stored:
+        wrong = sorted(name for name in model.keys() | stored.keys() if model.get(name) != stored.get(name))
+        raise ValueError(
+            f"parameters of {directory} must be those of its config.json, but {len(wrong)} are not; "
+            f"{wrong[0]} must be {model.get(wrong[0])}, got {stored.get(wrong[0])}"
+        )
+
+
+def _load(config: ModelConfig, read: Callable[[Parameter], np.ndarray], device: Device | None) -> dict[str, Any]:
+    # The largest first: what a tensor takes in passing is then taken while the model is not yet all there.
+    ordered = sorted(parameters(config), key=lambda parameter: -math.prod(parameter.shape))
+    arrays: dict[Path, jax.Array] = {}
+    for parameter, array in zip(ordered, _ahead(read, ordered), strict=True):
+        # Waiting bounds what is on its way to the device; the next tensors are read in the meantime.
+        arrays[parameter.path] = jax.device_put(array, device).block_until_ready()
+    tree: dict[str, Any] = {}
+    for parameter in parameters(config):
+        _insert(tree, parameter.path, arrays[parameter.path])
+    return tree
+
+
+def _ahead(read: Callable[[Parameter], np.ndarray], wanted: Iterable[Parameter]) -> Iterator[np.ndarray]:
+    """Maps on a few threads, each of which holds at most one result that nobody has taken yet."""
+    threads = min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, "vlcache-load") as pool:
+        running: collections.deque[Future[np.ndarray]] = collections.deque()
+        for parameter in wanted:
+            if len(running) == threads:
+                yield running.popleft().result()
+            running.append(pool.submit(read, parameter))
+        while running:
+            yield running.popleft().result()
+
+
+def _insert(tree: dict[Any, Any], path: Path, leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
