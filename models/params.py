@@ -7,6 +7,7 @@ for the last part, the prefixes of published checkpoints, and the merger of Qwen
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -51,6 +52,12 @@ class Parameter:
 
 def parameters(config: ModelConfig) -> list[Parameter]:
     """Every parameter of a model, in the order of its tree."""
+    return list(_parameters(config))
+
+
+@functools.cache
+def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
+    # Building the abstract model takes most of a second.
     tree = abstract_params(config, np.float32)
     found = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -58,7 +65,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         tensor = _tensor_name(config, path)
         shape = tuple(leaf.shape)
         found.append(Parameter(path, shape, tensor, _tensor_shape(config, path, shape)))
-    return found
+    return tuple(found)
 
 
 def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:

@@ -1,0 +1,186 @@
+"""Runs the modules without the engine: loads a checkpoint, lays out prompts, loops over the layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+
+from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, load_config
+from vlcache_jax.models.decoder import embed
+from vlcache_jax.models.params import library_name, parameters
+from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.models.rope import mrope_positions
+from vlcache_jax.tiny import TOKEN_IDS
+
+# Arrays between the steps are numpy's: slicing a jax array would compile a program for each shape.
+Pool = list[tuple[np.ndarray, np.ndarray]]
+
+# Most of the time goes into compiling programs that run once; the machine code need not be fast.
+QUICK = {"xla_backend_optimization_level": 0}
+
+# The settings of the image processors; a byte's value is made as the library makes it.
+MEAN_STD = {
+    "qwen2_5_vl": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    config: ModelConfig
+    graph: Any
+    layer_graph: Any  # one for all layers, so that a step compiles once
+    params: dict[str, Any]
+    dtype: Any
+
+
+@functools.cache
+def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
+    """A checkpoint as the nested dict that the modules take; every tensor must be used, and once."""
+    config = load_config(directory)
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= {library_name(config, name): tensor for name, tensor in load_file(file).items()}
+    params: dict[str, Any] = {}
+    for parameter in parameters(config):
+        node = params
+        for key in parameter.path[:-1]:
+            node = node.setdefault(key, {})
+        value = parameter.from_tensor(tensors.pop(parameter.tensor))
+        assert value.shape == parameter.shape
+        node[parameter.path[-1]] = jnp.asarray(value.astype(jnp.dtype(dtype)))
+    assert not tensors
+    model = abstract_model(config, jnp.dtype(dtype))
+    graph, layer_graph = nnx.split(model)[0], nnx.split(model.language_model.layers[0])[0]
+    return Model(config, graph, layer_graph, params, jnp.dtype(dtype))
+
+
+def patches(config: ModelConfig, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """uint8 [P, C, patch * patch] in block order, and the grid; the image's sides are multiples of patch * merge."""
+    patch, merge = config.vision.patch_size, config.vision.merge_size
+    h, w = image.shape[0] // patch, image.shape[1] // patch
+    x = image.reshape(h // merge, merge, patch, w // merge, merge, patch, 3)
+    return x.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3, patch * patch), (1, h, w)
+
+
+def encode(model: Model, images: Sequence[np.ndarray], num_patches: int) -> np.ndarray:
+    """The images packed in one call and padded to `num_patches`: [1 + J, tokens, M], padding cut off."""
+    config = model.config
+    parts, grids = zip(*(patches(config, image) for image in images), strict=True)
+    pixels = np.concatenate(parts)
+    # Garbage in the padding must not matter.
+    padding = np.full((num_patches - len(pixels), *pixels.shape[1:]), 201, np.uint8)
+    tables = FAMILIES[config.model_type].encoder_tables(config.vision, grids, num_patches)
+    mean, std = np.array(MEAN_STD[config.model_type], np.float32)[:, :, None]
+    normalization = ((np.arange(256) / 255).astype(np.float32) - mean) / std
+    rows = _encode(model.graph, model.params, np.concatenate([pixels, padding]), normalization, tables)
+    return np.asarray(rows).astype(np.float32)[:, : len(pixels) // config.vision.merge_size**2]
+
+
+@functools.partial(jax.jit, static_argnames="graph", compiler_options=QUICK)
+def _encode(graph: Any, params: Any, pixels: jax.Array, normalization: jax.Array, tables: Any) -> jax.Array:
+    return bind(graph, params).visual(pixels, normalization, tables)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Token ids with images in place, merged grids and positions."""
+
+    token_ids: np.ndarray
+    grids: tuple[tuple[int, int], ...]
+    positions: np.ndarray
+    delta: int
+
+
+def prompt(seed: int, parts: Sequence[int | tuple[int, int]]) -> Prompt:
+    """Numbers stand for that many random text tokens, pairs for an image of that merged grid in its vision tokens."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    starts, grids = [], []
+    for part in parts:
+        if isinstance(part, int):
+            ids.extend(rng.integers(0, 256, part).tolist())
+        else:
+            starts.append(len(ids) + 1)
+            grids.append(part)
+            image = [TOKEN_IDS["<|image_pad|>"]] * (part[0] * part[1])
+            ids.extend([TOKEN_IDS["<|vision_start|>"], *image, TOKEN_IDS["<|vision_end|>"]])
+    positions, delta = mrope_positions(len(ids), starts, grids)
+    return Prompt(np.array(ids), tuple(grids), positions, delta)
+
+
+def rows_of(prompt: Prompt, *, base: int = 0, first_encoder_row: int = 0) -> Rows:
+    """The rows of a full prefill into the slots from `base` on."""
+    n = len(prompt.token_ids)
+    slot = np.arange(base, base + n, dtype=np.int32)
+    is_image = prompt.token_ids == TOKEN_IDS["<|image_pad|>"]
+    encoder_row = np.cumsum(is_image) - 1 + first_encoder_row
+    source = np.where(is_image, -1 - encoder_row, prompt.token_ids).astype(np.int32)
+    return Rows(slot, prompt.positions, np.full(n, base, np.int32), slot + 1, source)
+
+
+def padding_rows(count: int, num_slots: int) -> Rows:
+    zeros = np.zeros(count, np.int32)
+    slot = np.arange(num_slots, num_slots + count, dtype=np.int32)
+    return Rows(slot, np.zeros((3, count), np.int32), zeros, zeros, zeros)
+
+
+def join(*parts: Rows) -> Rows:
+    return Rows(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
+
+
+def take(rows: Rows, index: Any) -> Rows:
+    return Rows(*(field[..., index] for field in rows))
+
+
+def empty_pool(model: Model, num_slots: int, fill: float = 0.0) -> Pool:
+    text = model.config.text
+    shape = num_slots, text.num_kv_heads, text.head_dim
+    return [(np.full(shape, fill, model.dtype), np.full(shape, fill, model.dtype)) for _ in range(text.num_layers)]
+
+
+def forward(
+    model: Model, rows: Rows, encoder_rows: np.ndarray, pool: Pool, bounds: Sequence[int] | None = None
+) -> tuple[np.ndarray, Pool, list[np.ndarray]]:
+    """All layers: float32 logits of the last bound's rows, the pool, and each layer's raw K.
+
+    `bounds[i]` rows enter layer i, and the last bound's rows get logits; by default all rows go all the way.
+    """
+    bounds = bounds or (len(rows.slot),) * (model.config.text.num_layers + 1)
+    layers = model.params["language_model"]["layers"]
+    x, deepstack = map(np.asarray, _embed(model.graph, model.params, encoder_rows.astype(model.dtype), rows.source))
+    new_pool, captured = [], []
+    for i, (k, v) in enumerate(pool):
+        n, keep = bounds[i], bounds[i + 1]
+        feature = deepstack[i, :n] if i < len(deepstack) else None
+        x, k, v, raw_k = _layer(model.layer_graph, layers[i], x, k, v, take(rows, slice(n)), feature, keep=keep)
+        new_pool.append((np.asarray(k), np.asarray(v)))
+        captured.append(np.asarray(raw_k, np.float32))
+    logits = _logits(model.graph, model.params, x)
+    return np.asarray(logits), new_pool, captured
+
+
+@functools.partial(jax.jit, static_argnames="graph", compiler_options=QUICK)
+def _embed(graph: Any, params: Any, encoder_rows: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return embed(bind(graph, params).language_model.embed_tokens, encoder_rows, source)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "keep"), compiler_options=QUICK)
+def _layer(graph: Any, params: Any, *args: Any, keep: int) -> Any:
+    return bind(graph, params)(*args, keep=keep, capture=True)
+
+
+@functools.partial(jax.jit, static_argnames="graph", compiler_options=QUICK)
+def _logits(graph: Any, params: Any, x: jax.Array) -> jax.Array:
+    model = bind(graph, params)
+    head = model.lm_head if hasattr(model, "lm_head") else model.language_model.embed_tokens
+    return head.scores(model.language_model.norm(x))

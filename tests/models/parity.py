@@ -1,0 +1,86 @@
+"""One prompt with images per configuration, run through the library's model and through ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.models import helper
+from vlcache_jax.tiny import TOKEN_IDS
+
+# Text before, between and after three images that are not square; the last two are side by side.
+PARTS = (10, (3, 4), 5, (5, 3), (2, 7), 7)
+NUM_PATCHES = 4 * sum(h * w for h, w in ((3, 4), (5, 3), (2, 7)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What the library's model computes, as float32 arrays; one K, V entry per layer."""
+
+    prompt: helper.Prompt
+    images: list[np.ndarray]
+    encoder_rows: np.ndarray
+    raw_k: list[np.ndarray]
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    logits: np.ndarray
+
+
+@functools.cache
+def reference(oracle: Any, directory: pathlib.Path, textured_image: Callable[..., np.ndarray]) -> Reference:
+    import torch
+    from transformers import AutoImageProcessor
+
+    prompt = helper.prompt(3, PARTS)
+    vision = oracle.config.vision_config
+    side = vision.patch_size * vision.spatial_merge_size
+    images = [textured_image(h * side, w * side, seed) for seed, (h, w) in enumerate(prompt.grids)]
+    pixels = AutoImageProcessor.from_pretrained(directory, backend="pil")(images, return_tensors="pt")
+    assert pixels["image_grid_thw"].tolist() == [[1, 2 * h, 2 * w] for h, w in prompt.grids]
+
+    raw_k, hooks = [], []
+    for layer in oracle.model.language_model.layers:
+        attention = layer.self_attn
+        projection = attention.k_norm if hasattr(attention, "k_norm") else attention.k_proj
+        hooks.append(projection.register_forward_hook(lambda *args: raw_k.append(args[2])))
+    ids = torch.tensor(prompt.token_ids)[None]
+    oracle.model.rope_deltas = None
+    with torch.no_grad():
+        features = oracle.model.get_image_features(pixels["pixel_values"], pixels["image_grid_thw"])
+        out = oracle(
+            input_ids=ids, mm_token_type_ids=(ids == TOKEN_IDS["<|image_pad|>"]).int(), use_cache=True, **pixels
+        )
+    for hook in hooks:
+        hook.remove()
+    assert int(oracle.model.rope_deltas) == prompt.delta
+
+    def array(tensor: Any) -> np.ndarray:
+        return tensor.float().numpy()
+
+    rows = [features.pooler_output, *(getattr(features, "deepstack_features", None) or [])]
+    cache = out.past_key_values.layers
+    num_tokens = len(prompt.token_ids)
+    return Reference(
+        prompt=prompt,
+        images=images,
+        encoder_rows=np.stack([array(torch.cat(feature)) for feature in rows]),
+        raw_k=[array(k).reshape(num_tokens, cache[0].keys.shape[1], -1) for k in raw_k],
+        k=[array(layer.keys[0].transpose(0, 1)) for layer in cache],
+        v=[array(layer.values[0].transpose(0, 1)) for layer in cache],
+        logits=array(out.logits[0]),
+    )
+
+
+def difference(a: Any, b: Any) -> float:
+    """Greatest absolute difference of two arrays, or of two lists of arrays."""
+    if isinstance(a, list):
+        return max(difference(x, y) for x, y in zip(a, b, strict=True))
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    assert a.shape == b.shape
+    assert np.isfinite(a).all()
+    return float(np.abs(a - b).max())

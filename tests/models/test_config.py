@@ -1,0 +1,180 @@
+"""`config.json` in all its spellings, and parameters against the library's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from vlcache_jax.models import load_config
+from vlcache_jax.models.params import library_name, parameters, published_name
+from vlcache_jax.tiny import make_checkpoint
+
+
+def edit(directory, **changes):
+    """Changes fields of config.json; `text` and `vision` are the nested ones, and None takes a field away."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for name, section in (("text", "text_config"), ("vision", "vision_config")):
+        config[section] = {**config.get(section, {}), **changes.pop(name, {})}
+    config = {name: value for name, value in {**config, **changes}.items() if value is not None}
+    path.write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def make(checkpoints, tmp_path):
+    """A directory with the config.json of a family's default configuration, to be changed."""
+
+    def copy(model_type):
+        shutil.copy(checkpoints(model_type) / "config.json", tmp_path)
+        return tmp_path
+
+    return copy
+
+
+def test_flat_and_nested_layouts_are_the_same_model(tmp_path):
+    text = {"rms_norm_eps": 3e-6, "num_attention_heads": 8, "vocab_size": 280}
+    nested, flat = (
+        load_config(
+            make_checkpoint(tmp_path / layout, "qwen2_5_vl", layout=layout, text=text, tie_word_embeddings=tied)
+        )
+        for layout, tied in (("nested", True), ("flat", True))
+    )
+    assert flat == nested
+    assert flat.text.rms_norm_eps == 3e-6
+    assert flat.text.rope_theta == 1e6
+    assert flat.text.mrope_section == (2, 1, 1)
+    assert flat.tie_word_embeddings
+    assert flat.dtype == "float32"
+
+
+def test_saved_by_the_library(checkpoint, tmp_path):
+    """A configuration that the library has read and written again is the same model."""
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained(checkpoint).save_pretrained(tmp_path)
+    assert load_config(tmp_path) == load_config(checkpoint)
+
+
+def test_fields(make):
+    config = load_config(edit(make("qwen3_vl"), dtype="bfloat16"))
+    assert config.dtype == "bfloat16"
+    assert (config.image_token_id, config.video_token_id) == (262, 263)
+    assert config.text.mrope_section == (6, 3, 3)
+    assert (config.text.rope_theta, config.text.head_dim) == (5e6, 24)
+    assert config.text.mrope_interleaved
+    assert config.text.qk_norm
+    assert not config.text.qkv_bias
+    assert config.vision.deepstack_blocks == (1, 2)
+    assert config.vision.position_side == 8
+    vision = load_config(make("qwen2_5_vl")).vision
+    assert (vision.full_blocks, vision.window_side, vision.patch_width, vision.head_dim) == ((1, 3), 2, 1176, 16)
+
+
+def test_rope_spellings(make):
+    """The old key with theta beside it, and the flag for interleaving, which nobody reads."""
+    expected = load_config(make("qwen3_vl"))
+    section = {"mrope_section": [6, 3, 3]}
+    old = {"rope_parameters": None, "rope_theta": 5e6}
+    for rope in (
+        {**old, "rope_scaling": {"type": "mrope", **section}},
+        {**old, "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, **section}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, **section}},
+    ):
+        assert load_config(edit(make("qwen3_vl"), text=rope)) == expected
+
+
+def test_defaults_of_missing_keys_are_the_librarys(make):
+    """A key that equals the library's default is not written."""
+    path = make("qwen2_5_vl") / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("rms_norm_eps", "max_position_embeddings"):
+        del config["text_config"][key]
+    path.write_text(json.dumps(config))
+    assert load_config(path.parent).text.rms_norm_eps == 1e-5
+    assert load_config(path.parent).text.max_position_embeddings == 32768
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="checkpoint directory"):
+        load_config(tmp_path)
+    for content in ("{", "[1]", '"text"'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"JSON file|model_type must be"):
+            load_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="JSON file"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama", "qwen2_vl", None])
+def test_unknown_model_types(make, model_type):
+    with pytest.raises(ValueError, match=f"model_type must be one of .* got {model_type!r}"):
+        load_config(edit(make("qwen3_vl"), model_type=model_type))
+
+
+SECTION = {"rope_type": "default", "rope_theta": 5e6}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3_vl", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen3_vl", {"text": {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config"),
+        ("qwen3_vl", {"text": {"rope_parameters": {**SECTION, "mrope_section": [24, 20, 20]}}}, "sum to 12"),
+        ("qwen3_vl", {"text": {"rope_parameters": {**SECTION, "mrope_section": [6, 6]}}}, "sum to 12"),
+        ("qwen3_vl", {"text": {"rope_parameters": SECTION}}, "sum to 12"),
+        ("qwen2_5_vl", {"text": {"rope_parameters": {**SECTION, "mrope_section": [4, 3, 3]}}}, "sum to 8"),
+        ("qwen3_vl", {"text": {"rope_parameters": {**SECTION, "rope_type": "linear", "factor": 2.0}}}, "rope_type"),
+        ("qwen2_5_vl", {"text": {"use_sliding_window": True}}, "use_sliding_window must be false"),
+        ("qwen3_vl", {"text": {"attention_bias": True}}, "attention_bias must be False"),
+        ("qwen3_vl", {"text": {"hidden_act": "gelu"}}, "text hidden_act must be 'silu'"),
+        ("qwen3_vl", {"vision": {"hidden_act": "gelu"}}, "vision hidden_act must be 'gelu_pytorch_tanh'"),
+        ("qwen3_vl", {"text": {"num_key_value_heads": 3}}, "num_attention_heads must be a multiple of"),
+        ("qwen3_vl", {"vision": {"out_hidden_size": 32}}, "out_hidden_size must equal hidden_size = 64, got 32"),
+        ("qwen3_vl", {"vision": {"num_heads": 3}}, "vision head width"),
+        ("qwen3_vl", {"vision": {"deepstack_visual_indexes": [0, 1, 2, 3, 3]}}, "deepstack_visual_indexes must"),
+        ("qwen3_vl", {"vision": {"deepstack_visual_indexes": [2, 1]}}, "deepstack_visual_indexes must"),
+        ("qwen3_vl", {"vision": {"deepstack_visual_indexes": [1, 4]}}, "deepstack_visual_indexes must"),
+    ],
+)  # fmt: skip
+def test_what_is_not_implemented_is_refused(make, model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(edit(make(model_type), **changes))
+
+
+def test_parameters_are_the_librarys(checkpoint, load_oracle):
+    config = load_config(checkpoint)
+    expected = {name: tuple(tensor.shape) for name, tensor in load_oracle(checkpoint).state_dict().items()}
+    if config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    ours = parameters(config)
+    assert {parameter.tensor: parameter.tensor_shape for parameter in ours} == expected
+    assert len(ours) == len(expected)
+
+
+def test_published_names(checkpoint):
+    config = load_config(checkpoint)
+    for parameter in parameters(config):
+        published = published_name(config, parameter.tensor)
+        assert library_name(config, published) == parameter.tensor
+        assert library_name(config, parameter.tensor) == parameter.tensor
+        if config.model_type == "qwen2_5_vl":
+            assert published.startswith(("visual.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."))
+
+
+def test_tensors_and_parameters_convert_both_ways(checkpoint):
+    for parameter in parameters(load_config(checkpoint)):
+        tensor = np.random.default_rng(0).standard_normal(parameter.tensor_shape, np.float32)
+        value = parameter.from_tensor(tensor)
+        assert value.shape == parameter.shape
+        np.testing.assert_array_equal(parameter.to_tensor(value), tensor)
+
+
+def test_configs_are_hashable(checkpoint):
+    config = load_config(checkpoint)
+    assert hash(config) == hash(dataclasses.replace(config))

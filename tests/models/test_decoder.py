@@ -1,0 +1,176 @@
+"""The decoder: against the library's, and what the engine relies on when it chooses rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models import helper, parity
+from tests.models.helper import forward, join, padding_rows, rows_of, take
+from vlcache_jax.models import bind
+
+# At a scale of 4; the sums run in another order.
+TOLERANCE = 2e-5
+SLOTS = 80
+ROWS = 72
+
+
+@pytest.fixture
+def reference(checkpoint, load_oracle, textured_image):
+    return parity.reference(load_oracle(checkpoint), checkpoint, textured_image)
+
+
+def padded(rows):
+    """One number of rows for all prefills, so that they compile once."""
+    return join(rows, padding_rows(ROWS - len(rows.slot), SLOTS))
+
+
+def test_prefill_of_images_and_text(checkpoint, reference):
+    """Keys before and after rotation and values of every layer, and logits at every position."""
+    model = helper.load(checkpoint)
+    encoder_rows = helper.encode(model, reference.images, parity.NUM_PATCHES + 12)
+    n, base = len(reference.prompt.token_ids), 3
+    rows = padded(rows_of(reference.prompt, base=base))
+    logits, pool, raw_k = forward(model, rows, encoder_rows, helper.empty_pool(model, SLOTS))
+    # The logits of tied models are larger.
+    scale = max(1.0, np.abs(reference.logits).max() / 4)
+    found = {
+        "logits": parity.difference(logits[:n], reference.logits) / scale,
+        "raw_k": parity.difference([k[:n] for k in raw_k], reference.raw_k),
+        "k": parity.difference([k[base : base + n] for k, _ in pool], reference.k),
+        "v": parity.difference([v[base : base + n] for _, v in pool], reference.v),
+    }
+    assert max(found.values()) <= TOLERANCE, found
+    assert np.abs(reference.logits).max() > 2  # else the tolerance would mean little
+
+
+def test_decode_after_prefill(family_checkpoint, load_oracle, textured_image):
+    """The last three tokens of the prompt one by one, at the positions that delta gives."""
+    reference = parity.reference(load_oracle(family_checkpoint), family_checkpoint, textured_image)
+    model = helper.load(family_checkpoint)
+    prompt, steps = reference.prompt, 3
+    rows, n = rows_of(prompt), len(prompt.token_ids)
+    pool = helper.empty_pool(model, SLOTS)
+    _, pool, _ = forward(model, padded(take(rows, slice(n - steps))), reference.encoder_rows, pool)
+    for slot in range(n - steps, n):
+        position = np.full((3, 1), slot + prompt.delta, np.int32)
+        row = take(rows, [slot])._replace(position=position)
+        logits, pool, _ = forward(model, row, reference.encoder_rows[:1], pool)  # no DeepStack at decode
+        assert parity.difference(logits, reference.logits[[slot]]) <= TOLERANCE
+
+
+# What follows is the decoder alone, with random encoder rows.
+
+
+class Case:
+    """A prompt with random encoder rows, and its prefill without any padding."""
+
+    def __init__(self, model, seed, parts):
+        self.model = model
+        self.prompt = helper.prompt(seed, parts)
+        self.length = len(self.prompt.token_ids)
+        self.rows = rows_of(self.prompt)
+        shape = 1 + model.config.vision.num_deepstack, 24, model.config.text.hidden_size
+        self.encoder_rows = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        self.logits, self.pool, _ = self.run(self.rows, bounds=(self.length,) * (model.config.text.num_layers + 1))
+
+    def run(self, rows, pool=None, bounds=None):
+        """All rows, padded, by default."""
+        count = len(rows.slot)
+        pool = pool or helper.empty_pool(self.model, SLOTS)
+        logits, pool, raw_k = forward(self.model, rows if bounds else padded(rows), self.encoder_rows, pool, bounds)
+        return logits[:count], pool, raw_k
+
+
+@pytest.fixture(scope="module")
+def case(family_checkpoint):
+    return Case(helper.load(family_checkpoint), 0, (4, (2, 3), 3, (3, 2), 5))
+
+
+def pools_differ_by(a, b, slots=slice(None)):
+    return parity.difference(*([part[slots] for layer in pool for part in layer] for pool in (a, b)))
+
+
+def test_the_last_layer_runs_for_the_wanted_rows_only(case):
+    order = np.roll(np.arange(case.length), 2)
+    bounds = (case.length,) * case.model.config.text.num_layers
+    logits, pool, _ = case.run(take(case.rows, order), bounds=(*bounds, 2))
+    assert logits.shape[0] == 2
+    assert parity.difference(logits, case.logits[order[:2]]) <= TOLERANCE
+    assert pools_differ_by(pool, case.pool) <= TOLERANCE
+
+
+def test_rows_that_drop_out_are_taken_from_the_pool(case):
+    """Selective recompute: nested row sets over a pool that holds the right K, V. Fresh slots start as NaN."""
+    # Logits are wanted of the last three tokens, which come first; other text is fresh in all layers; image tokens
+    # leave one after the other, four per layer.
+    order = np.lexsort((case.rows.source < 0, case.rows.slot < case.length - 3))
+    bounds = *(case.length - 4 * layer for layer in range(case.model.config.text.num_layers)), 3
+    linked = []
+    for n, (k, v) in zip(bounds, case.pool, strict=False):
+        is_fresh = np.isin(np.arange(SLOTS), order[:n])[:, None, None]
+        linked.append((np.where(is_fresh, np.nan, k), np.where(is_fresh, np.nan, v)))
+    logits, pool, _ = case.run(take(case.rows, order), linked, bounds)
+    assert parity.difference(logits, case.logits[order[:3]]) <= TOLERANCE
+    assert pools_differ_by(pool, case.pool) <= TOLERANCE
+
+
+def test_the_order_of_rows_does_not_matter(case):
+    order = np.random.default_rng(1).permutation(case.length)
+    logits, pool, _ = case.run(take(case.rows, order))
+    assert parity.difference(logits, case.logits[order]) <= TOLERANCE
+    assert pools_differ_by(pool, case.pool) <= TOLERANCE
+
+
+def test_packed_requests_equal_each_alone(case):
+    """Two requests at other slots of one pool, the second one up to the last slot, rows of both mixed."""
+    other = helper.prompt(1, (3, (2, 4), 2))
+    first_encoder_row = 12
+    alone, *_ = case.run(rows_of(other, first_encoder_row=first_encoder_row))
+    rows = join(
+        rows_of(case.prompt, base=2),
+        rows_of(other, base=SLOTS - len(other.token_ids), first_encoder_row=first_encoder_row),
+    )
+    order = np.random.default_rng(2).permutation(len(rows.slot))
+    logits, *_ = case.run(take(rows, order), helper.empty_pool(case.model, SLOTS, fill=7.0))
+    assert parity.difference(logits, np.concatenate([case.logits, alone])[order]) <= TOLERANCE
+
+
+def test_padding_rows_change_nothing(case):
+    """Neither the logits nor any slot, not even the last one, which a padding slot of -1 would overwrite."""
+    fill = 7.0
+    order = np.random.default_rng(3).permutation(ROWS)
+    for free in (1, 0):  # slots behind the request: with none it owns the last slot
+        base = SLOTS - case.length - free
+        rows = take(padded(rows_of(case.prompt, base=base)), order)
+        logits, pool, _ = case.run(rows, helper.empty_pool(case.model, SLOTS, fill))
+        assert np.isfinite(logits).all()
+        assert parity.difference(logits[np.argsort(order)][: case.length], case.logits) <= TOLERANCE
+        for array, alone in (
+            (a, b) for ours, full in zip(pool, case.pool, strict=True) for a, b in zip(ours, full, strict=True)
+        ):
+            assert parity.difference(array[base : base + case.length], alone[: case.length]) <= TOLERANCE
+            np.testing.assert_array_equal(array[:base], fill)
+            np.testing.assert_array_equal(array[base + case.length :], fill)
+
+
+def test_chunks_in_slot_order_equal_one_prefill(case):
+    first, pool, _ = case.run(take(case.rows, slice(9)))
+    second, *_ = case.run(take(case.rows, slice(9, None)), pool)
+    assert parity.difference(np.concatenate([first, second]), case.logits) <= TOLERANCE
+
+
+def test_capture_is_optional(case):
+    layer = bind(case.model.layer_graph, case.model.params["language_model"]["layers"][0])
+    x = jnp.zeros((case.length, case.model.config.text.hidden_size))
+    pool = map(jnp.asarray, helper.empty_pool(case.model, SLOTS)[0])
+    step = functools.partial(layer, x, *pool, case.rows, keep=5)
+    *without, nothing = jax.eval_shape(step)
+    *others, raw_k = jax.eval_shape(functools.partial(step, capture=True))
+    assert nothing is None
+    assert [part.shape for part in without] == [part.shape for part in others]
+    assert raw_k.shape == (case.length, *without[1].shape[1:])
