@@ -1,0 +1,15 @@
+"""From a Hugging Face checkpoint to one that loads fast: `python -m vlcache_jax.convert SOURCE DESTINATION`.
+
+A checkpoint of the hub is a few safetensors files under foreign names, with matrices stored [out, in]. `plan.py` reads
+their headers and finds the stored tensor of every parameter of the model, or says all that is wrong at once.
+`stream.py` takes one tensor after the other through memory into Orbax (`store.py`), under the model's own names,
+matrices as [in, out], in one dtype, with a manifest (`manifest.py`) and the tokenizer's files beside them. The engine
+opens both kinds of directory; a converted one needs no transposing at load, and knows its fingerprint.
+
+This folder knows the models and nothing else of the library.
+"""
+
+from vlcache_jax.convert.stream import Progress as Progress
+from vlcache_jax.convert.stream import Report as Report
+from vlcache_jax.convert.stream import convert as convert
+from vlcache_jax.convert.stream import verify_weights as verify_weights

@@ -24,9 +24,6 @@ from vlcache_jax.tiny import TOKEN_IDS
 # Arrays between the steps are numpy's: slicing a jax array would compile a program for each shape.
 Pool = list[tuple[np.ndarray, np.ndarray]]
 
-# Most of the time goes into compiling programs that run once; the machine code need not be fast.
-QUICK = {"xla_backend_optimization_level": 0}
-
 # The settings of the image processors; a byte's value is made as the library makes it.
 MEAN_STD = {
     "qwen2_5_vl": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
@@ -86,7 +83,7 @@ def encode(model: Model, images: Sequence[np.ndarray], num_patches: int) -> np.n
     return np.asarray(rows).astype(np.float32)[:, : len(pixels) // config.vision.merge_size**2]
 
 
-@functools.partial(jax.jit, static_argnames="graph", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="graph")
 def _encode(graph: Any, params: Any, pixels: jax.Array, normalization: jax.Array, tables: Any) -> jax.Array:
     return bind(graph, params).visual(pixels, normalization, tables)
 
@@ -169,17 +166,17 @@ def forward(
     return np.asarray(logits), new_pool, captured
 
 
-@functools.partial(jax.jit, static_argnames="graph", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="graph")
 def _embed(graph: Any, params: Any, encoder_rows: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
     return embed(bind(graph, params).language_model.embed_tokens, encoder_rows, source)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "keep"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("graph", "keep"))
 def _layer(graph: Any, params: Any, *args: Any, keep: int) -> Any:
     return bind(graph, params)(*args, keep=keep, capture=True)
 
 
-@functools.partial(jax.jit, static_argnames="graph", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="graph")
 def _logits(graph: Any, params: Any, x: jax.Array) -> jax.Array:
     model = bind(graph, params)
     head = model.lm_head if hasattr(model, "lm_head") else model.language_model.embed_tokens
