@@ -1,0 +1,263 @@
+"""From the headers of safetensors files to a plan: which bytes of which file become which parameter.
+
+Nothing but headers is read, so a checkpoint that lacks a tensor, has one too many or one of another shape is refused in
+milliseconds, before anything is written or put on a device, and all that is wrong is said at once. The tensors
+themselves are mapped, not read: a view costs no memory of the process until it is copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import mmap
+import os
+import pathlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.params import Parameter, library_name, parameters
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.language_model.embed_tokens.weight"
+_MOST_HEADER_BYTES = 100 << 20  # the limit of the format's own readers
+_MOST_LINES = 20  # of each kind of problem in one error
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in a file: little-endian, in C order, from byte `begin` to `end` of its mapping."""
+
+    name: str
+    file: pathlib.Path
+    begin: int
+    end: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    mapping: mmap.mmap = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    def view(self) -> np.ndarray:
+        """The tensor, mapped and read-only; pages come from the file when they are touched."""
+        flat = np.frombuffer(self.mapping, np.uint8, self.nbytes, self.begin)
+        return flat.view(self.dtype).reshape(self.shape)
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self.view().reshape(-1).view(np.uint8)).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One parameter and the stored tensor it is made from."""
+
+    parameter: Parameter
+    tensor: StoredTensor
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        """The parameter in `dtype`, in memory of its own.
+
+        The copy goes block by block: numpy's transposing copy of a whole matrix misses the cache at every element and
+        is several times slower, and a cast of the whole would be a second copy.
+        """
+        stored = self.tensor.view()
+        out = aligned_empty(self.parameter.shape, dtype)
+        if self.parameter.is_kernel:
+            rows = stored.reshape(len(stored), -1)
+            for i in range(0, len(rows), 64):
+                out[:, i : i + 64] = rows[i : i + 64].astype(dtype, copy=False).T
+        else:
+            np.copyto(out, stored, casting="unsafe")
+        return out
+
+
+class PlanError(ValueError):
+    """A checkpoint's tensors are not those of its model."""
+
+
+def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source]:
+    """Finds the stored tensor of every parameter, in the order of `parameters(config)`.
+
+    Raises:
+      FileNotFoundError: there are no safetensors files, or some that the index names are missing.
+      PlanError: a file is damaged, or tensors are missing, unused, of another shape or of an unsupported dtype; the
+        message lists all of them.
+    """
+    directory = pathlib.Path(directory)
+    stored, problems = _stored_tensors(directory)
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in stored:
+        name = library_name(config, tensor.name)
+        if name in tensors:
+            problems.append(("twice", f"{tensor.name} in {tensor.file.name} and as {tensors[name].name}"))
+        tensors[name] = tensor
+
+    plan = []
+    for parameter in parameters(config):
+        found = tensors.pop(parameter.tensor, None)
+        if found is None:
+            problems.append(("missing", f"{parameter.tensor} {list(parameter.tensor_shape)}"))
+            continue
+        if found.shape != parameter.tensor_shape:
+            expected, got = list(parameter.tensor_shape), list(found.shape)
+            problems.append(("of another shape", f"{found.name} must be {expected}, got {got}"))
+        plan.append(Source(parameter, found))
+    if config.tie_word_embeddings and _HEAD in tensors:
+        # Some tied checkpoints store the head all the same. It may only go unused if it says the same.
+        head = tensors.pop(_HEAD)
+        embedding = next((source.tensor for source in plan if source.parameter.tensor == _EMBEDDING), None)
+        if embedding is not None and not _same(head, embedding):
+            problems.append(("unused", f"{_HEAD}: tie_word_embeddings is true, but it differs from {embedding.name}"))
+    problems += [("unused", f"{tensor.name} {list(tensor.shape)}") for tensor in tensors.values()]
+    if problems:
+        raise PlanError(_report(directory, problems))
+    return plan
+
+
+def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:
+    """The dtype of a checkpoint: that of its tensors, or what `config.json` says where they differ."""
+    found = {source.tensor.dtype for source in plan}
+    if len(found) == 1:
+        return found.pop()
+    if config.dtype is None:
+        names = ", ".join(sorted(dtype.name for dtype in found))
+        raise ValueError(f"dtype must be given for a checkpoint whose tensors differ in it, got tensors of {names}")
+    return as_dtype(config.dtype)
+
+
+def as_dtype(dtype: Any) -> np.dtype:
+    """A supported dtype from a name, a scalar type or a dtype."""
+    supported = {dtype.name: dtype for dtype in DTYPES.values()}
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return supported[name]
+    except (KeyError, TypeError):
+        raise ValueError(f"dtype must be one of {', '.join(supported)}, got {dtype!r}") from None
+
+
+def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:
+    """SHA-256 of every stored tensor by parameter; hashing releases the GIL, so it runs on several cores."""
+    plan = list(plan)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-sha256") as pool:
+        digests = pool.map(lambda source: source.tensor.sha256(), plan)
+        return {source.parameter.tensor: digest for source, digest in zip(plan, digests, strict=True)}
+
+
+def source_digest(plan: Iterable[Source], digests: dict[str, str]) -> str:
+    """One digest of all weights as they are stored: names, dtypes, shapes and the SHA-256 of each tensor's bytes."""
+    listed = [
+        [source.parameter.tensor, source.tensor.dtype.name, source.tensor.shape, digests[source.parameter.tensor]]
+        for source in plan
+    ]
+    return hashlib.sha256(json.dumps(["vlcache-weights/1", sorted(listed)]).encode()).hexdigest()
+
+
+def _stored_tensors(directory: pathlib.Path) -> tuple[list[StoredTensor], list[tuple[str, str]]]:
+    """All tensors of a directory, and what the index says that is not so."""
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        if not (directory / WEIGHTS_FILE).is_file():
+            raise FileNotFoundError(_no_weights(directory))
+        return _read_header(directory / WEIGHTS_FILE), []
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{index} must hold a weight_map from tensors to files: {error!r}") from error
+    for name in files:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            raise PlanError(f"weight_map of {index} must name files beside it, got {name!r}")
+    if absent := [name for name in files if not (directory / name).is_file()]:
+        raise FileNotFoundError(f"{directory} must hold every file that {INDEX_FILE} names, but lacks {_some(absent)}")
+    tensors = [tensor for name in files for tensor in _read_header(directory / name)]
+    where = {(tensor.name, tensor.file.name) for tensor in tensors}
+    return tensors, [("missing", f"{n}: not in {file}, where the index has it") for n, file in weight_map.items()
+                     if (n, file) not in where]  # fmt: skip
+
+
+def _no_weights(directory: pathlib.Path) -> str:
+    message = f"{directory} must hold {WEIGHTS_FILE} or {INDEX_FILE}, but has neither"
+    if shards := sorted(path.name for path in directory.glob("*.safetensors")):
+        return f"{message} (there is {_some(shards)})"
+    if any(directory.glob("*.bin")):
+        return f"{message} (there are .bin files: only safetensors is read)"
+    return message
+
+
+def _read_header(path: pathlib.Path) -> list[StoredTensor]:
+    """The tensors of one file, checked against its size: nothing later reads beyond its end."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _MOST_HEADER_BYTES):
+            raise PlanError(f"{path} must be a whole safetensors file, but its {size} bytes end inside the header")
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    data = 8 + length
+    try:
+        header = json.loads(mapping[8:data])
+        header.pop("__metadata__", None)
+        tensors = [_entry(path, mapping, data, name, entry) for name, entry in header.items()]
+    except PlanError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path} must begin with a safetensors header: {error!r}") from error
+    end = data
+    for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
+        if tensor.begin != end:
+            raise PlanError(f"tensors of {path} must follow each other, but {tensor.name} is not at byte {end}")
+        end = tensor.end
+    if end != size:
+        raise PlanError(f"{path} must have {end} bytes as its header says, got {size}: the file is damaged or cut off")
+    return tensors
+
+
+def _entry(path: pathlib.Path, mapping: mmap.mmap, data: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        expected = ", ".join(DTYPES)
+        raise PlanError(f"tensors must be stored as one of {expected}, got {entry['dtype']} for {name} in {path}")
+    dtype = DTYPES[entry["dtype"]]
+    shape = tuple(int(n) for n in entry["shape"])
+    begin, end = (int(n) for n in entry["data_offsets"])
+    if min(begin, *shape, 0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+        raise PlanError(f"{name} of {path} must have {list(shape)} values of {dtype}, got bytes {begin} to {end}")
+    return StoredTensor(name, path, data + begin, data + end, dtype, shape, mapping)
+
+
+def _report(directory: pathlib.Path, problems: list[tuple[str, str]]) -> str:
+    lines = [f"the tensors of {directory} must be those of its config.json, but {len(problems)} are not"]
+    for kind in dict.fromkeys(kind for kind, _ in problems):
+        listed = [line for other, line in problems if other == kind]
+        lines.append(f"{kind} ({len(listed)}):")
+        lines += [f"  {line}" for line in listed[:_MOST_LINES]]
+        if len(listed) > _MOST_LINES:
+            lines.append(f"  and {len(listed) - _MOST_LINES} more")
+    return "\n".join(lines)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _same(a: StoredTensor, b: StoredTensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.sha256() == b.sha256()
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory that a device on the host can take over as it is, which it does from 64 bytes alignment on."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)

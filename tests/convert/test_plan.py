@@ -1,0 +1,239 @@
+"""Plans from safetensors headers: both layouts of names, and everything that can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from vlcache_jax.convert.plan import (
+    PlanError,
+    as_dtype,
+    make_plan,
+    source_digest,
+    stored_dtype,
+    tensor_digests,
+)
+from vlcache_jax.models.params import library_name, parameters
+from vlcache_jax.models.registry import load_config
+from vlcache_jax.tiny import make_checkpoint
+
+
+def plan_of(directory):
+    return make_plan(directory, load_config(directory))
+
+
+def tensors_of(directory):
+    """Library name -> tensor, as safetensors reads them."""
+    config = load_config(directory)
+    files = directory.glob("*.safetensors")
+    return {library_name(config, name): tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture
+def copy(checkpoints, tmp_path):
+    """Copies a configuration's directory, to be spoiled."""
+    return lambda name: shutil.copytree(checkpoints(name), tmp_path / "copy")
+
+
+def edit_header(path, change):
+    """Rewrites a file's header and leaves its data alone."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+def test_every_parameter_is_planned_and_read_as_stored(checkpoint):
+    config, stored = load_config(checkpoint), tensors_of(checkpoint)
+    plan = make_plan(checkpoint, config)
+    assert [source.parameter for source in plan] == parameters(config)
+    assert {source.parameter.tensor for source in plan} == set(stored)
+    for source in plan:
+        parameter = source.read(np.dtype(np.float32))
+        assert parameter.shape == source.parameter.shape
+        assert parameter.flags.c_contiguous
+        assert parameter.flags.writeable
+        tensor = stored[source.parameter.tensor]
+        expected = tensor.reshape(len(tensor), -1).T if source.parameter.is_kernel else tensor
+        np.testing.assert_array_equal(parameter, expected)
+
+
+def test_casts_round_to_nearest_even(checkpoints):
+    for source in plan_of(checkpoints("qwen3_vl-sharded")):
+        exact = source.read(np.dtype(np.float32))
+        for dtype in (ml_dtypes.bfloat16, np.float16):
+            np.testing.assert_array_equal(source.read(np.dtype(dtype)), exact.astype(dtype))
+    half = np.uint32(0x8000)  # exactly between two bfloat16 values
+    ties = (np.array([0x3F80, 0x3F81], np.uint32) << 16 | half).view(np.float32)
+    assert ties.astype(ml_dtypes.bfloat16).view(np.uint16).tolist() == [0x3F80, 0x3F82]
+
+
+@pytest.mark.parametrize("names", ["published", "library"])
+def test_digest_does_not_depend_on_names_and_shards(tmp_path, names):
+    digests = []
+    for shards in (1, 3):
+        directory = make_checkpoint(tmp_path / f"{names}{shards}", "qwen2_5_vl", names=names, shards=shards)
+        plan = plan_of(directory)
+        digests.append(source_digest(plan, tensor_digests(plan)))
+    reference = plan_of(make_checkpoint(tmp_path / "reference", "qwen2_5_vl"))
+    assert set(digests) == {source_digest(reference, tensor_digests(reference))}
+
+
+def test_digest_depends_on_every_tensor(checkpoints):
+    plan = plan_of(checkpoints("qwen3_vl"))
+    digests = tensor_digests(plan)
+    found = {source_digest(plan, digests)}
+    for tensor in digests:
+        found.add(source_digest(plan, digests | {tensor: "0" * 64}))
+    assert len(found) == len(plan) + 1
+
+
+def test_all_problems_are_in_one_error(copy):
+    directory = copy("qwen3_vl")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["lm_head.weight"], tensors["model.visual.pos_embed.weight"]
+    tensors["model.language_model.norm.weight"] = np.ones(3, np.float32)
+    tensors["model.language_model.layers.9.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(PlanError, match="4 are not") as caught:
+        plan_of(directory)
+    message = str(caught.value)
+    assert "missing (2):\n  lm_head.weight [272, 64]\n  model.visual.pos_embed.weight [64, 32]" in message
+    assert "of another shape (1):\n  model.language_model.norm.weight must be [64], got [3]" in message
+    assert "unused (1):\n  model.language_model.layers.9.mlp.up_proj.weight [2, 2]" in message
+
+
+def test_a_long_list_of_problems_is_cut(copy):
+    directory = copy("qwen3_vl")
+    save_file({f"tensor{i}": np.ones(1, np.float32) for i in range(50)}, directory / "model.safetensors")
+    with pytest.raises(PlanError, match="and 30 more") as caught:
+        plan_of(directory)
+    assert len(str(caught.value).splitlines()) < 50
+
+
+def test_a_tensor_under_both_names_is_an_error(copy):
+    directory = copy("qwen2_5_vl")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.language_model.norm.weight"] = tensors["model.norm.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(PlanError, match=r"twice \(1\)"):
+        plan_of(directory)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(copy):
+    directory = copy("qwen3_vl-tied")
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.language_model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.copy()}, directory / "model.safetensors")
+    assert "lm_head.weight" not in {source.parameter.tensor for source in plan_of(directory)}
+    save_file(tensors | {"lm_head.weight": embedding + 1}, directory / "model.safetensors")
+    with pytest.raises(PlanError, match="tie_word_embeddings is true, but it differs"):
+        plan_of(directory)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 20_000, -1])
+def test_a_cut_off_file_is_an_error(copy, kept):
+    directory = copy("qwen3_vl")
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(PlanError, match=r"inside the header|damaged or cut off"):
+        plan_of(directory)
+
+
+def test_a_damaged_header_is_an_error(copy):
+    directory = copy("qwen3_vl")
+    path = directory / "model.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[:8] + b"\xff" + good[9:])
+    with pytest.raises(PlanError, match="must begin with a safetensors header"):
+        plan_of(directory)
+    path.write_bytes((1 << 60).to_bytes(8, "little") + good[8:])
+    with pytest.raises(PlanError, match="inside the header"):
+        plan_of(directory)
+    path.write_bytes(good)
+
+    def beyond(header):
+        header["lm_head.weight"]["data_offsets"][1] += 1 << 40
+
+    edit_header(path, beyond)
+    with pytest.raises(PlanError, match=r"lm_head.weight .* must have \[272, 64\] values"):
+        plan_of(directory)
+    path.write_bytes(good)
+
+    def overlap(header):
+        size = header["lm_head.weight"]["data_offsets"][1] - header["lm_head.weight"]["data_offsets"][0]
+        header["lm_head.weight"]["data_offsets"] = [8, 8 + size]
+
+    edit_header(path, overlap)
+    with pytest.raises(PlanError, match="must follow each other"):
+        plan_of(directory)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I64", "U8", "BOOL", "F64"])
+def test_other_dtypes_are_an_error(copy, dtype):
+    directory = copy("qwen3_vl")
+    edit_header(directory / "model.safetensors", lambda header: header["lm_head.weight"].update(dtype=dtype))
+    with pytest.raises(PlanError, match=f"F32, BF16, F16, got {dtype} for lm_head.weight"):
+        plan_of(directory)
+
+
+def test_missing_files_are_named(copy):
+    directory = copy("qwen3_vl-sharded")
+    shards = sorted(directory.glob("*.safetensors"))
+    shards[1].rename(directory / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=f"lacks {shards[1].name}"):
+        plan_of(directory)
+    (directory / "elsewhere").rename(shards[1])
+    (directory / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has neither.*model-00001-of-00003.safetensors"):
+        plan_of(directory)
+    for shard in shards:
+        shard.unlink()
+    (directory / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match="only safetensors is read"):
+        plan_of(directory)
+
+
+def test_the_index_must_be_right(copy):
+    directory = copy("qwen3_vl-sharded")
+    index = directory / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    names = sorted(set(good["weight_map"].values()))
+    for bad in ("", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'):
+        index.write_text(bad)
+        with pytest.raises(PlanError, match="weight_map"):
+            plan_of(directory)
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../other.safetensors"}}))
+    with pytest.raises(PlanError, match="must name files beside it"):
+        plan_of(directory)
+    moved = next(name for name, file in good["weight_map"].items() if file == names[0])
+    index.write_text(json.dumps({"weight_map": {**good["weight_map"], moved: names[1]}}))
+    with pytest.raises(PlanError, match=f"{moved}: not in {names[1]}"):
+        plan_of(directory)
+
+
+def test_dtype_of_a_checkpoint(copy):
+    directory = copy("qwen3_vl")
+    assert stored_dtype(plan_of(directory), load_config(directory)) == np.float32
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(ml_dtypes.bfloat16)
+    save_file(tensors, directory / "model.safetensors")
+    assert stored_dtype(plan_of(directory), load_config(directory)) == np.float32  # as config.json says
+    config = json.loads((directory / "config.json").read_text())
+    del config["dtype"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"dtype must be given .* bfloat16, float32"):
+        stored_dtype(plan_of(directory), load_config(directory))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "fp8", np.int32, 3])
+def test_unknown_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16"):
+        as_dtype(dtype)
