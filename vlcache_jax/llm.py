@@ -144,10 +144,11 @@ class LLM:
             ladder=ladder,
             implementation=implementation,
         )
-        self._fingerprint = self._checkpoint.fingerprint
         self._engine = Engine(self._runner)
         self._random = np.random.default_rng(seed)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
+        # For a directory of the hub this hashes all weights; only images need it, so only they wait for it.
+        self._fingerprint = self._threads.submit(lambda: self._checkpoint.fingerprint)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -362,7 +363,7 @@ class LLM:
         key = entry_key(
             content_key(rgb),
             settings=self._processor.settings(limits),
-            fingerprint=self._fingerprint,
+            fingerprint=self._fingerprint.result(),
             codec=str(self._runner.dtype),
         )
         ref = ImageRef(key, self._processor.num_tokens(grid), patches)
