@@ -44,7 +44,7 @@ VISION = {
     "deepstack_visual_indexes": [2, 4, 6],
 }
 PATCH, MERGE = 16, 2
-IMAGE = (30, 32)  # image tokens, rows and columns; with the text around it an image takes 1024 slots
+IMAGE = (30, 32)  # image tokens, rows and columns
 # The allocator keeps its pages instead of returning them after each large array; both sides get that.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
@@ -56,17 +56,13 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 def make_prompt(slots: int) -> tuple[str, list[np.ndarray]]:
-    """A prompt of exactly `slots` tokens (a multiple of 1024): an image in every 1024, then text."""
+    """A prompt of exactly `slots` tokens: an image, then text."""
     rng = np.random.default_rng(slots)
     side = PATCH * MERGE
-    images = []
-    text = ""
-    for _ in range(slots // 1024):
-        noise = rng.integers(0, 256, (IMAGE[0] * 4, IMAGE[1] * 4, 3), dtype=np.uint8)
-        images.append(noise.repeat(side // 4, axis=0).repeat(side // 4, axis=1))
-        words = rng.integers(97, 123, 1024 - IMAGE[0] * IMAGE[1] - 2)
-        text += "<|vision_start|><|image_pad|><|vision_end|>" + bytes(words.tolist()).decode()
-    return text, images
+    noise = rng.integers(0, 256, (IMAGE[0] * 4, IMAGE[1] * 4, 3), dtype=np.uint8)
+    image = noise.repeat(side // 4, axis=0).repeat(side // 4, axis=1)
+    words = rng.integers(97, 123, slots - IMAGE[0] * IMAGE[1] - 2)
+    return "<|vision_start|><|image_pad|><|vision_end|>" + bytes(words.tolist()).decode(), [image]
 
 
 class Ours:
@@ -177,7 +173,9 @@ def ask(pipe: Connection, method: str, slots: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--slots", type=int, nargs="+", default=[1024, 2048, 4096], help="multiples of 1024")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[1024, 2048, 4096], help="tokens of the prompt, 1000 or more"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
