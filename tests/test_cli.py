@@ -40,7 +40,7 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["missing.png", "What?"], "missing.png"), (["bad.png", "What?"], "images")],
+    [(["missing.png", "What?"], "missing.png"), (["bad.png", "What?"], "Pillow")],
 )
 def test_ask_says_what_is_wrong(run, family_checkpoint, tmp_path, words, message, monkeypatch):
     monkeypatch.chdir(tmp_path)

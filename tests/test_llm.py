@@ -102,13 +102,8 @@ def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations)
         oracle = Oracle(load_oracle(checkpoint), llm)
         answers = [oracle.answer(conversation, GREEDY.max_tokens) for conversation in conversations]
         assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, _ in answers]
-        # Scoring refuses image placeholders, which a random model likes to answer with.
-        image_token = llm._renderer.image_token_id
-        ends = [tokens.index(image_token) if image_token in tokens else len(tokens) for tokens, _ in answers]
-        forced = [tokens[:end] for (tokens, _), end in zip(answers, ends, strict=True)]
-        scores = llm.score(conversations, forced, keep_logits=True, use_tqdm=False)
+        scores = llm.score(conversations, [tokens for tokens, _ in answers], keep_logits=True, use_tqdm=False)
         for (_, expected), score in zip(answers, scores, strict=True):
-            expected = expected[: len(score.token_ids)]
             np.testing.assert_allclose(score.logits, expected, atol=2e-5 * np.abs(expected).max() / 4, rtol=0)
             assert score.greedy.all()
 
@@ -199,6 +194,7 @@ def test_nothing_compiles_after_warmup(family_checkpoint, textured_image):
             for request, own in zip(requests[25:], params[25:], strict=True):
                 llm.chat(request, own, use_tqdm=False)
             llm.score(requests[:5], ["abc"] * 5, use_tqdm=False)
+            llm.chat([requests[0]] * 5, params[0], use_tqdm=False)
             assert not compiled
             jax.jit(lambda x: x + len(compiled))(np.arange(1237))  # the listener does listen
             assert compiled
@@ -221,8 +217,9 @@ def test_sampling_is_repeatable_whatever_else_is_in_the_batch(llm, conversations
     assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in together.outputs]
     assert [o.index for o in alone.outputs] == [0, 1, 2]
     assert len({o.token_ids for o in alone.outputs}) > 1
-    score = llm.score([conversations[0]], [alone.outputs[1].token_ids], use_tqdm=False)[0]
-    np.testing.assert_allclose(score.logprobs, [p.chosen for p in alone.outputs[1].logprobs], atol=1e-5)
+    answer = alone.outputs[1]
+    score = llm.score([conversations[0]], [answer.token_ids], use_tqdm=False)[0]
+    np.testing.assert_allclose(score.logprobs, [p.chosen for p in answer.logprobs], atol=1e-5)
     assert all(len(p.top) == 2 for p in alone.outputs[1].logprobs)
 
 
@@ -247,6 +244,11 @@ def test_where_answers_end(llm, conversations):
     by_string = ask(stop=[end, "never there"], ignore_eos=True)
     assert by_string.finish_reason == "stop"
     assert by_string.text == text[: text.index(end)]
+    # One that came before min_tokens does not count, neither as an end nor in the text.
+    too_early = ask(stop=[end], ignore_eos=True, min_tokens=32)
+    assert len(too_early.token_ids) == 32
+    assert too_early.finish_reason == "length" or too_early.text.endswith(end) is False
+    assert len(too_early.text) > text.index(end)
 
 
 def test_generate_takes_prompts_as_they_are(llm, textured_image):
@@ -330,6 +332,12 @@ def test_other_bad_arguments(llm, conversations, textured_image):
         score(conversations[:1], [[10**6]])
     with pytest.raises(ValueError, match="one entry for each of 2"):
         score(conversations[:2], ["a"])
+    with pytest.raises(ValueError, match=r"prompts must be .* got int"):
+        llm.generate(3)
+    with pytest.raises(ValueError, match="token ids below"):
+        score(conversations[:1], [None])
+    with pytest.raises(ValueError, match="below the vocabulary"):
+        chat(conversations[0], SamplingParams(stop_token_ids=[10**6]))
     with pytest.raises(ValueError, match="at most 32 with min_tokens"):
         chat(conversations[0], SamplingParams(min_tokens=1, stop_token_ids=range(40)))
 
@@ -454,6 +462,8 @@ with LLM({str(family_checkpoint)!r}, max_rows=64, max_model_len=128, kv_cache_by
     [
         ("preprocessor_config.json", '"patch_size": ', '"patch_size": 1', "patch_size of the image processor"),
         ("config.json", '"image_token_id": ', '"image_token_id": 1', "image placeholder of the tokenizer"),
+        ("generation_config.json", "{", "", "generation_config.json must hold usable"),
+        ("generation_config.json", "{", '{"top_p": 2, ', "generation_config.json must hold usable .* top_p must be"),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself(family_checkpoint, tmp_path, file, old, new, message):

@@ -112,12 +112,17 @@ def test_score(logits):
         ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("top_k", 1.5), ("seed", -1), ("seed", 2**32), ("max_tokens", 0),
         ("max_tokens", None), ("min_tokens", 257), ("min_tokens", -1), ("stop", [""]), ("stop", [3]),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1), ("repetition_penalty", 0),
-        ("logprobs", 21), ("logprobs", -1), ("logprobs", True),
+        ("stop", 5), ("stop_token_ids", 5), ("n", 1025), ("logprobs", 21), ("logprobs", -1), ("logprobs", True),
     ],
 )  # fmt: skip
 def test_bad_parameters(field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):
         SamplingParams(**{field: value})
+
+
+def test_numbers_of_numpy_and_no_stop():
+    params = SamplingParams(n=np.int64(2), top_p=np.float32(0.5), stop=None, stop_token_ids=None)
+    assert (params.stop, params.stop_token_ids) == ((), ())
 
 
 def test_unknown_parameters():
@@ -130,4 +135,5 @@ def test_defaults_come_from_the_checkpoint():
     resolved = SamplingParams(top_k=3).resolve(file)
     assert (resolved.temperature, resolved.top_p, resolved.top_k, resolved.repetition_penalty) == (0.7, 0.8, 3, 1.05)
     assert SamplingParams().resolve({"temperature": 0.7}).is_plain_greedy
+    assert SamplingParams().resolve({"do_sample": True, "temperature": None, "top_k": None}).temperature == 1
     assert not SamplingParams(logprobs=0).resolve({}).is_plain_greedy

@@ -58,14 +58,12 @@ class Step[S: Sequence]:
       bounds: rows entering each layer, and last the rows leaving the last one; non-increasing.
       placements: the images whose rows are computed.
       wanted: (sequence, index of the token in its prompt) of each row whose logits are wanted; they come first.
-      num_rows: without padding.
     """
 
     rows: Rows
     bounds: tuple[int, ...]
     placements: tuple[Placement, ...]
     wanted: tuple[tuple[S, int], ...]
-    num_rows: int
 
 
 def cut_waves[S: Sequence](sequences: abc.Iterable[S], max_sequences: int, num_slots: int) -> list[list[S]]:
@@ -112,7 +110,6 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
                 bounds=(size,) * num_layers + (ladder.outputs(size),),
                 placements=placements,
                 wanted=tuple((wave[owner[row]], int(index[row])) for row in outputs),
-                num_rows=len(rows),
             )
         )
         start = end

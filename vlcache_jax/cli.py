@@ -56,11 +56,14 @@ def ask_command(
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?"
     """
     from vlcache_jax import LLM, SamplingParams
+    from vlcache_jax.images import read_image
 
     *images, question = words
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
     try:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        for image in images:
+            read_image(image, name=image).decode()  # what is wrong with it is known before the model is loaded
         limits = {"max_pixels": max_pixels} if max_pixels is not None else None
         with LLM(model, dtype=dtype, mm_processor_kwargs=limits) as llm:
             [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)

@@ -34,7 +34,7 @@ class Generation(Sequence):
       params: resolved, see `SamplingParams.resolve`.
       seed: of this answer.
       end_tokens: tokens that end it.
-      has_stop_string: tells from the tokens so far whether a stop string has come; None: there is none to look for.
+      has_stop_string: tells from the tokens so far whether the last one completes a stop string; None: no such strings.
       lane: its number in the wave.
       token_ids, logprobs: generated so far.
       finish_reason: None while it runs.

@@ -95,6 +95,8 @@ class LLM:
         seed: int = 0,
     ):
         _check_reuse(reuse)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
         for name, value in (
             ("kv_cache_bytes", kv_cache_bytes), ("max_rows", max_rows), ("max_model_len", max_model_len)
         ):  # fmt: skip
@@ -114,41 +116,45 @@ class LLM:
         )
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
         _check_processor(self._processor, self._renderer, config)
-        self._generation = _read_generation_config(self._checkpoint.directory)
-        self._end_tokens = _end_tokens(self._generation, self._renderer.tokenizer)
+        self._generation, self._end_tokens = _read_generation_config(
+            self._checkpoint.directory, self._renderer.tokenizer
+        )
 
         if ladder is None:
             ladder = memory.limit_rows(Ladder(), 4096 if on_cpu else 8192)
         if max_rows is not None:
             ladder = memory.limit_rows(ladder, max_rows)
         longest = min(max_model_len or config.text.max_position_embeddings, config.text.max_position_embeddings)
-        budget = memory.plan_memory(
-            config, self._checkpoint.dtype, device, ladder, weights=self._checkpoint.nbytes(),
-            kv_cache_bytes=kv_cache_bytes, max_model_len=longest,
-        )  # fmt: skip
-        self.max_model_len = min(longest, budget.num_slots)
+        most_patches = self._processor.max_pixels // self._processor.patch_size**2
+        ladder = memory.limit_patches(
+            ladder, min(most_patches, longest * self._processor.merge_size**2), self._processor.merge_size
+        )
+        num_slots = memory.plan_pool(
+            config,
+            self._checkpoint.dtype,
+            device,
+            ladder,
+            weights=self._checkpoint.nbytes(),
+            kv_cache_bytes=kv_cache_bytes,
+            max_model_len=longest,
+        )
+        self.max_model_len = min(longest, num_slots)
         if max_model_len is not None and max_model_len > self.max_model_len:
             raise ValueError(
                 f"max_model_len must be at most {self.max_model_len} (the model takes "
-                f"{config.text.max_position_embeddings} tokens, the KV pool {budget.num_slots}), got {max_model_len}"
+                f"{config.text.max_position_embeddings} tokens, the KV pool {num_slots}), got {max_model_len}"
             )
-        most_patches = self._processor.max_pixels // self._processor.patch_size**2
-        ladder = memory.limit_patches(
-            ladder, min(most_patches, self.max_model_len * self._processor.merge_size**2), self._processor.merge_size
-        )
         self._runner = Runner(
             config,
             self._checkpoint.load(device),
             self._processor.normalization_table,
-            num_slots=budget.num_slots,
+            num_slots=num_slots,
             ladder=ladder,
             implementation=implementation,
         )
         self._engine = Engine(self._runner)
         self._random = np.random.default_rng(seed)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
-        # For a directory of the hub this hashes all weights; only images need it, so only they wait for it.
-        self._fingerprint = self._threads.submit(lambda: self._checkpoint.fingerprint)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -171,6 +177,9 @@ class LLM:
           reuse: see the class.
           mm_processor_kwargs: min_pixels and max_pixels for the images of this call.
           use_tqdm: show a progress bar.
+
+        All images of a call are decoded before it runs and held at 3 bytes a pixel: cut a very large job into several.
+        Texts are taken as they are: control tokens in them, such as `<|im_end|>`, act as such.
 
         Returns:
           One output for each conversation, in their order.
@@ -203,7 +212,9 @@ class LLM:
         Raises:
           ValueError: see `chat`.
         """
-        listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        if not isinstance(listed, Sequence):
+            raise ValueError(f"prompts must be a string, a dict or a list of these, got {type(prompts).__name__}")
         rendered = [self._renderer.from_prompt(prompt, name=f"prompts[{i}]") for i, prompt in enumerate(listed)]
         return self._generate(rendered, sampling_params, reuse, use_tqdm)
 
@@ -233,10 +244,11 @@ class LLM:
         """
         _check_reuse(reuse)
         prompts = self._conversations(conversations, mm_processor_kwargs)
-        if isinstance(continuations, str) or len(continuations) != len(prompts):
+        if isinstance(continuations, str) or not isinstance(continuations, Sequence):
+            raise ValueError(f"continuations must be a list, got {type(continuations).__name__}")
+        if len(continuations) != len(prompts):
             raise ValueError(
-                f"continuations must be a list with one entry for each of {len(prompts)} conversations, "
-                f"got {continuations if isinstance(continuations, str) else len(continuations)!r}"
+                f"continuations must have one entry for each of {len(prompts)} conversations, got {len(continuations)}"
             )
         forced = [self._continuation(text, f"continuations[{i}]") for i, text in enumerate(continuations)]
         with self._serving():
@@ -319,20 +331,23 @@ class LLM:
         if isinstance(continuation, str):
             tokens = self._renderer.tokenizer(continuation, add_special_tokens=False)["input_ids"]
         else:
-            tokens = list(continuation)
+            tokens = list(continuation) if isinstance(continuation, Sequence | np.ndarray) else [None]
             vocab_size = self._checkpoint.config.text.vocab_size
-            if not all(isinstance(token, (int, np.integer)) and 0 <= token < vocab_size for token in tokens):
+            if not all(
+                type(token) is not bool and isinstance(token, (int, np.integer)) and 0 <= token < vocab_size
+                for token in tokens
+            ):
                 raise ValueError(f"{name} must be a text or token ids below {vocab_size}, got {continuation!r}")
         if not tokens:
             raise ValueError(f"{name} must hold at least one token, got none")
-        if self._renderer.image_token_id in tokens:
-            raise ValueError(f"{name} must be text, but it holds an image placeholder")
         return [int(token) for token in tokens]
 
     def _prepare(self, prompts: Sequence[Prompt], forced: Sequence[Sequence[int]] | None = None) -> list[_Request]:
         """Decodes and cuts all images, on several threads, and lays the requests out."""
         images = [(source, prompt.mm_processor_kwargs) for prompt in prompts for source in prompt.images]
-        done = iter(list(self._threads.map(lambda pair: self._image(*pair), images)))
+        # A directory of the hub hashes all its weights for this, once; only images need it.
+        fingerprint = self._checkpoint.fingerprint if images else ""
+        done = iter(list(self._threads.map(lambda pair: self._image(pair[0], pair[1], fingerprint), images)))
         requests = []
         for i, prompt in enumerate(prompts):
             refs, metrics = [], Metrics()
@@ -348,7 +363,7 @@ class LLM:
             requests.append(_Request(prompt, layout, metrics))
         return requests
 
-    def _image(self, source: ImageSource, limits: Mapping[str, int]) -> tuple[ImageRef, float, float]:
+    def _image(self, source: ImageSource, limits: Mapping[str, int], fingerprint: str) -> tuple[ImageRef, float, float]:
         start = time.perf_counter()
         rgb = source.decode()
         decoded = time.perf_counter()
@@ -363,7 +378,7 @@ class LLM:
         key = entry_key(
             content_key(rgb),
             settings=self._processor.settings(limits),
-            fingerprint=self._fingerprint.result(),
+            fingerprint=fingerprint,
             codec=str(self._runner.dtype),
         )
         ref = ImageRef(key, self._processor.num_tokens(grid), patches)
@@ -392,6 +407,8 @@ class LLM:
     ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             given = [given or SamplingParams()] * count
+        if not isinstance(given, Sequence):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}")
         if len(given) != count:
             raise ValueError(f"sampling_params must be one, or one for each of {count} requests, got {len(given)}")
         resolved = []
@@ -399,13 +416,15 @@ class LLM:
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling_params[{i}] must be SamplingParams, got {type(params).__name__}")
             resolved.append(params.resolve(self._generation))
-            ends = len(self._ends(params))
-            if params.min_tokens and ends > MAX_BANNED:
-                raise ValueError(f"stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {ends}")
+            ends, vocab_size = self._ends(params), self._checkpoint.config.text.vocab_size
+            if any(end >= vocab_size for end in ends):
+                raise ValueError(f"stop_token_ids must be below the vocabulary's {vocab_size}, got {sorted(ends)}")
+            if params.min_tokens and len(ends) > MAX_BANNED:
+                raise ValueError(f"stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {len(ends)}")
         return resolved
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_tokens)
+        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_tokens)
 
     def _answers(self, request: _Request, params: SamplingParams) -> list[Generation]:
         length = len(request.layout)
@@ -419,9 +438,9 @@ class LLM:
                 plan,
                 new_slots=new_slots,
                 params=params,
-                seed=(first + i) % 2**32,
+                seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
                 end_tokens=self._ends(params),
-                has_stop_string=self._stop_search(params.stop),
+                has_stop_string=self._stop_search(params.stop or ()),
                 metrics=dataclasses.replace(request.metrics),
             )
             for i in range(params.n)
@@ -438,14 +457,19 @@ class LLM:
     def _stop_search(self, stop: Sequence[str]) -> Callable[[list[int]], bool] | None:
         if not stop:
             return None
-        # A character is at most four bytes and a token at least one, so the last stop string lies in these tokens.
+        # A character is at most four bytes and a token at least one, so a string that ends now lies in these tokens.
         window = 4 * max(map(len, stop)) + 4
+        return lambda token_ids: self._stop_at(token_ids[-window:], stop) is not None
 
-        def search(token_ids: list[int]) -> bool:
-            text = self._renderer.tokenizer.decode(token_ids[-window:], skip_special_tokens=True)
-            return any(end in text for end in stop)
-
-        return search
+    def _stop_at(self, token_ids: Sequence[int], stop: Sequence[str]) -> int | None:
+        """Where in their text the stop string begins that the last of the tokens completes."""
+        before, text = (
+            cast(str, self._renderer.tokenizer.decode(ids, skip_special_tokens=True))
+            for ids in (list(token_ids[:-1]), list(token_ids))
+        )
+        known = len(before.rstrip("\ufffd"))  # a character that is not complete yet
+        places = [text.find(end, max(0, known - len(end) + 1)) for end in stop]
+        return min((place for place in places if place >= 0), default=None)
 
     def _output(self, request: _Request, answers: list[Generation]) -> RequestOutput:
         return RequestOutput(
@@ -459,10 +483,11 @@ class LLM:
 
     def _completion(self, index: int, answer: Generation) -> CompletionOutput:
         text = cast(str, self._renderer.tokenizer.decode(answer.token_ids, skip_special_tokens=True))
-        ends = [text.index(end) for end in answer.params.stop if end in text]
+        if answer.finish_reason == "stop" and answer.token_ids[-1] not in answer.end_tokens:
+            text = text[: self._stop_at(answer.token_ids, answer.params.stop or ())]
         return CompletionOutput(
             index=index,
-            text=text[: min(ends)] if ends else text,
+            text=text,
             token_ids=tuple(answer.token_ids),
             finish_reason=answer.finish_reason or "length",
             logprobs=tuple(answer.logprobs) if answer.params.logprobs is not None else None,
@@ -504,14 +529,19 @@ def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config
         )
 
 
-def _read_generation_config(directory: pathlib.Path) -> dict[str, Any]:
+def _read_generation_config(directory: pathlib.Path, tokenizer: Any) -> tuple[dict[str, Any], frozenset[int]]:
+    """The checkpoint's defaults for sampling, and its end tokens."""
     path = directory / "generation_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _end_tokens(generation: dict[str, Any], tokenizer: Any) -> frozenset[int]:
-    ids = generation.get("eos_token_id", tokenizer.eos_token_id)
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+    try:
+        generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        SamplingParams().resolve(generation)
+        ends = generation.get("eos_token_id", tokenizer.eos_token_id)
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        if not all(isinstance(end, int) for end in ends):
+            raise ValueError(f"eos_token_id must be token ids, got {ends!r}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold usable sampling parameters: {error}") from error
+    return generation, frozenset(ends)
 
 
 def _use_compilation_cache() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
@@ -16,17 +17,7 @@ GIB = 2**30
 MIN_SLOTS = 64  # a pool below this serves nobody
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by purpose, and the slots of the pool."""
-
-    weights: int
-    activations: int
-    pool: int
-    num_slots: int
-
-
-def plan_memory(
+def plan_pool(
     config: ModelConfig,
     dtype: np.dtype,
     device: jax.Device,
@@ -35,8 +26,8 @@ def plan_memory(
     weights: int,
     kv_cache_bytes: int | None,
     max_model_len: int,
-) -> MemoryPlan:
-    """Sizes the KV pool.
+) -> int:
+    """The slots of the KV pool.
 
     Args:
       weights: bytes of the weights.
@@ -63,7 +54,7 @@ def plan_memory(
             f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
             f"activations about {_gib(activations)}, KV pool {wanted} ({slot} bytes a slot, {MIN_SLOTS} slots or more)"
         )
-    return MemoryPlan(weights, activations, num_slots * slot, num_slots)
+    return num_slots
 
 
 def free_bytes(device: jax.Device) -> int:
@@ -71,10 +62,15 @@ def free_bytes(device: jax.Device) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None:
         return int(stats["bytes_limit"] - stats["bytes_in_use"])
-    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo must have a line MemAvailable")
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (pathlib.Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and limit.read_text().strip() != "max":  # a container's own limit
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
 
 
 def limit_rows(ladder: Ladder, max_rows: int) -> Ladder:
@@ -100,8 +96,7 @@ def _activations(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
     patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
     encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * ladder.max_rows
     logits = 4 * 4 * ladder.max_sequences * text.vocab_size
-    patches = min(ladder.patches[-1], 16384)
-    return dtype.itemsize * (row * ladder.max_rows + patch * patches + 2 * encoder_rows) + logits
+    return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + logits
 
 
 def _gib(count: Any) -> str:

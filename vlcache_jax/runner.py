@@ -1,8 +1,8 @@
 """The device side: compiled programs, weights, the KV pool.
 
 Programs are compiled for shapes that follow from the ladder and from nothing else, and stand in one table by name and
-sizes. A call with any other shape is an error instead of a silent compilation. Plain nested dicts cross into programs,
-never modules.
+sizes; `warmup` compiles all of them ahead, else each is compiled at its first use. Plain nested dicts cross into
+programs, never modules.
 
 The pool's arrays are donated to each program and come back updated in place. An interrupted call can leave donated
 arrays behind; `reset` drops everything mutable, and the next call makes it anew.
@@ -152,9 +152,10 @@ class Runner:
             keep = ladder.outputs(size)
             keys += [("embed", size)]
             keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
-            keys += [("head", keep, min(count, keep)) for count in ladder.sequences]
+            for count in {min(count, keep) for count in ladder.sequences}:
+                keys += [("head", keep, count), ("sample", count), ("score", count)]
         for count in ladder.sequences:
-            keys += [("decode", count), ("sample", count), ("score", count)]
+            keys += [("decode", count), ("sample", count)]
         for size in ladder.patches:
             keys += [("encode", size), ("stage", size // self.config.vision.merge_size**2)]
         return list(dict.fromkeys(keys))
@@ -163,11 +164,14 @@ class Runner:
         """Compiles what is not compiled yet; returns the number of programs and the seconds it took."""
         start = time.perf_counter()
         missing = [key for key in self.keys() if key not in self._programs]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        try:
             compiling = {threads.submit(self._lower(key).compile): key for key in missing}
             for future in concurrent.futures.as_completed(compiling):
                 self._programs[compiling[future]] = future.result()
                 progress(compiling[future])
+        finally:
+            threads.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun never will
         return len(missing), time.perf_counter() - start
 
     @property

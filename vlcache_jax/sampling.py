@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,8 @@ class SamplingParams:
       top_k: only the k most likely tokens; 0: all; None: all.
       seed: makes an answer repeatable whatever else is in the batch; None: drawn from the engine's seed.
       max_tokens: tokens to generate at most; the context's length bounds it too.
-      min_tokens: no end token and no stop token before that many.
-      stop: strings that end the answer; they are not part of it.
+      min_tokens: no end token and no stop token before that many, and stop strings that come earlier do not count.
+      stop: strings that end the answer; they are not part of its text.
       stop_token_ids: tokens that end the answer, besides the checkpoint's end tokens.
       ignore_eos: go on after the checkpoint's end tokens.
       repetition_penalty: above 1 discourages tokens that the prompt or the answer already holds; None: 1.
@@ -40,54 +40,56 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int = 256
     min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     repetition_penalty: float | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind, low, high in (
-            ("n", int, 1, math.inf),
-            ("temperature", (int, float), 0, 1e9),
-            ("top_p", (int, float), 1e-9, 1),
-            ("top_k", int, 0, 2**31 - 1),
-            ("seed", int, 0, 2**32 - 1),
-            ("max_tokens", int, 1, math.inf),
-            ("min_tokens", int, 0, math.inf),
-            ("repetition_penalty", (int, float), 1e-9, 1e9),
-            ("logprobs", int, 0, MAX_LOGPROBS),
+            ("n", numbers.Integral, 1, 1024),
+            ("temperature", numbers.Real, 0, 1e9),
+            ("top_p", numbers.Real, 1e-9, 1),
+            ("top_k", numbers.Integral, 0, 2**31 - 1),
+            ("seed", numbers.Integral, 0, 2**32 - 1),
+            ("max_tokens", numbers.Integral, 1, 2**31 - 1),
+            ("min_tokens", numbers.Integral, 0, 2**31 - 1),
+            ("repetition_penalty", numbers.Real, 1e-9, 1e9),
+            ("logprobs", numbers.Integral, 0, MAX_LOGPROBS),
         ):
             value = getattr(self, name)
             optional = name not in ("n", "max_tokens", "min_tokens")
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-                what = "an integer" if kind is int else "a number"
+            if isinstance(value, bool) or not isinstance(value, kind) or not low <= float(value) <= high:
+                what = "an integer" if kind is numbers.Integral else "a number"
                 raise ValueError(f"{name} must be {what} from {low} to {high}, got {value!r}")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-            raise ValueError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
-        object.__setattr__(self, "stop_token_ids", ids)
+        for name, item_type in (("stop", str), ("stop_token_ids", numbers.Integral)):
+            given = getattr(self, name)
+            items = [given] if isinstance(given, str) else () if given is None else given
+            if not isinstance(items, Iterable):
+                raise ValueError(f"{name} must be a list, got {given!r}")
+            items = tuple(items)
+            if not all(isinstance(item, item_type) and not isinstance(item, bool) and item != "" for item in items):
+                raise ValueError(
+                    f"{name} must be {'non-empty strings' if item_type is str else 'token ids'}, got {given!r}"
+                )
+            object.__setattr__(self, name, items)
+        if any(token < 0 for token in self.stop_token_ids or ()):
+            raise ValueError(f"stop_token_ids must be at least 0, got {self.stop_token_ids!r}")
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """These parameters with nothing left open; `defaults` is the content of `generation_config.json`."""
-        greedy = not defaults.get("do_sample", False)
-        known = {
-            "temperature": 0.0 if greedy else defaults.get("temperature", 1.0),
-            "top_p": defaults.get("top_p", 1.0),
-            "top_k": defaults.get("top_k", 0),
-            "repetition_penalty": defaults.get("repetition_penalty", 1.0),
-        }
-        return dataclasses.replace(self, **{k: v for k, v in known.items() if getattr(self, k) is None})
+        fallback = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        known = fallback | {name: defaults[name] for name in fallback if defaults.get(name) is not None}
+        if not defaults.get("do_sample"):
+            known["temperature"] = 0.0
+        return dataclasses.replace(self, **{name: v for name, v in known.items() if getattr(self, name) is None})
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -159,7 +161,9 @@ def _draw(x: jax.Array, inputs: SamplerInputs) -> jax.Array:
     x = jnp.where(rank < k, x, -jnp.inf)
     p = jax.nn.softmax(x, axis=-1)
     # A token stays while those before it have not reached top_p; the first one always stays.
-    x = jnp.where(jnp.cumsum(p, axis=-1) - p < inputs.top_p[:, None], x, -jnp.inf)
+    # With top_p = 1 rounding must not cut the tail.
+    kept = (jnp.cumsum(p, axis=-1) - p < inputs.top_p[:, None]) | (inputs.top_p[:, None] >= 1)
+    x = jnp.where(kept, x, -jnp.inf)
     keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(inputs.seed, inputs.step)
     choice = jax.vmap(jax.random.categorical)(keys, x)
     return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
