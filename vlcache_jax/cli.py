@@ -59,11 +59,11 @@ def ask_command(
     from vlcache_jax.images import read_image
 
     *images, question = words
-    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
     try:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        for image in images:
-            read_image(image, name=image).decode()  # what is wrong with it is known before the model is loaded
+        # Decoded first: what is wrong with an image is known before the model is loaded.
+        pictures = [read_image(image, name=image).decode() for image in images]
+        content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": question}]
         limits = {"max_pixels": max_pixels} if max_pixels is not None else None
         with LLM(model, dtype=dtype, mm_processor_kwargs=limits) as llm:
             [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
