@@ -53,8 +53,8 @@ class SelfAttention(nnx.Module):
 
     def __call__(
         self, y: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, keep: int, implementation: str | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Normed rows [N, M] -> (output [keep, M], k, v, raw K [N, K, D])."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+        """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D])."""
         config = self.config
         raw_k = self.k_proj(y).reshape(-1, config.num_kv_heads, config.head_dim)
         new_v = self.v_proj(y).reshape(raw_k.shape)
@@ -68,7 +68,7 @@ class SelfAttention(nnx.Module):
         v = v.at[rows.slot].set(new_v, mode="drop", unique_indices=True)
         q = rope.rotate(q, cos[:keep], sin[:keep])
         out = attention(q, k, v, rows.k_start[:keep], rows.k_end[:keep], implementation=implementation)
-        return self.o_proj(out.reshape(keep, -1)), k, v, raw_k
+        return self.o_proj(out.reshape(keep, -1)), k, v, (raw_k, new_v)
 
 
 class DecoderLayer(nnx.Module):
@@ -91,7 +91,7 @@ class DecoderLayer(nnx.Module):
         keep: int,
         capture: bool = False,
         implementation: str | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
         """All N rows write K, V; the first `keep` attend and go on.
 
         Args:
@@ -100,18 +100,21 @@ class DecoderLayer(nnx.Module):
           rows: the N rows.
           deepstack: [N, M], added to the layer's output (zero at text rows), or None.
           keep: how many rows the next layer needs.
-          capture: also return the keys before rotation; un-rotating bf16 keys loses digits.
+          capture: also return what the rows' records hold: keys before rotation (un-rotating bf16 keys loses digits),
+            and values.
           implementation: of attention.
 
         Returns:
-          (x [keep, M], k, v, raw K [N, K, D] or None)
+          (x [keep, M], k, v, (raw K, V) [N, K, D] or None)
         """
-        out, k, v, raw_k = self.self_attn(self.input_layernorm(x), k, v, rows, keep=keep, implementation=implementation)
+        out, k, v, captured = self.self_attn(
+            self.input_layernorm(x), k, v, rows, keep=keep, implementation=implementation
+        )
         x = x[:keep] + out
         x = x + self.mlp(self.post_attention_layernorm(x))
         if deepstack is not None:
             x = x + deepstack[:keep]
-        return x, k, v, raw_k if capture else None
+        return x, k, v, captured if capture else None
 
 
 class Decoder(nnx.Module):

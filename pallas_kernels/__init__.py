@@ -3,7 +3,9 @@
 A kernel is a folder. Its `api.py` has the public function, whose docstring is the specification, and chooses among the
 implementations beside it: `implementation=None` takes the best one for the device, a name takes that one or raises.
 One attention serves the whole library: a row sees an interval of key slots, which covers prefill, recomputing a few
-rows of a cached image, several requests at once, decoding, and the windows of the vision towers.
+rows of a cached image, several requests at once, decoding, and the windows of the vision towers. Linking writes the
+stored keys and values of an image into a request's slots.
 """
 
 from vlcache_jax.pallas_kernels.attention import attention as attention
+from vlcache_jax.pallas_kernels.link import link as link

@@ -12,7 +12,8 @@ LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
 
 
 def image(h, w):
-    return ImageRef("", h * w, Patches(np.zeros((4 * h * w, 3, 4), np.uint8), (1, 2 * h, 2 * w)))
+    grid = (1, 2 * h, 2 * w)
+    return ImageRef("", grid, h * w, lambda: Patches(np.zeros((4 * h * w, 3, 4), np.uint8), grid))
 
 
 def sequence(*parts, new_slots=5, wanted=None):
@@ -48,6 +49,7 @@ def test_every_row_is_computed_once_and_knows_its_place(wave):
         rows = step.rows
         size = len(rows.slot)
         assert step.bounds == (size,) * LAYERS + (min(size, 4),)
+        assert step.active == (int(np.count_nonzero(rows.slot < SLOTS)),) * LAYERS
         assert size in LADDER.rows
         sources = {
             int(row): (p.image, int(i)) for p in step.placements for row, i in zip(p.place, p.image_row, strict=True)

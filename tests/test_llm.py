@@ -26,6 +26,7 @@ def open_llm(directory, **changes):
         "max_model_len": 512,
         "kv_cache_bytes": 8 * 2**20,
         "dtype": "float32",
+        "reuse": "off",
     }
     return LLM(directory, **settings | changes)
 
@@ -270,11 +271,11 @@ def test_reports(llm, conversations):
     first, third = outputs[0].cache.images, outputs[3].cache.images
     assert first[1].key == third[0].key  # the same picture
     assert len({image.key for image in first + third}) == 3
+    assert [output.metrics.decode_image > 0 for output in outputs] == [True, False, True, False]  # each picture once
     for output in outputs:
         metrics = output.metrics
         assert 0 < metrics.prefill + metrics.first_token <= metrics.ttft
         assert metrics.decode > 0
-        assert (metrics.decode_image > 0) == bool(output.cache.images)
         assert output.num_cached_tokens == 0
         for image in output.cache.images:
             assert (image.encoder, image.kv, image.match, image.why.value) == ("computed", "none", "miss", "reuse_off")
@@ -322,8 +323,8 @@ def test_other_bad_arguments(llm, conversations, textured_image):
         chat(conversations[:1], [{}])
     with pytest.raises(ValueError, match="conversations must be"):
         chat("hello")
-    with pytest.raises(ValueError, match="reuse must be 'off'"):
-        chat(conversations[0], reuse="full")
+    with pytest.raises(ValueError, match='reuse must be "off"'):
+        chat(conversations[0], reuse="most")
     with pytest.raises(ValueError, match="max_pixel"):
         chat(conversations[0], mm_processor_kwargs={"max_pixel": 1})
     with pytest.raises(ValueError, match=r"continuations\[0\] must hold at least one token"):
@@ -430,7 +431,7 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
         ("kv_cache_bytes", 0, "kv_cache_bytes must be a positive integer"),
         ("max_rows", 1.5, "max_rows must be a positive integer"),
         ("max_model_len", True, "max_model_len must be a positive integer"),
-        ("reuse", "exact", "reuse must be 'off'"),
+        ("reuse", "most", 'reuse must be "off"'),
         ("dtype", "int8", "dtype must be"),
         ("mm_processor_kwargs", {"size": 3}, "size"),
         ("implementation", "cuda", "implementation must be"),

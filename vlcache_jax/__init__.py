@@ -4,21 +4,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlcache_jax.buckets import Ladder as Ladder
+    from vlcache_jax.cache.config import CacheConfig as CacheConfig
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
+    from vlcache_jax.policies import MPIC as MPIC
     from vlcache_jax.sampling import SamplingParams as SamplingParams
+    from vlcache_jax.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CacheConfig": "vlcache_jax.cache.config",
     "LLM": "vlcache_jax.llm",
     "Ladder": "vlcache_jax.buckets",
+    "MPIC": "vlcache_jax.policies",
     "RequestOutput": "vlcache_jax.outputs",
     "SamplingParams": "vlcache_jax.sampling",
+    "Schedule": "vlcache_jax.schedule",
     "Score": "vlcache_jax.outputs",
 }
-__all__ = ["LLM", "Ladder", "RequestOutput", "SamplingParams", "Score"]
+__all__ = ["LLM", "MPIC", "CacheConfig", "Ladder", "RequestOutput", "SamplingParams", "Schedule", "Score"]
 
 
 def __getattr__(name: str) -> Any:

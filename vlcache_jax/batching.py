@@ -1,11 +1,12 @@
 """How requests are put together: waves that share the pool, and the steps that prefill a wave (host, numpy).
 
-The rows of a wave lie one after the other in slot order and are cut into steps of static sizes. A cut may fall inside a
-request or an image: a step's rows see all slots before them, so cutting is exact.
+The rows that a wave computes lie one after the other in slot order and are cut into steps of static sizes. A cut may
+fall inside a request or an image: a step's rows see all slots before them, so cutting is exact.
 """
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from dataclasses import dataclass
 
@@ -13,11 +14,33 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.buckets import Ladder, round_up, split_rows
-from vlcache_jax.layout import ImageRef, Layout
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.writer import Captured
+from vlcache_jax.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
+from vlcache_jax.outputs import Why
 from vlcache_jax.plan import Plan
 
 Index = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class ImageUse:
+    """An image in one request.
+
+    Attributes:
+      span: where.
+      linked: record whose K, V are linked in; None: there is none.
+      captured: record that is filled with the K, V computed here; None: there is none.
+      has_encoder: whether its encoder rows were found.
+      why: it is not reused exactly.
+    """
+
+    span: ImageSpan
+    linked: Record | None = None
+    captured: Record | None = None
+    has_encoder: bool = False
+    why: Why | None = None
 
 
 @dataclass(eq=False)
@@ -27,12 +50,16 @@ class Sequence:
     Attributes:
       layout, plan: of the prompt.
       new_slots: slots needed beyond the prompt.
+      images: of the prompt.
+      level: sequences of a level can run when all below have run.
       base: first slot; set when the sequence joins a wave.
     """
 
     layout: Layout
     plan: Plan
     new_slots: int
+    images: abc.Sequence[ImageUse] = ()
+    level: int = 0
     base: int = 0
 
     @property
@@ -53,25 +80,44 @@ class Placement:
 class Step[S: Sequence]:
     """One prefill step.
 
+    Its rows are sorted by the layer at which they drop out, those that stay longest first, so that the rows of every
+    layer are a slice of those before it.
+
     Attributes:
       rows: padded to a rung.
-      bounds: rows entering each layer, and last the rows leaving the last one; non-increasing.
+      active: rows that each layer computes, [L].
+      bounds: rungs that hold them, and last the rows leaving the last layer, [L + 1]; both non-increasing.
       placements: the images whose rows are computed.
+      captured: rows whose K, V are kept, by image.
       wanted: (sequence, index of the token in its prompt) of each row whose logits are wanted; they come first.
+      num_slots: of the pool.
     """
 
     rows: Rows
+    active: tuple[int, ...]
     bounds: tuple[int, ...]
     placements: tuple[Placement, ...]
+    captured: tuple[Captured, ...]
     wanted: tuple[tuple[S, int], ...]
+    num_slots: int
+
+    def layer_rows(self, layer: int) -> Rows:
+        """The rows that enter a layer.
+
+        A rung may reach beyond the layer's own rows, into those that have dropped out. They are turned into padding:
+        what they would write belongs to the linked K, V.
+        """
+        bound, active = self.bounds[layer], self.active[layer]
+        return pad_rows(Rows(*(field[..., :active] for field in self.rows)), bound, self.num_slots)
 
 
 def cut_waves[S: Sequence](sequences: abc.Iterable[S], max_sequences: int, num_slots: int) -> list[list[S]]:
-    """Consecutive sequences that fit in the pool together; each gets its first slot."""
+    """Sequences of one level that fit in the pool together, in their order; each gets its first slot."""
     waves: list[list[S]] = []
     used = num_slots
-    for sequence in sequences:
-        if used + sequence.num_slots > num_slots or len(waves[-1]) == max_sequences:
+    for sequence in sorted(sequences, key=lambda sequence: sequence.level):
+        is_full = used + sequence.num_slots > num_slots or len(waves[-1]) == max_sequences
+        if is_full or waves[-1][-1].level != sequence.level:
             waves.append([])
             used = 0
         sequence.base = used
@@ -81,7 +127,7 @@ def cut_waves[S: Sequence](sequences: abc.Iterable[S], max_sequences: int, num_s
 
 
 def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots: int, num_layers: int) -> list[Step[S]]:
-    """The steps that compute all rows of a wave, in slot order."""
+    """The steps that compute what the plans of a wave ask for, in slot order."""
     length = [len(sequence.layout) for sequence in wave]
     owner = np.repeat(np.arange(len(wave), dtype=np.int32), length)
     index = np.concatenate([np.arange(n, dtype=np.int32) for n in length])  # of the token in its prompt
@@ -92,28 +138,48 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
     images, image, image_row = _image_rows(wave, length)
 
     steps = []
-    start = 0
-    while start < len(owner):
-        size = split_rows(len(owner) - start, ladder.rows)[0]
-        end = min(start + size, len(owner))
-        wanted = start + np.flatnonzero(depth[start:end] > num_layers)
+    computed = np.flatnonzero(depth)
+    while len(computed):
+        size = split_rows(len(computed), ladder.rows)[0]
+        count = min(size, len(computed))
+        wanted = np.flatnonzero(depth[computed[:count]] > num_layers)
         if len(wanted) > ladder.max_sequences:  # the output head holds no more
-            end = int(wanted[ladder.max_sequences])
-            size = round_up(end - start, ladder.rows)
-        rows = start + np.argsort(-depth[start:end], kind="stable")
+            count = int(wanted[ladder.max_sequences])
+        mine, computed = computed[:count], computed[count:]
+        rows = mine[np.argsort(-depth[mine], kind="stable")]
+        active = tuple(int(np.count_nonzero(depth[rows] > layer)) for layer in range(num_layers))
+        bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
         slot = base[rows] + index[rows]
         outputs = rows[depth[rows] > num_layers]
         steps.append(
             Step(
-                rows=pad_rows(Rows(slot, position[:, rows], base[rows], slot + 1, source), size, num_slots),
-                bounds=(size,) * num_layers + (ladder.outputs(size),),
+                rows=pad_rows(Rows(slot, position[:, rows], base[rows], slot + 1, source), bounds[0], num_slots),
+                active=active,
+                bounds=(*bounds, ladder.outputs(bounds[-1])),
                 placements=placements,
+                captured=tuple(_captured(wave, length, rows)),
                 wanted=tuple((wave[owner[row]], int(index[row])) for row in outputs),
+                num_slots=num_slots,
             )
         )
-        start = end
     return steps
+
+
+def _captured(wave: abc.Sequence[Sequence], length: list[int], rows: npt.NDArray[np.int64]) -> abc.Iterator[Captured]:
+    """Which of `rows`, indices into the wave's tokens, belong to records to be filled."""
+    place = np.full(sum(length), -1)
+    place[rows] = np.arange(len(rows))
+    first = 0
+    for sequence, count in zip(wave, length, strict=True):
+        for use in sequence.images:
+            if use.captured is not None and not use.captured.is_settled:
+                start = first + use.span.start
+                mine = place[start : start + use.span.length]
+                tokens = np.flatnonzero(mine >= 0)
+                if len(tokens):
+                    yield Captured(use.captured, tokens, mine[tokens])
+        first += count
 
 
 def pad_rows(rows: Rows, size: int, num_slots: int) -> Rows:
@@ -129,7 +195,7 @@ def encoder_calls(images: abc.Iterable[ImageRef], most: int) -> list[list[ImageR
     calls: list[list[ImageRef]] = []
     used = most
     for image in images:
-        patches = len(image.patches.pixels)
+        patches = math.prod(image.grid)
         if used + patches > most:
             calls.append([])
             used = 0
@@ -143,17 +209,16 @@ def _image_rows(wave: abc.Sequence[Sequence], length: list[int]) -> tuple[list[I
     images: list[ImageRef] = []
     image = np.full(sum(length), -1, np.int32)
     image_row = np.zeros(sum(length), np.int32)
-    known: dict[int, int] = {}  # answers to one prompt share its images
+    known: dict[int, int] = {}  # requests share images
     first = 0
     for sequence in wave:
-        for span in sequence.layout.spans:
-            if span.image is not None:
-                number = known.setdefault(id(span.image), len(images))
-                if number == len(images):
-                    images.append(span.image)
-                place = slice(first + span.start, first + span.start + span.length)
-                image[place] = number
-                image_row[place] = np.arange(span.length)
+        for span in sequence.layout.images:
+            number = known.setdefault(id(span.image), len(images))
+            if number == len(images):
+                images.append(span.image)
+            place = slice(first + span.start, first + span.start + span.length)
+            image[place] = number
+            image_row[place] = np.arange(span.length)
         first += len(sequence.layout)
     return images, image, image_row
 

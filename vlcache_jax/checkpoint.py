@@ -63,6 +63,11 @@ class Checkpoint(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def source_digest(self) -> str:
+        """Of the tensors that the weights were made from, whatever dtype they have now. It costs as `fingerprint`."""
+
+    @property
+    @abc.abstractmethod
     def fingerprint(self) -> str:
         """Stands for the weights, in the dtype they are loaded in, in cache keys.
 
@@ -109,9 +114,12 @@ class _HubCheckpoint(Checkpoint):
     plan: tuple[Source, ...] = dataclasses.field(repr=False)
 
     @functools.cached_property
+    def source_digest(self) -> str:
+        return source_digest(self.plan, tensor_digests(self.plan))
+
+    @property
     def fingerprint(self) -> str:
-        digest = source_digest(self.plan, tensor_digests(self.plan))
-        return fingerprint(digest, [self.dtype.name])
+        return fingerprint(self.source_digest, [self.dtype.name])
 
     def load(self, device: Device | None = None) -> dict[str, Any]:
         sources = {source.parameter.path: source for source in self.plan}
@@ -121,6 +129,10 @@ class _HubCheckpoint(Checkpoint):
 @dataclasses.dataclass(frozen=True)
 class _ConvertedCheckpoint(Checkpoint):
     manifest: Manifest = dataclasses.field(repr=False)
+
+    @property
+    def source_digest(self) -> str:
+        return self.manifest.source_digest
 
     @property
     def fingerprint(self) -> str:

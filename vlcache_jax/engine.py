@@ -15,11 +15,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.batching import Sequence, Step, cut_waves, encoder_calls, pad_rows, prefill_steps
+from vlcache_jax.batching import Placement, Sequence, Step, cut_waves, encoder_calls, pad_rows, prefill_steps
 from vlcache_jax.buckets import round_up
+from vlcache_jax.cache.writer import Writer
 from vlcache_jax.layout import ImageRef
 from vlcache_jax.models import Rows
-from vlcache_jax.outputs import Logprob, Metrics
+from vlcache_jax.outputs import Logprob, Metrics, Why
 from vlcache_jax.runner import Runner
 from vlcache_jax.sampling import MAX_BANNED, SamplerInputs, SamplingParams
 
@@ -72,10 +73,16 @@ class Forced(Sequence):
 
 
 class Engine:
-    """Runs sequences on a runner. A call fills them in and says of each when it is finished."""
+    """Runs sequences on a runner. A call fills them in and says of each when it is finished.
 
-    def __init__(self, runner: Runner):
+    Args:
+      runner: computes.
+      writer: fills records with what was computed.
+    """
+
+    def __init__(self, runner: Runner, writer: Writer):
         self.runner = runner
+        self.writer = writer
 
     def generate(self, sequences: abc.Iterable[Generation], finished: abc.Callable[[Generation], object]) -> None:
         """Generates the answers; `finished` is called with each as it ends."""
@@ -116,17 +123,29 @@ class Engine:
     def _prefill[S: (Generation, Forced)](self, wave: abc.Sequence[S]) -> abc.Iterator[tuple[Step[S], jax.Array]]:
         """Yields each step of which logits are wanted, with the hidden states of the rows that left the last layer."""
         runner = self.runner
+        transferring, linking = self._link(wave)
+        transfer = link = 0.0
         steps = prefill_steps(wave, runner.ladder, runner.num_slots, runner.config.text.num_layers)
         last_use = {placement.image: i for i, step in enumerate(steps) for placement in step.placements}
         where: dict[ImageRef, tuple[jax.Array, int]] = {}  # image -> encoder output, its first row in it
         encode = prefill = 0.0
         for i, step in enumerate(steps):
             start = time.perf_counter()
-            new = [placement.image for placement in step.placements if placement.image not in where]
+            new = [p.image for p in step.placements if p.image not in where and not _is_kept(p.image)]
             where.update(self._encode(new))
             self._stage(step, where)
-            x = runner.prefill(step)
+            x, captured = runner.prefill(step)
+            if captured:
+                k, v = zip(*captured, strict=True)
+                self.writer.kv(step.captured, k, v)
+                self.writer.throttle(2)  # one more may wait while the next step runs
             # Everything is on its way; waiting in order tells the steps apart without holding them up.
+            if transferring:
+                jax.block_until_ready(transferring)
+                transferred_at = time.perf_counter()
+                jax.block_until_ready(linking)
+                transfer, start, transferring = transferred_at - start, time.perf_counter(), []
+                link = start - transferred_at
             jax.block_until_ready([where[image][0] for image in new])
             encoded_at = time.perf_counter() if new else start
             x.block_until_ready()
@@ -134,9 +153,32 @@ class Engine:
             prefill += time.perf_counter() - encoded_at
             where = {image: place for image, place in where.items() if last_use[image] > i}
             for sequence, _ in step.wanted:
-                sequence.metrics.encode, sequence.metrics.prefill = encode, prefill
+                metrics = sequence.metrics
+                metrics.transfer, metrics.link, metrics.encode, metrics.prefill = transfer, link, encode, prefill
             if step.wanted:
                 yield step, x
+
+    def _link(self, wave: abc.Sequence[Sequence]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Writes the K, V of stored images into the pool; returns what to wait for: the transfers, and the linking.
+
+        A record that was not filled after all is no error: its image is computed.
+        """
+        for sequence in wave:
+            for use in sequence.images:
+                if use.linked is not None and not use.linked.wait():
+                    use.linked, use.why = None, Why.load_failed
+                    layers = self.runner.config.text.num_layers
+                    sequence.plan = sequence.plan.computing(use.span.tokens, layers)
+        linked = [(sequence, use) for sequence in wave for use in sequence.images if use.linked is not None]
+        # Answers to one prompt, and requests with the same image, share the transfer.
+        records = {id(use.linked): use.linked for _, use in linked}
+        data = {key: self.runner.put(record.data) for key, record in records.items() if record is not None}
+        done = []
+        for sequence, use in linked:
+            tokens = np.arange(use.span.start, use.span.start + use.span.length)
+            slot, position = sequence.base + tokens, sequence.layout.positions[:, tokens]
+            done.append(self.runner.link(data[id(use.linked)], slot, position))
+        return list(data.values()), done
 
     def _encode(self, images: abc.Iterable[ImageRef]) -> dict[ImageRef, tuple[jax.Array, int]]:
         """Encodes images, several in a call; returns of each in which output and from which row on it stands."""
@@ -144,20 +186,29 @@ class Engine:
         for call in encoder_calls(images, min(PATCHES_PER_CALL, self.runner.ladder.patches[-1])):
             encoded = self.runner.encode([image.patches.pixels for image in call], [i.patches.grid for i in call])
             first = np.cumsum([0, *(image.num_tokens for image in call)]).tolist()
-            where.update({image: (encoded, row) for image, row in zip(call, first[:-1], strict=True)})
+            for image, row in zip(call, first[:-1], strict=True):
+                where[image] = encoded, row
+                if image.encoder is not None and not image.encoder.is_settled:
+                    self.writer.encoder(image.encoder, encoded, row)
         return where
 
     def _stage(self, step: Step[Any], where: abc.Mapping[ImageRef, tuple[jax.Array, int]]) -> None:
-        """Hands the step its encoder rows, one call for each encoder output that holds some of them."""
-        outputs = {id(where[placement.image][0]): where[placement.image][0] for placement in step.placements}
-        for encoded in outputs.values():
-            rows = encoded.shape[1]
-            place = self.runner.ladder.max_rows + np.arange(rows, dtype=np.int32)  # nowhere
-            for placement in step.placements:
-                output, first = where[placement.image]
-                if output is encoded:
-                    place[first + placement.image_row] = placement.place
-            self.runner.stage(encoded, place)
+        """Hands the step its encoder rows, one call for each encoder output or record that holds some of them."""
+        placed: dict[int, tuple[jax.Array | np.ndarray, list[tuple[Placement, int]]]] = {}
+        for placement in step.placements:
+            image = placement.image
+            if image in where:
+                output, first = where[image]
+                placed.setdefault(id(output), (output, []))[1].append((placement, first))
+            else:
+                assert image.encoder is not None
+                size = round_up(int(placement.image_row.max()) + 1, self.runner.token_rungs)  # what is needed, no more
+                placed[id(image)] = image.encoder.data[:, :size], [(placement, 0)]
+        for rows, placements in placed.values():
+            place = self.runner.ladder.max_rows + np.arange(rows.shape[1], dtype=np.int32)  # nowhere
+            for placement, first in placements:
+                place[first + placement.image_row] = placement.place
+            self.runner.stage(rows, place)
 
     def _first_tokens(self, sequences: list[Generation], x: jax.Array) -> None:
         start = time.perf_counter()
@@ -240,3 +291,9 @@ class Engine:
                 end = sorted(sequence.end_tokens)
                 inputs.banned[row, : len(end)] = end
         return inputs
+
+
+def _is_kept(image: ImageRef) -> bool:
+    """Whether a record holds its encoder rows, or will in a moment."""
+    record = image.encoder
+    return record is not None and (record.is_ready or (record.is_claimed and record.wait()))

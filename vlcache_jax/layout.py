@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.images import Patches
+from vlcache_jax.images import Grid, Patches
 from vlcache_jax.models.rope import mrope_positions
 
+if TYPE_CHECKING:
+    from vlcache_jax.cache.record import Record
 
-@dataclass(frozen=True, eq=False)
+
+State = Literal["text", "miss", "exact", "approximate"]
+
+
 class ImageRef:
-    """An image of a request, ready for the encoder.
+    """An image of a call. Requests of a call that show the same image share one.
 
     Attributes:
       key: entry key (`vlcache_jax.cache`).
+      grid: patches, see `vlcache_jax.images`.
       num_tokens: image tokens it takes in the prompt.
-      patches: its pixels.
+      encoder: record of its encoder rows, which may still be to be filled; None: none is kept.
     """
 
-    key: str
-    num_tokens: int
-    patches: Patches = field(repr=False)
+    def __init__(self, key: str, grid: Grid, num_tokens: int, load: Callable[[], Patches]):
+        self.key, self.grid, self.num_tokens = key, grid, num_tokens
+        self.encoder: Record | None = None
+        self._load = load
+
+    @functools.cached_property
+    def patches(self) -> Patches:
+        """Its pixels, decoded and cut when they are first asked for."""
+        return self._load()
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Consecutive tokens of one kind, `start` counted from the first token of the prompt."""
+    """Consecutive tokens of one kind, `start` counted from the first token of the prompt.
+
+    An image is a "miss" (no K, V to link, so computed), "exact" (K, V were computed in this very context) or
+    "approximate" (in another one).
+    """
 
     start: int
     length: int
     image: ImageRef | None
-    state: Literal["text", "miss"]
+    state: State
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSpan(Span):
+    """A span that is an image."""
+
+    image: ImageRef
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,21 +86,38 @@ class Layout:
         return len(self.token_ids)
 
     @property
-    def images(self) -> list[ImageRef]:
-        return [span.image for span in self.spans if span.image]
+    def images(self) -> list[ImageSpan]:
+        """The spans that are images."""
+        return [span for span in self.spans if isinstance(span, ImageSpan)]
+
+    def extended(self, tokens: Sequence[int]) -> Layout:
+        """The same prompt with text tokens after it, as they would be generated."""
+        more = np.asarray(tokens, np.int32)
+        position = len(self) + self.delta + np.arange(len(more), dtype=np.int32)
+        return Layout(
+            np.concatenate([self.token_ids, more]),
+            np.concatenate([self.positions, np.tile(position, (3, 1))], axis=1),
+            self.delta,
+            (*self.spans, Span(len(self), len(more), None, "text")),
+        )
 
 
 def make_layout(
-    token_ids: npt.NDArray[np.int32], starts: Sequence[int], images: Sequence[ImageRef], merge_size: int
+    token_ids: npt.NDArray[np.int32],
+    starts: Sequence[int],
+    images: Sequence[ImageRef],
+    merge_size: int,
+    states: Sequence[State] | None = None,
 ) -> Layout:
-    """The layout of expanded `token_ids` [n] whose k-th image begins at `starts[k]`."""
-    grids = [(image.patches.grid[1] // merge_size, image.patches.grid[2] // merge_size) for image in images]
+    """The layout of expanded `token_ids` [n] whose k-th image begins at `starts[k]`; by default all are misses."""
+    grids = [(image.grid[1] // merge_size, image.grid[2] // merge_size) for image in images]
     positions, delta = mrope_positions(len(token_ids), starts, grids)
-    spans, done = [], 0
-    for start, image in zip(starts, images, strict=True):
+    spans: list[Span] = []
+    done = 0
+    for start, image, state in zip(starts, images, states or cast(list[State], ["miss"] * len(images)), strict=True):
         if start > done:
             spans.append(Span(done, start - done, None, "text"))
-        spans.append(Span(start, image.num_tokens, image, "miss"))
+        spans.append(ImageSpan(start, image.num_tokens, image, state))
         done = start + image.num_tokens
     if done < len(token_ids):
         spans.append(Span(done, len(token_ids) - done, None, "text"))

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -18,31 +17,38 @@ import numpy as np
 from tqdm import tqdm
 
 from vlcache_jax import memory
-from vlcache_jax.buckets import Ladder
-from vlcache_jax.cache.keys import content_key, entry_key
+from vlcache_jax.batching import ImageUse
+from vlcache_jax.buckets import Ladder, round_up
+from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.writer import Writer
 from vlcache_jax.checkpoint import open_checkpoint
 from vlcache_jax.engine import Engine, Forced, Generation
-from vlcache_jax.images import ImageProcessor, ImageSource, check_limits
-from vlcache_jax.layout import ImageRef, Layout, make_layout
+from vlcache_jax.image_cache import ImageCache
+from vlcache_jax.images import ImageProcessor, Patches, check_limits
+from vlcache_jax.layout import ImageRef, ImageSpan, make_layout
+from vlcache_jax.linker import Batch, Linked, Linker, Request
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.outputs import CacheReport, CompletionOutput, ImageReuse, Metrics, RequestOutput, Score, Why
+from vlcache_jax.outputs import (
+    CacheReport,
+    CompletionOutput,
+    ImageReuse,
+    Metrics,
+    RequestOutput,
+    Score,
+    Verification,
+)
 from vlcache_jax.pallas_kernels.attention.api import IMPLEMENTATIONS
 from vlcache_jax.plan import Plan, full_prefill
+from vlcache_jax.policies import Policy, Scheduled, parse_policy
 from vlcache_jax.prompt import Prompt, PromptRenderer
 from vlcache_jax.runner import Runner
 from vlcache_jax.sampling import MAX_BANNED, SamplingParams
+from vlcache_jax.schedule import Schedule
 
 Conversation = Sequence[Mapping[str, Any]]
 PromptLike = str | Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Request:
-    """A checked request, ready to run."""
-
-    prompt: Prompt
-    layout: Layout
-    metrics: Metrics
+Reuse = str | float | os.PathLike[str] | Schedule | Policy
 
 
 class LLM:
@@ -60,7 +66,12 @@ class LLM:
     Args:
       model: a converted checkpoint, a Hugging Face directory, or the id of a model on the hub.
       dtype: of weights and K, V: "float32", "bfloat16", "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU.
-      reuse: "off", every image is computed. (Other values come with the image cache.)
+      reuse: what is done with an image that was seen before, unless a call says otherwise.
+        "exact": it is linked where everything before it is the same too; answers are those of a cold run.
+        "full", a ratio from 0 to 1, the path of a schedule file, a `Schedule`, "mpic-K" or another `Policy`: it is
+        linked anywhere; of those behind another context, the named part is computed anew, and the output says so.
+        "off": every image is computed and nothing is kept.
+      cache: sizes and rules of the image cache.
       kv_cache_bytes: size of the KV pool. By default most of the memory that weights and activations leave free.
         It bounds prompt and answer of one request, and how many requests run together.
       max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
@@ -83,7 +94,8 @@ class LLM:
         model: str | pathlib.Path,
         *,
         dtype: str = "auto",
-        reuse: str = "off",
+        reuse: Reuse = "exact",
+        cache: CacheConfig | None = None,
         kv_cache_bytes: int | None = None,
         max_rows: int | None = None,
         max_model_len: int | None = None,
@@ -94,7 +106,11 @@ class LLM:
         revision: str | None = None,
         seed: int = 0,
     ):
-        _check_reuse(reuse)
+        policy = parse_policy(reuse)
+        if cache is None:
+            cache = CacheConfig()
+        if not isinstance(cache, CacheConfig):
+            raise ValueError(f"cache must be a CacheConfig, got {cache!r}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
         for name, value in (
@@ -111,6 +127,7 @@ class LLM:
             model, dtype=("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype, revision=revision
         )
         config = self._checkpoint.config
+        self._policy = self._check_policy(policy)
         self._renderer = PromptRenderer.from_pretrained(
             self._checkpoint.directory, allow_remote_images=allow_remote_images
         )
@@ -152,9 +169,23 @@ class LLM:
             ladder=ladder,
             implementation=implementation,
         )
-        self._engine = Engine(self._runner)
+        self._store = Store(cache)
+        self._writer = Writer(self._store)
+        self._engine = Engine(self._runner, self._writer)
         self._random = np.random.default_rng(seed)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
+        self._linker = Linker(
+            config,
+            self._store,
+            self._writer,
+            self._processor,
+            self._renderer,
+            fingerprint=lambda: self._checkpoint.fingerprint,
+            dtype=self._runner.dtype,
+            token_rungs=self._runner.token_rungs,
+            threads=self._threads,
+        )
+        self.cache = ImageCache(self._store, self._writer, self._linker, self._renderer, self._precompute)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -163,7 +194,9 @@ class LLM:
         conversations: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        reuse: str | None = None,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
+        verify: bool = False,
         mm_processor_kwargs: Mapping[str, int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -174,11 +207,14 @@ class LLM:
             list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
             path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL.
           sampling_params: for all, or one for each conversation; None is the checkpoint's own.
-          reuse: see the class.
+          reuse: see the class; None is what the engine was made with.
+          cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
+          verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
           mm_processor_kwargs: min_pixels and max_pixels for the images of this call.
           use_tqdm: show a progress bar.
 
-        All images of a call are decoded before it runs and held at 3 bytes a pixel: cut a very large job into several.
+        All new images of a call are decoded before it runs and held at 3 bytes a pixel: cut a very large job into
+        several.
         Texts are taken as they are: control tokens in them, such as `<|im_end|>`, act as such.
 
         Returns:
@@ -188,14 +224,16 @@ class LLM:
           ValueError: a conversation, an image or a parameter is wrong; it names which. Nothing has run then.
         """
         prompts = self._conversations(conversations, mm_processor_kwargs)
-        return self._generate(prompts, sampling_params, reuse, use_tqdm)
+        return self._generate(prompts, sampling_params, reuse, cache_salt, verify, use_tqdm)
 
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        reuse: str | None = None,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
+        verify: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continues prompts as they are, without a chat template.
@@ -204,7 +242,7 @@ class LLM:
           prompts: a string or a dict, or a list of these. A dict holds "prompt", a text with one `<|image_pad|>` for
             each image, and may hold "multi_modal_data": {"image": [...]}, "multi_modal_uuids": {"image": [...]} and
             "mm_processor_kwargs": {...}.
-          sampling_params, reuse, use_tqdm: see `chat`.
+          sampling_params, reuse, cache_salt, verify, use_tqdm: see `chat`.
 
         Returns:
           One output for each prompt, in their order.
@@ -216,14 +254,15 @@ class LLM:
         if not isinstance(listed, Sequence):
             raise ValueError(f"prompts must be a string, a dict or a list of these, got {type(prompts).__name__}")
         rendered = [self._renderer.from_prompt(prompt, name=f"prompts[{i}]") for i, prompt in enumerate(listed)]
-        return self._generate(rendered, sampling_params, reuse, use_tqdm)
+        return self._generate(rendered, sampling_params, reuse, cache_salt, verify, use_tqdm)
 
     def score(
         self,
         conversations: Conversation | Sequence[Conversation],
         continuations: Sequence[str | Sequence[int]],
         *,
-        reuse: str | None = None,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, int] | None = None,
         keep_logits: bool = False,
         use_tqdm: bool = True,
@@ -233,7 +272,7 @@ class LLM:
         Args:
           conversations: see `chat`.
           continuations: one for each conversation, a text or token ids.
-          reuse, mm_processor_kwargs, use_tqdm: see `chat`.
+          reuse, cache_salt, mm_processor_kwargs, use_tqdm: see `chat`.
           keep_logits: also return the logits that predict each token.
 
         Returns:
@@ -242,7 +281,7 @@ class LLM:
         Raises:
           ValueError: see `chat`; also an empty continuation, or one that is not paired with a conversation.
         """
-        _check_reuse(reuse)
+        policy = self._parse_policy(reuse)
         prompts = self._conversations(conversations, mm_processor_kwargs)
         if isinstance(continuations, str) or not isinstance(continuations, Sequence):
             raise ValueError(f"continuations must be a list, got {type(continuations).__name__}")
@@ -251,43 +290,38 @@ class LLM:
                 f"continuations must have one entry for each of {len(prompts)} conversations, got {len(continuations)}"
             )
         forced = [self._continuation(text, f"continuations[{i}]") for i, text in enumerate(continuations)]
-        with self._serving():
-            requests = self._prepare(prompts, forced)
-            layers = self._runner.config.text.num_layers
-            sequences = []
+        with self._serving(), tqdm(total=len(prompts), desc="scoring", disable=not use_tqdm) as bar:
+            requests = self._identify(prompts, cache_salt, policy)
             for request, tokens in zip(requests, forced, strict=True):
-                self._check_length(request.prompt, len(request.layout), 0)
-                first = len(request.layout) - len(tokens)
-                plan = full_prefill(request.layout, layers, range(first - 1, len(request.layout) - 1))
-                sequences.append(
-                    Forced(request.layout, plan, new_slots=0, keep_logits=keep_logits, metrics=request.metrics)
-                )
-            with tqdm(total=len(sequences), desc="scoring", disable=not use_tqdm) as bar:
-                self._engine.score(sequences, lambda _: bar.update())
-            return [
-                Score(
-                    token_ids=tuple(tokens),
-                    logprobs=np.array(sequence.logprobs, np.float32),
-                    greedy=np.array(sequence.greedy, np.bool_),
-                    metrics=sequence.metrics,
-                    cache=self._report(request.layout, sequence.plan),
-                    logits=np.stack(sequence.logits) if keep_logits else None,
-                )
-                for request, sequence, tokens in zip(requests, sequences, forced, strict=True)
-            ]
+                self._check_length(request, len(tokens))
+            waiting = iter(forced)
 
-    def warmup(self, *, verbose: bool = True) -> tuple[int, float]:
+            def run(group: list[Linked]) -> list[Score]:
+                sequences = [self._forced(linked, next(waiting), keep_logits) for linked in group]
+                self._engine.score(sequences, lambda _: bar.update())
+                return [self._score(linked, sequence) for linked, sequence in zip(group, sequences, strict=True)]
+
+            return self._in_batches(requests, policy, run)
+
+    def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Compiles every program ahead, so that no request waits for a compilation.
+
+        Args:
+          reuse: what calls will ask for; None is what the engine was made with.
+          verbose: show a progress bar and a line at the end.
 
         Compiled programs are also kept on disk, so that the next process only loads them.
 
         Returns:
           How many programs were compiled, and the seconds it took.
         """
+        policy = self._parse_policy(reuse)
         with self._serving():
-            total = len(self._runner.keys()) - self._runner.num_programs
+            shrinking = self._shrinking(policy)
+            keys = self._runner.keys(linking=policy.links, shrinking=shrinking)
+            total = len(self._runner.missing(keys))
             with tqdm(total=total, desc="compiling", disable=not verbose) as bar:
-                count, seconds = self._runner.warmup(lambda _: bar.update())
+                count, seconds = self._runner.warmup(keys, lambda _: bar.update())
         if verbose:
             print(f"compiled {count} programs in {seconds:.1f} s")
         return count, seconds
@@ -297,7 +331,20 @@ class LLM:
         with self._lock:
             self._closed = True
             self._threads.shutdown()
+            self._writer.close()
+            self._store.clear()
             self._runner = self._engine = None  # type: ignore[assignment]
+
+    def reset_mm_cache(self) -> None:
+        """Forgets every image."""
+        with self._serving():
+            self._writer.flush()
+            self._store.clear()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights, as schedules name them. The first use on a directory of the hub reads and hashes them all."""
+        return self._checkpoint.source_digest
 
     def __enter__(self) -> LLM:
         return self
@@ -342,65 +389,113 @@ class LLM:
             raise ValueError(f"{name} must hold at least one token, got none")
         return [int(token) for token in tokens]
 
-    def _prepare(self, prompts: Sequence[Prompt], forced: Sequence[Sequence[int]] | None = None) -> list[_Request]:
-        """Decodes and cuts all images, on several threads, and lays the requests out."""
-        images = [(source, prompt.mm_processor_kwargs) for prompt in prompts for source in prompt.images]
-        # A directory of the hub hashes all its weights for this, once; only images need it.
-        fingerprint = self._checkpoint.fingerprint if images else ""
-        done = iter(list(self._threads.map(lambda pair: self._image(pair[0], pair[1], fingerprint), images)))
-        requests = []
-        for i, prompt in enumerate(prompts):
-            refs, metrics = [], Metrics()
-            for _ in prompt.images:
-                ref, decode, preprocess = next(done)
-                refs.append(ref)
-                metrics.decode_image += decode
-                metrics.preprocess += preprocess
-            token_ids, starts, _ = self._renderer.expand(prompt.token_ids, [ref.num_tokens for ref in refs])
-            if forced is not None:
-                token_ids = np.concatenate([token_ids, np.array(forced[i], np.int32)])
-            layout = make_layout(token_ids, starts.tolist(), refs, self._processor.merge_size)
-            requests.append(_Request(prompt, layout, metrics))
-        return requests
+    def _parse_policy(self, reuse: Reuse | None) -> Policy:
+        return self._policy if reuse is None else self._check_policy(parse_policy(reuse))
 
-    def _image(self, source: ImageSource, limits: Mapping[str, int], fingerprint: str) -> tuple[ImageRef, float, float]:
-        start = time.perf_counter()
-        rgb = source.decode()
-        decoded = time.perf_counter()
-        grid = self._processor.grid(rgb.shape[0], rgb.shape[1], limits, name=source.name)
-        num_patches, most = int(np.prod(grid)), self._runner.ladder.patches[-1]
-        if num_patches > most:
-            raise ValueError(
-                f"{source.name} must have at most {most} patches, got {num_patches}: "
-                "raise max_pixels, max_model_len or ladder.patches of the engine, or lower max_pixels of the request"
-            )
-        patches = self._processor.patches(rgb, limits)
-        key = entry_key(
-            content_key(rgb),
-            settings=self._processor.settings(limits),
-            fingerprint=fingerprint,
-            codec=str(self._runner.dtype),
-        )
-        ref = ImageRef(key, self._processor.num_tokens(grid), patches)
-        return ref, decoded - start, time.perf_counter() - decoded
+    def _check_policy(self, policy: Policy) -> Policy:
+        if isinstance(policy, Scheduled):
+            config = self._checkpoint.config
+            schedule = policy.schedule
+            fingerprint = "" if schedule.allow_other_model else self._checkpoint.source_digest
+            schedule.check_model(config.model_type, config.text.num_layers, fingerprint)
+        return policy
+
+    def _shrinking(self, policy: Policy) -> set[int]:
+        """Layers that fewer rows can leave than enter, seen in the plan of a large image."""
+        layers = self._runner.config.text.num_layers
+        image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
+        layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
+        rows = policy.plan(layout, layers).rows(layers)
+        return {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
+
+    def _identify(self, prompts: Sequence[Prompt], salt: str | None, policy: Policy) -> list[Request]:
+        if salt is not None and not isinstance(salt, str):
+            raise ValueError(f"cache_salt must be a string or None, got {salt!r}")
+        return self._linker.identify(prompts, salt, lookup=policy.links)
+
+    def _in_batches[T](
+        self, requests: Sequence[Request], policy: Policy, run: Callable[[list[Linked]], list[T]]
+    ) -> list[T]:
+        """Plans and runs requests in their order, as many together as the cache can hold at once."""
+        results: list[T] = []
+        while len(results) < len(requests):
+            with Batch(self._linker) as batch:
+                group: list[Linked] = []
+                for request in requests[len(results) :]:
+                    linked = batch.add(request, policy)
+                    if linked is None:
+                        break
+                    group.append(linked)
+                results += run(group)
+        return results
+
+    def _precompute(
+        self, conversations: list[Conversation], limits: Mapping[str, int] | None, salt: str | None
+    ) -> None:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        self.chat(
+            conversations, params, reuse="exact", cache_salt=salt, mm_processor_kwargs=limits, use_tqdm=False
+        )  # fmt: skip
 
     def _generate(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        reuse: str | None,
+        reuse: Reuse | None,
+        salt: str | None,
+        verify: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        _check_reuse(reuse)
+        policy = self._parse_policy(reuse)
         params = self._sampling_params(sampling_params, len(prompts))
-        with self._serving():
-            requests = self._prepare(prompts)
-            answers: list[list[Generation]] = []
+        with self._serving(), tqdm(
+            total=sum(own.n for own in params), desc="answering", disable=not use_tqdm
+        ) as bar:  # fmt: skip
+            requests = self._identify(prompts, salt, policy)
             for request, own in zip(requests, params, strict=True):
-                answers.append(self._answers(request, own))
-            with tqdm(total=sum(map(len, answers)), desc="answering", disable=not use_tqdm) as bar:
-                self._engine.generate([answer for group in answers for answer in group], lambda _: bar.update())
-            return [self._output(request, group) for request, group in zip(requests, answers, strict=True)]
+                self._check_length(request, self._new_slots(request, own))
+            waiting = iter(params)
+
+            def run(group: list[Linked]) -> list[RequestOutput]:
+                answers = [self._answers(linked, next(waiting)) for linked in group]
+                self._engine.generate([answer for own in answers for answer in own], lambda _: bar.update())
+                pairs = list(zip(group, answers, strict=True))
+                verified = [self._verify(*pair) if verify else None for pair in pairs]
+                return [self._output(*pair, found) for pair, found in zip(pairs, verified, strict=True)]
+
+            return self._in_batches(requests, policy, run)
+
+    def _verify(self, linked: Linked, answers: list[Generation]) -> Verification:
+        """Runs a request without the cache, and both ways with the answer's tokens forced."""
+        [answer, *_] = answers
+        images = {span.image: _without_records(span.image) for span in linked.layout.images}
+        spans = tuple(
+            dataclasses.replace(span, image=images[span.image], state="miss") if isinstance(span, ImageSpan) else span
+            for span in linked.layout.spans
+        )
+        layout = dataclasses.replace(linked.layout, spans=spans)
+        cold = dataclasses.replace(
+            linked, layout=layout, plan=full_prefill(layout, self._runner.config.text.num_layers), uses=()
+        )
+        again = dataclasses.replace(
+            answer,
+            layout=layout,
+            plan=cold.plan,
+            images=(),
+            level=0,
+            metrics=Metrics(),
+            token_ids=[],
+            logprobs=[],
+            finish_reason=None,
+        )
+        self._engine.generate([again], lambda _: None)
+        warm = dataclasses.replace(linked, plan=answer.plan, uses=tuple(answer.images))
+        forced = [self._forced(one, answer.token_ids, keep_logits=True) for one in (warm, cold)]
+        self._engine.score(forced, lambda _: None)
+        pairs = zip(answer.token_ids, again.token_ids, strict=False)
+        agree = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer.token_ids), len(again.token_ids)))
+        difference = np.abs(np.stack(forced[0].logits) - np.stack(forced[1].logits)).max()
+        return Verification(agree, max(len(answer.token_ids), len(again.token_ids)), float(difference))
 
     def _sampling_params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -426,32 +521,46 @@ class LLM:
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_tokens)
 
-    def _answers(self, request: _Request, params: SamplingParams) -> list[Generation]:
-        length = len(request.layout)
-        new_slots = min(params.max_tokens, max(1, self.max_model_len - length))
-        self._check_length(request.prompt, length, new_slots)
-        plan = full_prefill(request.layout, self._runner.config.text.num_layers)
+    def _new_slots(self, request: Request, params: SamplingParams) -> int:
+        return min(params.max_tokens, max(1, self.max_model_len - len(request.token_ids)))
+
+    def _answers(self, linked: Linked, params: SamplingParams) -> list[Generation]:
         first = int(self._random.integers(2**32)) if params.seed is None else params.seed
         return [
             Generation(
-                request.layout,
-                plan,
-                new_slots=new_slots,
+                linked.layout,
+                linked.plan,
+                new_slots=self._new_slots(linked.request, params),
+                images=_uses(linked, capture=i == 0),
+                level=linked.level,
                 params=params,
                 seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
                 end_tokens=self._ends(params),
                 has_stop_string=self._stop_search(params.stop or ()),
-                metrics=dataclasses.replace(request.metrics),
+                metrics=dataclasses.replace(linked.request.metrics),
             )
             for i in range(params.n)
         ]
 
-    def _check_length(self, prompt: Prompt, length: int, new_slots: int) -> None:
-        if length + new_slots > self.max_model_len:
+    def _forced(self, linked: Linked, tokens: Sequence[int], keep_logits: bool) -> Forced:
+        length, layers = len(linked.layout), self._runner.config.text.num_layers
+        wanted = range(length - 1, length + len(tokens) - 1)
+        return Forced(
+            linked.layout.extended(tokens),
+            linked.plan.extended(len(tokens), layers).wanting(wanted, layers),
+            new_slots=0,
+            images=_uses(linked, capture=True),
+            level=linked.level,
+            keep_logits=keep_logits,
+            metrics=dataclasses.replace(linked.request.metrics),
+        )
+
+    def _check_length(self, request: Request, new_slots: int) -> None:
+        if len(request.token_ids) + new_slots > self.max_model_len:
             raise ValueError(
                 f"prompt and answer must fit in max_model_len = {self.max_model_len} tokens (the KV pool has "
-                f"{self._runner.num_slots} slots), got a prompt of {length} and an answer of at least {new_slots}: "
-                f"{prompt.text[:40]!r}..."
+                f"{self._runner.num_slots} slots), got a prompt of {len(request.token_ids)} and an answer of at least "
+                f"{new_slots}: {request.prompt.text[:40]!r}..."
             )
 
     def _stop_search(self, stop: Sequence[str]) -> Callable[[list[int]], bool] | None:
@@ -471,14 +580,25 @@ class LLM:
         places = [text.find(end, max(0, known - len(end) + 1)) for end in stop]
         return min((place for place in places if place >= 0), default=None)
 
-    def _output(self, request: _Request, answers: list[Generation]) -> RequestOutput:
+    def _output(self, linked: Linked, answers: list[Generation], verification: Verification | None) -> RequestOutput:
         return RequestOutput(
-            prompt=request.prompt.text,
-            prompt_token_ids=request.layout.token_ids,
+            prompt=linked.request.prompt.text,
+            prompt_token_ids=linked.layout.token_ids,
             outputs=tuple(self._completion(i, answer) for i, answer in enumerate(answers)),
-            num_cached_tokens=0,
+            num_cached_tokens=_exact_tokens(answers[0]),
             metrics=answers[0].metrics,
-            cache=self._report(request.layout, answers[0].plan),
+            cache=self._report(linked, answers[0]),
+            verification=verification,
+        )
+
+    def _score(self, linked: Linked, sequence: Forced) -> Score:
+        return Score(
+            token_ids=tuple(sequence.layout.token_ids[len(linked.layout) :].tolist()),
+            logprobs=np.array(sequence.logprobs, np.float32),
+            greedy=np.array(sequence.greedy, np.bool_),
+            metrics=sequence.metrics,
+            cache=self._report(linked, sequence),
+            logits=np.stack(sequence.logits) if sequence.keep_logits else None,
         )
 
     def _completion(self, index: int, answer: Generation) -> CompletionOutput:
@@ -493,27 +613,64 @@ class LLM:
             logprobs=tuple(answer.logprobs) if answer.params.logprobs is not None else None,
         )
 
-    def _report(self, layout: Layout, plan: Plan) -> CacheReport:
+    def _report(self, linked: Linked, sequence: Generation | Forced) -> CacheReport:
         layers = self._runner.config.text.num_layers
-        images = tuple(
-            ImageReuse(
-                index=i,
-                key=image.key,
-                tokens=image.num_tokens,
-                encoder="computed",
-                kv="none",
-                match="miss",
-                recomputed=(image.num_tokens,) * layers,
-                why=Why.reuse_off,
-            )
-            for i, image in enumerate(layout.images)
+        images = tuple(self._image_report(i, use, sequence.plan, layers) for i, use in enumerate(sequence.images))
+        approximate = sum(
+            image.tokens - image.recomputed[-1] for image in images if image.match == "approximate"
+        )  # fmt: skip
+        return CacheReport(
+            images,
+            exact=approximate == 0,
+            policy=linked.policy,
+            rows=sequence.plan.rows(layers),
+            approximate_tokens=approximate,
+            request_key=linked.request_key,
+            request_known=linked.request_known,
         )
-        return CacheReport(images, exact=True, policy="off", rows=plan.rows(layers), approximate_tokens=0)
+
+    def _image_report(self, index: int, use: ImageUse, plan: Plan, layers: int) -> ImageReuse:
+        image = use.span.image
+        depth = plan.depth[use.span.tokens]
+        moved = use.linked.meta.nbytes if use.linked is not None else 0
+        encoder = "none"
+        if depth.any():
+            encoder = "host" if use.has_encoder else "computed"
+            if use.has_encoder and image.encoder is not None:
+                rows = round_up(int(np.flatnonzero(depth)[-1]) + 1, self._runner.token_rungs)
+                moved += image.encoder.data[:, :rows].nbytes
+        return ImageReuse(
+            index=index,
+            key=image.key,
+            tokens=image.num_tokens,
+            encoder=encoder,
+            kv="none" if use.linked is None else "host",
+            match="miss" if use.linked is None else use.span.state,
+            recomputed=tuple(int(np.count_nonzero(depth > layer)) for layer in range(layers)),
+            bytes_moved=moved,
+            why=use.why,
+        )
 
 
-def _check_reuse(reuse: str | None) -> None:
-    if reuse not in (None, "off"):
-        raise ValueError(f"reuse must be 'off' until the image cache is there, got {reuse!r}")
+def _uses(linked: Linked, *, capture: bool) -> tuple[ImageUse, ...]:
+    """What a sequence does with its images; of several answers to a request one captures."""
+    return tuple(dataclasses.replace(use, captured=use.captured if capture else None) for use in linked.uses)
+
+
+def _without_records(image: ImageRef) -> ImageRef:
+    return ImageRef(image.key, image.grid, image.num_tokens, lambda: image.patches)
+
+
+def _exact_tokens(sequence: Generation) -> int:
+    """Prompt tokens whose K, V were reused exactly."""
+    spans = [use.span for use in sequence.images if use.linked is not None and use.span.state == "exact"]
+    return sum(
+        int(np.count_nonzero(sequence.plan.depth[span.tokens] == 0)) for span in spans
+    )  # fmt: skip
+
+
+def _no_patches() -> Patches:
+    raise AssertionError("this image has no pixels")
 
 
 def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config: ModelConfig) -> None:

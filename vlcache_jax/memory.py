@@ -95,8 +95,9 @@ def _activations(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
     row = 4 * text.hidden_size + 3 * text.intermediate_size + 3 * (text.num_heads + text.num_kv_heads) * text.head_dim
     patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
     encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * ladder.max_rows
+    captured = 3 * 2 * text.num_layers * text.num_kv_heads * text.head_dim * ladder.max_rows  # of three steps
     logits = 4 * 4 * ladder.max_sequences * text.vocab_size
-    return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + logits
+    return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows + captured) + logits
 
 
 def _gib(count: Any) -> str:

@@ -13,6 +13,12 @@ class Why(enum.Enum):
     """Why an image was computed, or not reused as far as it could have been."""
 
     reuse_off = "reuse_off"
+    unknown_image = "unknown_image"  # never seen, or long forgotten
+    other_context = "other_context"  # known, but computed behind something else
+    evicted = "evicted"  # known, but it had to make room
+    too_large = "too_large"  # known, but the cache had no room for it
+    load_failed = "load_failed"  # known, but its record could not be filled or read
+    corrupt = "corrupt"  # known, but its record was found damaged
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,12 @@ class ImageReuse:
       index: which image of the request.
       key: its entry key.
       tokens: image tokens in the prompt.
-      encoder: where its encoder rows came from.
-      kv: where its K, V came from.
-      match: how well a stored entry fitted.
+      encoder: where its encoder rows came from: "computed", "host", or "none" if none were needed.
+      kv: where the K, V that were linked came from: "host", or "none" if all were computed.
+      match: how well a stored record fitted: "exact", "approximate" or "miss".
       recomputed: its rows computed in each layer.
-      why: the reason, when it was not reused.
+      bytes_moved: of records, to the device.
+      why: the reason if it was not reused exactly.
     """
 
     index: int
@@ -37,6 +44,7 @@ class ImageReuse:
     kv: str
     match: str
     recomputed: tuple[int, ...]
+    bytes_moved: int
     why: Why | None
 
 
@@ -49,7 +57,10 @@ class CacheReport:
       exact: the answer is the one that a cold run gives.
       policy: which rule chose the rows.
       rows: rows computed in each layer.
-      approximate_tokens: image tokens reused behind another context than they were computed in.
+      approximate_tokens: image tokens reused behind another context than they were computed in, those recomputed in
+        every layer not counted.
+      request_key: of the request's images together, in their order; None without images, or with reuse off.
+      request_known: whether the same list of images was served before.
     """
 
     images: tuple[ImageReuse, ...]
@@ -57,15 +68,36 @@ class CacheReport:
     policy: str
     rows: tuple[int, ...]
     approximate_tokens: int
+    request_key: str | None = None
+    request_known: bool = False
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A request's answer beside the one of a cold run.
+
+    Attributes:
+      tokens_agree: tokens up to the first difference between both answers.
+      tokens: of the longer answer.
+      max_logit_difference: largest difference of any logit at the places of the answer's tokens, when both runs are
+        given these tokens.
+    """
+
+    tokens_agree: int
+    tokens: int
+    max_logit_difference: float
 
 
 @dataclass
 class Metrics:
     """Seconds of each step. Steps that a wave's requests share count in full for each of them."""
 
+    lookup: float = 0.0
     decode_image: float = 0.0
     preprocess: float = 0.0
     encode: float = 0.0
+    transfer: float = 0.0
+    link: float = 0.0
     prefill: float = 0.0
     first_token: float = 0.0
     decode: float = 0.0
@@ -74,7 +106,8 @@ class Metrics:
     @property
     def ttft(self) -> float:
         """Seconds of all steps up to the first token."""
-        return self.decode_image + self.preprocess + self.encode + self.prefill + self.first_token
+        before = self.lookup + self.decode_image + self.preprocess
+        return before + self.encode + self.transfer + self.link + self.prefill + self.first_token
 
 
 @dataclass(frozen=True)
@@ -106,6 +139,7 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: Metrics
     cache: CacheReport
+    verification: Verification | None = None
 
 
 @dataclass(frozen=True)

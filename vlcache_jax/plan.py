@@ -20,6 +20,22 @@ class Plan:
 
     depth: npt.NDArray[np.int16]
 
+    def wanting(self, tokens: Sequence[int], num_layers: int) -> Plan:
+        """The same plan, but with the logits of `tokens`, and of no others."""
+        depth = np.minimum(self.depth, num_layers).astype(np.int16)
+        depth[list(tokens)] = num_layers + 1
+        return Plan(depth)
+
+    def extended(self, count: int, num_layers: int) -> Plan:
+        """The same plan for a prompt with `count` more tokens, which are computed in every layer."""
+        return Plan(np.concatenate([self.depth, np.full(count, num_layers, np.int16)]))
+
+    def computing(self, tokens: slice, num_layers: int) -> Plan:
+        """The same plan, but with `tokens` computed in every layer."""
+        depth = self.depth.copy()
+        depth[tokens] = np.maximum(depth[tokens], num_layers)
+        return Plan(depth)
+
     def rows(self, num_layers: int) -> tuple[int, ...]:
         """Active rows in each layer."""
         return tuple(int(np.count_nonzero(self.depth > layer)) for layer in range(num_layers))

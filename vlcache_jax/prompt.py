@@ -48,6 +48,12 @@ class Prompt:
     uuids: tuple[str | None, ...] = ()
     mm_processor_kwargs: Mapping[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of_image(cls, source: ImageSource, image_token_id: int, limits: Mapping[str, int] | None) -> Prompt:
+        """An image and nothing else."""
+        ids = np.array([image_token_id], np.int32)
+        return cls(IMAGE_TOKEN, ids, (source,), (None,), check_limits(limits))
+
 
 class PromptRenderer:
     """Makes prompts with a checkpoint's tokenizer and chat template.
@@ -101,6 +107,10 @@ class PromptRenderer:
         if isinstance(template, dict):
             template = template.get("default")
         return cls(tokenizer, template, allow_remote_images=allow_remote_images)
+
+    def image(self, value: Any, name: str = "image") -> ImageSource:
+        """Takes hold of an image, see `images.read_image`."""
+        return read_image(value, allow_remote=self.allow_remote_images, name=name)
 
     def from_conversation(
         self,
@@ -158,7 +168,7 @@ class PromptRenderer:
         if not isinstance(text, str):
             raise ValueError(f"{name} must hold a string as 'prompt', got {type(text).__name__}")
         images = [
-            read_image(image, allow_remote=self.allow_remote_images, name=f"{name} images[{i}]")
+            self.image(image, f"{name} images[{i}]")
             for i, image in enumerate(_of_images(prompt, "multi_modal_data", name) or ())
         ]
         uuids = _of_images(prompt, "multi_modal_uuids", name)
@@ -219,7 +229,7 @@ class PromptRenderer:
             elif kind in ("image", "image_url"):
                 image = f"{conversation} images[{len(images)}]"
                 value = _image_value(part, where, image)
-                images.append(read_image(value, allow_remote=self.allow_remote_images, name=image))
+                images.append(self.image(value, image))
                 parts.append({"type": "image"})
             else:
                 got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__

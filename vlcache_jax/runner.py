@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax import sampling
 from vlcache_jax.batching import Step
 from vlcache_jax.buckets import Ladder, round_up
-from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder
+from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, rope
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.sampling import Sampled, SamplerInputs
@@ -74,6 +75,7 @@ class Runner:
         self._table_graph = nnx.graphdef(text.embed_tokens)
         self._norm_graph = nnx.graphdef(text.norm)
         self._programs: dict[Key, jax.stages.Compiled] = {}
+        self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
         self.reset()
 
     def reset(self) -> None:
@@ -92,23 +94,60 @@ class Runner:
         np.concatenate(patches, out=pixels[:used])
         return self._run(("encode", size), self._visual, pixels, self._normalization, self._tables(grids, size))
 
-    def stage(self, encoded: jax.Array, place: np.ndarray) -> None:
+    def stage(self, encoded: jax.Array | np.ndarray, place: np.ndarray) -> None:
         """Makes row i of an encoder output encoder row `place[i]` of the next step; places out of range are dropped."""
         rows, self._encoder_rows = self._encoder_rows_now(), None
         self._encoder_rows = self._run(("stage", len(place)), rows, encoded, place)
 
-    def prefill(self, step: Step[Any]) -> jax.Array:
-        """Runs a step's rows through the layers; returns the hidden states of the rows that leave the last one."""
-        first = step.bounds[0]
-        rows = {n: jax.device_put(Rows(*(field[..., :n] for field in step.rows))) for n in set(step.bounds[:-1])}
-        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), rows[first])
+    def put(self, record: np.ndarray) -> jax.Array:
+        """A record's data on the device. On a CPU they stay where they are."""
+        return jax.device_put(record, may_alias=True)
+
+    def link(self, data: jax.Array, slot: np.ndarray, position: np.ndarray) -> jax.Array:
+        """Writes an image's stored K, V into the pool.
+
+        Args:
+          data: keys before rotation and values, [L, 2, T, K, D], T a rung of `token_rungs`.
+          slot: of its tokens, [n]; n is at most T.
+          position: M-RoPE triples, [3, n].
+
+        Returns:
+          Something to wait for.
+        """
+        size = data.shape[2]
+        missing = size - len(slot)
+        slots = np.concatenate([slot, self.num_slots + np.arange(missing)]).astype(np.int32)
+        positions = np.pad(position, ((0, 0), (0, missing)))
         pool, self._pool = self._pool_now(), None
+        self._pool, done = self._run(("link", size), pool, data, slots, positions)
+        return done
+
+    def prefill(self, step: Step[Any]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        """Runs a step's rows through the layers.
+
+        Returns:
+          The hidden states of the rows that leave the last layer, and, if some rows are captured, keys before rotation
+          and values of each layer's rows, else nothing.
+        """
+        first = step.bounds[0]
+        kinds = {(step.bounds[i], n): i for i, n in enumerate(step.active)}
+        rows = {kind: jax.device_put(step.layer_rows(layer)) for kind, layer in kinds.items()}
+        entering = rows[first, step.active[0]]
+        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), entering)
+        pool, self._pool = self._pool_now(), None
+        captured = []
         for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
             added = deepstack[layer] if layer < len(deepstack) else None
+            if added is not None and len(added) != size:
+                added = self._run(("slice", len(added), size), added)
             key = "layer", size, keep, added is not None
-            x, *pool[layer] = self._run(key, self._text["layers"][layer], x, *pool[layer], rows[size], added)
+            x, *pool[layer], values = self._run(
+                key, self._text["layers"][layer], x, *pool[layer], rows[size, step.active[layer]], added
+            )
+            if step.captured:
+                captured.append(values)
         self._pool = pool
-        return x
+        return x, captured
 
     def head(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         """Logits, float32 [B, V], and the most likely tokens, int32 [B], of at least the first `count` rows of `x`."""
@@ -144,26 +183,38 @@ class Runner:
 
     # Programs.
 
-    def keys(self) -> list[Key]:
-        """Every program that full prefill, decoding, sampling and scoring can call for."""
+    def keys(self, *, linking: bool = False, shrinking: abc.Collection[int] = ()) -> list[Key]:
+        """Every program that prefill, decoding, sampling and scoring can call for.
+
+        Args:
+          linking: also linking.
+          shrinking: layers that fewer rows leave than enter, besides the last one.
+        """
         ladder, layers, deepstack = self.ladder, self.config.text.num_layers, self.config.vision.num_deepstack
         keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
         for size in ladder.rows:
             keep = ladder.outputs(size)
             keys += [("embed", size)]
             keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
+            keys += [("layer", size, less, i < deepstack) for i in shrinking for less in ladder.rows if less < size]
+            if any(i < deepstack for i in shrinking):
+                keys += [("slice", size, less) for less in ladder.rows if less < size]
             for count in {min(count, keep) for count in ladder.sequences}:
                 keys += [("head", keep, count), ("sample", count), ("score", count)]
         for count in ladder.sequences:
             keys += [("decode", count), ("sample", count)]
         for size in ladder.patches:
-            keys += [("encode", size), ("stage", size // self.config.vision.merge_size**2)]
+            keys += [("encode", size)]
+        for size in self.token_rungs:
+            keys += [("stage", size)] + [("link", size)] * linking
         return list(dict.fromkeys(keys))
 
-    def warmup(self, progress: abc.Callable[[Key], None] = lambda key: None) -> tuple[int, float]:
-        """Compiles what is not compiled yet; returns the number of programs and the seconds it took."""
+    def warmup(
+        self, keys: abc.Iterable[Key], progress: abc.Callable[[Key], None] = lambda key: None
+    ) -> tuple[int, float]:
+        """Compiles those of `keys` that are not yet; returns the number of programs and the seconds it took."""
         start = time.perf_counter()
-        missing = [key for key in self.keys() if key not in self._programs]
+        missing = self.missing(keys)
         threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         try:
             compiling = {threads.submit(self._lower(key).compile): key for key in missing}
@@ -173,6 +224,10 @@ class Runner:
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun never will
         return len(missing), time.perf_counter() - start
+
+    def missing(self, keys: abc.Iterable[Key]) -> list[Key]:
+        """Those of `keys` that are not compiled yet."""
+        return [key for key in keys if key not in self._programs]
 
     @property
     def num_programs(self) -> int:
@@ -224,6 +279,27 @@ class Runner:
         encoded = jax.ShapeDtypeStruct((rows.shape[0], size, rows.shape[2]), self.dtype)
         return stage, (rows, encoded, jax.ShapeDtypeStruct((size,), jnp.int32)), 0
 
+    def _define_link(self, size: int) -> Any:
+        text = self.config.text
+
+        def link(pool: Any, data: jax.Array, slot: jax.Array, position: jax.Array) -> Any:
+            cos, sin = rope.text_rotation(
+                position, text.rope_theta, text.mrope_section, text.mrope_interleaved, self.dtype
+            )
+            linked = [
+                [*kernels.link(k, v, data[layer, 0], data[layer, 1], slot, cos, sin)]
+                for layer, (k, v) in enumerate(pool)
+            ]
+            return linked, jnp.zeros((), jnp.int32)
+
+        pool = [[self._shape_of("pool")] * 2] * text.num_layers
+        shape = text.num_layers, 2, size, text.num_kv_heads, text.head_dim
+        index = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return link, (pool, jax.ShapeDtypeStruct(shape, self.dtype), index, _rows(size).position), 0
+
+    def _define_slice(self, size: int, less: int) -> Any:
+        return lambda x: x[:less], (jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype),), ()
+
     def _define_embed(self, size: int) -> Any:
         def embed(table: Params, encoder_rows: jax.Array, rows: Rows) -> tuple[jax.Array, list[jax.Array]]:
             x, deepstack = decoder.embed(bind(self._table_graph, table), encoder_rows, rows.source)
@@ -248,9 +324,9 @@ class Runner:
         added: jax.Array | None,
         *,
         keep: int,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         layer = bind(self._layer_graph, params)
-        return layer(x, k, v, rows, added, keep=keep, implementation=self.implementation)[:3]
+        return layer(x, k, v, rows, added, keep=keep, capture=True, implementation=self.implementation)
 
     def _define_head(self, size: int, count: int) -> Any:
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
@@ -268,7 +344,7 @@ class Runner:
             x = bind(self._table_graph, text["embed_tokens"])(rows.source)
             updated = []
             for i, (k, v) in enumerate(pool):
-                x, k, v = layer(text["layers"][i], x, k, v, rows, None, keep=count)
+                x, k, v, _ = layer(text["layers"][i], x, k, v, rows, None, keep=count)
                 updated.append([k, v])
             return *self._logits(text["norm"], head, x, count=count), updated
 

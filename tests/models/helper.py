@@ -159,7 +159,7 @@ def forward(
     for i, (k, v) in enumerate(pool):
         n, keep = bounds[i], bounds[i + 1]
         feature = deepstack[i, :n] if i < len(deepstack) else None
-        x, k, v, raw_k = _layer(model.layer_graph, layers[i], x, k, v, take(rows, slice(n)), feature, keep=keep)
+        x, k, v, (raw_k, _) = _layer(model.layer_graph, layers[i], x, k, v, take(rows, slice(n)), feature, keep=keep)
         new_pool.append((np.asarray(k), np.asarray(v)))
         captured.append(np.asarray(raw_k, np.float32))
     logits = _logits(model.graph, model.params, x)

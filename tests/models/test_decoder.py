@@ -170,7 +170,7 @@ def test_capture_is_optional(case):
     pool = map(jnp.asarray, helper.empty_pool(case.model, SLOTS)[0])
     step = functools.partial(layer, x, *pool, case.rows, keep=5)
     *without, nothing = jax.eval_shape(step)
-    *others, raw_k = jax.eval_shape(functools.partial(step, capture=True))
+    *others, (raw_k, v) = jax.eval_shape(functools.partial(step, capture=True))
     assert nothing is None
     assert [part.shape for part in without] == [part.shape for part in others]
-    assert raw_k.shape == (case.length, *without[1].shape[1:])
+    assert raw_k.shape == v.shape == (case.length, *without[1].shape[1:])

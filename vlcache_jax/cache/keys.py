@@ -1,10 +1,10 @@
-"""The three keys of an image: content, alias, entry. What they mean stands at the head of the package."""
+"""The keys of images and of what stands before them. What they mean stands at the head of the package."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ def content_key(rgb: npt.NDArray[np.uint8]) -> str:
     return _digest("rgb8", height, width, np.ascontiguousarray(rgb).reshape(-1).data)
 
 
-def alias_key(encoded: bytes, salt: str | None = None) -> str:
-    """Key of an encoded file: 64 hex digits."""
+def alias_key(encoded: bytes | str, salt: str | None = None) -> str:
+    """Key of an encoded file, or of a caller's own id (a string): 64 hex digits."""
     return _digest(encoded, salt)
 
 
@@ -47,6 +47,20 @@ def entry_key(
         format_version: of the record.
     """
     return _digest(content, settings, fingerprint, codec, format_version, salt)
+
+
+def context_key(before: Sequence[str | npt.NDArray[np.int32]]) -> str:
+    """Digest of everything before an image in its prompt: 64 hex digits.
+
+    Args:
+        before: in order, the token ids of each stretch of text and the entry key of each image.
+    """
+    return _digest([part if isinstance(part, str) else part.astype("<i4").tobytes() for part in before])
+
+
+def request_key(entries: Sequence[str]) -> str:
+    """Key of a request's images together, by their entry keys in order: 64 hex digits."""
+    return _digest("request", entries)
 
 
 def _digest(*parts: Any) -> str:

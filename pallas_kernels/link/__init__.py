@@ -1,0 +1,3 @@
+"""Linking: stored keys and values of an image go to their slots, the keys turned to their new positions."""
+
+from vlcache_jax.pallas_kernels.link.api import link as link

@@ -1,0 +1,55 @@
+"""The public link function: its contract, and the check of its arguments."""
+
+import jax
+import jax.numpy as jnp
+
+from vlcache_jax.pallas_kernels.link import xla
+
+
+def link(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k_raw: jax.Array,
+    v: jax.Array,
+    slot: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes stored K and V into the pool, at any slots and positions.
+
+    Keys are stored as they are before rotation, so one rotation by the new absolute position is all that moving
+    an image takes, whatever the layout of M-RoPE. The result equals what computing the same keys at these positions
+    writes.
+
+    Letters: `T` tokens, `S` slots, `K` key-value heads, `D` head width.
+
+    Args:
+      k_pool: Keys of a layer `[S, K, D]`; updated in place where it is donated.
+      v_pool: Values of a layer `[S, K, D]`.
+      k_raw: Keys before rotation `[T, K, D]`.
+      v: Values `[T, K, D]`.
+      slot: Where each token goes, int32 `[T]`, all distinct; tokens at slots from `S` on go nowhere.
+      cos: Of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
+      sin: Likewise.
+
+    Returns:
+      (k_pool, v_pool)
+
+    Raises:
+      ValueError: An argument is wrong; the message names it.
+    """
+    if k_pool.ndim != 3 or v_pool.shape != k_pool.shape:
+        raise ValueError(f"k_pool, v_pool must have one shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
+    tokens = (slot.shape[0], *k_pool.shape[1:])
+    for name, array in (("k_raw", k_raw), ("v", v)):
+        if array.shape != tokens or array.dtype != k_pool.dtype:
+            raise ValueError(
+                f"{name} must be {k_pool.dtype} of shape {list(tokens)}, got {array.dtype} {list(array.shape)}"
+            )
+    if slot.ndim != 1 or slot.dtype != jnp.int32:
+        raise ValueError(f"slot must be int32 of shape [T], got {slot.dtype} {list(slot.shape)}")
+    angles = (tokens[0], 1, tokens[2] // 2)
+    for name, array in (("cos", cos), ("sin", sin)):
+        if array.shape != angles:
+            raise ValueError(f"{name} must have shape {list(angles)}, got {list(array.shape)}")
+    return xla.link(k_pool, v_pool, k_raw, v, slot, cos, sin)

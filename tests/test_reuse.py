@@ -1,0 +1,749 @@
+"""Reuse through the public engine. The reference is a cold run of the same engine, which test_llm.py checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import vlcache_jax.cache.memory
+import vlcache_jax.engine
+import vlcache_jax.images
+from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
+from vlcache_jax.models import Rows, bind, decoder
+from vlcache_jax.plan import Plan
+from vlcache_jax.policies import MPIC, StaticRatio
+
+LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+FORCED = "the quick brown fox"
+
+
+def open_llm(directory, **changes):
+    settings = {
+        "ladder": LADDER,
+        "max_rows": 256,
+        "max_model_len": 1024,
+        "kv_cache_bytes": 16 * 2**20,
+        "dtype": "float32",
+    }
+    return LLM(directory, **settings | changes)
+
+
+def user(*parts):
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def png(array, **options):
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def chat(llm, *conversations, reuse=None, **options):
+    return llm.chat(list(conversations), options.pop("params", GREEDY), reuse=reuse, use_tqdm=False, **options)
+
+
+def logits(llm, *conversations, reuse=None, **options):
+    scores = llm.score(
+        list(conversations),
+        [FORCED] * len(conversations),
+        reuse=reuse,
+        keep_logits=True,
+        use_tqdm=False,
+        **options,
+    )
+    return np.stack([score.logits for score in scores])
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max() / 4))
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def pool(llm, length):
+    """K and V of the first slots: [L, 2, length, K, D]."""
+    return np.stack([np.stack([np.asarray(half)[:length] for half in layer]) for layer in llm._runner._pool])
+
+
+def kv_records(llm):
+    llm.cache.flush()
+    return [record for record in llm._store.tier.records() if record.meta.context is not None]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def directory(request, checkpoints):
+    return checkpoints(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(directory):
+    with open_llm(directory) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine):
+    """An engine whose cache is empty."""
+    engine.reset_mm_cache()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def a(textured_image):
+    return textured_image(150, 210, 1)
+
+
+@pytest.fixture(scope="module")
+def b(textured_image):
+    return textured_image(190, 120, 2)
+
+
+@pytest.fixture
+def target(a, b):
+    """Text before, between and after two images."""
+    return user("Look at the first one ", a, " and then ", b, " and compare.")
+
+
+@pytest.fixture
+def donors(llm, a, b):
+    """The images were computed elsewhere: in another order, behind other text."""
+    chat(llm, user("Something else entirely, longer than the other: ", b, a, "?"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Depths:
+    """A policy that gives the k-th approximate image's token t a depth of its own."""
+
+    depth: object
+    name: str = "test"
+    links: bool = True
+    approximates: bool = True
+
+    def plan(self, layout, num_layers):
+        depth = np.full(len(layout), num_layers, np.int16)
+        for k, span in enumerate(layout.images):
+            if span.state == "approximate":
+                depth[span.tokens] = [self.depth(k, t, span.length) for t in range(span.length)]
+        depth[-1] = num_layers + 1
+        return Plan(depth)
+
+
+def falling(llm, *levels):
+    layers = llm._checkpoint.config.text.num_layers
+    levels = [*levels, *[levels[-1]] * layers][:layers]
+    return Schedule(tuple(levels), "any", "any", allow_other_model=True)
+
+
+# P1-P7 of the algorithms' specification.
+
+
+def test_p1_everything_computed_equals_a_cold_run_even_over_nan(llm, target, donors):
+    cold = logits(llm, target, reuse="off")
+    length = len(chat(llm, target, reuse="off")[0].prompt_token_ids)
+    cold_pool = pool(llm, length)
+    for record in kv_records(llm):
+        record.data[:] = np.nan
+    [output] = chat(llm, target, reuse=1)
+    assert [image.match for image in output.cache.images] == ["approximate"] * 2
+    assert output.cache.rows == (length,) * len(cold_pool)
+    warm_pool = pool(llm, length)
+    assert np.isfinite(warm_pool).all()
+    for layer in range(1, 4):
+        assert_close(warm_pool[layer], cold_pool[layer])
+    assert_close(logits(llm, target, reuse=1), cold)
+    assert output.cache.exact  # nothing approximate was left
+
+
+@pytest.mark.parametrize("ratio", [0, "0.1", 0.5])
+def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, ratio):
+    """The records hold what is right at the target, but were made elsewhere, at other positions."""
+    cold = logits(llm, target, reuse="off")
+    chat(llm, user("Elsewhere: ", b, a), reuse="exact")
+    elsewhere = kv_records(llm)
+    chat(llm, target, reuse="exact")
+    length = len(chat(llm, target, reuse="off")[0].prompt_token_ids)
+    cold_pool = pool(llm, length)
+    for record in kv_records(llm):
+        if record not in elsewhere:
+            [twin] = [other for other in elsewhere if other.meta.entry == record.meta.entry]
+            twin.data[:] = record.data
+            llm._store.tier.remove(record)
+    [output] = chat(llm, target, reuse=ratio)
+    assert [image.match for image in output.cache.images] == ["approximate"] * 2
+    assert max(output.cache.rows) < length
+    warm_pool = pool(llm, length)
+    for layer in range(1, 4):
+        assert_close(warm_pool[layer], cold_pool[layer])
+    assert_close(logits(llm, target, reuse=ratio), cold)
+
+
+def test_p2_the_same_context_is_exact_whatever_the_policy(llm, target, a, b):
+    first = chat(llm, target)
+    cold = logits(llm, target, reuse="off")
+    other = user("Look at the first one ", a, " and then ", b, ". Which is larger?")
+    for reuse in ("exact", "full", 0.3, "mpic-4", falling(llm, 100, 10)):
+        [output] = chat(llm, target, reuse=reuse)
+        assert output.cache.exact
+        assert [image.match for image in output.cache.images] == ["exact"] * 2
+        images = sum(image.tokens for image in output.cache.images)
+        assert output.num_cached_tokens == images
+        assert set(output.cache.rows) == {len(output.prompt_token_ids) - images}
+        assert tokens([output]) == tokens(first)
+        assert_close(logits(llm, target, reuse=reuse), cold)
+        assert_close(logits(llm, other, reuse=reuse), logits(llm, other, reuse="off"))
+
+
+def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch):
+    schedule = falling(llm, 400, 300, 100, 20)
+    early = logits(llm, target, reuse=schedule)
+    prefill_steps = vlcache_jax.engine.prefill_steps
+
+    def late(*args):
+        return [
+            dataclasses.replace(step, bounds=(step.bounds[0],) * (len(step.bounds) - 1) + step.bounds[-1:])
+            for step in prefill_steps(*args)
+        ]
+
+    monkeypatch.setattr(vlcache_jax.engine, "prefill_steps", late)
+    assert_close(logits(llm, target, reuse=schedule), early)
+
+
+def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
+    chat(llm, target, reuse="exact")
+    by_image = {}
+    for record in kv_records(llm):
+        by_image.setdefault(record.meta.entry, []).append(record.data[:, :, : record.meta.tokens])
+    assert sorted(map(len, by_image.values())) == [2, 2]
+    for one, other in by_image.values():
+        assert_close(one[0], other[0])
+        assert np.abs(one[1:] - other[1:]).max() > 1e-2
+    other = user("A third context ", a, b)
+    fresh_in_the_first = logits(llm, other, reuse=Depths(lambda k, t, length: 1))
+    assert_close(fresh_in_the_first, logits(llm, other, reuse="full"))
+
+
+def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, directory, target, donors, a, b):
+    requests = [target, user("Only ", b), user("no image"), user("First ", a, " second ", b, a)]
+    for reuse in (0.3, falling(llm, 300, 200, 50)):
+        chat(llm, *requests, reuse=reuse)  # what is stored does not change any more
+        alone = [logits(llm, request, reuse=reuse)[0] for request in requests]
+        order = [2, 0, 3, 1]
+        packed = logits(llm, *(requests[i] for i in order), reuse=reuse)
+        assert_close(packed, np.stack([alone[i] for i in order]))
+    ladder = Ladder(rows=(24, 48, 100), patches=(48, 2000), sequences=(2, 8))
+    with open_llm(directory, ladder=ladder, max_rows=100) as other:
+        chat(other, user("unrelated ", a[::-1].copy()))
+        chat(other, user("Something else entirely, longer than the other: ", b, a, "?"))
+        assert_close(logits(other, target, reuse=0.3), logits(llm, target, reuse=0.3))
+
+
+@pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
+def test_p6_any_rows_at_any_depth_equal_the_dense_computation(llm, target, donors, make):
+    """Scattered rows that drop out at random layers, against all rows in all layers with K, V overridden."""
+    layers = llm._checkpoint.config.text.num_layers
+    policy = Depths(lambda k, t, n: min(make(k, t, n), layers))
+    [output] = chat(llm, target, reuse=policy)
+    length = len(output.prompt_token_ids)
+    actual = pool(llm, length)
+    expected = dense_reference(llm, target, policy)
+    for layer in range(layers):
+        assert_close(actual[layer], expected[layer])
+
+
+def dense_reference(llm, conversation, policy):
+    """K, V of a plan: every row goes through every layer, and only those that the plan names write."""
+    runner, linker = llm._runner, llm._linker
+    config = runner.config.text
+    prompt = llm._renderer.from_conversation(conversation)
+    [request] = linker.identify([prompt])
+    with vlcache_jax.linker.Batch(linker) as batch:
+        linked = batch.add(request, policy)
+        layout, plan = linked.layout, linked.plan
+        n = len(layout)
+        source = layout.token_ids.copy()
+        features, k_pool, v_pool = [], [], []
+        for layer in range(config.num_layers):
+            k, v = (np.zeros((n, config.num_kv_heads, config.head_dim), np.float32) for _ in "kv")
+            for use in linked.uses:
+                raw, v[use.span.tokens] = use.linked.data[layer, :, : use.span.length]
+                cos, sin = decoder.rope.text_rotation(
+                    jnp.asarray(layout.positions[:, use.span.tokens]),
+                    config.rope_theta,
+                    config.mrope_section,
+                    config.mrope_interleaved,
+                    jnp.float32,
+                )
+                k[use.span.tokens] = decoder.rope.rotate(jnp.asarray(raw), cos, sin)
+            k_pool.append(k)
+            v_pool.append(v)
+        first = 0
+        for use in linked.uses:
+            features.append(use.span.image.encoder.data[:, : use.span.length])
+            source[use.span.tokens] = -1 - first - np.arange(use.span.length)
+            first += use.span.length
+    table = bind(runner._table_graph, runner._text["embed_tokens"])
+    x, deepstack = decoder.embed(table, jnp.asarray(np.concatenate(features, axis=1)), jnp.asarray(source))
+    slots = np.arange(n, dtype=np.int32)
+    result = []
+    for layer in range(config.num_layers):
+        writes = np.where(plan.depth > layer, slots, n + slots)
+        rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
+        module = bind(runner._layer_graph, runner._text["layers"][layer])
+        added = deepstack[layer] if layer < len(deepstack) else None
+        x, k, v, _ = module(x, jnp.asarray(k_pool[layer]), jnp.asarray(v_pool[layer]), rows, added, keep=n)
+        result.append(np.stack([k, v]))
+    return np.stack(result)
+
+
+def test_p7_the_first_layer_needs_no_rows_of_its_own(llm, target, donors):
+    layers = llm._checkpoint.config.text.num_layers
+    counts = [0.9, 0.5, 0.25, 0.1]
+    all_rows = Depths(lambda k, t, n: sum(t < int(share * n) for share in counts[:layers]))
+    fewer = Depths(lambda k, t, n: d if (d := all_rows.depth(k, t, n)) != 1 else 0)
+    assert_close(logits(llm, target, reuse=fewer), logits(llm, target, reuse=all_rows))
+    [output] = chat(llm, target, reuse=falling(llm, 450, 250, 125, 50))
+    images = [image.tokens for image in output.cache.images]
+    text = len(output.prompt_token_ids) - sum(images)
+    per_layer = [sum(n * level // 500 for n in images) for level in (250, 250, 125, 50)]
+    assert output.cache.rows == tuple(text + n for n in per_layer[:layers])
+
+
+# What really happens.
+
+
+def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_bytes(png(a))
+    first = chat(llm, user("What is ", str(path), " and ", png(b), "?"))
+    cold = chat(llm, user("Now what is ", png(b), "?"), reuse="off")
+    llm.cache.flush()
+
+    def forbidden(*_, **__):
+        raise AssertionError("this was to be skipped")
+
+    monkeypatch.setattr(vlcache_jax.images, "_open", forbidden)
+    monkeypatch.setattr(vlcache_jax.images.ImageSource, "decode", forbidden)
+    monkeypatch.setattr(vlcache_jax.images.ImageProcessor, "patches", forbidden)
+    monkeypatch.setattr(llm._runner, "encode", forbidden)
+    repeat = chat(llm, user("What is ", str(path), " and ", png(b), "?"))
+    assert tokens(repeat) == tokens(first)
+    assert repeat[0].cache.exact
+    [elsewhere] = chat(llm, user("Now what is ", png(b), "?"), reuse=0.2)
+    assert elsewhere.cache.images[0].encoder == "host"
+    assert not elsewhere.cache.exact
+    # Encoder rows are right anywhere: with nothing but them kept, the answer is that of a cold run.
+    [encoder_only] = chat(llm, user("Now what is ", png(b), "?"), reuse="exact")
+    assert tokens([encoder_only]) == tokens(cold)
+    assert encoder_only.cache.images[0].kv == "none"
+    monkeypatch.setattr(llm._runner, "link", forbidden)
+    with pytest.raises(AssertionError, match="to be skipped"):
+        chat(llm, user("What is ", str(path), " and ", png(b), "?"))
+
+
+def test_the_answer_reads_what_is_linked_and_nothing_else(llm, target, donors):
+    before = {ratio: logits(llm, target, reuse=ratio) for ratio in (0, 0.3)}
+    records = kv_records(llm)
+    saved = [record.data.copy() for record in records]
+    for record in records:  # the rows that the plan computes anew
+        record.data[:, :, : int(Fraction("0.3") * record.meta.tokens)] = np.nan
+        record.data[:, :, record.meta.tokens :] = np.nan  # padding
+    assert_close(logits(llm, target, reuse=0.3), before[0.3])
+    for record, data in zip(records, saved, strict=True):
+        record.data[:] = data
+    assert_close(logits(llm, target, reuse=0), before[0])
+    rng = np.random.default_rng(0)
+    for record in records:
+        v = record.data[:, 1, : record.meta.tokens]
+        v += rng.normal(0, 1, v.shape).astype(np.float32)
+    assert np.abs(logits(llm, target, reuse=0) - before[0]).max() > 1e-2
+    assert len(llm.cache.verify()) == len(records)  # and the checksums know
+    [output] = chat(llm, target, reuse=0)
+    assert [image.why.value for image in output.cache.images] == ["corrupt"] * 2
+    assert tokens([output]) == tokens(chat(llm, target, reuse="off"))
+
+
+def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
+    """Read from the arguments of the executed programs."""
+    run = llm._runner._run
+    layers = llm._runner._text["layers"]
+    for reuse in ("off", 0, 0.3, falling(llm, 400, 300, 100, 20), MPIC(5)):
+        rows = [0] * len(layers)
+
+        def spy(key, *args, rows=rows):
+            if key[0] == "layer":
+                layer = next(i for i in layers if layers[i] is args[0])
+                slots = np.asarray(args[4].slot)
+                rows[layer] += int(np.count_nonzero(slots < llm._runner.num_slots))
+                assert key[1] == len(slots) == len(args[1])
+            return run(key, *args)
+
+        with monkeypatch.context() as context:
+            context.setattr(llm._runner, "_run", spy)
+            [output] = chat(llm, target, reuse=reuse)
+        assert output.cache.rows == tuple(rows)
+        images = output.cache.images
+        text = len(output.prompt_token_ids) - sum(image.tokens for image in images)
+        assert [text + sum(n) for n in zip(*(image.recomputed for image in images), strict=True)] == rows
+    assert output.cache.images[0].recomputed == (5,) * len(layers)
+
+
+@pytest.mark.parametrize("reuse", ["exact", "0.2"])
+@pytest.mark.parametrize("host_bytes", ["1GiB", 100_000])
+def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes):
+    images = [png(textured_image(60 + 30 * i, 150 - 20 * i, i)) for i in range(4)]
+    requests = [user("x" * (i % 3), images[i * i % 4 if i % 5 else i % 4], f"Question {i}?") for i in range(24)]
+    requests[7] = user("both ", images[2], images[1])
+    requests[15] = user(images[3], "twice", images[3])
+    encoded = []
+    with open_llm(directory, cache=CacheConfig(host_bytes=host_bytes)) as other:
+        one_by_one = [chat(other, request, reuse=reuse)[0] for request in requests]
+        other.reset_mm_cache()
+        encode = other._runner.encode
+        monkeypatch.setattr(other._runner, "encode", lambda p, grids: (encoded.extend(grids), encode(p, grids))[1])
+        together = chat(other, *requests, reuse=reuse)
+        num_encoded = len(encoded)
+        cold = chat(other, *requests, reuse="off")
+        assert other.cache.stats().pinned == 0
+    assert tokens(together) == tokens(one_by_one)
+    if reuse == "exact":
+        assert tokens(together) == tokens(cold)
+    for i, (one, other_one) in enumerate(zip(one_by_one, together, strict=True)):
+        assert one.cache == other_one.cache, i
+        assert one.num_cached_tokens == other_one.num_cached_tokens
+    if host_bytes == "1GiB":
+        assert num_encoded == 4
+
+
+def test_second_turn_of_a_chat(llm, a, b):
+    first = user("See ", a, " and ", b)
+    [answer] = chat(llm, first)
+    second = [*first, {"role": "assistant", "content": answer.outputs[0].text}, *user("And ", b[::2, ::2].copy(), "?")]
+    [output] = chat(llm, second)
+    assert [image.match for image in output.cache.images] == ["exact", "exact", "miss"]
+    assert output.cache.images[2].why.value == "unknown_image"
+    assert_close(logits(llm, second), logits(llm, second, reuse="off"))
+
+
+# Identity.
+
+
+def test_the_same_pixels_are_the_same_image(llm, directory, a):
+    def match(image, **options):
+        [output] = chat(llm, user(image, "?"), **options)
+        return output.cache.images[0].match
+
+    assert match(png(a)) == "miss"
+    bmp = io.BytesIO()
+    Image.fromarray(a).save(bmp, "BMP")
+    for same in (png(a), bmp.getvalue(), png(a, compress_level=0), a, Image.fromarray(a)):
+        assert match(same) == "exact"
+    pixel = a.copy()
+    pixel[3, 4, 1] ^= 1
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    assert match(pixel) == "miss"
+    assert match(png(a, exif=exif)) == "miss"
+    assert match(a, mm_processor_kwargs={"max_pixels": 20_000}) == "miss"
+    assert match(a, cache_salt="tenant") == "miss"
+    assert match(a, cache_salt="tenant") == "exact"
+    assert match(a, cache_salt="other") == "miss"
+    assert match(a, cache_salt="") == "miss"
+    with open_llm(directory, dtype="bfloat16") as narrow:
+        assert narrow.cache.key(a) != llm.cache.key(a)
+
+
+def test_other_weights_are_another_image(llm, checkpoints, a):
+    with open_llm(checkpoints("qwen3_vl-tied")) as other:
+        assert other.cache.key(a) != llm.cache.key(a)
+
+
+def test_clashing_keys_are_told_apart(directory, textured_image, monkeypatch):
+    """Records have 256 places here, so that images meet; whole keys decide."""
+    monkeypatch.setattr(vlcache_jax.cache.memory, "_place", lambda name: name[:5])
+    images = [textured_image(40, 40 + 30 * (i % 2), 100 + i) for i in range(60)]
+    requests = [user(image, "?") for image in images]
+    with open_llm(directory) as llm:
+        cold = tokens(chat(llm, *requests, reuse="off"))
+        for reuse in ("exact", "full"):
+            for _ in range(2):
+                assert tokens(chat(llm, *requests, reuse=reuse)) == cold
+        stats = llm.cache.stats()
+    assert stats.clashes > 0
+    assert stats.hits_exact > 60
+
+
+def test_a_grid_that_differs_is_another_image(llm, a):
+    chat(llm, user(a))
+    for record in llm._store.tier.records():
+        record.meta = dataclasses.replace(record.meta, grid=(1, 2, 2))
+    [output] = chat(llm, user(a))
+    assert output.cache.images[0].match == "miss"
+    assert tokens([output]) == tokens(chat(llm, user(a), reuse="off"))
+
+
+def test_uuids(llm, directory, a, b, monkeypatch):
+    def generate(engine, image, uuid):
+        prompt = {
+            "prompt": "<|image_pad|>?",
+            "multi_modal_data": {"image": image},
+            "multi_modal_uuids": {"image": uuid},
+        }
+        return engine.generate(prompt, GREEDY, use_tqdm=False)[0].cache.images[0]
+
+    assert generate(llm, a, "one").match == "miss"
+    assert generate(llm, a, "one").match == "exact"
+    stored = llm.cache.stats()
+    with pytest.raises(ValueError, match=r"uuid of prompts\[0\] images\[0\] must stay with one picture, but 'one'"):
+        generate(llm, b, "one")
+    assert llm.cache.stats() == stored
+    assert generate(llm, b, "two").match == "miss"
+    with open_llm(directory, cache=CacheConfig(trust_uuids=True)) as trusting:
+        assert generate(trusting, a, "one").match == "miss"
+        trusting.cache.flush()
+        with monkeypatch.context() as context:
+            context.setattr(vlcache_jax.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
+            assert generate(trusting, b, "one").match == "exact"  # nobody looked
+
+
+def test_request_keys(llm, a, b):
+    [one] = chat(llm, user(a, b))
+    assert not one.cache.request_known
+    assert llm.cache.request(one.cache.request_key) == tuple(image.key for image in one.cache.images)
+    [same] = chat(llm, user("Other text ", a, b))
+    assert same.cache.request_known
+    assert same.cache.request_key == one.cache.request_key
+    [turned] = chat(llm, user(b, a))
+    assert not turned.cache.request_known
+    assert [image.encoder for image in turned.cache.images] == ["host", "host"]
+
+
+# Kinds of records.
+
+
+def test_what_is_computed_behind_approximate_reuse_is_never_exact(llm, a, b, textured_image):
+    new = textured_image(80, 80, 9)
+    chat(llm, user("one ", a))
+    behind = user("other ", a, new)
+    [output] = chat(llm, behind, reuse="full")
+    assert [image.match for image in output.cache.images] == ["approximate", "miss"]
+    key = output.cache.images[1].key
+    llm.cache.flush()
+    assert [record.meta.canonical for record in llm._store.records(key) if record.meta.context] == [False]
+    [again] = chat(llm, behind, reuse="full")
+    assert again.cache.images[1].match == "approximate"  # the same context, and yet
+    [exact] = chat(llm, behind, reuse="exact")
+    assert [image.match for image in exact.cache.images] == ["miss", "miss"]
+    assert tokens([exact]) == tokens(chat(llm, behind, reuse="off"))
+    llm.cache.flush()
+    assert [record.meta.canonical for record in llm._store.records(key) if record.meta.context] == [True]
+    [now] = chat(llm, behind, reuse="full")
+    assert [image.match for image in now.cache.images] == ["exact", "exact"]
+
+
+def test_blended_rows_are_never_stored(llm, target, donors):
+    llm.cache.flush()
+    before = {id(record): record.meta.checksums for record in llm._store.tier.records()}
+    chat(llm, target, reuse=0.3)
+    llm.cache.flush()
+    assert {id(record): record.checksums() for record in llm._store.tier.records()} == before
+
+
+def test_two_variants_are_kept(llm, a):
+    for text in ("one ", "two ", "three "):
+        chat(llm, user(text, a))
+    assert len(kv_records(llm)) == 2
+    matches = [chat(llm, user(text, a))[0].cache.images[0].match for text in ("two ", "three ", "one ")]
+    assert matches == ["exact", "exact", "miss"]
+
+
+# Budgets, faults, and what a user can do.
+
+
+def test_small_budgets(directory, textured_image):
+    rng = np.random.default_rng(0)
+    images = [textured_image(*rng.integers(40, 200, 2), seed=i) for i in range(12)]
+    with open_llm(directory, cache=CacheConfig(host_bytes=400_000)) as llm:
+        chat(llm, user(images[0], "keep this"))
+        assert llm.cache.pin(images[0]) == 2
+        for _ in range(12):
+            group = [user("x" * int(rng.integers(3)), images[rng.integers(12)], "?") for _ in range(3)]
+            reuse = ["exact", 0.3][rng.integers(2)]
+            outputs = chat(llm, *group, reuse=reuse)
+            if reuse == "exact":
+                assert tokens(outputs) == tokens(chat(llm, *group, reuse="off"))
+            stats = llm.cache.stats()
+            assert stats.bytes <= stats.capacity == 400_000
+            assert stats.bytes == sum(record.data.nbytes for record in llm._store.tier.records())
+        assert stats.evicted > 0
+        assert llm._store.stats().pinned == 2
+        assert chat(llm, user(images[0], "keep this"))[0].cache.images[0].match == "exact"
+        assert llm.cache.unpin(images[0]) == 2
+        assert llm.cache.evict(images[0]) >= 2
+        [output] = chat(llm, user(images[0], "keep this"))
+        assert output.cache.images[0].why.value == "evicted"
+    for budget in (0, 5000):
+        with open_llm(directory, cache=CacheConfig(host_bytes=budget)) as llm:
+            for _ in range(2):
+                outputs = chat(llm, user(images[1], "?"), user(images[1], "?"))
+                assert [output.cache.images[0].why.value for output in outputs] == ["too_large"] * 2
+            assert tokens(outputs) == tokens(chat(llm, user(images[1], "?"), user(images[1], "?"), reuse="off"))
+            assert llm.cache.stats().bytes == 0
+
+
+@pytest.mark.parametrize("reuse", ["exact", 0.2])
+def test_a_record_that_fails_is_computed_instead(llm, a, b, monkeypatch, caplog, reuse):
+    requests = [user(a, "one"), user(a, "two", b), user("three", b, a)]
+    cold = tokens(chat(llm, *requests, reuse="off"))
+
+    def failing(*_):
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as context, caplog.at_level(logging.CRITICAL):
+        context.setattr(vlcache_jax.cache.record.Record, "checksums", failing)
+        outputs = chat(llm, *requests, reuse=reuse)
+        llm.cache.flush()
+    assert tokens(outputs) == cold
+    assert outputs[1].cache.images[0].why.value == "load_failed"
+    assert all(image.match == "miss" for output in outputs for image in output.cache.images)
+    stats = llm.cache.stats()
+    assert (stats.bytes, stats.kv_records, stats.encoder_records) == (0, 0, 0)
+    assert stats.failed >= 4
+    assert tokens(chat(llm, *requests)) == cold
+
+
+def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
+    requests = [user(a, "one"), user(a, "two", b), user("three", b, a)]
+    cold = tokens(chat(llm, *requests, reuse="off"))
+    run = llm._runner._run
+    for fatal in ("encode", "link", "layer", "decode"):
+        with monkeypatch.context() as context:
+
+            def failing(key, *args, fatal=fatal):
+                if key[0] == fatal:
+                    raise KeyboardInterrupt
+                return run(key, *args)
+
+            context.setattr(llm._runner, "_run", failing)
+            with pytest.raises(KeyboardInterrupt):
+                chat(llm, *requests)
+        llm.cache.flush()
+        stats = llm.cache.stats()
+        assert stats.pinned == 0
+        assert all(record.is_ready for record in llm._store.tier.records())
+        assert not llm.cache.verify()
+        if fatal != "decode":
+            llm.reset_mm_cache()
+    assert tokens(chat(llm, *requests)) == cold
+
+
+def test_verification(llm, target, donors):
+    [exact] = chat(llm, target, reuse="exact", verify=True)
+    assert exact.verification.tokens_agree == exact.verification.tokens == 6
+    assert exact.verification.max_logit_difference < 1e-4
+    llm.reset_mm_cache()
+    chat(llm, user("Something else entirely ", target[0]["content"][1]["image"], target[0]["content"][3]["image"]))
+    [full] = chat(llm, target, reuse="full", verify=True)
+    assert full.verification.max_logit_difference > 1e-2
+    assert full.verification.tokens_agree <= full.verification.tokens
+
+
+def test_precompute_makes_image_first_prompts_exact(llm, a, b):
+    keys = llm.cache.precompute([a, b], system="Be brief.")
+    for image, key in zip((a, b), keys, strict=True):
+        [output] = chat(llm, [{"role": "system", "content": "Be brief."}, *user(image, "What is it?")])
+        assert (output.cache.images[0].match, output.cache.images[0].key) == ("exact", key)
+    [other] = chat(llm, user(a, "What is it?"))
+    assert other.cache.images[0].why.value == "other_context"
+    with llm.cache.lookup(a) as handle:
+        assert handle.encoder.meta.tokens == handle.kv.meta.tokens == other.cache.images[0].tokens
+        assert not handle.exact
+        assert llm.cache.evict(a) < 3  # what is held stays
+        context = handle.kv.meta.context
+    with llm.cache.lookup(a, context) as handle:
+        assert handle.exact
+    assert llm.cache.stats().pinned == 0
+
+
+def test_several_answers_and_scores_reuse_too(llm, a):
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=5, ignore_eos=True)
+    [cold] = chat(llm, user("x", a, "?"), params=params, reuse="off")
+    for _ in range(2):
+        [output] = chat(llm, user("x", a, "?"), params=params)
+        assert [o.token_ids for o in output.outputs] == [o.token_ids for o in cold.outputs]
+    assert output.cache.images[0].match == "exact"
+    [score] = llm.score([user("x", a, "?")], [FORCED], use_tqdm=False)
+    assert score.cache.images[0].match == "exact"
+    llm.reset_mm_cache()
+    llm.score([user("y", a)], [FORCED], use_tqdm=False)
+    assert chat(llm, user("y", a))[0].cache.images[0].match == "exact"
+
+
+def test_nothing_compiles_after_warmup(directory, textured_image):
+    """Images of random sizes stored and linked, in every way."""
+    compiled = []
+    rng = np.random.default_rng(0)
+    images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
+    with open_llm(directory) as llm:
+        schedule = falling(llm, 300, 200, 100, 20)
+        assert llm.warmup(reuse=schedule, verbose=False)[0] == len(llm._runner._programs)
+        listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            for reuse in ("exact", schedule, 0.1, "full", StaticRatio(Fraction(1, 2)), "off"):
+                requests = []
+                for _ in range(8):
+                    chosen = [images[i] for i in rng.integers(0, 20, rng.integers(0, 4))]
+                    parts = [part for image in chosen for part in ("x" * int(rng.integers(1, 30)), image)]
+                    requests.append(user(*parts, "y" * int(rng.integers(1, 60))))
+                chat(llm, *requests[:5], reuse=reuse, verify=True)
+                for request in requests[5:]:
+                    chat(llm, request, reuse=reuse)
+                    logits(llm, request, reuse=reuse)
+            assert not compiled
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_bad_arguments(llm, a, directory):
+    for value, message in (
+        ("most", "reuse must be"),
+        (1.5, "reuse must be a ratio from 0 to 1, got 1.5"),
+        (-0.1, "reuse must be a ratio from 0 to 1"),
+        (float("nan"), "reuse must be a ratio from 0 to 1"),
+        (True, "reuse must be"),
+        (None.__class__, "reuse must be"),
+        ("mpic-x", "reuse must be"),
+        (Schedule((0,) * 99, "any", "any", allow_other_model=True), "reuse must be a schedule of 4 layers"),
+        (Schedule((0,) * 4, "qwen3_vl", "0" * 64), "reuse must be a schedule made for this model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chat(llm, user(a), reuse=value)
+    with pytest.raises(ValueError, match="cache_salt must be a string or None, got 3"):
+        chat(llm, user(a), cache_salt=3)
+    for changes, message in (
+        ({"host_bytes": -1}, "host_bytes must be bytes of at least 0"),
+        ({"host_bytes": "4 potatoes"}, "host_bytes must be bytes of at least 0"),
+        ({"variants": 0}, "variants must be a positive integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CacheConfig(**changes)
+    with pytest.raises(ValueError, match="cache must be a CacheConfig"):
+        open_llm(directory, cache="4GiB")
+    stats = llm.cache.stats()
+    assert (stats.bytes, stats.encoder_records, stats.kv_records) == (0, 0, 0)
+    own = Schedule((500, 300, 10, 0), llm._checkpoint.config.model_type, llm.fingerprint)
+    assert chat(llm, user("x", a), reuse=own)[0].cache.policy == "schedule 0.4050"

@@ -1,0 +1,50 @@
+"""What a user can set about the cache."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Sizes and rules of the image cache.
+
+    Attributes:
+      host_bytes: host memory for records, a number of bytes or a string such as "4GiB" or "500MB". 0 keeps nothing.
+      variants: how many K, V records of one image are kept, each computed behind another context.
+      trust_uuids: take a caller's `multi_modal_uuids` for the identity of an image without looking at the image. By
+        default an id is bound to the content it first came with, and other content under it is an error.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    host_bytes: int | str = "4GiB"
+    variants: int = 2
+    trust_uuids: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes, "host_bytes"))
+        if isinstance(self.variants, bool) or not isinstance(self.variants, int) or self.variants < 1:
+            raise ValueError(f"variants must be a positive integer, got {self.variants!r}")
+        if not isinstance(self.trust_uuids, bool):
+            raise ValueError(f"trust_uuids must be a bool, got {self.trust_uuids!r}")
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A number of bytes from an integer or from a string with a unit (KB = 1000 bytes, KiB = 1024).
+
+    Raises:
+      ValueError: neither, or negative; it names `name`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", value.upper())
+        if match and match[2] in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2]])
+    raise ValueError(f'{name} must be bytes of at least 0, as a number or like "4GiB" or "500MB", got {value!r}')

@@ -1,0 +1,145 @@
+"""Records: what is kept for an image, and the interface of the places that keep them."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import ml_dtypes  # noqa: F401  (lets numpy know bfloat16)
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.images import Grid
+
+Part = tuple[str] | tuple[str, int]
+"""Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
+
+_ALIGNMENT = 64  # bytes; a CPU device can then use the memory as it lies
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a record says of itself.
+
+    Attributes:
+      entry: the image's whole entry key.
+      context: digest of what stood before the image when its K, V were computed; None for encoder rows, which do not
+        depend on it.
+      canonical: every row before and in the image was computed, or reused exactly.
+      grid, tokens: of the image.
+      dtype, shape: of the data, with the token axis padded to a rung: K, V before rotation [L, 2, T, K, D], encoder
+        rows and DeepStack features [1 + J, T, M].
+      checksums: of the parts, without padding; empty as long as the record is being filled.
+    """
+
+    entry: str
+    context: str | None
+    canonical: bool
+    grid: Grid
+    tokens: int
+    dtype: str
+    shape: tuple[int, ...]
+    checksums: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Under which the record is found."""
+        return f"enc/{self.entry}" if self.context is None else f"kv/{self.entry}/{self.context}"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """In the order of the first axis of the data."""
+        if self.context is None:
+            return ("encoder",), *(("deepstack", j) for j in range(self.shape[0] - 1))
+        return tuple(("kv", layer) for layer in range(self.shape[0]))
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+class Tier(Protocol):
+    """A place that keeps records. Tiers never decide anything: the store does."""
+
+    def meta(self, name: str) -> Meta | None:
+        """Of a complete record, or None."""
+
+    def read(self, name: str, parts: Iterable[Part]) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+        """Lends the parts in the order in which they arrive. Raises TierError, and nothing else."""
+
+    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> bool:
+        """Keeps a record, visible only when it is complete; False: refused (full, or too large)."""
+
+    def delete(self, name: str) -> None: ...
+
+    def keys(self, prefix: str = "") -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+class TierError(Exception):
+    """A record could not be read."""
+
+
+class Record:
+    """A record in host memory, at first still to be filled.
+
+    Attributes:
+      meta: see `Meta`.
+      data: see `Meta.shape`; what lies beyond the image's tokens is undefined.
+      pins: how many users need it to stay.
+      held: how many requests are going to read it.
+      missing: tokens whose K, V it still lacks.
+      is_claimed: whether somebody is going to fill it.
+    """
+
+    def __init__(self, meta: Meta):
+        self.meta = meta
+        self.data = _aligned(meta.shape, np.dtype(meta.dtype))
+        self.pins = 0
+        self.held = 0
+        self.missing = meta.tokens
+        self.is_claimed = False
+        self.is_ready = False
+        self._settled = threading.Event()
+
+    def wait(self) -> bool:
+        """Waits until the record is filled; False if that failed."""
+        self._settled.wait()
+        return self.is_ready
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody needs it to stay."""
+        return not (self.pins or self.held)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is filled, or never will be."""
+        return self._settled.is_set()
+
+    def settle(self, is_ready: bool) -> None:
+        """Ends the filling, if it has not ended yet."""
+        if self.is_settled:
+            return
+        if is_ready:
+            self.meta = replace(self.meta, checksums=self.checksums())
+        self.is_ready = is_ready
+        self._settled.set()
+
+    def checksums(self) -> tuple[int, ...]:
+        """Of each part as it is now."""
+        rows = (
+            self.data[..., : self.meta.tokens, :] if self.meta.context is None else self.data[:, :, : self.meta.tokens]
+        )
+        return tuple(zlib.crc32(np.ascontiguousarray(part).view(np.uint8)) for part in rows)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)

@@ -1,0 +1,326 @@
+"""The one owner of the cache's state: which images are known, which records exist, who needs them, what was counted."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.memory import MemoryTier
+from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.images import Grid
+from vlcache_jax.outputs import Why
+
+_REMEMBERED = 65536  # aliases, request keys and reasons for losses, each; a few hundred bytes apiece
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What an alias leads to: the content key of a picture, and its size in pixels."""
+
+    content: str
+    height: int
+    width: int
+
+
+@dataclass
+class CacheStats:
+    """Counters since the engine began, and what is kept now.
+
+    Attributes:
+      hits_exact, hits_approximate: images whose K, V were found, computed in the same context or in another one.
+      misses: images whose K, V were not found, or could not be used.
+      encoder_hits: images whose encoder rows were found.
+      stored, evicted: records.
+      refused: records that found no room.
+      clashes: look-ups that met another image's record.
+      corrupt: records that `verify` found damaged.
+      failed: records that could not be filled.
+      encoder_records, kv_records, pinned: records that are kept now.
+      bytes, capacity: of host memory.
+    """
+
+    hits_exact: int = 0
+    hits_approximate: int = 0
+    misses: int = 0
+    encoder_hits: int = 0
+    stored: int = 0
+    evicted: int = 0
+    refused: int = 0
+    clashes: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    encoder_records: int = 0
+    kv_records: int = 0
+    pinned: int = 0
+    bytes: int = 0
+    capacity: int = 0
+
+
+class Handle:
+    """What was found for an image. Its records stay until it is released, at the end of a `with`.
+
+    Attributes:
+      encoder: record of the encoder rows, or None.
+      kv: record of K, V, or None.
+      exact: K, V were computed in this very context.
+      why: the reason if not.
+    """
+
+    def __init__(self, store: Store, encoder: Record | None, kv: Record | None, exact: bool, why: Why | None):
+        self.encoder, self.kv, self.exact, self.why = encoder, kv, exact, why
+        self._store = store
+        self._records = [record for record in (encoder, kv) if record is not None]
+        self._release = store.unpin
+        for record in self._records:
+            store.pin(record)
+
+    def hold(self) -> None:
+        """Holds the records from now on, instead of pinning them: who needs their room can wait for it."""
+        for record in self._records:
+            self._store.hold(record)
+            self._release(record)
+        self._release = self._store.let_go
+
+    def release(self) -> None:
+        while self._records:
+            self._release(self._records.pop())
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Store:
+    """Finds, keeps and forgets records. Every method may be called from any thread."""
+
+    def __init__(self, config: CacheConfig):
+        self.config = config
+        self.tier = MemoryTier(int(config.host_bytes), self._forget)
+        self._lock = threading.RLock()
+        self._counts = CacheStats()
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._requests: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._lost: OrderedDict[str, Why] = OrderedDict()
+        self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
+        self._losing: Why | None = Why.evicted  # why the record that is being removed leaves
+
+    # Identity.
+
+    def picture(self, alias: str) -> Picture | None:
+        """What an alias stands for, if it has been seen."""
+        with self._lock:
+            if (found := self._pictures.get(alias)) is not None:
+                self._pictures.move_to_end(alias)
+            return found
+
+    def remember_picture(self, alias: str, picture: Picture) -> None:
+        with self._lock:
+            _remember(self._pictures, alias, picture)
+
+    def remember_request(self, key: str, entries: Sequence[str]) -> bool:
+        """Notes a request's list of images; whether the same list was there before."""
+        with self._lock:
+            known = key in self._requests
+            _remember(self._requests, key, tuple(entries))
+            return known
+
+    def request(self, key: str) -> tuple[str, ...] | None:
+        """The entry keys of a request's images, by its request key."""
+        with self._lock:
+            return self._requests.get(key)
+
+    # Look-up.
+
+    def lookup(self, entry: str, context: str, *, grid: Grid, approximate: bool) -> Handle:
+        """Finds what is kept for an image and pins it. Records that are still being filled are found too.
+
+        Args:
+          entry: entry key of the image.
+          context: digest of what stands before it.
+          grid: of the image; a record with another one is not its record.
+          approximate: whether K, V computed in another context may be returned.
+        """
+        with self._lock:
+            encoder = self._get(f"enc/{entry}", grid)
+            same = self._get(f"kv/{entry}/{context}", grid)
+            exact = same is not None and same.meta.canonical
+            variants = [record for record in self._variants.get(entry, ()) if record.meta.grid == grid]
+            kv, why = same, None
+            if not exact:
+                canonical = [record for record in variants if record.meta.canonical]
+                usable = (canonical or variants) if approximate else []
+                kv = usable[-1] if usable else None
+                why = Why.other_context if variants else self._lost.get(f"kv/{entry}", Why.unknown_image)
+            for record in (encoder, kv):
+                if record is not None:
+                    self.tier.touch(record)
+            return Handle(self, encoder, kv, exact, why)
+
+    def count(self, handle: Handle) -> None:
+        """Enters a look-up in the counters."""
+        with self._lock:
+            self._counts.encoder_hits += handle.encoder is not None
+            self._counts.hits_exact += handle.exact
+            self._counts.hits_approximate += handle.kv is not None and not handle.exact
+            self._counts.misses += handle.kv is None
+
+    def _get(self, name: str, grid: Grid) -> Record | None:
+        record = self.tier.get(name)
+        if record is not None and record.meta.grid != grid:
+            self._counts.clashes += 1
+            return None
+        return record
+
+    # Making records.
+
+    def reserve(self, metas: Sequence[Meta]) -> list[Record | None]:
+        """Places for a request's new records, to be filled and settled by `publish`. None: there is no room for one.
+
+        The first canonical record of K, V of an image replaces those that are not canonical, and the oldest variant
+        makes room for a new one.
+
+        Raises:
+          BusyError: records that would have to leave are held. Nothing has changed.
+        """
+        with self._lock:
+            leaving: list[Record] = []
+            for meta in metas:
+                if meta.context is not None:
+                    contexts = {other.context for other in metas if other.entry == meta.entry}
+                    others = [r for r in self._variants.get(meta.entry, []) if r.meta.context not in contexts]
+                    stale = [r for r in others if meta.canonical and not r.meta.canonical]
+                    others = [r for r in others if r not in stale]
+                    num_new = sum(other.entry == meta.entry and other.context is not None for other in metas)
+                    stale += others[: max(0, len(others) + num_new - self.config.variants)]
+                    leaving += [r for r in stale if not r.pins and r not in leaving]
+            made = self.tier.allocate(metas, leaving)
+            for meta, record in zip(metas, made, strict=True):
+                if record is None:
+                    self._counts.refused += 1
+                    _remember(self._lost, _lost_name(meta), Why.too_large)
+                elif meta.context is not None:
+                    self._variants.setdefault(meta.entry, []).append(record)
+            return made
+
+    def publish(self, record: Record) -> None:
+        """The record is filled."""
+        record.settle(True)
+        with self._lock:
+            if self.tier.get(record.meta.name) is record:  # it may have had to go already
+                self._counts.stored += 1
+                self._lost.pop(_lost_name(record.meta), None)
+
+    def withdraw(self, record: Record) -> None:
+        """The record will not be filled; who waits for it computes instead."""
+        with self._lock:
+            if not record.is_settled:
+                record.settle(False)
+                self._counts.failed += 1
+                self._remove(record, Why.load_failed)
+
+    def cancel(self, record: Record) -> None:
+        """The record is not wanted after all, unless it is filled already."""
+        with self._lock:
+            if not record.is_settled:
+                record.settle(False)
+                self._remove(record, None)
+
+    # Staying and leaving.
+
+    def pin(self, record: Record) -> None:
+        with self._lock:
+            record.pins += 1
+
+    def unpin(self, record: Record) -> None:
+        with self._lock:
+            record.pins -= 1
+
+    def hold(self, record: Record) -> None:
+        with self._lock:
+            record.held += 1
+
+    def let_go(self, record: Record) -> None:
+        with self._lock:
+            record.held -= 1
+
+    def records(self, entry: str) -> list[Record]:
+        """All records of an image that are complete."""
+        with self._lock:
+            found = [*self._variants.get(entry, ())]
+            if (encoder := self.tier.get(f"enc/{entry}")) is not None:
+                found.append(encoder)
+            return [record for record in found if record.is_ready]
+
+    def evict(self, entry: str) -> int:
+        """Removes an image's records that nobody has pinned; returns how many."""
+        with self._lock:
+            leaving = [record for record in self.records(entry) if record.is_free]
+            for record in leaving:
+                self._remove(record, Why.evicted)
+            return len(leaving)
+
+    def verify(self) -> list[str]:
+        """Computes all checksums again and removes records that are damaged; returns their names."""
+        damaged = []
+        for record in self.tier.records():
+            if record.is_ready and record.checksums() != record.meta.checksums:
+                with self._lock:
+                    self._counts.corrupt += 1
+                    self._remove(record, Why.corrupt)
+                damaged.append(record.meta.name)
+        return damaged
+
+    def clear(self) -> None:
+        """Forgets every record, alias and request. Counters go on."""
+        with self._lock:
+            self.tier.close()
+            for memory in (self._pictures, self._requests, self._lost, self._variants):
+                memory.clear()
+
+    def stats(self) -> CacheStats:
+        with self._lock:
+            records = [record for record in self.tier.records() if record.is_ready]
+            kv = sum(record.meta.context is not None for record in records)
+            return replace(
+                self._counts,
+                clashes=self._counts.clashes + self.tier.clashes,
+                encoder_records=len(records) - kv,
+                kv_records=kv,
+                pinned=sum(not record.is_free for record in records),
+                bytes=self.tier.used,
+                capacity=self.tier.capacity,
+            )
+
+    def _remove(self, record: Record, why: Why | None) -> None:
+        self._losing = why
+        self.tier.remove(record)
+        self._losing = Why.evicted
+
+    def _forget(self, record: Record) -> None:
+        """Called by the tier for each record that leaves."""
+        if not record.is_claimed:
+            record.settle(record.is_ready)  # nobody needs to fill it any more
+        self._counts.evicted += self._losing is Why.evicted
+        if self._losing is not None:
+            _remember(self._lost, _lost_name(record.meta), self._losing)
+        if record.meta.context is not None:
+            variants = self._variants[record.meta.entry]
+            variants.remove(record)
+            if not variants:
+                del self._variants[record.meta.entry]
+
+
+def _lost_name(meta: Meta) -> str:
+    return meta.name if meta.context is None else f"kv/{meta.entry}"
+
+
+def _remember[V](memory: OrderedDict[str, V], key: str, value: V) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    while len(memory) > _REMEMBERED:
+        memory.popitem(last=False)

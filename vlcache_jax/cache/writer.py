@@ -1,0 +1,89 @@
+"""Fills records off the critical path, from what a run leaves on the device."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.store import Store
+
+_log = logging.getLogger(__name__)
+
+
+class Captured(NamedTuple):
+    """Row `rows[i]` of a step is token `tokens[i]` of the image whose K, V the record is to hold."""
+
+    record: Record
+    tokens: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+
+
+class Writer:
+    """One thread that copies to the host and settles records. Copies start when a method is called."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, "vlcache-writer")
+        self._running: deque[Future[None]] = deque()
+
+    def encoder(self, record: Record, encoded: jax.Array, first: int) -> None:
+        """The record's rows begin at row `first` of `encoded`, [1 + J, T, M]."""
+
+        def fill() -> None:
+            tokens = record.meta.tokens
+            record.data[:, :tokens] = np.asarray(encoded)[:, first : first + tokens]
+            self._store.publish(record)
+
+        self._start([encoded], [record], fill)
+
+    def kv(self, captured: Sequence[Captured], k: Sequence[jax.Array], v: Sequence[jax.Array]) -> None:
+        """`k` before rotation and `v` of each layer, [N, K, D], hold these rows of a step."""
+
+        def fill() -> None:
+            for layer, pair in enumerate(zip(k, v, strict=True)):
+                for half, values in enumerate(map(np.asarray, pair)):
+                    for record, tokens, rows in captured:
+                        record.data[layer, half, tokens] = values[rows]
+            for record, tokens, _ in captured:
+                record.missing -= len(tokens)
+                if not record.missing and not record.is_settled:
+                    self._store.publish(record)
+
+        self._start([*k, *v], [part.record for part in captured], fill)
+
+    def throttle(self, most: int) -> None:
+        """Waits until at most `most` copies are under way: what they read occupies the device."""
+        while len(self._running) > most:
+            self._running.popleft().result()
+
+    def flush(self) -> None:
+        """Waits for everything."""
+        self.throttle(0)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _start(self, arrays: Sequence[jax.Array], records: Sequence[Record], fill: Callable[[], None]) -> None:
+        def job() -> None:
+            try:
+                fill()
+            except Exception:  # whatever it was, the answer does not depend on it
+                _log.exception("%d records could not be filled", len(records))
+                for record in records:
+                    self._store.withdraw(record)
+
+        for record in records:
+            record.is_claimed = True
+        for array in arrays:
+            array.copy_to_host_async()
+        self._running.append(self._thread.submit(job))
+        while self._running and self._running[0].done():
+            self._running.popleft()

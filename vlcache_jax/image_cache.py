@@ -1,0 +1,131 @@
+"""`llm.cache`: what a user can see and do about the images that the engine keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.store import CacheStats, Handle, Store
+from vlcache_jax.cache.writer import Writer
+from vlcache_jax.layout import ImageRef
+from vlcache_jax.linker import Linker
+from vlcache_jax.prompt import Prompt, PromptRenderer
+
+Precompute = Callable[[list[Any], Mapping[str, int] | None, str | None], None]
+
+
+class ImageCache:
+    """The images of an engine.
+
+    Wherever a method takes an image, it takes what messages take: a path, bytes, a `data:` URL, a PIL image, an array.
+    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it.
+    """
+
+    def __init__(self, store: Store, writer: Writer, linker: Linker, renderer: PromptRenderer, precompute: Precompute):
+        self._store, self._writer, self._linker, self._renderer = store, writer, linker, renderer
+        self._precompute = precompute
+        self._pinned: dict[str, list[Record]] = {}
+
+    def precompute(
+        self,
+        images: Sequence[Any],
+        system: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+    ) -> list[str]:
+        """Computes and keeps images as the first thing of a user's turn, so that prompts that begin so hit exactly.
+
+        Args:
+          images: each on its own.
+          system: the system message that those prompts have, if any.
+
+        Returns:
+          The images' entry keys, in their order.
+
+        Raises:
+          ValueError: an image cannot be read.
+        """
+        if isinstance(images, (str, bytes)) or not isinstance(images, Sequence):
+            raise ValueError(f"images must be a list of images, got {type(images).__name__}")
+        before = [] if system is None else [{"role": "system", "content": system}]
+        conversations = [
+            [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
+        ]
+        self._precompute(conversations, mm_processor_kwargs, cache_salt)
+        return [self.key(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs) for image in images]
+
+    def key(
+        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+    ) -> str:
+        """The image's entry key. Decodes it if it was not seen before."""
+        return self._image(image, cache_salt, mm_processor_kwargs).key
+
+    def lookup(
+        self,
+        image: Any,
+        context: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+    ) -> Handle:
+        """Finds and pins what is kept for an image, to be used in a `with`.
+
+        Args:
+          context: digest of what stands before it (`Record.meta.context`); None: any.
+        """
+        self._writer.flush()
+        found = self._image(image, cache_salt, mm_processor_kwargs)
+        return self._store.lookup(found.key, context or "", grid=found.grid, approximate=True)
+
+    def pin(self, image: Any, **identity: Any) -> int:
+        """Keeps an image's present records until `unpin`; returns how many. Takes an image or its entry key."""
+        self._writer.flush()
+        entry = self._entry(image, identity)
+        records = [record for record in self._store.records(entry) if record not in self._pinned.get(entry, ())]
+        for record in records:
+            self._store.pin(record)
+        self._pinned.setdefault(entry, []).extend(records)
+        return len(self._pinned[entry])
+
+    def unpin(self, image: Any, **identity: Any) -> int:
+        """Takes `pin` back; returns of how many records."""
+        records = self._pinned.pop(self._entry(image, identity), [])
+        for record in records:
+            self._store.unpin(record)
+        return len(records)
+
+    def evict(self, image: Any, **identity: Any) -> int:
+        """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key."""
+        self._writer.flush()
+        return self._store.evict(self._entry(image, identity))
+
+    def request(self, key: str) -> tuple[str, ...] | None:
+        """The entry keys of a request's images, by `CacheReport.request_key`."""
+        return self._store.request(key)
+
+    def verify(self) -> list[str]:
+        """Checks every record against its checksums and removes damaged ones; returns their names."""
+        self._writer.flush()
+        return self._store.verify()
+
+    def stats(self) -> CacheStats:
+        """Counters, and what is kept now."""
+        return self._store.stats()
+
+    def flush(self) -> None:
+        """Waits until everything computed so far is kept."""
+        self._writer.flush()
+
+    def _entry(self, image: Any, identity: Mapping[str, Any]) -> str:
+        if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
+            return image
+        return self.key(image, **identity)
+
+    def _image(self, image: Any, salt: str | None, limits: Mapping[str, int] | None) -> ImageRef:
+        source = self._renderer.image(image)
+        prompt = Prompt.of_image(source, self._renderer.image_token_id, limits)
+        [request] = self._linker.identify([prompt], salt)
+        return request.images[0]

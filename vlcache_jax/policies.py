@@ -1,0 +1,196 @@
+"""Policies: which tokens of reused images are computed anew, and through how many layers (host, per request).
+
+A policy sees the layout of one request, in which every image is marked: "miss" (nothing to link, so computed), "exact"
+(its K, V were computed in this very context) or "approximate" (computed in another one). Text and misses are always
+computed, exact images never, whatever the policy; it rules over approximate ones alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from vlcache_jax.layout import Layout
+from vlcache_jax.plan import Plan, full_prefill
+from vlcache_jax.schedule import Schedule
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """How images are reused.
+
+    Attributes:
+      name: in reports.
+      links: whether records are used and made at all.
+      approximates: whether K, V may be linked that were computed behind something else.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def links(self) -> bool: ...
+
+    @property
+    def approximates(self) -> bool: ...
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan: ...
+
+
+@dataclass(frozen=True)
+class Off:
+    """Every image is computed, and nothing is stored."""
+
+    name: str = "off"
+    links: bool = False
+    approximates: bool = False
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        return full_prefill(layout, num_layers)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Images are linked where their context is the same. Answers are those of a cold run."""
+
+    name: str = "exact"
+    links: bool = True
+    approximates: bool = False
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        return first_tokens(layout, num_layers, lambda tokens: [tokens] * num_layers)
+
+
+@dataclass(frozen=True)
+class StaticRatio:
+    """The first floor(ratio x T) of T image tokens are computed in every layer (VLCache, static r; 0 is full reuse)."""
+
+    ratio: Fraction
+    links: bool = True
+    approximates: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"reuse must be a ratio from 0 to 1, got {float(self.ratio):g}")
+
+    @property
+    def name(self) -> str:
+        return f"static {float(self.ratio):g}"
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        return first_tokens(layout, num_layers, lambda tokens: [int(self.ratio * tokens)] * num_layers)
+
+
+@dataclass(frozen=True)
+class MPIC:
+    """The first k tokens of an image are computed in every layer (MPIC-k)."""
+
+    k: int = 32
+    links: bool = True
+    approximates: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
+            raise ValueError(f"k must be an integer of at least 0, got {self.k!r}")
+
+    @property
+    def name(self) -> str:
+        return f"mpic-{self.k}"
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        return first_tokens(layout, num_layers, lambda tokens: [min(self.k, tokens)] * num_layers)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Each layer computes the first tokens that its level in a schedule says (VLCache, dynamic).
+
+    K, V of the first layer do not depend on context, so what is linked there is right already: the first layer computes
+    only what the second one needs (algorithm property P7).
+    """
+
+    schedule: Schedule
+    links: bool = True
+    approximates: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"schedule {self.schedule.mean_text}"
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        def counts(tokens: int) -> list[int]:
+            count = [self.schedule.count(tokens, layer) for layer in range(num_layers)]
+            return count[1:2] + count[1:] if num_layers > 1 else count
+
+        return first_tokens(layout, num_layers, counts)
+
+
+def first_tokens(layout: Layout, num_layers: int, counts: Callable[[int], Sequence[int]]) -> Plan:
+    """The plan that computes the first tokens of each approximate image.
+
+    Args:
+      counts: image tokens -> how many of them are computed in each layer, non-increasing, [num_layers].
+    """
+    depth = full_prefill(layout, num_layers).depth
+    for span in layout.spans:
+        if span.state == "exact":
+            depth[span.start : span.start + span.length] = 0
+        elif span.state == "approximate":
+            token = np.arange(span.length)
+            fresh = (token[:, None] < np.asarray(counts(span.length))).sum(1)
+            depth[span.start : span.start + span.length] = fresh
+    depth[-1] = num_layers + 1  # the answer begins with its logits
+    return Plan(depth)
+
+
+def parse_policy(reuse: Any) -> Policy:
+    """The policy that a user's `reuse` stands for.
+
+    Args:
+      reuse: "off", "exact", "full" (ratio 0), a ratio from 0 to 1 as a number or a decimal string, "mpic-K", the path
+        of a schedule file, a `Schedule` or a `Policy`.
+
+    Raises:
+      ValueError: something else.
+    """
+    if isinstance(reuse, Schedule):
+        return Scheduled(reuse)
+    if isinstance(reuse, Policy) and not isinstance(reuse, type):
+        return reuse
+    if isinstance(reuse, (int, float, Decimal, Fraction)) and not isinstance(reuse, bool):
+        return StaticRatio(_fraction(reuse if isinstance(reuse, Fraction) else str(reuse)))
+    if isinstance(reuse, str):
+        if reuse in _NAMED:
+            return _NAMED[reuse]
+        if reuse.startswith("mpic-") and reuse[5:].isdecimal():
+            return MPIC(int(reuse[5:]))
+        try:
+            return StaticRatio(_fraction(reuse))
+        except InvalidOperation:
+            pass
+    if isinstance(reuse, (str, PathLike)) and Path(reuse).is_file():
+        return Scheduled(Schedule.load(reuse))
+    raise ValueError(
+        'reuse must be "off", "exact", "full", a ratio from 0 to 1, "mpic-K", the path of a schedule file, a Schedule '
+        f"or a Policy, got {reuse!r}"
+    )
+
+
+_NAMED: dict[str, Policy] = {"off": Off(), "exact": Exact(), "full": StaticRatio(Fraction(0))}
+
+
+def _fraction(value: str | Fraction) -> Fraction:
+    """The exact value of a decimal: 0.29 of 100 tokens are 29, where floating point says 28."""
+    if isinstance(value, Fraction):
+        return value
+    decimal = Decimal(value)
+    if not decimal.is_finite():
+        raise ValueError(f"reuse must be a ratio from 0 to 1, got {value}")
+    return Fraction(decimal)
