@@ -5,7 +5,7 @@ from vlcache_jax.batching import Sequence, cut_waves, encoder_calls, prefill_ste
 from vlcache_jax.buckets import Ladder
 from vlcache_jax.images import Patches
 from vlcache_jax.layout import ImageRef, make_layout
-from vlcache_jax.plan import full_prefill
+from vlcache_jax.plan import Plan, full_prefill
 
 LAYERS, SLOTS = 3, 500
 LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
@@ -133,3 +133,39 @@ def test_layout_of_a_prompt_that_starts_and_ends_with_an_image():
         [0, 0, 0, 0, 0, 0, 3, 4, 4], [0, 0, 0, 1, 1, 1, 3, 4, 4], [0, 1, 2, 0, 1, 2, 3, 4, 5]
     ]  # fmt: skip
     assert layout.delta == 6 - 9
+
+
+def test_rows_that_drop_out_become_padding():
+    """Random plans: every layer's slice holds its own rows, and nothing that it would write besides."""
+    rng = np.random.default_rng(0)
+    sequences = [sequence(3, (2, 3), 4), sequence(9), sequence((1, 4), 1, (5, 6), 2), sequence(2)]
+    for one in sequences:
+        depth = rng.integers(0, LAYERS + 1, len(one.layout)).astype(np.int16)
+        depth[-1] = LAYERS + 1
+        one.plan = Plan(depth)
+    [wave] = cut_waves(sequences, 4, SLOTS)
+    written = [set() for _ in range(LAYERS)]
+    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+        assert list(step.bounds) == sorted(step.bounds, reverse=True)
+        for layer in range(LAYERS):
+            rows = step.layer_rows(layer)
+            assert len(rows.slot) == step.bounds[layer]
+            assert len(set(rows.slot.tolist())) == len(rows.slot)
+            live = rows.slot < SLOTS
+            assert live[: step.active[layer]].all()
+            assert not live[step.active[layer] :].any()
+            assert not rows.k_end[~live].any()
+            np.testing.assert_array_equal(rows.position[:, live], step.rows.position[:, : step.active[layer]])
+            assert not written[layer] & set(rows.slot[live].tolist())
+            written[layer] |= set(rows.slot[live].tolist())
+    for layer in range(LAYERS):
+        planned = {s.base + i for s in wave for i in np.flatnonzero(s.plan.depth > layer).tolist()}
+        assert written[layer] == planned
+
+
+def test_levels_run_one_after_the_other():
+    sequences = [sequence(3), sequence(4), sequence(5), sequence(6)]
+    sequences[1].level = 1
+    waves = cut_waves(sequences, 4, SLOTS)
+    assert waves == [[sequences[0], sequences[2], sequences[3]], [sequences[1]]]
+    assert sequences[1].base == 0

@@ -1,3 +1,4 @@
+import json
 import re
 
 import numpy as np
@@ -13,9 +14,9 @@ def run():
     return lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("command", ["demo", "ask", "convert"])
+@pytest.mark.parametrize("command", ["demo", "ask", "convert", "bench ttft"])
 def test_help_teaches(run, command):
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert command == "demo" or "Example" in result.stdout
 
@@ -25,7 +26,8 @@ def test_demo(run):
     assert result.exit_code == 0, result.output
     assert "random weights" in result.stdout
     assert re.search(r"compiled \d+ programs", result.stdout)
-    assert re.search(r"two pictures .* 128 .*\d+ \d+ \d+", result.stdout)
+    assert re.search(r"it comes again .* exact .*45 .*165 ", result.stdout)
+    assert re.search(r"in another .* 73 .* 247 ", result.stdout)
 
 
 def test_ask(run, family_checkpoint, tmp_path, textured_image):
@@ -34,6 +36,12 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     result = run("ask", *arguments, tmp_path / "a.png", "What is it?")
     assert result.exit_code == 0, result.output
     assert re.search(r"prompt tokens, \d+ of images; first token after .* s, [1-3] tokens", result.stderr)
+    twice = run("ask", *arguments, "--twice", tmp_path / "a.png", "What is it?")
+    assert twice.exit_code == 0, twice.output
+    half = len(twice.stdout) // 2
+    assert twice.stdout[:half] == twice.stdout[half:]
+    assert re.search(r"miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
+    assert run("ask", *arguments, "--reuse", "most", "What?").stderr.startswith("error: reuse must be")
     small = run("ask", *arguments, "--max-pixels", "8000", tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output
 
@@ -55,3 +63,14 @@ def test_ask_without_a_checkpoint(run, tmp_path):
     result = run("ask", "-m", tmp_path, "What?")
     assert result.exit_code == 1
     assert "config.json" in result.stderr
+
+
+def test_bench_ttft(run, family_checkpoint, tmp_path):
+    out = tmp_path / "ttft.json"
+    arguments = ("--images", "2", "--tokens", "16", "--text-before", "7", "--repeats", "1", "--dtype", "float32")
+    result = run("bench", "ttft", family_checkpoint, *arguments, "--out", out)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["configuration"] for row in rows][:4] == ["cold", "encoder cached", "r = 0", "r = 0.1"]
+    assert [row["tokens reused"] for row in rows] == [0, 0, 32, 30, 32]
+    assert all(row["TTFT ms"] > 0 and row["GFLOP"] > 0 for row in rows)

@@ -595,7 +595,7 @@ def test_small_budgets(directory, textured_image):
         assert llm.cache.evict(images[0]) >= 2
         [output] = chat(llm, user(images[0], "keep this"))
         assert output.cache.images[0].why.value == "evicted"
-    for budget in (0, 5000):
+    for budget in (0, 3000):
         with open_llm(directory, cache=CacheConfig(host_bytes=budget)) as llm:
             for _ in range(2):
                 outputs = chat(llm, user(images[1], "?"), user(images[1], "?"))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+import pathlib
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vlcache_jax.convert.command import convert_command
+
+if TYPE_CHECKING:
+    from vlcache_jax.outputs import RequestOutput
 
 app = typer.Typer(
     name="vlcache",
@@ -17,6 +21,8 @@ app = typer.Typer(
     help="Serves Qwen vision-language models in JAX. Start with `vlcache demo`: it needs no weights.",
 )
 app.command("convert")(convert_command)
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a table, and writes JSON.")
+app.add_typer(bench)
 
 
 @app.command("demo")
@@ -50,10 +56,14 @@ def ask_command(
         typer.Option(help="Pixels of an image at most; larger ones are scaled down. [default: the checkpoint's own]",
                      show_default=False),
     ] = None,
+    reuse: Annotated[
+        str, typer.Option(help='"exact", "off", "full", a ratio such as 0.1, "mpic-K" or a schedule file.')
+    ] = "exact",
+    twice: Annotated[bool, typer.Option("--twice", help="Ask once more, now that the images are known.")] = False,
 ) -> None:  # fmt: skip
     """Asks a question about images.
 
-    Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?"
+    Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """
     from vlcache_jax import LLM, SamplingParams
     from vlcache_jax.images import read_image
@@ -61,21 +71,65 @@ def ask_command(
     *images, question = words
     try:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        # Decoded first: what is wrong with an image is known before the model is loaded.
-        pictures = [read_image(image, name=image).decode() for image in images]
-        content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": question}]
+        for image in images:  # what is wrong with an image is known before the model is loaded
+            read_image(image, name=image).decode()
+        content = [*({"type": "image", "path": image} for image in images), {"type": "text", "text": question}]
         limits = {"max_pixels": max_pixels} if max_pixels is not None else None
-        with LLM(model, dtype=dtype, mm_processor_kwargs=limits) as llm:
-            [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+        with LLM(model, dtype=dtype, mm_processor_kwargs=limits, reuse=reuse) as llm:
+            for _ in range(1 + twice):
+                [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+                typer.echo(output.outputs[0].text)
+                typer.echo(_summary(output), err=True)
     except (ValueError, OSError, MemoryError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(output.outputs[0].text)
-    metrics = output.metrics
-    typer.echo(
-        f"[{len(output.prompt_token_ids)} prompt tokens, {sum(i.tokens for i in output.cache.images)} of images; "
-        f"first token after {metrics.ttft:.2f} s, {len(output.outputs[0].token_ids)} tokens in {metrics.decode:.2f} s]",
-        err=True,
+
+
+def _summary(output: RequestOutput) -> str:
+    metrics, images = output.metrics, output.cache.images
+    found = ", ".join(f"{image.match} ({image.why.value})" if image.why else image.match for image in images)
+    return (
+        f"[{len(output.prompt_token_ids)} prompt tokens, {sum(image.tokens for image in images)} of images; "
+        f"first token after {metrics.ttft:.3f} s, {len(output.outputs[0].token_ids)} tokens in {metrics.decode:.2f} s; "
+        f"images: {found or 'none'}; {output.cache.rows[-1]} tokens computed, "
+        f"{output.num_cached_tokens + output.cache.approximate_tokens} reused]"
+    )
+
+
+@bench.command("ttft")
+def ttft_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint or hub id. [default: random weights, 12 layers x 768]", show_default=False),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    images: Annotated[int, typer.Option(min=1, help="Images in the prompt.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each image.")] = 1024,
+    text_before: Annotated[int, typer.Option(min=1, help="Text tokens before the images, new in each prompt.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration, taking turns.")] = 5,
+    schedule: Annotated[
+        pathlib.Path | None, typer.Option(help="Schedule file. [default: falling levels]", show_default=False)
+    ] = None,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+) -> None:  # fmt: skip
+    """Measures the time to the first token: cold, encoder cached, and with K, V reused.
+
+    Images are noise, the text before them is new in each prompt. A repeat is compared with a cold run before anything
+    is timed.
+
+    Example: vlcache bench ttft --images 2 --tokens 256 --out ttft.json
+    """
+    from vlcache_jax.benchmarks import ttft
+
+    ttft.run(
+        model,
+        dtype=dtype,
+        images=images,
+        tokens=tokens,
+        text_before=text_before,
+        repeats=repeats,
+        schedule=None if schedule is None else str(schedule),
+        out=out,
     )
 
 

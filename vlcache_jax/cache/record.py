@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from vlcache_jax.images import Grid
 Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
 
+_LARGE = 2**20
 _ALIGNMENT = 64  # bytes; a CPU device can then use the memory as it lies
 
 
@@ -140,6 +142,8 @@ class Record:
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
     size = int(np.prod(shape)) * dtype.itemsize
+    if size >= _LARGE:  # pages of its own go back to the system at once; the heap would keep them
+        return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return memory[first : first + size].view(dtype).reshape(shape)

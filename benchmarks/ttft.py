@@ -1,0 +1,213 @@
+"""Time to first token: cold, with the encoder's output cached, and with K, V linked (`vlcache bench ttft`).
+
+Every prompt has new text before its images, so nothing is an exact hit: this is the case that other engines compute
+whole. The configurations take turns; the table has medians.
+
+    vlcache bench ttft --out benchmarks/results/ttft_cpu.json
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pathlib
+import statistics
+import tempfile
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlcache_jax.benchmarks import operations
+from vlcache_jax.benchmarks.prefill import ALLOCATOR, TEXT, VISION
+from vlcache_jax.benchmarks.report import environment, publish
+
+STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
+TEXT_AFTER = 6
+LEVELS = (60, 30, 15, 8, 4, 2)  # of the falling schedule, in 1/500; spread over the layers its mean is about 0.04
+
+
+def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
+    """PNG files of coloured noise; `cell` is the side of the pixels that become one token."""
+    rng = np.random.default_rng(0)
+    rows = int(np.sqrt(tokens))
+    while tokens % rows:
+        rows -= 1
+    images = []
+    for _ in range(count):
+        noise = rng.integers(0, 256, (rows * 2, tokens // rows * 2, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(noise.repeat(cell // 2, axis=0).repeat(cell // 2, axis=1)).save(file, "PNG")
+        images.append(file.getvalue())
+    return images
+
+
+def run(
+    model: str | None,
+    *,
+    dtype: str,
+    images: int,
+    tokens: int,
+    text_before: int,
+    repeats: int,
+    schedule: str | None,
+    out: pathlib.Path | None,
+) -> None:
+    """Measures in a process of its own, whose allocator keeps its pages."""
+    os.environ.update(ALLOCATOR)  # read when a process starts
+    context = multiprocessing.get_context("spawn")
+    settings = (model, dtype, images, tokens, text_before, repeats, schedule, out)
+    process = context.Process(target=_measure, args=settings)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(process.exitcode)
+
+
+def _measure(
+    model: str | None,
+    dtype: str,
+    num_images: int,
+    tokens: int,
+    text_before: int,
+    repeats: int,
+    schedule: str | None,
+    out: pathlib.Path | None,
+) -> None:
+    from vlcache_jax import LLM, SamplingParams, Schedule
+
+    with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as directory:
+        if model is None:
+            from vlcache_jax.tiny import make_checkpoint
+
+            model = directory
+            make_checkpoint(directory, "qwen3_vl", text=TEXT, vision=VISION, tie_word_embeddings=True)
+        slots = num_images * (tokens + 2) + text_before + TEXT_AFTER + 8
+        with LLM(model, dtype=dtype, max_model_len=slots) as llm:
+            config = llm._checkpoint.config
+            layers = config.text.num_layers
+            cell = config.vision.patch_size * config.vision.merge_size
+            pictures = make_images(num_images, tokens, cell)
+            if schedule is None:
+                levels = tuple(LEVELS[layer * len(LEVELS) // layers] for layer in range(layers))
+                falling = Schedule(levels, config.model_type, "", allow_other_model=True)
+            else:
+                falling = Schedule.load(schedule)
+            configurations: dict[str, Any] = {
+                "cold": "off",
+                "encoder cached": "exact",
+                "r = 0": "full",
+                "r = 0.1": "0.1",
+                f"schedule, mean {falling.mean_text}": falling,
+            }
+            rng = np.random.default_rng(1)
+            limits = {"max_pixels": 2 * tokens * cell**2}
+
+            def prompt() -> dict[str, Any]:
+                before, after = (
+                    bytes(rng.integers(97, 123, count, dtype=np.uint8)).decode() for count in (text_before, TEXT_AFTER)
+                )
+                text = before + "<|vision_start|><|image_pad|><|vision_end|>" * num_images + after
+                return {"prompt": text, "multi_modal_data": {"image": pictures}, "mm_processor_kwargs": limits}
+
+            one = SamplingParams(max_tokens=1, temperature=0)
+            for reuse in configurations.values():
+                llm.warmup(reuse=reuse, verbose=False)
+            [donor] = llm.generate(prompt(), one, use_tqdm=False)
+            if [image.tokens for image in donor.cache.images] != [tokens] * num_images:
+                raise ValueError(f"images must have {tokens} tokens, got {donor.cache.images}")
+            _check_exact(llm, prompt(), dtype)
+
+            outputs: dict[str, list[Any]] = {name: [] for name in configurations}
+            for repeat in range(repeats + 1):  # the first round warms up
+                for name, reuse in configurations.items():
+                    llm.cache.flush()
+                    [output] = llm.generate(prompt(), one, reuse=reuse, use_tqdm=False)
+                    _check(name, output)
+                    if repeat:
+                        outputs[name].append(output)
+
+            rows: list[dict[str, Any]] = []
+            baseline: dict[str, float] = {}
+            for name, runs in outputs.items():
+                report, length = runs[0].cache, len(runs[0].prompt_token_ids)
+                ttft = statistics.median(run.metrics.ttft for run in runs)
+                baseline[name] = ttft
+                count = _operations(config, report, length)
+                row: dict[str, Any] = {"configuration": name}
+                for step in STEPS:
+                    row[f"{step} ms"] = 1000 * statistics.median(getattr(run.metrics, step) for run in runs)
+                row["TTFT ms"] = 1000 * ttft
+                row["spread ms"] = 1000 * (max(r.metrics.ttft for r in runs) - min(r.metrics.ttft for r in runs))
+                row["tokens reused"] = length - report.rows[-1]
+                row["rows a layer"] = sum(report.rows) / len(report.rows)
+                row["over cold"] = baseline["cold"] / ttft
+                row["over encoder cached"] = baseline.get("encoder cached", ttft) / ttft
+                row["GFLOP"] = count / 1e9
+                row["GFLOP/s of cold"] = (count / ttft) / rows[0]["rate"] if rows else 1.0
+                row["rate"] = count / ttft
+                rows.append(row)
+            head = environment("jax") | {
+                "device": str(llm._runner._normalization.devices()),
+                "dtype": str(llm._runner.dtype),
+                "layers": layers,
+                "prompt": f"{text_before} text tokens, {num_images} images of {tokens}, {TEXT_AFTER} text tokens",
+                "repeats": repeats,
+            }
+            _publish(rows, head, out)
+
+
+def _publish(rows: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
+    shares = ("configuration", "TTFT ms", "spread ms", "tokens reused", "rows a layer", "over cold",
+              "over encoder cached", "GFLOP", "GFLOP/s of cold")  # fmt: skip
+    publish(
+        f"Time to first token, {head['dtype']}: {head['prompt']}", [{k: r[k] for k in shares} for r in rows], {}, None
+    )
+    steps = ("configuration", *(f"{step} ms" for step in STEPS))
+    publish("Its steps", [{key.removesuffix(" ms"): row[key] for key in steps} for row in rows], {}, None)
+    if out is not None:
+        publish("Time to first token", rows, head, out)
+
+
+def _check_exact(llm: Any, prompt: dict[str, Any], dtype: str) -> None:
+    """A repeat must have the logits of a cold run before anything is timed."""
+    from vlcache_jax import SamplingParams
+
+    one = SamplingParams(max_tokens=1, temperature=0)
+    llm.generate(prompt, one, use_tqdm=False)
+    [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
+    if output.num_cached_tokens == 0 or not output.cache.exact:
+        raise ValueError(f"a repeat must hit exactly, got {output.cache}")
+    if not output.verification.max_logit_difference < (1e-3 if dtype == "float32" else 0.5):
+        raise ValueError(f"a repeat must have the logits of a cold run, got {output.verification}")
+
+
+def _check(name: str, output: Any) -> None:
+    found = {(image.encoder != "computed", image.match) for image in output.cache.images}
+    expected = {"cold": (False, "miss"), "encoder cached": (True, "miss")}.get(name, (True, "approximate"))
+    if found != {expected} or len(output.outputs[0].token_ids) != 1:
+        raise ValueError(f"{name} must find its images as {expected}, got {found}")
+
+
+def _operations(config: Any, report: Any, length: int) -> int:
+    """Of a run, by its report: the rows of an image are its first ones, and text is computed whole."""
+    from vlcache_jax.plan import Plan
+
+    layers = config.text.num_layers
+    depth = np.full(length, layers, np.int16)
+    first = length - TEXT_AFTER - 1
+    for image in reversed(report.images):
+        start = first - image.tokens
+        fresh = np.asarray(image.recomputed)
+        depth[start:first] = (np.arange(image.tokens)[:, None] < fresh).sum(1)
+        first = start - 2  # vision end, vision start
+    depth[-1] = layers + 1
+    plan = Plan(depth)
+    if plan.rows(layers) != report.rows:
+        raise ValueError(f"rows counted must be those of the report, {report.rows}, got {plan.rows(layers)}")
+    encoded = [image for image in report.images if image.encoder == "computed"]
+    patches = config.vision.merge_size**2
+    return operations.prefill(config, plan) + sum(
+        operations.encoder(config, (1, image.tokens, patches)) for image in encoded
+    )

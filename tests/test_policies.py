@@ -1,0 +1,100 @@
+"""Plans: the worked examples of the specification, and what `reuse` may be."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from vlcache_jax.layout import ImageRef, make_layout
+from vlcache_jax.policies import MPIC, Exact, Off, Scheduled, StaticRatio, parse_policy
+from vlcache_jax.schedule import Schedule
+
+
+def layout(*states):
+    """t0 t1 | A: 2..11 | t12 | B: 13..17 | t18 t19 t20 (specification, A.3)."""
+    images = [ImageRef("a", (1, 4, 10), 10, lambda: None), ImageRef("b", (1, 2, 10), 5, lambda: None)]
+    return make_layout(np.zeros(21, np.int32), [2, 13], images, 2, states)
+
+
+def fresh(plan, layer):
+    return set(np.flatnonzero(plan.depth > layer).tolist())
+
+
+TEXT = {0, 1, 12, 18, 19, 20}
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_static_ratio(layers):
+    plan = StaticRatio(Fraction("0.3")).plan(layout("approximate", "approximate"), layers)
+    for layer in range(layers):
+        assert fresh(plan, layer) == {0, 1, 2, 3, 4, 12, 13, 18, 19, 20}
+    assert fresh(plan, layers) == {20}  # logits
+
+
+def test_mpic():
+    for policy, expected in (
+        (MPIC(2), {0, 1, 2, 3, 12, 13, 14, 18, 19, 20}),
+        (MPIC(99), set(range(21))),
+        (MPIC(0), TEXT),
+    ):
+        plan = policy.plan(layout("approximate", "approximate"), 2)
+        assert fresh(plan, 0) == fresh(plan, 1) == expected
+    exact_first = MPIC(2).plan(layout("exact", "approximate"), 2)
+    assert fresh(exact_first, 0) == {0, 1, 12, 13, 14, 18, 19, 20}
+
+
+def test_misses_are_computed_and_exact_images_are_not():
+    for policy in (Exact(), StaticRatio(Fraction(1, 2)), MPIC(1)):
+        plan = policy.plan(layout("exact", "miss"), 2)
+        assert fresh(plan, 0) == TEXT | set(range(13, 18))
+    assert fresh(Off().plan(layout("exact", "miss"), 2), 1) == set(range(21))
+
+
+def test_a_schedule_shrinks():
+    schedule = Schedule((500, 300, 200, 0), "m", "f")
+    plan = Scheduled(schedule).plan(layout("approximate", "approximate"), 4)
+    assert fresh(plan, 0) == fresh(plan, 1)  # the first layer computes what the second one needs
+    assert fresh(plan, 1) == TEXT | set(range(2, 8)) | set(range(13, 16))
+    assert fresh(plan, 2) == TEXT | set(range(2, 6)) | set(range(13, 15))
+    assert fresh(plan, 3) == TEXT
+    assert Scheduled(schedule).name == "schedule 0.5000"
+
+
+def test_counts_are_exact():
+    """0.29 of 100 tokens are 29, where floating point says 28; and 0.29 of 3000 are 870."""
+    image = ImageRef("a", (1, 2, 6000), 3000, lambda: None)
+    one = make_layout(np.zeros(3001, np.int32), [0], [image], 2, ["approximate"])
+    for reuse in (0.29, "0.29", Decimal("0.29"), Fraction(29, 100), "2.9e-1"):
+        plan = parse_policy(reuse).plan(one, 1)
+        assert np.count_nonzero(plan.depth[:3000]) == 870
+    schedule = Schedule((145,), "m", "f")
+    assert (schedule.count(100, 0), schedule.count(3000, 0), schedule.count(101, 0)) == (29, 870, 29)
+    assert Schedule((145,), "m", "f", rounding="ceil").count(101, 0) == 30
+
+
+def test_the_last_token_is_always_computed():
+    image = ImageRef("a", (1, 4, 10), 10, lambda: None)
+    ends_in_an_image = make_layout(np.zeros(12, np.int32), [2], [image], 2, ["exact"])
+    for policy in (Exact(), StaticRatio(Fraction(0))):
+        assert fresh(policy.plan(ends_in_an_image, 3), 2) == {0, 1, 11}
+
+
+def test_what_reuse_may_be(tmp_path):
+    assert parse_policy("off") == Off()
+    assert parse_policy("exact") == Exact()
+    assert parse_policy("full") == parse_policy(0) == parse_policy("0.0") == StaticRatio(Fraction(0))
+    assert parse_policy("mpic-16") == MPIC(16)
+    assert parse_policy(MPIC(3)) == MPIC(3)
+    schedule = Schedule((5, 3), "qwen3_vl", "f")
+    schedule.save(tmp_path / "s.json")
+    for reuse in (schedule, tmp_path / "s.json", str(tmp_path / "s.json")):
+        assert parse_policy(reuse) == Scheduled(schedule)
+    for bad in ("", "all", "1.1", "-0.5", "nan", "inf", 2, True, None, [], MPIC, object(), str(tmp_path), "no.json"):
+        with pytest.raises(ValueError, match="reuse must be"):
+            parse_policy(bad)
+    for bad in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="k must be"):
+            MPIC(bad)
