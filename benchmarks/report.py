@@ -30,19 +30,34 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
-def publish(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
-    """Prints the rows as a table and writes them, with their head, to `out`.
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the rows as a table.
 
     Raises:
       ValueError: there are no rows, or they differ in their columns.
     """
-    if not rows or any(row.keys() != rows[0].keys() for row in rows):
-        raise ValueError(f"rows must be non-empty and have the same columns, got {list(rows)}")
+    _check(rows)
     table = Table(*rows[0], title=title)
     for row in rows:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(width=140).print(table)
+
+
+def write(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path) -> None:
+    """Writes the rows, with their head, to a JSON file; the same checks as `show`."""
+    _check(rows)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"title": title, **head, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {out}")
+
+
+def publish(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
+    """Prints the rows as a table and, if `out` is given, writes them too."""
+    show(title, rows)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"title": title, **head, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {out}")
+        write(title, rows, head, out)
+
+
+def _check(rows: Sequence[dict[str, Any]]) -> None:
+    if not rows or any(row.keys() != rows[0].keys() for row in rows):
+        raise ValueError(f"rows must be non-empty and have the same columns, got {list(rows)}")

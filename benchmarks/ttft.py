@@ -21,7 +21,7 @@ from PIL import Image
 
 from vlcache_jax.benchmarks import operations
 from vlcache_jax.benchmarks.prefill import ALLOCATOR, TEXT, VISION
-from vlcache_jax.benchmarks.report import environment, publish
+from vlcache_jax.benchmarks.report import environment, show, write
 
 STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
 TEXT_AFTER = 6
@@ -159,15 +159,12 @@ def _measure(
 
 
 def _publish(rows: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
-    shares = ("configuration", "TTFT ms", "spread ms", "tokens reused", "rows a layer", "over cold",
-              "over encoder cached", "GFLOP", "GFLOP/s of cold")  # fmt: skip
-    publish(
-        f"Time to first token, {head['dtype']}: {head['prompt']}", [{k: r[k] for k in shares} for r in rows], {}, None
-    )
-    steps = ("configuration", *(f"{step} ms" for step in STEPS))
-    publish("Its steps", [{key.removesuffix(" ms"): row[key] for key in steps} for row in rows], {}, None)
+    steps = tuple(f"{step} ms" for step in STEPS)
+    whole = [{key: value for key, value in row.items() if key not in (*steps, "rate")} for row in rows]
+    show(f"Time to first token, {head['dtype']}: {head['prompt']}", whole)
+    show("Its steps, ms", [{key.removesuffix(" ms"): row[key] for key in ("configuration", *steps)} for row in rows])
     if out is not None:
-        publish("Time to first token", rows, head, out)
+        write("Time to first token", rows, head, out)
 
 
 def _check_exact(llm: Any, prompt: dict[str, Any], dtype: str) -> None:

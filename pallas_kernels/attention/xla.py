@@ -13,8 +13,6 @@ from jax.typing import DTypeLike
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, largest score, sum of weights
 
-BLOCK = 128  # slots; longer blocks waste more at the ends of intervals, shorter ones more on the loop
-
 
 def tile_rows(n: int) -> int:
     """Rows of a tile: the more rows share the reading of a block the better, as long as they see the same blocks.
@@ -25,6 +23,14 @@ def tile_rows(n: int) -> int:
     if n <= 8:
         return 1
     return 32 if n < 256 else 64 if n < 1024 else 128
+
+
+def block_slots(n: int) -> int:
+    """Slots of a block: longer ones waste more at the ends of intervals, shorter ones more on the loop.
+
+    Rows that decode, and those of a whole prefill, see blocks that end where they do. Scattered rows do not.
+    """
+    return 256 if 8 < n < 1024 else 128
 
 
 @functools.partial(jax.jit, static_argnames=("scale",))
@@ -49,7 +55,7 @@ def _attention(
         return jnp.pad(x, ((0, -N % rows),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, rows, *x.shape[1:])
 
     def one(tile: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return _tile(*tile, k, v, scale, compute)
+        return _tile(*tile, k, v, scale, compute, block=min(block_slots(N), S))
 
     k_start, k_end = jnp.clip(k_start, 0, S), jnp.clip(k_end, 0, S)
     out = lax.map(one, (tiles(q.reshape(N, K, H // K, D)), tiles(k_start), tiles(k_end)))
@@ -57,12 +63,19 @@ def _attention(
 
 
 def _tile(
-    q: jax.Array, start: jax.Array, end: jax.Array, k: jax.Array, v: jax.Array, scale: float, compute: DTypeLike
+    q: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    compute: DTypeLike,
+    *,
+    block: int,
 ) -> jax.Array:
     """Attention of the rows of one tile: q [N, K, G, D], start and end [N] -> [N, K, G, D]."""
     S, K, D = k.shape
     N, _, G, _ = q.shape
-    block = min(BLOCK, S)
     empty = end <= start
     lo = jnp.where(empty, S, start).min()
     hi = jnp.where(empty, 0, end).max()
