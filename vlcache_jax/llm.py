@@ -413,11 +413,12 @@ class LLM:
             raise ValueError(f"cache_salt must be a string or None, got {salt!r}")
         return self._linker.identify(prompts, salt, lookup=policy.links)
 
-    def _in_batches[T](
+    def _in_batches[T: (RequestOutput, Score)](
         self, requests: Sequence[Request], policy: Policy, run: Callable[[list[Linked]], list[T]]
     ) -> list[T]:
         """Plans and runs requests in their order, as many together as the cache can hold at once."""
         results: list[T] = []
+        waves = 0
         while len(results) < len(requests):
             with Batch(self._linker) as batch:
                 group: list[Linked] = []
@@ -426,7 +427,11 @@ class LLM:
                     if linked is None:
                         break
                     group.append(linked)
-                results += run(group)
+                done = run(group)
+            for result in done:
+                result.metrics.wave += waves
+            waves = 1 + max(result.metrics.wave for result in done)
+            results += done
         return results
 
     def _precompute(

@@ -90,7 +90,11 @@ class Verification:
 
 @dataclass
 class Metrics:
-    """Seconds of each step. Steps that a wave's requests share count in full for each of them."""
+    """Seconds of each step. Steps that a wave's requests share count in full for each of them.
+
+    What is done once for several requests of a call, such as decoding an image, counts for the first of them.
+    `wave` tells which requests of the call ran together.
+    """
 
     lookup: float = 0.0
     decode_image: float = 0.0

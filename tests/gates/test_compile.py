@@ -12,6 +12,7 @@ from flax import nnx
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.qwen3_vl import VisionConfig
+from vlcache_jax.pallas_kernels import link
 
 pytestmark = pytest.mark.cuda_gate
 
@@ -86,3 +87,17 @@ def test_a_layer_step_updates_the_pool_in_place(on_h200, size, keep, capture):
     # A few arrays of the rows, in float32, and nothing that grows with the pool.
     row_bytes = 4 * (4 * text.hidden_size + 3 * text.intermediate_size + 4 * text.num_heads * text.head_dim)
     assert plan.temp_size_in_bytes < size * row_bytes + 64 * 2**20
+
+
+@pytest.mark.parametrize("tokens", [64, 16384])
+def test_linking_updates_the_pool_in_place(on_h200, tokens):
+    text = QWEN3_VL_8B.text
+    pool = jax.ShapeDtypeStruct((SLOTS, text.num_kv_heads, text.head_dim), jnp.bfloat16)
+    stored = jax.ShapeDtypeStruct((tokens, text.num_kv_heads, text.head_dim), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((tokens, 1, text.head_dim // 2), jnp.bfloat16)
+    slot = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    arguments = on_h200((pool, pool, stored, stored, slot, angles, angles))
+    plan = jax.jit(link, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
+    assert plan.alias_size_in_bytes == 2 * SLOTS * text.num_kv_heads * text.head_dim * 2
+    # The rotated keys at most, and nothing that grows with the pool.
+    assert plan.temp_size_in_bytes < 2 * tokens * text.num_kv_heads * text.head_dim * 4 + 2**20

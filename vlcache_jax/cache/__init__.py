@@ -14,4 +14,8 @@ A *salt*, when a caller gives one, is part of alias and entry keys: callers with
 cannot learn from a hit what others have sent.
 
 Every key is a whole SHA-256 over length-framed, typed parts, so no two lists of parts digest the same bytes.
+
+Two kinds of *records* are kept (`record.py`): encoder rows, which are right in every context, and K, V of all layers,
+which belong to the context they were computed in; of these there are a few variants an image. The `Store` owns all
+state and makes all decisions, tiers only keep things, and the `Writer` fills records when the answer no longer waits.
 """
