@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from vlcache_jax.layout import ImageRef, make_layout
-from vlcache_jax.policies import MPIC, Exact, Off, Scheduled, StaticRatio, parse_policy
+from vlcache_jax.plan import Plan
+from vlcache_jax.policies import MPIC, Exact, Off, Scheduled, StaticRatio, make_plan, parse_policy
 from vlcache_jax.schedule import Schedule
 
 
@@ -98,3 +99,28 @@ def test_what_reuse_may_be(tmp_path):
     for bad in (-1, 1.5, True):
         with pytest.raises(ValueError, match="k must be"):
             MPIC(bad)
+
+
+def test_a_policy_that_leaves_out_what_it_must_not():
+    class Broken:
+        name, links, approximates = "broken", True, True
+
+        def __init__(self, depth):
+            self.depth = depth
+
+        def plan(self, layout, num_layers):
+            return Plan(np.asarray(self.depth))
+
+    one = layout("approximate", "miss")
+    good = Exact().plan(one, 3).depth.astype(int)
+    make_plan(Broken(good), one, 3)
+    for change, message in (
+        (good[:-1], "shape"),
+        (good + 0.5, "integers"),
+        (good + 1, "from 0 to 4"),
+        (np.where(np.arange(21) == 20, 3, good), "4 at the last token"),
+        (np.where(np.arange(21) == 1, 2, good), "must compute tokens 0 to 1 in every layer"),
+        (np.where(np.arange(21) == 15, 0, good), "must compute tokens 13 to 17"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_plan(Broken(change), one, 3)

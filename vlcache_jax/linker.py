@@ -28,7 +28,7 @@ from vlcache_jax.layout import ImageRef, Layout, State, make_layout
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Metrics, Why
 from vlcache_jax.plan import Plan
-from vlcache_jax.policies import Policy
+from vlcache_jax.policies import Policy, make_plan
 from vlcache_jax.prompt import Prompt, PromptRenderer
 
 
@@ -211,7 +211,7 @@ class Linker:
             layout = make_layout(
                 request.token_ids, request.starts, request.images, self._processor.merge_size, states or None
             )
-            plan = policy.plan(layout, layers)
+            plan = make_plan(policy, layout, layers)
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why

@@ -132,6 +132,30 @@ class Scheduled:
         return first_tokens(layout, num_layers, counts)
 
 
+def make_plan(policy: Policy, layout: Layout, num_layers: int) -> Plan:
+    """The policy's plan, checked: a policy that leaves out what nothing else provides would answer wrongly.
+
+    Raises:
+      ValueError: the plan has another length, depths out of range, or misses rows that have to be computed.
+    """
+    plan = policy.plan(layout, num_layers)
+    depth, name, most = plan.depth, policy.name, num_layers + 1
+    if depth.shape != (len(layout),) or not np.issubdtype(depth.dtype, np.integer):
+        raise ValueError(f"plan of {name} must be integers of shape {(len(layout),)}, got {depth.dtype} {depth.shape}")
+    if depth.min() < 0 or depth.max() > most or depth[-1] != most:
+        raise ValueError(
+            f"plan of {name} must have depths from 0 to {most}, and {most} at the last token, "
+            f"got {depth.min()} to {depth.max()}, and {depth[-1]}"
+        )
+    for span in layout.spans:
+        if span.state in ("text", "miss") and (least := depth[span.tokens].min()) < num_layers:
+            raise ValueError(
+                f"plan of {name} must compute tokens {span.start} to {span.start + span.length - 1} in every layer, "
+                f"as no record has them, got a depth of {least}"
+            )
+    return plan
+
+
 def first_tokens(layout: Layout, num_layers: int, counts: Callable[[int], Sequence[int]]) -> Plan:
     """The plan that computes the first tokens of each approximate image.
 
