@@ -69,7 +69,7 @@ class Ours:
     def __init__(self, directory: str, dtype: str):
         from vlcache_jax import LLM, SamplingParams
 
-        self.llm = LLM(directory, dtype=dtype, max_model_len=4160, kv_cache_bytes=2**29)
+        self.llm = LLM(directory, dtype=dtype, reuse="off", max_model_len=4160, kv_cache_bytes=2**29)
         self.params = SamplingParams(max_tokens=1, temperature=0)
 
     def __call__(self, slots: int) -> dict[str, float]:
