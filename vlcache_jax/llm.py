@@ -400,13 +400,13 @@ class LLM:
             schedule.check_model(config.model_type, config.text.num_layers, fingerprint)
         return policy
 
-    def _shrinking(self, policy: Policy) -> set[int]:
-        """Layers that fewer rows can leave than enter, seen in the plan of a large image."""
+    def _shrinking(self, policy: Policy) -> dict[int, float]:
+        """Layers that fewer rows can leave than enter, and the share that leaves, seen in the plan of a large image."""
         layers = self._runner.config.text.num_layers
         image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
         layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
         rows = policy.plan(layout, layers).rows(layers)
-        return {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
+        return {i: (rows[i + 1] - 1) / rows[i] for i in range(layers - 1) if rows[i + 1] < rows[i]}
 
     def _identify(self, prompts: Sequence[Prompt], salt: str | None, policy: Policy) -> list[Request]:
         if salt is not None and not isinstance(salt, str):

@@ -31,6 +31,7 @@ from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.sampling import Sampled, SamplerInputs
 
+ROUNDED = 64  # images of a step whose counts are all rounded down, at most, for `warmup`
 MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
 
 Params = dict[str, Any]
@@ -183,22 +184,26 @@ class Runner:
 
     # Programs.
 
-    def keys(self, *, linking: bool = False, shrinking: abc.Collection[int] = ()) -> list[Key]:
+    def keys(self, *, linking: bool = False, shrinking: abc.Mapping[int, float] | None = None) -> list[Key]:
         """Every program that prefill, decoding, sampling and scoring can call for.
 
         Args:
           linking: also linking.
-          shrinking: layers that fewer rows leave than enter, besides the last one.
+          shrinking: layers, besides the last one, that fewer rows leave than enter, and which share leaves at least
+            (up to `ROUNDED` rows fewer, as every image rounds).
         """
         ladder, layers, deepstack = self.ladder, self.config.text.num_layers, self.config.vision.num_deepstack
         keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
-        for size in ladder.rows:
+        for fewer, size in zip((0, *ladder.rows), ladder.rows, strict=False):
             keep = ladder.outputs(size)
             keys += [("embed", size)]
             keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
-            keys += [("layer", size, less, i < deepstack) for i in shrinking for less in ladder.rows if less < size]
-            if any(i < deepstack for i in shrinking):
-                keys += [("slice", size, less) for less in ladder.rows if less < size]
+            for i, share in (shrinking or {}).items():
+                least = round_up(max(1, int(share * fewer) - ROUNDED), ladder.rows)
+                rungs = [rung for rung in ladder.rows if least <= rung < size]
+                keys += [("layer", size, rung, i < deepstack) for rung in rungs]
+            if shrinking and min(shrinking) < deepstack - 1:
+                keys += [("slice", size, rung) for rung in ladder.rows if rung < size]
             for count in {min(count, keep) for count in ladder.sequences}:
                 keys += [("head", keep, count), ("sample", count), ("score", count)]
         for count in ladder.sequences:
