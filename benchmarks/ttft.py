@@ -43,30 +43,19 @@ def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
     return images
 
 
-def run(
-    model: str | None,
-    *,
-    dtype: str,
-    images: int,
-    tokens: int,
-    text_before: int,
-    repeats: int,
-    schedule: str | None,
-    out: pathlib.Path | None,
-) -> None:
-    """Measures in a process of its own, whose allocator keeps its pages."""
+def run(model: str | None, **settings: Any) -> None:
+    """Runs `measure` in a process of its own, whose allocator keeps its pages."""
     os.environ.update(ALLOCATOR)  # read when a process starts
-    context = multiprocessing.get_context("spawn")
-    settings = (model, dtype, images, tokens, text_before, repeats, schedule, out)
-    process = context.Process(target=_measure, args=settings)
+    process = multiprocessing.get_context("spawn").Process(target=measure, args=(model,), kwargs=settings)
     process.start()
     process.join()
     if process.exitcode:
         raise SystemExit(process.exitcode)
 
 
-def _measure(
+def measure(
     model: str | None,
+    *,
     dtype: str,
     num_images: int,
     tokens: int,
@@ -75,6 +64,16 @@ def _measure(
     schedule: str | None,
     out: pathlib.Path | None,
 ) -> None:
+    """Measures and prints.
+
+    Args:
+      model: checkpoint; None is one of 12 layers x 768 with random weights.
+      num_images, tokens: images of a prompt, and tokens of each.
+      text_before: tokens before the images, new in each prompt.
+      repeats: of each configuration, after one that warms up.
+      schedule: path of a schedule file; None is a falling one.
+      out: JSON file to write.
+    """
     from vlcache_jax import LLM, SamplingParams, Schedule
 
     with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as directory:

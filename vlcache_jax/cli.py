@@ -124,7 +124,7 @@ def ttft_command(
     ttft.run(
         model,
         dtype=dtype,
-        images=images,
+        num_images=images,
         tokens=tokens,
         text_before=text_before,
         repeats=repeats,

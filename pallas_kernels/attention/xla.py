@@ -14,15 +14,16 @@ from jax.typing import DTypeLike
 State = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, largest score, sum of weights
 
 
-def tile_rows(n: int) -> int:
+def tile_rows(n: int, group: int) -> int:
     """Rows of a tile: the more rows share the reading of a block the better, as long as they see the same blocks.
 
     A handful of rows are requests that decode, and share nothing. Few rows are scattered over long prompts, where a
-    large tile would see far more slots than its rows do.
+    large tile would see far more slots than its rows do. The query heads of a group multiply the same keys together;
+    where there is but one, as in vision towers, more rows fill the product.
     """
     if n <= 8:
         return 1
-    return 32 if n < 256 else 64 if n < 1024 else 128
+    return 32 if n < 256 else 64 if n < 1024 else 128 if group > 1 else 256
 
 
 def block_slots(n: int) -> int:
@@ -49,7 +50,7 @@ def _attention(
 ) -> jax.Array:
     N, H, D = q.shape
     S, K, _ = k.shape
-    rows = min(tile_rows(N), N)
+    rows = min(tile_rows(N, H // K), N)
 
     def tiles(x: jax.Array) -> jax.Array:  # [N, ...] -> [tiles, rows, ...]; the rows that fill the last tile are empty
         return jnp.pad(x, ((0, -N % rows),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, rows, *x.shape[1:])
