@@ -93,9 +93,29 @@ def test_what_reuse_may_be(tmp_path):
     schedule.save(tmp_path / "s.json")
     for reuse in (schedule, tmp_path / "s.json", str(tmp_path / "s.json")):
         assert parse_policy(reuse) == Scheduled(schedule)
-    for bad in ("", "all", "1.1", "-0.5", "nan", "inf", 2, True, None, [], MPIC, object(), str(tmp_path), "no.json"):
+    for bad in (
+        "",
+        "all",
+        "1.1",
+        "-0.5",
+        "nan",
+        "inf",
+        2,
+        True,
+        None,
+        [],
+        MPIC,
+        object(),
+        str(tmp_path),
+        "1e999",
+        "1e-999999999",
+    ):
         with pytest.raises(ValueError, match="reuse must be"):
             parse_policy(bad)
+    assert parse_policy(np.float32(0.1)) == parse_policy("0.1")
+    for missing in ("no.json", tmp_path / "no"):
+        with pytest.raises(ValueError, match=r"schedule must be a readable JSON file, got .*no.*No such file"):
+            parse_policy(missing)
     for bad in (-1, 1.5, True):
         with pytest.raises(ValueError, match="k must be"):
             MPIC(bad)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import threading
+import time
 from fractions import Fraction
 
 import jax
@@ -517,6 +519,13 @@ def test_uuids(llm, directory, a, b, monkeypatch):
         with monkeypatch.context() as context:
             context.setattr(vlcache_jax.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
             assert generate(trusting, b, "one").match == "exact"  # nobody looked
+        # Once pixels are needed, they must be those: under the first picture's key others would mislead everyone.
+        trusting.cache.evict(a)
+        for other in (b, a[:40], a[::-1].copy()):
+            with pytest.raises(ValueError, match="must stay with one picture"):
+                generate(trusting, other, "one")
+        assert generate(trusting, a, "one").match == "miss"
+        assert generate(trusting, a, "one").match == "exact"
 
 
 def test_request_keys(llm, a, b):
@@ -625,6 +634,91 @@ def test_a_record_that_fails_is_computed_instead(llm, a, b, monkeypatch, caplog,
     assert tokens(chat(llm, *requests)) == cold
 
 
+def test_memory_that_cannot_be_had_is_no_error(llm, a, b, monkeypatch, caplog):
+    requests = [user(a, "one", b), user(b, "two", a)]
+    cold = tokens(chat(llm, *requests, reuse="off"))
+    allocate = vlcache_jax.cache.record._aligned
+    calls = []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) % 2:
+            raise MemoryError("injected")
+        return allocate(*arguments)
+
+    with monkeypatch.context() as context, caplog.at_level(logging.CRITICAL):
+        context.setattr(vlcache_jax.cache.record, "_aligned", failing)
+        for _ in range(3):
+            assert tokens(chat(llm, *requests)) == cold
+            llm.cache.flush()
+    assert llm.cache.stats().failed > 2
+    llm.reset_mm_cache()
+    assert llm.cache.stats().bytes == 0
+    for _ in range(2):
+        assert tokens(chat(llm, *requests)) == cold
+
+
+def test_verification_captures_nothing(llm, a, monkeypatch):
+    captured = []
+    kv = llm._writer.kv
+    monkeypatch.setattr(llm._writer, "kv", lambda parts, *rest: (captured.extend(parts), kv(parts, *rest))[1])
+    publish = llm._store.publish
+    monkeypatch.setattr(llm._store, "publish", lambda record: (time.sleep(0.3), publish(record))[1])
+    chat(llm, user("x", a), verify=True)
+    assert len({id(part.record) for part in captured}) == 1
+    assert sum(len(part.tokens) for part in captured) == captured[0].record.meta.tokens
+    assert not llm.cache.verify()
+
+
+def test_flush_waits_in_every_thread(llm, a, monkeypatch):
+    go = threading.Event()
+    publish = llm._store.publish
+    monkeypatch.setattr(llm._store, "publish", lambda record: (go.wait(), publish(record))[1])
+    chat(llm, user("x", a))
+    threads = [threading.Thread(target=llm.cache.flush) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert all(thread.is_alive() for thread in threads)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert llm.cache.stats().kv_records == 1
+
+
+def test_pins_end_with_what_they_pin(llm, a):
+    chat(llm, user(a))
+    assert llm.cache.pin(a) == 2
+    assert llm.cache.pin(a) == 0
+    llm.reset_mm_cache()
+    assert llm.cache.stats().pinned == 0
+    assert llm.cache.unpin(a) == 0
+    chat(llm, user(a))
+    assert llm.cache.pin(a) == llm.cache.unpin(a) == 2
+
+
+def test_an_exact_hit_needs_no_encoder_record(llm, a, monkeypatch):
+    first = chat(llm, user(png(a), "?"))
+    llm.cache.flush()
+    llm._store.tier.delete(f"enc/{first[0].cache.images[0].key}")
+    with monkeypatch.context() as context:
+        context.setattr(vlcache_jax.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
+        again = chat(llm, user(png(a), "?"))
+    assert tokens(again) == tokens(first)
+    assert again[0].cache.images[0].encoder == "none"
+    # And where its rows are needed, it is decoded after all.
+    elsewhere = user("Other ", png(a), "?")
+    assert tokens(chat(llm, elsewhere)) == tokens(chat(llm, elsewhere, reuse="off"))
+
+
+def test_a_closed_engine_says_so(directory, a):
+    with open_llm(directory) as llm:
+        pass
+    for ask in (lambda: llm.cache.key(a), lambda: llm.cache.pin(a), llm.cache.flush, llm.reset_mm_cache):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            ask()
+
+
 def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
     requests = [user(a, "one"), user(a, "two", b), user("three", b, a)]
     cold = tokens(chat(llm, *requests, reuse="off"))
@@ -641,6 +735,7 @@ def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 chat(llm, *requests)
         llm.cache.flush()
+        assert not llm._store._requests  # a call that failed has served nothing
         stats = llm.cache.stats()
         assert stats.pinned == 0
         assert all(record.is_ready for record in llm._store.tier.records())
@@ -697,8 +792,8 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
     compiled = []
     rng = np.random.default_rng(0)
     images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
-    with open_llm(directory) as llm:
-        schedule = falling(llm, 300, 200, 100, 20)
+    with open_llm(directory, max_rows=64) as llm:  # steps end inside images
+        schedule = falling(llm, 500, 500, 100, 20)
         assert llm.warmup(reuse=schedule, verbose=False)[0] == len(llm._runner._programs)
         listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
         jax.monitoring.register_event_duration_secs_listener(listener)
@@ -721,7 +816,7 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
 def test_bad_arguments(llm, a, directory):
     for value, message in (
         ("most", "reuse must be"),
-        (1.5, "reuse must be a ratio from 0 to 1, got 1.5"),
+        (1.5, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 1.5"),
         (-0.1, "reuse must be a ratio from 0 to 1"),
         (float("nan"), "reuse must be a ratio from 0 to 1"),
         (True, "reuse must be"),
@@ -732,8 +827,11 @@ def test_bad_arguments(llm, a, directory):
     ):
         with pytest.raises(ValueError, match=message):
             chat(llm, user(a), reuse=value)
-    with pytest.raises(ValueError, match="cache_salt must be a string or None, got 3"):
-        chat(llm, user(a), cache_salt=3)
+    for ask in (chat, lambda llm, _, **options: llm.cache.key(a, **options)):
+        with pytest.raises(ValueError, match="cache_salt must be a string or None, got 3"):
+            ask(llm, user(a), cache_salt=3)
+    with pytest.raises(ValueError, match="context must be a string"):
+        llm.cache.lookup(a, 3)
     for changes, message in (
         ({"host_bytes": -1}, "host_bytes must be bytes of at least 0"),
         ({"host_bytes": "4 potatoes"}, "host_bytes must be bytes of at least 0"),

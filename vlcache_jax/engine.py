@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from vlcache_jax.batching import Placement, Sequence, Step, cut_waves, encoder_calls, pad_rows, prefill_steps
 from vlcache_jax.buckets import round_up
+from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.layout import ImageRef
+from vlcache_jax.layout import ImageRef, ImageSpan
 from vlcache_jax.models import Rows
 from vlcache_jax.outputs import Logprob, Metrics, Why
 from vlcache_jax.runner import Runner
@@ -123,6 +124,7 @@ class Engine:
     def _prefill[S: (Generation, Forced)](self, wave: abc.Sequence[S]) -> abc.Iterator[tuple[Step[S], jax.Array]]:
         """Yields each step of which logits are wanted, with the hidden states of the rows that left the last layer."""
         runner = self.runner
+        begin = time.perf_counter()
         transferring, linking = self._link(wave)
         transfer = link = 0.0
         steps = prefill_steps(wave, runner.ladder, runner.num_slots, runner.config.text.num_layers)
@@ -144,8 +146,9 @@ class Engine:
                 jax.block_until_ready(transferring)
                 transferred_at = time.perf_counter()
                 jax.block_until_ready(linking)
-                transfer, start, transferring = transferred_at - start, time.perf_counter(), []
+                transfer, start = transferred_at - begin, time.perf_counter()
                 link = start - transferred_at
+                transferring, linking = [], []
             jax.block_until_ready([where[image][0] for image in new])
             encoded_at = time.perf_counter() if new else start
             x.block_until_ready()
@@ -169,16 +172,24 @@ class Engine:
                     use.linked, use.why = None, Why.load_failed
                     layers = self.runner.config.text.num_layers
                     sequence.plan = sequence.plan.computing(use.span.tokens, layers)
-        linked = [(sequence, use) for sequence in wave for use in sequence.images if use.linked is not None]
         # Answers to one prompt, and requests with the same image, share the transfer.
-        records = {id(use.linked): use.linked for _, use in linked}
-        data = {key: self.runner.put(record.data) for key, record in records.items() if record is not None}
-        done = []
-        for sequence, use in linked:
-            tokens = np.arange(use.span.start, use.span.start + use.span.length)
-            slot, position = sequence.base + tokens, sequence.layout.positions[:, tokens]
-            done.append(self.runner.link(data[id(use.linked)], slot, position))
-        return list(data.values()), done
+        users: dict[int, tuple[Record, list[tuple[Sequence, ImageSpan]]]] = {}
+        for sequence in wave:
+            for use in sequence.images:
+                if use.linked is not None:
+                    users.setdefault(id(use.linked), (use.linked, []))[1].append((sequence, use.span))
+        transferring: list[jax.Array] = []
+        linking: list[jax.Array] = []
+        for record, spans in users.values():
+            if transferring and sum(data.nbytes for data in transferring) > self.runner.transfer_bytes:
+                jax.block_until_ready(linking)  # what has been linked gives its memory back
+                transferring, linking = [], []
+            data = self.runner.put(record.data)
+            transferring.append(data)
+            for sequence, span in spans:
+                slot = sequence.base + np.arange(span.start, span.start + span.length)
+                linking.append(self.runner.link(data, slot, sequence.layout.positions[:, span.tokens]))
+        return transferring, linking
 
     def _encode(self, images: abc.Iterable[ImageRef]) -> dict[ImageRef, tuple[jax.Array, int]]:
         """Encodes images, several in a call; returns of each in which output and from which row on it stands."""

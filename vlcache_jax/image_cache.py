@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.layout import ImageRef
@@ -26,7 +25,7 @@ class ImageCache:
     def __init__(self, store: Store, writer: Writer, linker: Linker, renderer: PromptRenderer, precompute: Precompute):
         self._store, self._writer, self._linker, self._renderer = store, writer, linker, renderer
         self._precompute = precompute
-        self._pinned: dict[str, list[Record]] = {}
+        self._is_closed = False
 
     def precompute(
         self,
@@ -76,30 +75,28 @@ class ImageCache:
         Args:
           context: digest of what stands before it (`Record.meta.context`); None: any.
         """
-        self._writer.flush()
+        if context is not None and not isinstance(context, str):
+            raise ValueError(f"context must be a string or None, got {context!r}")
+        self.flush()
         found = self._image(image, cache_salt, mm_processor_kwargs)
         return self._store.lookup(found.key, context or "", grid=found.grid, approximate=True)
 
     def pin(self, image: Any, **identity: Any) -> int:
-        """Keeps an image's present records until `unpin`; returns how many. Takes an image or its entry key."""
-        self._writer.flush()
-        entry = self._entry(image, identity)
-        records = [record for record in self._store.records(entry) if record not in self._pinned.get(entry, ())]
-        for record in records:
-            self._store.pin(record)
-        self._pinned.setdefault(entry, []).extend(records)
-        return len(self._pinned[entry])
+        """Keeps an image's present records until `unpin` or until all are forgotten. Takes an image or its entry key.
+
+        Returns:
+          How many records were not pinned before.
+        """
+        self.flush()
+        return self._store.keep(self._entry(image, identity), True)
 
     def unpin(self, image: Any, **identity: Any) -> int:
         """Takes `pin` back; returns of how many records."""
-        records = self._pinned.pop(self._entry(image, identity), [])
-        for record in records:
-            self._store.unpin(record)
-        return len(records)
+        return self._store.keep(self._entry(image, identity), False)
 
     def evict(self, image: Any, **identity: Any) -> int:
         """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key."""
-        self._writer.flush()
+        self.flush()
         return self._store.evict(self._entry(image, identity))
 
     def request(self, key: str) -> tuple[str, ...] | None:
@@ -108,7 +105,7 @@ class ImageCache:
 
     def verify(self) -> list[str]:
         """Checks every record against its checksums and removes damaged ones; returns their names."""
-        self._writer.flush()
+        self.flush()
         return self._store.verify()
 
     def stats(self) -> CacheStats:
@@ -117,7 +114,13 @@ class ImageCache:
 
     def flush(self) -> None:
         """Waits until everything computed so far is kept."""
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed")
         self._writer.flush()
+
+    def close(self) -> None:
+        """The engine is closed; nothing can be asked any more."""
+        self._is_closed = True
 
     def _entry(self, image: Any, identity: Mapping[str, Any]) -> str:
         if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
@@ -125,6 +128,8 @@ class ImageCache:
         return self.key(image, **identity)
 
     def _image(self, image: Any, salt: str | None, limits: Mapping[str, int] | None) -> ImageRef:
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed")
         source = self._renderer.image(image)
         prompt = Prompt.of_image(source, self._renderer.image_token_id, limits)
         [request] = self._linker.identify([prompt], salt)

@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -110,8 +111,11 @@ class Linker:
           lookup: whether the cache is asked; else every picture is decoded.
 
         Raises:
-          ValueError: an image cannot be decoded or is too large, or its uuid is bound to another one.
+          ValueError: an image cannot be decoded or is too large, or its uuid is bound to another one, or the salt is no
+            string.
         """
+        if salt is not None and not isinstance(salt, str):
+            raise ValueError(f"cache_salt must be a string or None, got {salt!r}")
         if any(prompt.images for prompt in prompts):
             self._fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
         tasks: dict[object, _Identification] = {}
@@ -177,10 +181,7 @@ class Linker:
                 alias = alias_key(task.uuid, salt)
                 bound = aliases.setdefault(alias, self.store.picture(alias) or task.picture)
                 if bound.content != task.picture.content:
-                    raise ValueError(
-                        f"uuid of {task.source.name} must stay with one picture, but {task.uuid!r} came with another "
-                        "one before; CacheConfig(trust_uuids=True) would take it for the same without looking"
-                    )
+                    raise task.wrong_uuid()
             if task.alias is not None:
                 aliases[task.alias] = task.picture
         for alias, picture in aliases.items():
@@ -200,11 +201,12 @@ class Linker:
         start = time.perf_counter()
         layers = self._config.text.num_layers
         contexts = self._contexts(request) if policy.links else []
-        handles = [
-            self.store.lookup(image.key, context, grid=image.grid, approximate=policy.approximates)
-            for context, image in zip(contexts, request.images, strict=False)
-        ]
+        handles: list[Handle] = []
+        made: list[Record] = []
         try:
+            for context, image in zip(contexts, request.images, strict=False):
+                found = self.store.lookup(image.key, context, grid=image.grid, approximate=policy.approximates)
+                handles.append(found)
             states: list[State] = [
                 "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
             ]
@@ -215,23 +217,30 @@ class Linker:
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
-            made = self._reserve(uses, contexts, handles, plan)
+            made += self._reserve(uses, contexts, handles, plan)
+            for handle in handles:
+                handle.hold()
+            level = batch.take(handles, made, [use.linked for use in uses])
         except BaseException:
             for handle in handles:
                 handle.release()
+            for record in made:
+                self.store.cancel(record)
             raise
         for handle in handles:
             self.store.count(handle)
-            handle.hold()
-        level = batch.take(handles, made, [use.linked for use in uses])
-        key = request_key([image.key for image in request.images]) if handles else None
-        known = key is not None and self.store.remember_request(key, [image.key for image in request.images])
+        keys = [image.key for image in request.images]
+        key = request_key(keys) if handles else None
+        known = key is not None and self.store.remember_request(key, keys)
+        if key is not None and not known:
+            batch.new_requests.append(key)
         request.metrics.lookup += time.perf_counter() - start
         return Linked(request, layout, plan, tuple(uses), level, policy.name, key, known)
 
     def _reserve(self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan) -> list[Record]:
         """Gives what a request will compute a place in the cache: encoder rows, and K, V."""
         wanted: dict[str, tuple[Meta, ImageUse]] = {}
+        variants: collections.Counter[str] = collections.Counter()
         canonical = True
         for use, context, handle in zip(uses, contexts, handles, strict=False):
             image = use.span.image
@@ -240,7 +249,8 @@ class Linker:
             if image.encoder is None and plan.depth[use.span.tokens].any():
                 meta = self._encoder_meta(image)
                 wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
-            if use.linked is None:
+            if use.linked is None and variants[image.key] < self.store.config.variants:
+                variants[image.key] += 1
                 meta = self._kv_meta(image, context, canonical)
                 wanted[meta.name] = meta, use
         if not wanted:
@@ -251,7 +261,8 @@ class Linker:
                 use.span.image.encoder = record
             else:
                 use.captured = record
-                use.why = use.why if record is not None else Why.too_large
+                if record is None and use.why is not Why.other_context:
+                    use.why = Why.too_large
         return [record for record in made if record is not None]
 
     def _contexts(self, request: Request) -> list[str]:
@@ -280,9 +291,14 @@ class Linker:
 
 
 class Batch:
-    """Requests that are planned together, and the records they hold until they have run (a context manager)."""
+    """Requests that are planned together, and the records they hold until they have run (a context manager).
+
+    Attributes:
+      new_requests: request keys that were not known before.
+    """
 
     def __init__(self, linker: Linker):
+        self.new_requests: list[str] = []
         self._linker = linker
         self._handles: list[Handle] = []
         self._made: list[Record] = []
@@ -307,13 +323,17 @@ class Batch:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._linker.writer.flush()
-        for record in self._made:
-            if kind is not None or not record.is_claimed:
-                self._linker.store.cancel(record)
-        for handle in self._handles:
-            handle.release()
+        try:
+            if kind is not None:
+                self._linker.writer.flush()
+        finally:
+            for record in self._made:
+                if kind is not None or not record.is_claimed:
+                    self._linker.store.cancel(record)
+            for handle in self._handles:
+                handle.release()
+            for key in self.new_requests if kind is not None else ():
+                self._linker.store.forget_request(key)
 
 
 class _Identification:
@@ -356,10 +376,10 @@ class _Identification:
             self.lookup = time.perf_counter() - start
         if known is None:
             rgb = self._decode()
-            known = Picture(content_key(rgb), *rgb.shape[:2])
+            known = _picture(rgb)
         self.picture = known
         self.image = self._linker.image(known, self.source.name, self._limits, self._salt, self._patches)
-        if not (self._lookup and self._linker.store.tier.get(f"enc/{self.image.key}")):
+        if not (self._lookup and self._linker.store.knows(self.image.key)):
             # The pixels will be needed, as far as one can tell now.
             self.image.patches = self._patches() if rgb is None else self._cut(rgb)
 
@@ -376,4 +396,16 @@ class _Identification:
         return patches
 
     def _patches(self) -> Patches:
-        return self._cut(self._decode())
+        rgb = self._decode()
+        if self._trusted is not None and _picture(rgb) != self.picture:
+            raise self.wrong_uuid()  # kept under the other picture's key, it would mislead everyone
+        return self._cut(rgb)
+
+    def wrong_uuid(self) -> ValueError:
+        return ValueError(
+            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before"
+        )
+
+
+def _picture(rgb: npt.NDArray[np.uint8]) -> Picture:
+    return Picture(content_key(rgb), *rgb.shape[:2])

@@ -297,7 +297,9 @@ class LLM:
             waiting = iter(forced)
 
             def run(group: list[Linked]) -> list[Score]:
-                sequences = [self._forced(linked, next(waiting), keep_logits) for linked in group]
+                sequences = [
+                    self._forced(linked, next(waiting), keep_logits=keep_logits, capture=True) for linked in group
+                ]
                 self._engine.score(sequences, lambda _: bar.update())
                 return [self._score(linked, sequence) for linked, sequence in zip(group, sequences, strict=True)]
 
@@ -330,6 +332,7 @@ class LLM:
         """Gives back the memory of weights and pool. The engine cannot be used any more."""
         with self._lock:
             self._closed = True
+            self.cache.close()
             self._threads.shutdown()
             self._writer.close()
             self._store.clear()
@@ -400,17 +403,15 @@ class LLM:
             schedule.check_model(config.model_type, config.text.num_layers, fingerprint)
         return policy
 
-    def _shrinking(self, policy: Policy) -> dict[int, float]:
-        """Layers that fewer rows can leave than enter, and the share that leaves, seen in the plan of a large image."""
+    def _shrinking(self, policy: Policy) -> set[int]:
+        """Layers that fewer rows can leave than enter, seen in the plan of a large image."""
         layers = self._runner.config.text.num_layers
         image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
         layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
         rows = policy.plan(layout, layers).rows(layers)
-        return {i: (rows[i + 1] - 1) / rows[i] for i in range(layers - 1) if rows[i + 1] < rows[i]}
+        return {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
 
     def _identify(self, prompts: Sequence[Prompt], salt: str | None, policy: Policy) -> list[Request]:
-        if salt is not None and not isinstance(salt, str):
-            raise ValueError(f"cache_salt must be a string or None, got {salt!r}")
         return self._linker.identify(prompts, salt, lookup=policy.links)
 
     def _in_batches[T: (RequestOutput, Score)](
@@ -427,6 +428,8 @@ class LLM:
                     if linked is None:
                         break
                     group.append(linked)
+                if not group:
+                    raise RuntimeError("records are held by requests that have ended; reset_mm_cache() helps")
                 done = run(group)
             for result in done:
                 result.metrics.wave += waves
@@ -495,7 +498,7 @@ class LLM:
         )
         self._engine.generate([again], lambda _: None)
         warm = dataclasses.replace(linked, plan=answer.plan, uses=tuple(answer.images))
-        forced = [self._forced(one, answer.token_ids, keep_logits=True) for one in (warm, cold)]
+        forced = [self._forced(one, answer.token_ids, keep_logits=True, capture=False) for one in (warm, cold)]
         self._engine.score(forced, lambda _: None)
         pairs = zip(answer.token_ids, again.token_ids, strict=False)
         agree = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer.token_ids), len(again.token_ids)))
@@ -547,14 +550,14 @@ class LLM:
             for i in range(params.n)
         ]
 
-    def _forced(self, linked: Linked, tokens: Sequence[int], keep_logits: bool) -> Forced:
+    def _forced(self, linked: Linked, tokens: Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
         length, layers = len(linked.layout), self._runner.config.text.num_layers
         wanted = range(length - 1, length + len(tokens) - 1)
         return Forced(
             linked.layout.extended(tokens),
             linked.plan.extended(len(tokens), layers).wanting(wanted, layers),
             new_slots=0,
-            images=_uses(linked, capture=True),
+            images=_uses(linked, capture=capture),
             level=linked.level,
             keep_logits=keep_logits,
             metrics=dataclasses.replace(linked.request.metrics),
@@ -640,8 +643,9 @@ class LLM:
         moved = use.linked.meta.nbytes if use.linked is not None else 0
         encoder = "none"
         if depth.any():
-            encoder = "host" if use.has_encoder else "computed"
-            if use.has_encoder and image.encoder is not None:
+            found = use.has_encoder and image.encoder is not None and image.encoder.is_ready
+            encoder = "host" if found else "computed"
+            if found and image.encoder is not None:
                 rows = round_up(int(np.flatnonzero(depth)[-1]) + 1, self._runner.token_rungs)
                 moved += image.encoder.data[:, :rows].nbytes
         return ImageReuse(

@@ -37,8 +37,7 @@ def plan_pool(
     Raises:
       MemoryError: it does not fit; the message has the figures.
     """
-    text = config.text
-    slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * dtype.itemsize
+    slot = slot_bytes(config, dtype)
     activations = _activations(config, dtype, ladder)
     free = free_bytes(device)
     if kv_cache_bytes is None:
@@ -55,6 +54,12 @@ def plan_pool(
             f"activations about {_gib(activations)}, KV pool {wanted} ({slot} bytes a slot, {MIN_SLOTS} slots or more)"
         )
     return num_slots
+
+
+def slot_bytes(config: ModelConfig, dtype: np.dtype) -> int:
+    """Bytes of one token's K and V in all layers."""
+    text = config.text
+    return 2 * text.num_layers * text.num_kv_heads * text.head_dim * dtype.itemsize
 
 
 def free_bytes(device: jax.Device) -> int:
@@ -95,9 +100,11 @@ def _activations(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
     row = 4 * text.hidden_size + 3 * text.intermediate_size + 3 * (text.num_heads + text.num_kv_heads) * text.head_dim
     patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
     encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * ladder.max_rows
-    captured = 3 * 2 * text.num_layers * text.num_kv_heads * text.head_dim * ladder.max_rows  # of three steps
+    # K, V of three steps on their way to the host, and of records on their way to the device.
+    largest = max(ladder.max_rows, ladder.patches[-1] // vision.merge_size**2)
+    moving = slot_bytes(config, dtype) * (3 * ladder.max_rows + largest)
     logits = 4 * 4 * ladder.max_sequences * text.vocab_size
-    return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows + captured) + logits
+    return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + moving + logits
 
 
 def _gib(count: Any) -> str:

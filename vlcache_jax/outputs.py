@@ -16,7 +16,7 @@ class Why(enum.Enum):
     unknown_image = "unknown_image"  # never seen, or long forgotten
     other_context = "other_context"  # known, but computed behind something else
     evicted = "evicted"  # known, but it had to make room
-    too_large = "too_large"  # known, but the cache had no room for it
+    too_large = "too_large"  # the cache has no room for it
     load_failed = "load_failed"  # known, but its record could not be filled or read
     corrupt = "corrupt"  # known, but its record was found damaged
 

@@ -7,6 +7,7 @@ computed, exact images never, whatever the policy; it rules over approximate one
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -188,7 +189,7 @@ def parse_policy(reuse: Any) -> Policy:
         return Scheduled(reuse)
     if isinstance(reuse, Policy) and not isinstance(reuse, type):
         return reuse
-    if isinstance(reuse, (int, float, Decimal, Fraction)) and not isinstance(reuse, bool):
+    if isinstance(reuse, (numbers.Real, Decimal)) and not isinstance(reuse, bool):
         return StaticRatio(_fraction(reuse if isinstance(reuse, Fraction) else str(reuse)))
     if isinstance(reuse, str):
         if reuse in _NAMED:
@@ -199,7 +200,7 @@ def parse_policy(reuse: Any) -> Policy:
             return StaticRatio(_fraction(reuse))
         except InvalidOperation:
             pass
-    if isinstance(reuse, (str, PathLike)) and Path(reuse).is_file():
+    if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or Path(reuse).is_file())):
         return Scheduled(Schedule.load(reuse))
     raise ValueError(
         'reuse must be "off", "exact", "full", a ratio from 0 to 1, "mpic-K", the path of a schedule file, a Schedule '
@@ -207,6 +208,7 @@ def parse_policy(reuse: Any) -> Policy:
     )
 
 
+_DIGITS = 30
 _NAMED: dict[str, Policy] = {"off": Off(), "exact": Exact(), "full": StaticRatio(Fraction(0))}
 
 
@@ -215,6 +217,6 @@ def _fraction(value: str | Fraction) -> Fraction:
     if isinstance(value, Fraction):
         return value
     decimal = Decimal(value)
-    if not decimal.is_finite():
-        raise ValueError(f"reuse must be a ratio from 0 to 1, got {value}")
+    if not (decimal.is_finite() and 0 <= decimal <= 1 and decimal.as_tuple().exponent >= -_DIGITS):  # type: ignore[operator]
+        raise ValueError(f"reuse must be a ratio from 0 to 1 of at most {_DIGITS} digits, got {value}")
     return Fraction(decimal)

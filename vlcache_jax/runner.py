@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from vlcache_jax import memory, sampling
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax import sampling
 from vlcache_jax.batching import Step
 from vlcache_jax.buckets import Ladder, round_up
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, rope
@@ -31,7 +31,6 @@ from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.sampling import Sampled, SamplerInputs
 
-ROUNDED = 64  # images of a step whose counts are all rounded down, at most, for `warmup`
 MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
 
 Params = dict[str, Any]
@@ -99,6 +98,11 @@ class Runner:
         """Makes row i of an encoder output encoder row `place[i]` of the next step; places out of range are dropped."""
         rows, self._encoder_rows = self._encoder_rows_now(), None
         self._encoder_rows = self._run(("stage", len(place)), rows, encoded, place)
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Most bytes of records that are on their way to the device at once, unless one is larger."""
+        return memory.slot_bytes(self.config, self.dtype) * self.ladder.max_rows
 
     def put(self, record: np.ndarray) -> jax.Array:
         """A record's data on the device. On a CPU they stay where they are."""
@@ -184,26 +188,24 @@ class Runner:
 
     # Programs.
 
-    def keys(self, *, linking: bool = False, shrinking: abc.Mapping[int, float] | None = None) -> list[Key]:
+    def keys(self, *, linking: bool = False, shrinking: abc.Collection[int] = ()) -> list[Key]:
         """Every program that prefill, decoding, sampling and scoring can call for.
 
         Args:
           linking: also linking.
-          shrinking: layers, besides the last one, that fewer rows leave than enter, and which share leaves at least
-            (up to `ROUNDED` rows fewer, as every image rounds).
+          shrinking: layers that fewer rows leave than enter, besides the last one. Any number may leave: a step that
+            ends inside an image may hold nothing but rows that drop out early.
         """
         ladder, layers, deepstack = self.ladder, self.config.text.num_layers, self.config.vision.num_deepstack
         keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
-        for fewer, size in zip((0, *ladder.rows), ladder.rows, strict=False):
+        for size in ladder.rows:
             keep = ladder.outputs(size)
             keys += [("embed", size)]
             keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
-            for i, share in (shrinking or {}).items():
-                least = round_up(max(1, int(share * fewer) - ROUNDED), ladder.rows)
-                rungs = [rung for rung in ladder.rows if least <= rung < size]
-                keys += [("layer", size, rung, i < deepstack) for rung in rungs]
+            fewer = [rung for rung in ladder.rows if rung < size]
+            keys += [("layer", size, rung, i < deepstack) for i in shrinking for rung in fewer]
             if shrinking and min(shrinking) < deepstack - 1:
-                keys += [("slice", size, rung) for rung in ladder.rows if rung < size]
+                keys += [("slice", size, rung) for rung in fewer]
             for count in {min(count, keep) for count in ladder.sequences}:
                 keys += [("head", keep, count), ("sample", count), ("score", count)]
         for count in ladder.sequences:

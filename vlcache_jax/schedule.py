@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from operator import index
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,19 @@ class Schedule:
     allow_other_model: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
+        try:
+            object.__setattr__(self, "levels", tuple(n if isinstance(n, bool) else index(n) for n in self.levels))
+        except TypeError as error:
+            raise ValueError(f"levels must be integers from 0 to {UNITS}, got {_short(self.levels)}") from error
         if not self.levels or not all(type(n) is int and 0 <= n <= UNITS for n in self.levels):
             raise ValueError(f"levels must be integers from 0 to {UNITS}, one a layer, got {_short(self.levels)}")
         if any(a < b for a, b in zip(self.levels, self.levels[1:], strict=False)):
             raise ValueError(f"levels must not increase from layer to layer, got {_short(self.levels)}")
         if self.rounding not in ("floor", "ceil"):
             raise ValueError(f"rounding must be 'floor' or 'ceil', got {self.rounding!r}")
+        if not isinstance(self.made_by, Mapping) or self.made_by.get("method") not in _METHODS:
+            raise ValueError(f"made_by must name a method of {', '.join(_METHODS)}, got {_short(self.made_by)}")
+        _check_keys(self.made_by, {"method"}, "made_by", optional={"scores_sha256", "predicted_mse", "samples"})
 
     @property
     def mean(self) -> Fraction:
@@ -85,17 +92,13 @@ class Schedule:
             raise ValueError(
                 f"levels of {name} must be a list of num_layers = {model['num_layers']}, got {_short(levels)}"
             )
-        made_by = content["made_by"]
-        if not isinstance(made_by, dict) or made_by.get("method") not in _METHODS:
-            raise ValueError(f"made_by of {name} must name a method of {', '.join(_METHODS)}, got {_short(made_by)}")
-        _check_keys(made_by, {"method"}, f"made_by of {name}", optional={"scores_sha256", "predicted_mse", "samples"})
         try:
             schedule = cls(
                 tuple(levels),
                 model["model_type"],
                 model["fingerprint"],
                 content["rounding"],
-                made_by,
+                content["made_by"],
                 allow_other_model,
             )
         except ValueError as error:
@@ -138,7 +141,7 @@ class Schedule:
 
 
 def _check_keys(content: Any, required: set[str], name: str, optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    if not isinstance(content, dict):
+    if not isinstance(content, Mapping):
         raise ValueError(f"{name} must be an object, got {_short(content)}")
     if missing := sorted(required - content.keys()):
         raise ValueError(f"{name} must hold {', '.join(missing)}, got only {', '.join(content) or 'nothing'}")

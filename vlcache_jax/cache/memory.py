@@ -66,12 +66,12 @@ class MemoryTier:
                 # Whatever has its place, and then the least recently used ones.
                 there = self._records.get(_place(meta.name))
                 more = [] if there is None or there in gone else [there]
-                others = (r for r in self._records.values() if not (r.pins or r in gone or r is there))
+                others = (r for r in self._records.values() if not (r.is_pinned or r in gone or r is there))
                 room = free + sum(record.meta.nbytes for record in more)
                 while room < meta.nbytes and (record := next(others, None)) is not None:
                     more.append(record)
                     room += record.meta.nbytes
-                fits.append(room >= meta.nbytes and not any(record.pins for record in more))
+                fits.append(room >= meta.nbytes and not any(record.is_pinned for record in more))
                 if fits[-1]:
                     gone += more
                     free = room - meta.nbytes

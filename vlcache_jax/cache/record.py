@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import threading
 import zlib
@@ -91,8 +92,8 @@ class Record:
 
     Attributes:
       meta: see `Meta`.
-      data: see `Meta.shape`; what lies beyond the image's tokens is undefined.
-      pins: how many users need it to stay.
+      pins: how many handles need it to stay.
+      is_kept: whether the user wants it to stay.
       held: how many requests are going to read it.
       missing: tokens whose K, V it still lacks.
       is_claimed: whether somebody is going to fill it.
@@ -100,8 +101,8 @@ class Record:
 
     def __init__(self, meta: Meta):
         self.meta = meta
-        self.data = _aligned(meta.shape, np.dtype(meta.dtype))
         self.pins = 0
+        self.is_kept = False
         self.held = 0
         self.missing = meta.tokens
         self.is_claimed = False
@@ -113,10 +114,20 @@ class Record:
         self._settled.wait()
         return self.is_ready
 
+    @functools.cached_property
+    def data(self) -> npt.NDArray[Any]:
+        """See `Meta.shape`; beyond the image's tokens it is undefined. It takes memory from its first use on."""
+        return _aligned(self.meta.shape, np.dtype(self.meta.dtype))
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it must never make room."""
+        return self.is_kept or self.pins > 0
+
     @property
     def is_free(self) -> bool:
         """Whether nobody needs it to stay."""
-        return not (self.pins or self.held)
+        return not (self.is_pinned or self.held)
 
     @property
     def is_settled(self) -> bool:

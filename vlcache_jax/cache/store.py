@@ -13,7 +13,8 @@ from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.images import Grid
 from vlcache_jax.outputs import Why
 
-_REMEMBERED = 65536  # aliases, request keys and reasons for losses, each; a few hundred bytes apiece
+_REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
+_REQUESTS = 4096  # lists of images; a hundred bytes an image
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,12 @@ class Store:
         """Notes a request's list of images; whether the same list was there before."""
         with self._lock:
             known = key in self._requests
-            _remember(self._requests, key, tuple(entries))
+            _remember(self._requests, key, tuple(entries), _REQUESTS)
             return known
+
+    def forget_request(self, key: str) -> None:
+        with self._lock:
+            self._requests.pop(key, None)
 
     def request(self, key: str) -> tuple[str, ...] | None:
         """The entry keys of a request's images, by its request key."""
@@ -155,8 +160,8 @@ class Store:
                 canonical = [record for record in variants if record.meta.canonical]
                 usable = (canonical or variants) if approximate else []
                 kv = usable[-1] if usable else None
-                why = Why.other_context if variants else self._lost.get(f"kv/{entry}", Why.unknown_image)
-            for record in (encoder, kv):
+                why = Why.other_context if variants else self._lost.get(entry, Why.unknown_image)
+            for record in (kv, encoder):  # the encoder's rows are of use for longer
                 if record is not None:
                     self.tier.touch(record)
             return Handle(self, encoder, kv, exact, why)
@@ -197,13 +202,14 @@ class Store:
                     others = [r for r in others if r not in stale]
                     num_new = sum(other.entry == meta.entry and other.context is not None for other in metas)
                     stale += others[: max(0, len(others) + num_new - self.config.variants)]
-                    leaving += [r for r in stale if not r.pins and r not in leaving]
+                    leaving += [r for r in stale if not r.is_pinned and r not in leaving]
             made = self.tier.allocate(metas, leaving)
             for meta, record in zip(metas, made, strict=True):
                 if record is None:
                     self._counts.refused += 1
-                    _remember(self._lost, _lost_name(meta), Why.too_large)
-                elif meta.context is not None:
+                if meta.context is not None and record is None:
+                    _remember(self._lost, meta.entry, Why.too_large)
+                elif meta.context is not None and record is not None:
                     self._variants.setdefault(meta.entry, []).append(record)
             return made
 
@@ -213,7 +219,8 @@ class Store:
         with self._lock:
             if self.tier.get(record.meta.name) is record:  # it may have had to go already
                 self._counts.stored += 1
-                self._lost.pop(_lost_name(record.meta), None)
+                if record.meta.context is not None:
+                    self._lost.pop(record.meta.entry, None)
 
     def withdraw(self, record: Record) -> None:
         """The record will not be filled; who waits for it computes instead."""
@@ -240,6 +247,14 @@ class Store:
         with self._lock:
             record.pins -= 1
 
+    def keep(self, entry: str, is_kept: bool) -> int:
+        """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes."""
+        with self._lock:
+            records = [record for record in self.records(entry) if record.is_kept is not is_kept]
+            for record in records:
+                record.is_kept = is_kept
+            return len(records)
+
     def hold(self, record: Record) -> None:
         with self._lock:
             record.held += 1
@@ -247,6 +262,11 @@ class Store:
     def let_go(self, record: Record) -> None:
         with self._lock:
             record.held -= 1
+
+    def knows(self, entry: str) -> bool:
+        """Whether any record of an image exists, or is being filled."""
+        with self._lock:
+            return entry in self._variants or self.tier.get(f"enc/{entry}") is not None
 
     def records(self, entry: str) -> list[Record]:
         """All records of an image that are complete."""
@@ -278,7 +298,9 @@ class Store:
     def clear(self) -> None:
         """Forgets every record, alias and request. Counters go on."""
         with self._lock:
+            self._losing = None
             self.tier.close()
+            self._losing = Why.evicted
             for memory in (self._pictures, self._requests, self._lost, self._variants):
                 memory.clear()
 
@@ -305,22 +327,18 @@ class Store:
         """Called by the tier for each record that leaves."""
         if not record.is_claimed:
             record.settle(record.is_ready)  # nobody needs to fill it any more
-        self._counts.evicted += self._losing is Why.evicted
-        if self._losing is not None:
-            _remember(self._lost, _lost_name(record.meta), self._losing)
+        self._counts.evicted += record.is_ready and self._losing is Why.evicted
         if record.meta.context is not None:
-            variants = self._variants[record.meta.entry]
-            variants.remove(record)
-            if not variants:
-                del self._variants[record.meta.entry]
+            entry = record.meta.entry
+            if self._losing is not None:
+                _remember(self._lost, entry, self._losing)
+            self._variants[entry].remove(record)
+            if not self._variants[entry]:
+                del self._variants[entry]
 
 
-def _lost_name(meta: Meta) -> str:
-    return meta.name if meta.context is None else f"kv/{meta.entry}"
-
-
-def _remember[V](memory: OrderedDict[str, V], key: str, value: V) -> None:
+def _remember[V](memory: OrderedDict[str, V], key: str, value: V, most: int = _REMEMBERED) -> None:
     memory[key] = value
     memory.move_to_end(key)
-    while len(memory) > _REMEMBERED:
+    while len(memory) > most:
         memory.popitem(last=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,14 +34,16 @@ class Writer:
         self._store = store
         self._thread = ThreadPoolExecutor(1, "vlcache-writer")
         self._running: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
 
     def encoder(self, record: Record, encoded: jax.Array, first: int) -> None:
         """The record's rows begin at row `first` of `encoded`, [1 + J, T, M]."""
 
         def fill() -> None:
-            tokens = record.meta.tokens
-            record.data[:, :tokens] = np.asarray(encoded)[:, first : first + tokens]
-            self._store.publish(record)
+            if not record.is_settled:
+                tokens = record.meta.tokens
+                record.data[:, :tokens] = np.asarray(encoded)[:, first : first + tokens]
+                self._store.publish(record)
 
         self._start([encoded], [record], fill)
 
@@ -48,21 +51,28 @@ class Writer:
         """`k` before rotation and `v` of each layer, [N, K, D], hold these rows of a step."""
 
         def fill() -> None:
+            wanted = [part for part in captured if not part.record.is_settled]
             for layer, pair in enumerate(zip(k, v, strict=True)):
                 for half, values in enumerate(map(np.asarray, pair)):
-                    for record, tokens, rows in captured:
+                    for record, tokens, rows in wanted:
                         record.data[layer, half, tokens] = values[rows]
-            for record, tokens, _ in captured:
+            for record, tokens, _ in wanted:
                 record.missing -= len(tokens)
-                if not record.missing and not record.is_settled:
+                if not record.missing:
                     self._store.publish(record)
 
         self._start([*k, *v], [part.record for part in captured], fill)
 
     def throttle(self, most: int) -> None:
         """Waits until at most `most` copies are under way: what they read occupies the device."""
-        while len(self._running) > most:
-            self._running.popleft().result()
+        while True:
+            with self._lock:
+                while self._running and self._running[0].done():
+                    self._running.popleft()
+                if len(self._running) <= most:
+                    return
+                first = self._running[0]
+            first.result()  # it stays in the queue, for whoever else waits
 
     def flush(self) -> None:
         """Waits for everything."""
@@ -84,6 +94,5 @@ class Writer:
             record.is_claimed = True
         for array in arrays:
             array.copy_to_host_async()
-        self._running.append(self._thread.submit(job))
-        while self._running and self._running[0].done():
-            self._running.popleft()
+        with self._lock:
+            self._running.append(self._thread.submit(job))
