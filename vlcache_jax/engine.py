@@ -181,7 +181,8 @@ class Engine:
         transferring: list[jax.Array] = []
         linking: list[jax.Array] = []
         for record, spans in users.values():
-            if transferring and sum(data.nbytes for data in transferring) > self.runner.transfer_bytes:
+            under_way = sum(data.nbytes for data in transferring)
+            if transferring and under_way + record.meta.nbytes > self.runner.transfer_bytes:
                 jax.block_until_ready(linking)  # what has been linked gives its memory back
                 transferring, linking = [], []
             data = self.runner.put(record.data)
