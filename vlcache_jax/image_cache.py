@@ -12,7 +12,7 @@ from vlcache_jax.layout import ImageRef
 from vlcache_jax.linker import Linker
 from vlcache_jax.prompt import Prompt, PromptRenderer
 
-Precompute = Callable[[list[Any], Mapping[str, int] | None, str | None], None]
+Precompute = Callable[[list[Any], Mapping[str, int] | None, str | None], list[str]]
 
 
 class ImageCache:
@@ -53,8 +53,7 @@ class ImageCache:
         conversations = [
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
-        self._precompute(conversations, mm_processor_kwargs, cache_salt)
-        return [self.key(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs) for image in images]
+        return self._precompute(conversations, mm_processor_kwargs, cache_salt)
 
     def key(
         self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None

@@ -291,7 +291,7 @@ class LLM:
             )
         forced = [self._continuation(text, f"continuations[{i}]") for i, text in enumerate(continuations)]
         with self._serving(), tqdm(total=len(prompts), desc="scoring", disable=not use_tqdm) as bar:
-            requests = self._identify(prompts, cache_salt, policy)
+            requests = self._linker.identify(prompts, cache_salt, lookup=policy.links)
             for request, tokens in zip(requests, forced, strict=True):
                 self._check_length(request, len(tokens))
             waiting = iter(forced)
@@ -411,9 +411,6 @@ class LLM:
         rows = policy.plan(layout, layers).rows(layers)
         return {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
 
-    def _identify(self, prompts: Sequence[Prompt], salt: str | None, policy: Policy) -> list[Request]:
-        return self._linker.identify(prompts, salt, lookup=policy.links)
-
     def _in_batches[T: (RequestOutput, Score)](
         self, requests: Sequence[Request], policy: Policy, run: Callable[[list[Linked]], list[T]]
     ) -> list[T]:
@@ -439,11 +436,11 @@ class LLM:
 
     def _precompute(
         self, conversations: list[Conversation], limits: Mapping[str, int] | None, salt: str | None
-    ) -> None:
-        params = SamplingParams(temperature=0, max_tokens=1)
-        self.chat(
-            conversations, params, reuse="exact", cache_salt=salt, mm_processor_kwargs=limits, use_tqdm=False
-        )  # fmt: skip
+    ) -> list[str]:
+        """Computes conversations of one image each; returns the images' entry keys."""
+        one = SamplingParams(temperature=0, max_tokens=1)
+        options: Any = {"reuse": "exact", "cache_salt": salt, "mm_processor_kwargs": limits, "use_tqdm": False}
+        return [output.cache.images[0].key for output in self.chat(conversations, one, **options)]
 
     def _generate(
         self,
@@ -459,7 +456,7 @@ class LLM:
         with self._serving(), tqdm(
             total=sum(own.n for own in params), desc="answering", disable=not use_tqdm
         ) as bar:  # fmt: skip
-            requests = self._identify(prompts, salt, policy)
+            requests = self._linker.identify(prompts, salt, lookup=policy.links)
             for request, own in zip(requests, params, strict=True):
                 self._check_length(request, self._new_slots(request, own))
             waiting = iter(params)
@@ -467,43 +464,58 @@ class LLM:
             def run(group: list[Linked]) -> list[RequestOutput]:
                 answers = [self._answers(linked, next(waiting)) for linked in group]
                 self._engine.generate([answer for own in answers for answer in own], lambda _: bar.update())
-                pairs = list(zip(group, answers, strict=True))
-                verified = [self._verify(*pair) if verify else None for pair in pairs]
-                return [self._output(*pair, found) for pair, found in zip(pairs, verified, strict=True)]
+                verified = self._verify(group, [own[0] for own in answers]) if verify else [None] * len(group)
+                return [self._output(*each) for each in zip(group, answers, verified, strict=True)]
 
             return self._in_batches(requests, policy, run)
 
-    def _verify(self, linked: Linked, answers: list[Generation]) -> Verification:
-        """Runs a request without the cache, and both ways with the answer's tokens forced."""
-        [answer, *_] = answers
-        images = {span.image: _without_records(span.image) for span in linked.layout.images}
+    def _verify(self, group: list[Linked], answers: list[Generation]) -> list[Verification]:
+        """Runs requests without the cache, and both ways with the answers' tokens forced."""
+        cold = [self._without_cache(linked) for linked in group]
+        again = [
+            dataclasses.replace(
+                answer,
+                layout=linked.layout,
+                plan=linked.plan,
+                images=(),
+                level=0,
+                metrics=Metrics(),
+                token_ids=[],
+                logprobs=[],
+                finish_reason=None,
+            )
+            for linked, answer in zip(cold, answers, strict=True)
+        ]
+        self._engine.generate(again, lambda _: None)
+        # An image whose record failed was computed instead: the plan that ran is the answer's.
+        warm = [
+            dataclasses.replace(linked, plan=answer.plan, uses=tuple(answer.images))
+            for linked, answer in zip(group, answers, strict=True)
+        ]
+        forced = [
+            [
+                self._forced(one, answer.token_ids, keep_logits=True, capture=False)
+                for one, answer in zip(way, answers, strict=True)
+            ]
+            for way in (warm, cold)
+        ]
+        self._engine.score([sequence for way in forced for sequence in way], lambda _: None)
+        return [
+            _compare(answer.token_ids, other.token_ids, *(np.stack(sequence.logits) for sequence in both))
+            for answer, other, *both in zip(answers, again, *forced, strict=True)
+        ]
+
+    def _without_cache(self, linked: Linked) -> Linked:
+        """The same request, with every image to be decoded, encoded and computed."""
         spans = tuple(
-            dataclasses.replace(span, image=images[span.image], state="miss") if isinstance(span, ImageSpan) else span
+            dataclasses.replace(span, image=_without_records(span.image), state="miss")
+            if isinstance(span, ImageSpan)
+            else span
             for span in linked.layout.spans
         )
         layout = dataclasses.replace(linked.layout, spans=spans)
-        cold = dataclasses.replace(
-            linked, layout=layout, plan=full_prefill(layout, self._runner.config.text.num_layers), uses=()
-        )
-        again = dataclasses.replace(
-            answer,
-            layout=layout,
-            plan=cold.plan,
-            images=(),
-            level=0,
-            metrics=Metrics(),
-            token_ids=[],
-            logprobs=[],
-            finish_reason=None,
-        )
-        self._engine.generate([again], lambda _: None)
-        warm = dataclasses.replace(linked, plan=answer.plan, uses=tuple(answer.images))
-        forced = [self._forced(one, answer.token_ids, keep_logits=True, capture=False) for one in (warm, cold)]
-        self._engine.score(forced, lambda _: None)
-        pairs = zip(answer.token_ids, again.token_ids, strict=False)
-        agree = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer.token_ids), len(again.token_ids)))
-        difference = np.abs(np.stack(forced[0].logits) - np.stack(forced[1].logits)).max()
-        return Verification(agree, max(len(answer.token_ids), len(again.token_ids)), float(difference))
+        plan = full_prefill(layout, self._runner.config.text.num_layers)
+        return dataclasses.replace(linked, layout=layout, plan=plan, uses=(), level=0)
 
     def _sampling_params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -624,9 +636,7 @@ class LLM:
     def _report(self, linked: Linked, sequence: Generation | Forced) -> CacheReport:
         layers = self._runner.config.text.num_layers
         images = tuple(self._image_report(i, use, sequence.plan, layers) for i, use in enumerate(sequence.images))
-        approximate = sum(
-            image.tokens - image.recomputed[-1] for image in images if image.match == "approximate"
-        )  # fmt: skip
+        approximate = sum(image.tokens - image.recomputed[-1] for image in images if image.match == "approximate")
         return CacheReport(
             images,
             exact=approximate == 0,
@@ -670,12 +680,17 @@ def _without_records(image: ImageRef) -> ImageRef:
     return ImageRef(image.key, image.grid, image.num_tokens, lambda: image.patches)
 
 
+def _compare(tokens: list[int], cold_tokens: list[int], logits: np.ndarray, cold_logits: np.ndarray) -> Verification:
+    same = [a == b for a, b in zip(tokens, cold_tokens, strict=False)]
+    agree = same.index(False) if False in same else len(same)
+    difference = float(np.abs(logits - cold_logits).max())
+    return Verification(agree, max(len(tokens), len(cold_tokens)), difference)
+
+
 def _exact_tokens(sequence: Generation) -> int:
     """Prompt tokens whose K, V were reused exactly."""
     spans = [use.span for use in sequence.images if use.linked is not None and use.span.state == "exact"]
-    return sum(
-        int(np.count_nonzero(sequence.plan.depth[span.tokens] == 0)) for span in spans
-    )  # fmt: skip
+    return sum(int(np.count_nonzero(sequence.plan.depth[span.tokens] == 0)) for span in spans)
 
 
 def _no_patches() -> Patches:

@@ -79,7 +79,7 @@ class StaticRatio:
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
-            raise ValueError(f"reuse must be a ratio from 0 to 1, got {float(self.ratio):g}")
+            raise ValueError(f"reuse must be a ratio from 0 to 1, got {self.ratio}")
 
     @property
     def name(self) -> str:
@@ -166,11 +166,11 @@ def first_tokens(layout: Layout, num_layers: int, counts: Callable[[int], Sequen
     depth = full_prefill(layout, num_layers).depth
     for span in layout.spans:
         if span.state == "exact":
-            depth[span.start : span.start + span.length] = 0
+            depth[span.tokens] = 0
         elif span.state == "approximate":
             token = np.arange(span.length)
             fresh = (token[:, None] < np.asarray(counts(span.length))).sum(1)
-            depth[span.start : span.start + span.length] = fresh
+            depth[span.tokens] = fresh
     depth[-1] = num_layers + 1  # the answer begins with its logits
     return Plan(depth)
 
@@ -217,6 +217,7 @@ def _fraction(value: str | Fraction) -> Fraction:
     if isinstance(value, Fraction):
         return value
     decimal = Decimal(value)
-    if not (decimal.is_finite() and 0 <= decimal <= 1 and decimal.as_tuple().exponent >= -_DIGITS):  # type: ignore[operator]
+    exponent = decimal.as_tuple().exponent  # a letter where the value is not finite
+    if not (isinstance(exponent, int) and exponent >= -_DIGITS and 0 <= decimal <= 1):
         raise ValueError(f"reuse must be a ratio from 0 to 1 of at most {_DIGITS} digits, got {value}")
     return Fraction(decimal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from operator import index
@@ -140,7 +140,7 @@ class Schedule:
             )
 
 
-def _check_keys(content: Any, required: set[str], name: str, optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def _check_keys(content: Any, required: Set[str], name: str, optional: Set[str] = frozenset()) -> None:
     if not isinstance(content, Mapping):
         raise ValueError(f"{name} must be an object, got {_short(content)}")
     if missing := sorted(required - content.keys()):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Meta, Part, Record, TierError
+from vlcache_jax.outputs import Why
 
 
 class BusyError(Exception):
@@ -22,10 +23,10 @@ class MemoryTier:
 
     Args:
       capacity: bytes at most.
-      removed: called with every record that leaves.
+      removed: called with every record that leaves, and why (None: nobody needs to know).
     """
 
-    def __init__(self, capacity: int, removed: Callable[[Record], object] = lambda record: None):
+    def __init__(self, capacity: int, removed: Callable[[Record, Why | None], object] = lambda record, why: None):
         self.capacity = capacity
         self.used = 0
         self.clashes = 0
@@ -86,13 +87,13 @@ class MemoryTier:
         self.used += meta.nbytes
         return record
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: Record, why: Why | None = Why.evicted) -> None:
         """Forgets a record; who holds it may go on using it."""
         with self._lock:
             if self._records.get(place := _place(record.meta.name)) is record:
                 del self._records[place]
                 self.used -= record.meta.nbytes
-                self._removed(record)
+                self._removed(record, why)
 
     def records(self) -> list[Record]:
         """All of them, the least recently used first."""
@@ -136,7 +137,7 @@ class MemoryTier:
 
     def close(self) -> None:
         for record in self.records():
-            self.remove(record)
+            self.remove(record, None)
 
 
 def _place(name: str) -> str:

@@ -145,10 +145,11 @@ class Record:
 
     def checksums(self) -> tuple[int, ...]:
         """Of each part as it is now."""
-        rows = (
-            self.data[..., : self.meta.tokens, :] if self.meta.context is None else self.data[:, :, : self.meta.tokens]
+        parts = self.data[:, None] if self.meta.context is None else self.data  # [parts, 1 or 2, T, ...]
+        return tuple(
+            functools.reduce(lambda crc, rows: zlib.crc32(rows.view(np.uint8), crc), part[:, : self.meta.tokens], 0)
+            for part in parts
         )
-        return tuple(zlib.crc32(np.ascontiguousarray(part).view(np.uint8)) for part in rows)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:

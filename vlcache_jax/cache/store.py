@@ -74,20 +74,20 @@ class Handle:
         self.encoder, self.kv, self.exact, self.why = encoder, kv, exact, why
         self._store = store
         self._records = [record for record in (encoder, kv) if record is not None]
-        self._release = store.unpin
+        self._count = store.pin
         for record in self._records:
-            store.pin(record)
+            store.pin(record, 1)
 
     def hold(self) -> None:
         """Holds the records from now on, instead of pinning them: who needs their room can wait for it."""
         for record in self._records:
-            self._store.hold(record)
-            self._release(record)
-        self._release = self._store.let_go
+            self._store.hold(record, 1)
+            self._store.pin(record, -1)
+        self._count = self._store.hold
 
     def release(self) -> None:
         while self._records:
-            self._release(self._records.pop())
+            self._count(self._records.pop(), -1)
 
     def __enter__(self) -> Handle:
         return self
@@ -108,7 +108,6 @@ class Store:
         self._requests: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._lost: OrderedDict[str, Why] = OrderedDict()
         self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
-        self._losing: Why | None = Why.evicted  # why the record that is being removed leaves
 
     # Identity.
 
@@ -228,24 +227,21 @@ class Store:
             if not record.is_settled:
                 record.settle(False)
                 self._counts.failed += 1
-                self._remove(record, Why.load_failed)
+                self.tier.remove(record, Why.load_failed)
 
     def cancel(self, record: Record) -> None:
         """The record is not wanted after all, unless it is filled already."""
         with self._lock:
             if not record.is_settled:
                 record.settle(False)
-                self._remove(record, None)
+                self.tier.remove(record, None)
 
     # Staying and leaving.
 
-    def pin(self, record: Record) -> None:
+    def pin(self, record: Record, by: int) -> None:
+        """Counts handles that need a record to stay."""
         with self._lock:
-            record.pins += 1
-
-    def unpin(self, record: Record) -> None:
-        with self._lock:
-            record.pins -= 1
+            record.pins += by
 
     def keep(self, entry: str, is_kept: bool) -> int:
         """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes."""
@@ -255,13 +251,10 @@ class Store:
                 record.is_kept = is_kept
             return len(records)
 
-    def hold(self, record: Record) -> None:
+    def hold(self, record: Record, by: int) -> None:
+        """Counts requests that are going to read a record."""
         with self._lock:
-            record.held += 1
-
-    def let_go(self, record: Record) -> None:
-        with self._lock:
-            record.held -= 1
+            record.held += by
 
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled."""
@@ -281,7 +274,7 @@ class Store:
         with self._lock:
             leaving = [record for record in self.records(entry) if record.is_free]
             for record in leaving:
-                self._remove(record, Why.evicted)
+                self.tier.remove(record, Why.evicted)
             return len(leaving)
 
     def verify(self) -> list[str]:
@@ -291,16 +284,14 @@ class Store:
             if record.is_ready and record.checksums() != record.meta.checksums:
                 with self._lock:
                     self._counts.corrupt += 1
-                    self._remove(record, Why.corrupt)
+                    self.tier.remove(record, Why.corrupt)
                 damaged.append(record.meta.name)
         return damaged
 
     def clear(self) -> None:
         """Forgets every record, alias and request. Counters go on."""
         with self._lock:
-            self._losing = None
             self.tier.close()
-            self._losing = Why.evicted
             for memory in (self._pictures, self._requests, self._lost, self._variants):
                 memory.clear()
 
@@ -318,20 +309,15 @@ class Store:
                 capacity=self.tier.capacity,
             )
 
-    def _remove(self, record: Record, why: Why | None) -> None:
-        self._losing = why
-        self.tier.remove(record)
-        self._losing = Why.evicted
-
-    def _forget(self, record: Record) -> None:
+    def _forget(self, record: Record, why: Why | None) -> None:
         """Called by the tier for each record that leaves."""
         if not record.is_claimed:
             record.settle(record.is_ready)  # nobody needs to fill it any more
-        self._counts.evicted += record.is_ready and self._losing is Why.evicted
+        self._counts.evicted += record.is_ready and why is Why.evicted
         if record.meta.context is not None:
             entry = record.meta.entry
-            if self._losing is not None:
-                _remember(self._lost, entry, self._losing)
+            if why is not None:
+                _remember(self._lost, entry, why)
             self._variants[entry].remove(record)
             if not self._variants[entry]:
                 del self._variants[entry]
