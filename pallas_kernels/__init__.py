@@ -7,5 +7,6 @@ rows of a cached image, several requests at once, decoding, and the windows of t
 stored keys and values of an image into a request's slots.
 """
 
+from vlcache_jax.pallas_kernels import dispatch as dispatch
 from vlcache_jax.pallas_kernels.attention import attention as attention
 from vlcache_jax.pallas_kernels.link import link as link

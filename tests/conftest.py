@@ -11,6 +11,8 @@ from typing import Any
 # Before jax is imported: tests run on the CPU unless the caller says otherwise, and never reach for the network.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Threads of XLA's CPU client: interpreted kernels wait in them for each other.
+os.environ.setdefault("NPROC", "16")
 
 import numpy as np
 import pytest

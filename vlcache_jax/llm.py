@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -38,11 +39,11 @@ from vlcache_jax.outputs import (
     Score,
     Verification,
 )
-from vlcache_jax.pallas_kernels.attention.api import IMPLEMENTATIONS
+from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.plan import Plan, full_prefill
 from vlcache_jax.policies import Policy, Scheduled, parse_policy
 from vlcache_jax.prompt import Prompt, PromptRenderer
-from vlcache_jax.runner import Runner
+from vlcache_jax.runner import Runner, check_kernels
 from vlcache_jax.sampling import MAX_BANNED, SamplingParams
 from vlcache_jax.schedule import Schedule
 
@@ -78,7 +79,9 @@ class LLM:
         what the ladder says.
       max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
       mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first.
-      implementation: of attention; None is the best available.
+      implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
+        "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case.
+        `llm.kernels` says which run, and why.
       ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
       allow_remote_images: whether http(s) image URLs are fetched.
       revision: branch, tag or commit of a model on the hub.
@@ -86,6 +89,7 @@ class LLM:
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an argument is wrong.
+      NotImplementedError: the implementation asked for does not do this model, dtype or device.
       MemoryError: weights and pool do not fit. Nothing has been loaded then.
     """
 
@@ -118,15 +122,17 @@ class LLM:
         ):  # fmt: skip
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if implementation not in (None, *IMPLEMENTATIONS):
-            raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+        dispatch.check_name(implementation)
         device = jax.devices()[0]
+        dispatch.check_device(implementation, device)
         on_cpu = device.platform == "cpu"
         _use_compilation_cache()
         self._checkpoint = open_checkpoint(
             model, dtype=("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype, revision=revision
         )
         config = self._checkpoint.config
+        if implementation is not None:
+            check_kernels(config, self._checkpoint.dtype, implementation)
         self._policy = self._check_policy(policy)
         self._renderer = PromptRenderer.from_pretrained(
             self._checkpoint.directory, allow_remote_images=allow_remote_images
@@ -326,7 +332,22 @@ class LLM:
                 count, seconds = self._runner.warmup(keys, lambda _: bar.update())
         if verbose:
             print(f"compiled {count} programs in {seconds:.1f} s")
+            uses = collections.Counter(
+                (choice.kernel, choice.implementation, choice.why)
+                for choices in self.kernels.values()
+                for choice in choices
+            )
+            for (kernel, implementation, why), number in sorted(uses.items()):
+                print(f"{kernel}: {implementation} in {number} cases ({why})")
         return count, seconds
+
+    @property
+    def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:
+        """The kernels in the programs compiled so far: which implementation runs each case, and why.
+
+        A program's key is its name and sizes. See `vlcache_jax.pallas_kernels`.
+        """
+        return dict(self._runner.kernels)
 
     def close(self) -> None:
         """Gives back the memory of weights and pool. The engine cannot be used any more."""

@@ -46,7 +46,7 @@ class Runner:
       normalization: each byte's pixel value per channel, float32 [3, 256].
       num_slots: S of the pool.
       ladder: sizes to compile for.
-      implementation: of attention; None is the best available.
+      implementation: of the kernels; None is the best for each case.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Runner:
         self._table_graph = nnx.graphdef(text.embed_tokens)
         self._norm_graph = nnx.graphdef(text.norm)
         self._programs: dict[Key, jax.stages.Compiled] = {}
+        self.kernels: dict[Key, tuple[kernels.dispatch.Choice, ...]] = {}
         self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
         self.reset()
 
@@ -249,7 +250,11 @@ class Runner:
     def _lower(self, key: Key) -> jax.stages.Lowered:
         name, *sizes = key
         function, arguments, donated = getattr(self, f"_define_{name}")(*sizes)
-        return jax.jit(function, donate_argnums=donated).lower(*arguments)
+        with kernels.dispatch.recorded() as choices:
+            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        if choices:
+            self.kernels[key] = tuple(dict.fromkeys(choices))
+        return lowered
 
     # Definitions: name -> (function, abstract arguments, which of them are donated).
 
@@ -293,9 +298,9 @@ class Runner:
             cos, sin = rope.text_rotation(
                 position, text.rope_theta, text.mrope_section, text.mrope_interleaved, self.dtype
             )
+            write = functools.partial(kernels.link, implementation=self.implementation)
             linked = [
-                [*kernels.link(k, v, data[layer, 0], data[layer, 1], slot, cos, sin)]
-                for layer, (k, v) in enumerate(pool)
+                [*write(k, v, data[layer, 0], data[layer, 1], slot, cos, sin)] for layer, (k, v) in enumerate(pool)
             ]
             return linked, jnp.zeros((), jnp.int32)
 
@@ -401,6 +406,20 @@ class Runner:
 
     def _tables(self, grids: abc.Sequence[Grid], num_patches: int) -> dict[str, np.ndarray]:
         return FAMILIES[self.config.model_type].encoder_tables(self.config.vision, grids, num_patches)
+
+
+def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
+    """Raises NotImplementedError if the implementation does not do the kernels' cases of the model."""
+    text, vision = config.text, config.vision
+    index = jax.ShapeDtypeStruct((8,), jnp.int32)
+    attention = functools.partial(kernels.attention, implementation=implementation)
+    heads = ((text.num_heads, text.num_kv_heads, text.head_dim), (vision.num_heads,) * 2 + (vision.head_dim,))
+    for num_heads, kv_heads, width in heads:
+        q, k = (jax.ShapeDtypeStruct((8, h, width), dtype) for h in (num_heads, kv_heads))
+        jax.eval_shape(attention, q, k, k, index, index)
+    k = jax.ShapeDtypeStruct((8, text.num_kv_heads, text.head_dim), dtype)
+    angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
+    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, k, k, index, angle, angle)
 
 
 def _shapes(tree: Any) -> Any:

@@ -5,10 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.attention import xla
 
 DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
-IMPLEMENTATIONS = ("xla",)
 
 
 def attention(
@@ -48,7 +48,9 @@ def attention(
       k_start: First slot that each row sees, int32 `[N]`; below 0 counts as 0.
       k_end: One past the last slot that each row sees, int32 `[N]`; above `S` counts as `S`.
       scale: Positive number, applied to the float32 scores; None is `D ** -0.5`.
-      implementation: `"xla"` runs on every device. None is the best one available.
+      implementation: `"xla"` runs on every device, `"mosaic_gpu"` on Hopper GPUs, in bfloat16 and float16 and for head
+        widths up to 128. `"mosaic_gpu_interpreted"` is the same kernel in jax's interpreter, on a CPU, for tests. None
+        is `"mosaic_gpu"` where that does the case, else `"xla"`.
 
     Returns:
       `[N, H, D]` in the dtype of `q`. Softmax and sums are float32; float32 inputs are multiplied in full precision.
@@ -62,11 +64,19 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a positive number, got {scale}")
-    match implementation:
-        case None | "xla":
-            return xla.attention(q, k, v, k_start, k_end, scale=scale)
-        case _:
-            raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+    def check() -> None:
+        from vlcache_jax.pallas_kernels.attention import mosaic_gpu  # takes a second to import
+
+        mosaic_gpu.check(q, k)
+
+    case = f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}"
+    choice = dispatch.choose("attention", case, implementation, check)
+    if choice.implementation == "xla":
+        return xla.attention(q, k, v, k_start, k_end, scale=scale)
+    from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.attention(q, k, v, k_start, k_end, scale=scale, interpret=dispatch.interpreter(choice))
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: jax.Array) -> None:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.link import xla
 
 
@@ -14,6 +15,8 @@ def link(
     slot: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes stored K and V into the pool, at any slots and positions.
 
@@ -31,12 +34,14 @@ def link(
       slot: Where each token goes, int32 `[T]`, all distinct; tokens at slots from `S` on go nowhere.
       cos: Of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
       sin: Likewise.
+      implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel moves bfloat16 and float16.
 
     Returns:
       (k_pool, v_pool)
 
     Raises:
       ValueError: An argument is wrong; the message names it.
+      NotImplementedError: The implementation asked for does not do this case.
     """
     if k_pool.ndim != 3 or v_pool.shape != k_pool.shape:
         raise ValueError(f"k_pool, v_pool must have one shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
@@ -52,4 +57,17 @@ def link(
     for name, array in (("cos", cos), ("sin", sin)):
         if array.shape != angles:
             raise ValueError(f"{name} must have shape {list(angles)}, got {list(array.shape)}")
-    return xla.link(k_pool, v_pool, k_raw, v, slot, cos, sin)
+
+    def check() -> None:
+        from vlcache_jax.pallas_kernels.link import mosaic_gpu
+
+        mosaic_gpu.check(k_pool)
+
+    case = f"k_raw {k_raw.dtype} {list(k_raw.shape)}"
+    choice = dispatch.choose("link", case, implementation, check)
+    if choice.implementation == "xla":
+        return xla.link(k_pool, v_pool, k_raw, v, slot, cos, sin)
+    from vlcache_jax.pallas_kernels.link import mosaic_gpu
+
+    interpret = dispatch.interpreter(choice)
+    return mosaic_gpu.link(k_pool, v_pool, k_raw, v, slot, cos, sin, interpret=interpret)
