@@ -67,6 +67,8 @@ def check(q: jax.Array, k: jax.Array) -> None:
         raise NotImplementedError(f"mosaic_gpu does head widths up to 128, got {q.shape[2]}")
 
 
+# An inner jit: a program that calls the same case for each of its layers compiles one kernel.
+@functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
 def attention(
     q: jax.Array,
     k: jax.Array,

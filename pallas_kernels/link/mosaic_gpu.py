@@ -5,6 +5,7 @@ its slot. Copies are bulk (TMA), which drop what is out of range. Programs are s
 multiprocessor and cover each other's waiting.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ def check(k_pool: jax.Array) -> None:
         raise NotImplementedError(f"mosaic_gpu links heads of width 64 and 128, got {k_pool.shape[2]}")
 
 
+# An inner jit: a program that links all layers compiles one kernel.
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,

@@ -1,103 +1,111 @@
-"""Programs of the real sizes, compiled for an H200 on a machine without one, and their memory plans."""
+"""Kernels and programs of the real sizes, compiled for an H200 on a machine without one."""
 
 from __future__ import annotations
 
-import pathlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind
-from vlcache_jax.models.config import TextConfig
-from vlcache_jax.models.qwen3_vl import VisionConfig
-from vlcache_jax.pallas_kernels import link
+from vlcache_jax.benchmarks.compile_report import (
+    MODELS,
+    SLOTS,
+    abstract_runner,
+    compile_key,
+    compile_prefill,
+    compile_program,
+    prefill_bounds,
+)
+from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
+from vlcache_jax.models import Rows, abstract_model, bind
+from vlcache_jax.pallas_kernels import attention, link
+from vlcache_jax.pallas_kernels.attention.mosaic_gpu import default_config
 
 pytestmark = pytest.mark.cuda_gate
 
-TARGET = pathlib.Path(__file__).parents[2] / "benchmarks" / "h200.txtpb"
-SLOTS = 20480
-QWEN3_VL_8B = ModelConfig(
-    model_type="qwen3_vl",
-    text=TextConfig(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=5e6,
-        mrope_section=(24, 20, 20),
-        mrope_interleaved=True,
-        qkv_bias=False,
-        qk_norm=True,
-        max_position_embeddings=262144,
-    ),
-    vision=VisionConfig(
-        depth=27,
-        hidden_size=1152,
-        intermediate_size=4304,
-        out_hidden_size=4096,
-        num_heads=16,
-        patch_size=16,
-        merge_size=2,
-        temporal_patch_size=2,
-        in_channels=3,
-        num_position_embeddings=2304,
-        deepstack_blocks=(8, 16, 24),
-    ),
-    image_token_id=151655,
-    video_token_id=151656,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
+CONFIG = MODELS["Qwen3-VL-8B"]
+POOL_BYTES = 2 * SLOTS * CONFIG.text.num_kv_heads * CONFIG.text.head_dim * 2  # of a layer
 
 
 @pytest.fixture(scope="module")
-def on_h200():
-    """Shape -> abstract array on an H200."""
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    return lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+def runner():
+    return abstract_runner(CONFIG)
 
 
-@pytest.mark.parametrize(("size", "keep"), [(4096, 4096), (4096, 64), (64, 64), (1, 1)])
-@pytest.mark.parametrize("capture", [False, True])
-def test_a_layer_step_updates_the_pool_in_place(on_h200, size, keep, capture):
-    text = QWEN3_VL_8B.text
-    layer = abstract_model(QWEN3_VL_8B, jnp.bfloat16).language_model.layers[0]
-    graph, state = nnx.split(layer)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, id=f"{model}: {s.name}") for model, shapes in ATTENTION.items() for s in shapes]
+)
+def test_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> None:
+    compiled = compile_program(functools.partial(attention, implementation="mosaic_gpu"), shape.specs())
+    assert compiled.spills == 0
+    splits = default_config(shape.N, shape.H // shape.K, shape.S, shape.K).splits
+    # Sums of the splits in float32, queries and results, and tables of the tiles; in vision towers padded operands.
+    partial_sums = 4 * 2 * splits * (shape.N + 32) * shape.H * (shape.D + 2) * (splits > 1)
+    operands = 2 * 4 * (shape.N + 8) * shape.H * 96 * (1 if shape.D % 32 else 0)
+    assert compiled.temp < partial_sums + operands + 2**20
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, id=f"{model}: {s.T}") for model, shapes in LINK.items() for s in shapes]
+)
+def test_linking_is_one_operation_in_place(shape: LinkShape) -> None:
+    compiled = compile_program(functools.partial(link, implementation="mosaic_gpu"), shape.specs(), (0, 1))
+    assert compiled.spills == 0
+    assert compiled.alias == 2 * shape.S * shape.K * shape.D * 2
+    assert compiled.temp == 0
+    assert compiled.operations == 1
+
+
+@pytest.mark.parametrize(("size", "keep"), [(4096, 4096), (4096, 64), (512, 512), (64, 64), (1, 1)])
+@pytest.mark.parametrize(("capture", "implementation"), [(False, "mosaic_gpu"), (True, "mosaic_gpu"), (True, "xla")])
+def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: bool, implementation: str) -> None:
+    text = CONFIG.text
+    graph, state = nnx.split(abstract_model(CONFIG, jnp.bfloat16).language_model.layers[0])
     x = jax.ShapeDtypeStruct((size, text.hidden_size), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((SLOTS, text.num_kv_heads, text.head_dim), jnp.bfloat16)
     index = jax.ShapeDtypeStruct((size,), jnp.int32)
     rows = Rows(index, jax.ShapeDtypeStruct((3, size), jnp.int32), index, index, index)
 
     def step(params, x, k, v, rows, deepstack):
-        return bind(graph, params)(x, k, v, rows, deepstack, keep=keep, capture=capture, implementation="xla")
+        return bind(graph, params)(x, k, v, rows, deepstack, keep=keep, capture=capture, implementation=implementation)
 
-    arguments = on_h200((nnx.to_pure_dict(state), x, pool, pool, rows, x))
-    plan = jax.jit(step, donate_argnums=(2, 3)).lower(*arguments).compile().memory_analysis()
-    pool_bytes = 2 * SLOTS * text.num_kv_heads * text.head_dim * 2
-    assert plan.alias_size_in_bytes == pool_bytes
+    compiled = compile_program(step, (nnx.to_pure_dict(state), x, pool, pool, rows, x), (2, 3))
+    assert compiled.spills == (0 if implementation == "mosaic_gpu" else None)
+    assert compiled.alias == POOL_BYTES
     # A few arrays of the rows, in float32, and nothing that grows with the pool.
     row_bytes = 4 * (4 * text.hidden_size + 3 * text.intermediate_size + 4 * text.num_heads * text.head_dim)
-    assert plan.temp_size_in_bytes < size * row_bytes + 64 * 2**20
+    assert compiled.temp < size * row_bytes + 64 * 2**20
+    assert compiled.operations < 40
 
 
-@pytest.mark.parametrize("tokens", [64, 16384])
-def test_linking_updates_the_pool_in_place(on_h200, tokens):
-    text = QWEN3_VL_8B.text
-    pool = jax.ShapeDtypeStruct((SLOTS, text.num_kv_heads, text.head_dim), jnp.bfloat16)
-    stored = jax.ShapeDtypeStruct((tokens, text.num_kv_heads, text.head_dim), jnp.bfloat16)
-    angles = jax.ShapeDtypeStruct((tokens, 1, text.head_dim // 2), jnp.bfloat16)
-    slot = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    arguments = on_h200((pool, pool, stored, stored, slot, angles, angles))
-    plan = jax.jit(link, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
-    assert plan.alias_size_in_bytes == 2 * SLOTS * text.num_kv_heads * text.head_dim * 2
-    # The rotated keys at most, and nothing that grows with the pool.
-    assert plan.temp_size_in_bytes < 2 * tokens * text.num_kv_heads * text.head_dim * 4 + 2**20
+def test_decoding(runner) -> None:
+    compiled = compile_key(runner, "decode", 64)
+    assert compiled.spills == 0
+    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES
+    assert compiled.temp < 64 * 2**20
+    assert compiled.operations < 20 * CONFIG.text.num_layers
+
+
+def test_the_encoder(runner) -> None:
+    compiled = compile_key(runner, "encode", 4096)
+    assert compiled.spills == 0
+    assert compiled.temp < 256 * 2**20
+    assert compiled.operations < 20 * CONFIG.vision.depth
+
+
+def test_linking_all_layers(runner) -> None:
+    compiled = compile_key(runner, "link", 4096)
+    assert compiled.spills == 0
+    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES
+    assert compiled.temp < 8 * 2**20  # the angles
+    assert compiled.operations < 2 * CONFIG.text.num_layers
+
+
+def test_a_whole_prefill(runner) -> None:
+    compiled = compile_prefill(runner, prefill_bounds(CONFIG.text.num_layers, shrinking=True))
+    assert compiled.spills == 0
+    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES
+    assert compiled.temp < 512 * 2**20
+    assert compiled.operations < 25 * CONFIG.text.num_layers

@@ -32,7 +32,8 @@ from vlcache_jax.pallas_kernels.link import xla as xla_link
 ATOL = 2e-2  # weights and results are rounded to bfloat16
 RACES = dispatch.interpreter(dispatch.Choice("attention", "", "mosaic_gpu_interpreted", ""))
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
-SHAPES = [pytest.param(s, id=f"{m}: {s.name}") for m in ("Qwen3-VL-8B", "Qwen2.5-VL-7B") for s in ATTENTION[m]]
+# Every class once, and of the family with seven query heads a group those that differ most.
+SHAPES = [*ATTENTION["Qwen3-VL-8B"], *(s for s in ATTENTION["Qwen2.5-VL-7B"] if s.N in (1, 160, 512) or s.H == s.K)]
 
 
 def interpreted(args, *, scale=None, config=None):
@@ -46,7 +47,7 @@ def assert_close(out, args, scale=None):
     np.testing.assert_allclose(out, reference(*args, scale), atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.name}, {s.H}x{s.D}")
 def test_real_shapes_in_small(shape: AttentionShape) -> None:
     args = shape.in_small().arrays()
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
