@@ -11,12 +11,9 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Date, processor and versions, for the head of a result."""
+    """Date, processor and the versions of those packages that are installed, for the head of a result."""
     model = platform.processor()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -26,8 +23,15 @@ def environment(*packages: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "processor": model,
         "cores": os.cpu_count(),
-        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "versions": {package: version for package in packages if (version := _version(package))},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -37,10 +41,11 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
       ValueError: there are no rows, or they differ in their columns.
     """
     _check(rows)
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=140).print(table)
+    cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(rows[0], *cells, strict=True)]
+    print(f"\n{title}")
+    for line in (list(rows[0]), ["-" * width for width in widths], *cells):
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def write(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path) -> None:

@@ -8,13 +8,16 @@ whole. The configurations take turns; the table has medians.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import os
 import pathlib
 import statistics
 import tempfile
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -43,6 +46,40 @@ def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
     return images
 
 
+@contextlib.contextmanager
+def drawn_weights() -> Iterator[None]:
+    """Within, models need no weights: they are drawn on the device, as writing the files would take minutes."""
+    from vlcache_jax import llm
+    from vlcache_jax.checkpoint import Checkpoint
+    from vlcache_jax.convert.plan import as_dtype
+    from vlcache_jax.models.params import parameters
+    from vlcache_jax.models.registry import load_config
+
+    class Drawn(Checkpoint):
+        source_digest = fingerprint = "drawn"
+
+        def load(self, device: Any = None) -> dict[str, Any]:
+            import jax
+
+            draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+            tree: dict[Any, Any] = {}
+            for i, parameter in enumerate(parameters(self.config)):
+                *folders, leaf = parameter.path
+                branch = tree
+                for folder in folders:
+                    branch = branch.setdefault(folder, {})
+                # Layers keep the size of what passes through them.
+                scale = parameter.shape[0] ** -0.5 if len(parameter.shape) > 1 else 1.0
+                branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
+            return tree
+
+    def open_drawn(directory: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None) -> Checkpoint:
+        return Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), revision)
+
+    with mock.patch.object(llm, "open_checkpoint", open_drawn):
+        yield
+
+
 def run(model: str | None, **settings: Any) -> None:
     """Runs `measure` in a process of its own, whose allocator keeps its pages."""
     os.environ.update(ALLOCATOR)  # read when a process starts
@@ -63,6 +100,8 @@ def measure(
     repeats: int,
     schedule: str | None,
     out: pathlib.Path | None,
+    random_weights: bool = False,
+    **settings: Any,
 ) -> None:
     """Measures and prints.
 
@@ -73,17 +112,20 @@ def measure(
       repeats: of each configuration, after one that warms up.
       schedule: path of a schedule file; None is a falling one.
       out: JSON file to write.
+      random_weights: the model has none, and gets random ones.
+      settings: of the engine.
     """
     from vlcache_jax import LLM, SamplingParams, Schedule
 
-    with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as directory:
+    weights = drawn_weights() if random_weights else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as directory, weights:
         if model is None:
             from vlcache_jax.tiny import make_checkpoint
 
             model = directory
             make_checkpoint(directory, "qwen3_vl", text=TEXT, vision=VISION, tie_word_embeddings=True)
         slots = num_images * (tokens + 2) + text_before + TEXT_AFTER + 8
-        with LLM(model, dtype=dtype, max_model_len=slots) as llm:
+        with LLM(model, dtype=dtype, max_model_len=slots, **settings) as llm:
             config = llm._checkpoint.config
             layers = config.text.num_layers
             cell = config.vision.patch_size * config.vision.merge_size

@@ -44,7 +44,7 @@ def plan_pool(
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
         share = 0.25 if device.platform == "cpu" else 0.9
         most = int(share * max(free - weights - activations, 0))
-        num_slots = min(most // slot, ladder.max_sequences * max_model_len)
+        num_slots = min(most // slot, max(MIN_SLOTS, ladder.max_sequences * max_model_len))
     else:
         num_slots = kv_cache_bytes // slot
     if num_slots < MIN_SLOTS or weights + activations + num_slots * slot > free:

@@ -123,6 +123,7 @@ def make_checkpoint(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     generation: Mapping[str, Any] | None = None,
+    weights: bool = True,
 ) -> pathlib.Path:
     """Writes a checkpoint directory.
 
@@ -138,6 +139,7 @@ def make_checkpoint(
       names: tensor names of Qwen2.5-VL as in published checkpoints or as in the library's modules.
       min_pixels, max_pixels: of the image processor; by default one image token, and the published maximum.
       generation: fields of `generation_config.json` beside the token ids.
+      weights: False leaves them out, for a size whose weights are drawn elsewhere.
 
     Returns:
       The directory.
@@ -160,7 +162,8 @@ def make_checkpoint(
         {"do_sample": False, "eos_token_id": stop, "pad_token_id": stop[1], **(generation or {})},
     )
     _tokenizer(model_type).save_pretrained(directory)
-    _write_weights(directory, seed, dtype, shards, published=names == "published")
+    if weights:
+        _write_weights(directory, seed, dtype, shards, published=names == "published")
     return directory
 
 

@@ -40,7 +40,7 @@ def runner():
 def test_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> None:
     compiled = compile_program(functools.partial(attention, implementation="mosaic_gpu"), shape.specs())
     assert compiled.spills == 0
-    splits = default_config(shape.N, shape.H // shape.K, shape.S, shape.K).splits
+    splits = default_config(shape.N, shape.S, shape.H, shape.K, shape.D).splits
     # Sums of the splits in float32, queries and results, and tables of the tiles; in vision towers padded operands.
     partial_sums = 4 * 2 * splits * (shape.N + 32) * shape.H * (shape.D + 2) * (splits > 1)
     operands = 2 * 4 * (shape.N + 8) * shape.H * 96 * (1 if shape.D % 32 else 0)
