@@ -1,4 +1,10 @@
-"""The real cases of the kernels: one table for their tests (in small), the compile gates and the benchmarks."""
+"""The real cases of the kernels: one table for their tests (in small), the compile gates and the benchmarks.
+
+    python -m vlcache_jax.benchmarks.shapes --out benchmarks/results/shapes.json
+
+prints it, with counted operations and bytes, and with what the tiles of the Mosaic GPU kernel load: rows that see much
+the same slots share their loads, and a tile whose rows belong to two requests loads the slots of both.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +61,24 @@ class AttentionShape:
 
     def bytes(self, itemsize: int = 2) -> int:
         """Least traffic: queries and results, and once every slot that some row sees."""
+        return itemsize * self.D * 2 * (self.N * self.H + self.seen_slots() * self.K)
+
+    def seen_slots(self) -> int:
+        """Slots that some row sees."""
         start, end = self._intervals(0)
         change = np.zeros(self.S + 1, np.int64)
         np.add.at(change, start[start < end], 1)
         np.add.at(change, end[start < end], -1)
-        seen = int((change.cumsum() > 0).sum())
-        return itemsize * self.D * 2 * (self.N * self.H + seen * self.K)
+        return int((change.cumsum() > 0).sum())
+
+    def loaded_slots(self) -> int:
+        """Slots that the tiles of the Mosaic GPU kernel load, all together."""
+        from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+
+        config = mosaic_gpu.default_config(self.N, self.S, self.H, self.K, self.D)
+        start, end = (jnp.asarray(x, jnp.int32) for x in self._intervals(0))
+        bounds, _ = mosaic_gpu._visits(start, end, self.H // self.K, config)
+        return config.block * int(bounds[:, 1].sum())
 
     def _intervals(self, seed: int) -> Intervals:
         return self.intervals(np.random.default_rng(seed), self.N, self.S)
@@ -94,6 +112,14 @@ def requests(rng: np.random.Generator, n: int, s: int, *, count: int, used: floa
     return np.pad(start, (0, rest)), np.pad(end, (0, rest))
 
 
+def aligned(rng: np.random.Generator, n: int, s: int, *, count: int) -> Intervals:
+    """`requests`, every one's rows at the boundary of a tile, with empty rows between them."""
+    rows = n // count * 5 // 8
+    start, end = (x.reshape(count, rows) for x in requests(rng, count * rows, s, count=count))
+    empty = ((0, 0), (0, n // count - rows))
+    return np.pad(start, empty).ravel(), np.pad(end, empty).ravel()
+
+
 def decode(rng: np.random.Generator, n: int, s: int) -> Intervals:
     """One row each of as many requests."""
     return requests(rng, n, s, count=n)
@@ -108,6 +134,7 @@ def windows(rng: np.random.Generator, n: int, s: int, *, size: int) -> Intervals
 def _shapes(heads: int, kv_heads: int, width: int) -> tuple[AttentionShape, ...]:
     """What a text decoder asks for, from cold prefill to decoding."""
     last_rows = functools.partial(requests, count=8)
+    at_tiles = functools.partial(aligned, count=8)
     H, K, D = heads, kv_heads, width
     return (
         AttentionShape("cold 4096", 4096, 4096, H, K, D, cold, (75, 150)),
@@ -117,6 +144,7 @@ def _shapes(heads: int, kv_heads: int, width: int) -> tuple[AttentionShape, ...]
         AttentionShape("stage 128 of 20480", 128, 20480, H, K, D, stage, (19, 600)),
         AttentionShape("text rows", 64, 20480, H, K, D, text, (9, 600)),
         AttentionShape("8 requests x 20 rows x 20480", 160, 8 * 20480, H, K, D, last_rows, (24, 1600)),
+        AttentionShape("8 requests x 20 rows x 20480, aligned", 256, 8 * 20480, H, K, D, at_tiles, (64, 1600)),
         AttentionShape("decode 1 x 20480", 1, 20480, H, K, D, decode, (1, 600)),
         AttentionShape("decode 8 x 20480", 8, 8 * 20480, H, K, D, decode, (8, 1600)),
         AttentionShape("decode 64 x 4096", 64, 64 * 4096, H, K, D, decode, (9, 1800)),
@@ -165,3 +193,32 @@ LINK: dict[str, tuple[LinkShape, ...]] = {
     "Qwen3-VL-8B": (LinkShape(1024, 20480, 8, 128), LinkShape(16384, 20480, 8, 128)),
     "Qwen2.5-VL-7B": (LinkShape(16384, 20480, 4, 128),),
 }
+
+
+def main() -> None:
+    import argparse
+    import pathlib
+
+    from vlcache_jax.benchmarks import report
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    rows = [
+        {
+            "model": model,
+            "case": shape.name,
+            "N": shape.N,
+            "H/K x D": f"{shape.H}/{shape.K} x {shape.D}",
+            "GFLOP": shape.operations() / 1e9,
+            "MB": shape.bytes() / 1e6,
+            "slots seen": shape.seen_slots(),
+            "loads of a slot": shape.loaded_slots() / shape.seen_slots(),
+        }
+        for model, shapes in ATTENTION.items()
+        for shape in shapes
+    ]
+    report.publish("Shapes of attention", rows, report.environment("jax"), parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -218,3 +220,30 @@ def test_too_few_threads_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyP
     x, index = jnp.zeros((4, 2, 64), jnp.bfloat16), jnp.zeros(4, jnp.int32)
     with pytest.raises(NotImplementedError, match="set NPROC=16"):
         attention(x, x, x, index, index, implementation="mosaic_gpu_interpreted")
+
+
+def test_the_table_of_fastest_cuts_is_read(tmp_path, monkeypatch) -> None:
+    usual = mosaic_gpu.default_config(512, 20480, 32, 8, 128)
+    entry = {"N": 512, "H": 32, "K": 8, "D": 128, "ms": 1.0, "default ms": 2.0}
+    entry["config"] = {"warpgroups": 1, "block": 64, "stages": 4, "splits": 7, "take_turns": False}
+    monkeypatch.setattr(mosaic_gpu, "TUNED", tmp_path / "tuned.json")
+    (tmp_path / "tuned.json").write_text(json.dumps({"rows": [entry, entry | {"N": 64, "config": {"splits": 3}}]}))
+    mosaic_gpu._tuned.cache_clear()
+    try:
+        fastest = Config(1, 64, 4, 7, take_turns=False)
+        assert mosaic_gpu.default_config(512, 20480, 32, 8, 128) == fastest
+        assert mosaic_gpu.default_config(300, 20480, 32, 8, 128) == fastest
+        assert mosaic_gpu.default_config(300, 512, 32, 8, 128) == dataclasses.replace(fastest, splits=2)
+        assert mosaic_gpu.default_config(64, 20480, 32, 8, 128) == Config(splits=3)
+        assert mosaic_gpu.default_config(513, 20480, 32, 8, 128).block == usual.block  # beyond the table
+        assert mosaic_gpu.default_config(512, 20480, 32, 8, 64) != fastest
+    finally:
+        mosaic_gpu._tuned.cache_clear()
+
+
+def test_a_committed_table_is_valid() -> None:
+    for entries in mosaic_gpu._tuned().values():
+        for rows, config in entries:
+            assert rows > 0
+            assert config.block % 64 == 0
+            assert config.warpgroups in (1, 2)

@@ -1,0 +1,84 @@
+"""The command for a day with a GPU, rehearsed on the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlcache_jax.benchmarks import gpu
+from vlcache_jax.benchmarks.shapes import ATTENTION
+
+
+@pytest.mark.parametrize("sections", [("check", "ceiling"), ("ttft", "decode")])
+def test_rehearsal(tmp_path, sections, monkeypatch):
+    plan = gpu.Plan(rehearse=True, out=tmp_path)
+    rows = gpu.run(plan, minutes=9, only=sections)
+    assert {row["case"].split(":")[0] for row in rows} == set(sections)
+    assert not [row for row in rows if row["result"].startswith(("failed", "not measured"))]
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert content["head"]["rehearsed"]
+    assert content["head"]["versions"]["jax"]
+    assert set(content["cases"]) == {row["case"] for row in rows}
+    # A second run has nothing left to do.
+    for name in ("_check_attention", "_matrix_rate", "_ttft", "_decode", "_in_process"):
+        monkeypatch.setattr(gpu, name, lambda *args: pytest.fail("it is done"))
+    assert gpu.run(plan, minutes=0, only=sections) == rows
+
+
+def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
+    from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+
+    def took(plan, shape, implementation, config):
+        if config.stages == 4:
+            raise ValueError("too much shared memory")
+        return {"ms": 1.0 + (config.block != 64) + abs(config.splits - 6)}
+
+    monkeypatch.setattr(gpu, "_time_attention", took)
+    monkeypatch.setattr(gpu, "SHAPES", tuple(s for s in ATTENTION["Qwen3-VL-8B"] if s.N in (64, 512)))
+    rows = gpu.run(gpu.Plan(rehearse=False, out=tmp_path), minutes=9, only=("tune",))
+    assert len(rows) == 2  # text rows and decoding of 64 look alike
+    monkeypatch.setattr(mosaic_gpu, "TUNED", tmp_path / "tuned.json")
+    mosaic_gpu._tuned.cache_clear()
+    try:
+        found = mosaic_gpu.default_config(512, 20480, 32, 8, 128)
+        assert (found.block, found.splits) == (64, 6)
+        assert mosaic_gpu.default_config(64, 20480, 32, 8, 128).block == 64
+    finally:
+        mosaic_gpu._tuned.cache_clear()
+
+
+def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkeypatch):
+    def section(*cases):
+        return lambda plan: iter(cases)
+
+    def fail():
+        raise ValueError("attention: error 3")
+
+    monkeypatch.setattr(gpu, "check", section(("a", fail), ("b", lambda: {"error": 0.0})))
+    monkeypatch.setattr(gpu, "speed", section(("a", lambda: {"ms": 1.0})))
+    plan = gpu.Plan(rehearse=True, out=tmp_path)
+    rows = gpu.run(plan, minutes=9, only=("check", "speed"))
+    assert [row["result"] for row in rows] == [
+        "failed: ValueError: attention: error 3",
+        "error 0",
+        "not measured: a kernel is wrong",
+    ]
+    monkeypatch.setattr(gpu, "check", section(("a", lambda: {"error": 0.0})))
+    assert gpu.run(plan, minutes=9, only=("check", "speed"))[-1] == {"case": "speed: a", "result": "ms 1"}
+    monkeypatch.setattr(gpu, "speed", section(("c", lambda: {"ms": 1.0})))
+    assert gpu.run(plan, minutes=0, only=("speed",))[-1]["result"] == "not measured: out of time"
+
+
+def test_a_wrong_result_is_found(tmp_path, monkeypatch):
+    right = gpu.attention
+    monkeypatch.setattr(gpu.Plan, "shapes", lambda plan: (gpu.SHAPES[8].in_small(),))
+    monkeypatch.setattr(gpu, "attention", lambda *args, **options: right(*args, **options) + 0.05)
+    rows = gpu.run(gpu.Plan(rehearse=True, out=tmp_path), minutes=9, only=("check",))
+    assert rows[0]["result"].startswith("failed: ValueError: decode 1")
+
+
+def test_without_a_hopper_gpu_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path)])
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got cpu"):
+        gpu.main()
