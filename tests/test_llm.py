@@ -130,7 +130,7 @@ def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conve
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
     text = llm._checkpoint.config.text
     slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 4
-    with open_llm(family_checkpoint, kv_cache_bytes=300 * slot, max_model_len=300) as engine:
+    with open_llm(family_checkpoint, kv_cache_bytes=304 * slot, max_model_len=304) as engine:
         outputs = engine.chat(conversations, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == expected
     waves = [o.metrics.wave for o in outputs]
@@ -347,12 +347,12 @@ def test_a_pool_too_small_names_the_figures(llm, family_checkpoint, conversation
     text = llm._checkpoint.config.text
     slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 4
     with (
-        open_llm(family_checkpoint, kv_cache_bytes=100 * slot, max_model_len=None) as engine,
-        pytest.raises(ValueError, match="max_model_len = 100"),
+        open_llm(family_checkpoint, kv_cache_bytes=104 * slot, max_model_len=None) as engine,
+        pytest.raises(ValueError, match="max_model_len = 104"),
     ):
         engine.chat(conversations[3], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="max_model_len must be at most 100"):
-        open_llm(family_checkpoint, kv_cache_bytes=100 * slot, max_model_len=200)
+    with pytest.raises(ValueError, match="max_model_len must be at most 104"):
+        open_llm(family_checkpoint, kv_cache_bytes=104 * slot, max_model_len=200)
 
 
 def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):

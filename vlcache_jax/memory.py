@@ -15,6 +15,7 @@ from vlcache_jax.models import ModelConfig
 
 GIB = 2**30
 MIN_SLOTS = 64  # a pool below this serves nobody
+SLOT_MULTIPLE = 8  # which the bulk copies of GPUs ask for
 
 
 def plan_pool(
@@ -44,9 +45,11 @@ def plan_pool(
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
         share = 0.25 if device.platform == "cpu" else 0.9
         most = int(share * max(free - weights - activations, 0))
-        num_slots = min(most // slot, max(MIN_SLOTS, ladder.max_sequences * max_model_len))
+        useful = max(MIN_SLOTS, ladder.max_sequences * max_model_len)
+        num_slots = min(most // slot, useful + -useful % SLOT_MULTIPLE)
     else:
         num_slots = kv_cache_bytes // slot
+    num_slots -= num_slots % SLOT_MULTIPLE
     if num_slots < MIN_SLOTS or weights + activations + num_slots * slot > free:
         wanted = "at least " + _gib(MIN_SLOTS * slot) if kv_cache_bytes is None else _gib(kv_cache_bytes)
         raise MemoryError(

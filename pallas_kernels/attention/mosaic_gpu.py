@@ -115,9 +115,10 @@ def attention(
     start, end = jnp.clip(k_start, 0, S), jnp.clip(k_end, 0, S)
     bounds, visits = _visits(start, end, G, config)
 
-    # Vision towers have heads of 72 and 80: what is padded here multiplies zeros.
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -D % 32))) for x in (q, k, v))
-    q, start, end = (jnp.pad(x, ((0, -N % BOX),) + ((0, 0),) * (x.ndim - 1)) for x in (q, start, end))
+    # Bulk copies take boxes of 8 rows and of 32 or 64 columns. Vision towers have heads of 72 and 80: what is padded
+    # multiplies zeros. KV pools are never padded, as that would copy them: their S is a multiple of 8 (`plan_pool`).
+    q, k, v = (jnp.pad(x, ((0, -len(x) % BOX), (0, 0), (0, -D % 32))) for x in (q, k, v))
+    start, end = (jnp.pad(x, (0, -N % BOX)) for x in (start, end))
     boxes = len(bounds) * config.warpgroups * BOXES
     octets = pl.cdiv(boxes, G)  # eight rows, of every head of the group
 

@@ -48,6 +48,30 @@ def test_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> N
 
 
 @pytest.mark.parametrize(
+    ("rows", "slots", "heads", "kv_heads", "width", "dtype"),
+    [
+        (1, 1, 4, 1, 64, "bfloat16"),
+        (3, 40, 7, 1, 128, "float16"),
+        (9, 130, 6, 2, 72, "bfloat16"),
+        (20, 300, 5, 5, 24, "bfloat16"),
+        (1500, 900, 9, 1, 128, "bfloat16"),
+    ],
+)
+def test_odd_sizes(rows: int, slots: int, heads: int, kv_heads: int, width: int, dtype: str) -> None:
+    q, k = (jax.ShapeDtypeStruct((n, h, width), dtype) for n, h in ((rows, heads), (slots, kv_heads)))
+    index = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    compiled = compile_program(functools.partial(attention, implementation="mosaic_gpu"), (q, k, k, index, index))
+    assert compiled.spills == 0
+
+
+@pytest.mark.parametrize("shape", [LinkShape(5, 41, 2, 64), LinkShape(64, 41, 3, 128)])
+def test_linking_odd_sizes(shape: LinkShape) -> None:
+    compiled = compile_program(functools.partial(link, implementation="mosaic_gpu"), shape.specs(), (0, 1))
+    assert compiled.spills == 0
+    assert compiled.alias == 2 * shape.S * shape.K * shape.D * 2
+
+
+@pytest.mark.parametrize(
     "shape", [pytest.param(s, id=f"{model}: {s.T}") for model, shapes in LINK.items() for s in shapes]
 )
 def test_linking_is_one_operation_in_place(shape: LinkShape) -> None:
