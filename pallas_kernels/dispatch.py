@@ -79,6 +79,12 @@ def check_device(implementation: str | None, device: jax.Device) -> None:
         raise NotImplementedError(f"implementation='mosaic_gpu' needs a Hopper GPU, got {device.device_kind}")
 
 
+def check_array(implementation: str | None, array: jax.Array) -> None:
+    """The same for an array at hand. Code that is traced may be compiled for another device than the default one."""
+    if not isinstance(array, jax.core.Tracer):
+        check_device(implementation, next(iter(array.devices())))
+
+
 def is_hopper(device: jax.Device) -> bool:
     """Whether kernels for compute capability 9.0 run on the device."""
     return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
@@ -99,7 +105,8 @@ def interpreter(choice: Choice) -> Any:
 
 
 def _best(check: Callable[[], None]) -> tuple[str, str]:
-    device = jax.devices()[0]
+    chosen = jax.config.jax_default_device
+    device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0] if chosen else jax.devices()[0]
     if not is_hopper(device):
         return "xla", f"no Hopper GPU, but {device.device_kind}"
     try:

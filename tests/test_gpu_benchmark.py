@@ -17,7 +17,7 @@ def test_rehearsal(tmp_path, sections, monkeypatch):
     assert {row["case"].split(":")[0] for row in rows} == set(sections)
     assert not [row for row in rows if row["result"].startswith(("failed", "not measured"))]
     content = json.loads((tmp_path / "gpu.json").read_text())
-    assert content["head"]["rehearsed"]
+    assert content["identity"]["rehearsed"]
     assert content["head"]["versions"]["jax"]
     assert set(content["cases"]) == {row["case"] for row in rows}
     # A second run has nothing left to do.
@@ -70,12 +70,46 @@ def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkey
     assert gpu.run(plan, minutes=0, only=("speed",))[-1]["result"] == "not measured: out of time"
 
 
-def test_a_wrong_result_is_found(tmp_path, monkeypatch):
-    right = gpu.attention
-    monkeypatch.setattr(gpu.Plan, "shapes", lambda plan: (gpu.SHAPES[8].in_small(),))
-    monkeypatch.setattr(gpu, "attention", lambda *args, **options: right(*args, **options) + 0.05)
-    rows = gpu.run(gpu.Plan(rehearse=True, out=tmp_path), minutes=9, only=("check",))
+def test_lost_slots_are_found(tmp_path, monkeypatch):
+    """Results of long intervals are small, and so are such faults."""
+    right, shape = gpu.attention, gpu.SHAPES[8].in_small()
+
+    def lossy(q, k, v, start, end, **options):
+        return right(q, k, v, start + 16, end, **options)
+
+    monkeypatch.setattr(gpu.Plan, "shapes", lambda plan: (shape,))
+    monkeypatch.setattr(gpu.Plan, "implementation", "xla")
+    assert gpu.run(gpu.Plan(rehearse=True, out=tmp_path / "a"), 9, ("check",))[0]["result"].startswith("error")
+    monkeypatch.setattr(gpu, "attention", lossy)
+    rows = gpu.run(gpu.Plan(rehearse=True, out=tmp_path / "b"), 9, ("check",))
     assert rows[0]["result"].startswith("failed: ValueError: decode 1")
+
+
+def test_a_folder_belongs_to_one_chip_and_state(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "ceiling", lambda plan: iter([("a", lambda: {"ms": 1.0})]))
+    gpu.run(gpu.Plan(rehearse=True, out=tmp_path), 9, ("ceiling",))
+    with pytest.raises(ValueError, match=r"out must have no results of .*'rehearsed': True"):
+        gpu.run(gpu.Plan(rehearse=False, out=tmp_path), 9, ("ceiling",))
+
+
+def test_a_case_that_was_killed_comes_last_the_next_time(tmp_path, monkeypatch):
+    order = []
+
+    def case(name):
+        def measure():
+            order.append(name)
+            if name == "long" and len(order) == 1:
+                raise KeyboardInterrupt
+            return {"ms": 1.0}
+
+        return name, measure
+
+    monkeypatch.setattr(gpu, "ceiling", lambda plan: iter([case("long"), case("short")]))
+    plan = gpu.Plan(rehearse=True, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(plan, 9, ("ceiling",))
+    gpu.run(plan, 9, ("ceiling",))
+    assert order == ["long", "short", "long"]
 
 
 def test_without_a_hopper_gpu_it_says_so(monkeypatch, tmp_path):

@@ -39,7 +39,7 @@ def attention(
     Rows come in any order. A row's result depends on the slots of its interval only: neither on what the pool holds
     besides (NaN included), nor on its size, nor, up to the order in which float32 sums are rounded, on other rows.
     Memory is linear in `N` and `S`. Neighbouring rows are computed together and slots that none of them sees are
-    skipped, so the cost follows the intervals as far as neighbours see much the same slots.
+    skipped, so the cost follows the intervals as far as neighbours see much the same slots. There is no gradient.
 
     Args:
       q: Queries `[N, H, D]`; float32, bfloat16 or float16.
@@ -68,6 +68,7 @@ def attention(
     def check() -> None:
         from vlcache_jax.pallas_kernels.attention import mosaic_gpu  # takes a second to import
 
+        dispatch.check_array(implementation, q)
         mosaic_gpu.check(q, k)
 
     case = f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}"

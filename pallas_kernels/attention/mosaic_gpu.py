@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 BOX = 8  # rows that are copied together: the height of a swizzled tile in shared memory
 BOXES = 8  # of a warpgroup, whose matrix product has 64 rows
 MULTIPROCESSORS = 132  # of an H100 or H200
-LOWEST = -1e30  # largest score of a row that has seen nothing yet: finite, so that differences are
+LOWEST = float(jnp.finfo(jnp.float32).min)  # largest score of a row that has seen nothing: finite, as differences are
 
 TUNED = pathlib.Path(__file__).with_name("tuned.json")
 
@@ -56,10 +56,13 @@ class Config:
 
 
 def default_config(n: int, s: int, heads: int, kv_heads: int, width: int) -> Config:
-    """What was measured to be fastest for the next larger N of these heads, if `TUNED` has it. Otherwise enough
-    programs for every multiprocessor, and twice as many where the rows of tiles may see unequal lengths."""
+    """What was measured to be fastest for the next larger N of these heads, if `TUNED` has one up to four times as
+    large. Otherwise enough programs for every multiprocessor, and twice as many where the rows of tiles may see unequal
+    lengths."""
     group = heads // kv_heads
-    measured = sorted((rows, config) for rows, config in _tuned().get((heads, kv_heads, width), ()) if rows >= n)
+    measured = sorted(
+        (rows, config) for rows, config in _tuned().get((heads, kv_heads, width), ()) if n <= rows <= 4 * n
+    )
     if measured:
         config = measured[0][1]
     else:
@@ -127,11 +130,12 @@ def attention(
         x = jnp.broadcast_to(x, (octets, G, BOX)).reshape(-1, BOX)[:boxes]
         return x.reshape(-1, config.warpgroups, BOXES * BOX)
 
-    sums = _launch(q, k, v, bounds, visits, of_rows(start), of_rows(end), scale, config, interpret)
+    row_start, row_end = of_rows(start), of_rows(end)
+    sums = _launch(q, k, v, bounds, visits, row_start, row_end, scale, config, interpret)
     if config.splits == 1:
         (out,) = sums
         return out[:N, :, :D]
-    out = _combine(*sums).astype(q.dtype)  # [K, tiles, warpgroups, 64, D]
+    out = jnp.where((row_start < row_end)[..., None], _combine(*sums), 0).astype(q.dtype)  # [K, *row_start.shape, D]
     out = out.reshape(K, boxes * BOX, -1)[:, : pl.cdiv(N, BOX) * G * BOX]
     out = out.reshape(K, -1, G, BOX, out.shape[-1]).transpose(1, 3, 0, 2, 4).reshape(-1, H, out.shape[-1])
     return out[:N, :, :D]
@@ -181,7 +185,7 @@ def _combine(total: jax.Array, largest: jax.Array, weight: jax.Array) -> jax.Arr
     """Sums of weighted values [splits, ..., D] and of weights, relative to the largest scores -> results [..., D]."""
     share = jnp.exp2(largest - largest.max(0))
     total, weight = (total * share[..., None]).sum(0), (weight * share).sum(0)
-    return total / jnp.where(weight == 0, 1, weight)[..., None]
+    return total / weight[..., None]
 
 
 def _launch(
@@ -297,16 +301,12 @@ def _launch(
             pl.when(warpgroup == 1)(change_turns)
             total, largest, weight = walk(visit, state)
             pl.when(warpgroup == 0)(change_turns)
-            # An empty row has seen what its neighbours see whole.
-            empty = row_start >= row_end
             if splits > 1:
-                total = jnp.where(across(empty, D), 0.0, total)
-                largest, weight = jnp.where(empty, LOWEST, largest), jnp.where(empty, 0.0, weight)
                 for ref, x in zip(out_refs, (total, largest, weight), strict=True):
                     ref[split, head, tile, warpgroup] = x
                 return
-            nothing = empty | (weight == 0)
-            total = jnp.where(across(nothing, D), 0.0, total / across(jnp.where(nothing, 1.0, weight), D))
+            empty = row_start >= row_end  # such a row has seen what its neighbours see whole
+            total = jnp.where(across(empty, D), 0.0, total / across(jnp.where(empty, 1.0, weight), D))
             q_smem[warpgroup] = total.astype(q.dtype)
             plgpu.commit_smem()
             for i in range(BOXES):

@@ -22,7 +22,7 @@ def link(
 
     Keys are stored as they are before rotation, so one rotation by the new absolute position is all that moving
     an image takes, whatever the layout of M-RoPE. The result equals what computing the same keys at these positions
-    writes.
+    writes, up to how often a compiler rounds on the way (the GPU kernel: once, from float32).
 
     Letters: `T` tokens, `S` slots, `K` key-value heads, `D` head width.
 
@@ -31,7 +31,7 @@ def link(
       v_pool: Values of a layer `[S, K, D]`.
       k_raw: Keys before rotation `[T, K, D]`.
       v: Values `[T, K, D]`.
-      slot: Where each token goes, int32 `[T]`, all distinct; tokens at slots from `S` on go nowhere.
+      slot: Where each token goes, int32 `[T]`, all distinct, none negative; tokens at slots from `S` on go nowhere.
       cos: Of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
       sin: Likewise.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel moves bfloat16 and float16.
@@ -45,6 +45,8 @@ def link(
     """
     if k_pool.ndim != 3 or v_pool.shape != k_pool.shape:
         raise ValueError(f"k_pool, v_pool must have one shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
+    if v_pool.dtype != k_pool.dtype:
+        raise ValueError(f"v_pool must have the dtype of k_pool, {k_pool.dtype}, got {v_pool.dtype}")
     tokens = (slot.shape[0], *k_pool.shape[1:])
     for name, array in (("k_raw", k_raw), ("v", v)):
         if array.shape != tokens or array.dtype != k_pool.dtype:
@@ -55,12 +57,15 @@ def link(
         raise ValueError(f"slot must be int32 of shape [T], got {slot.dtype} {list(slot.shape)}")
     angles = (tokens[0], 1, tokens[2] // 2)
     for name, array in (("cos", cos), ("sin", sin)):
-        if array.shape != angles:
-            raise ValueError(f"{name} must have shape {list(angles)}, got {list(array.shape)}")
+        if array.shape != angles or array.dtype != k_pool.dtype:
+            raise ValueError(
+                f"{name} must be {k_pool.dtype} of shape {list(angles)}, got {array.dtype} {list(array.shape)}"
+            )
 
     def check() -> None:
         from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
+        dispatch.check_array(implementation, k_pool)
         mosaic_gpu.check(k_pool)
 
     case = f"k_raw {k_raw.dtype} {list(k_raw.shape)}"

@@ -25,6 +25,8 @@ def check(k_pool: jax.Array) -> None:
         raise NotImplementedError(f"mosaic_gpu links bfloat16 and float16, got k_pool in {k_pool.dtype}")
     if k_pool.shape[2] not in (64, 128):
         raise NotImplementedError(f"mosaic_gpu links heads of width 64 and 128, got {k_pool.shape[2]}")
+    if k_pool.shape[1] > 256 // TOKENS:  # rows of a bulk copy
+        raise NotImplementedError(f"mosaic_gpu links up to {256 // TOKENS} heads, got {k_pool.shape[1]}")
 
 
 # An inner jit: a program that links all layers compiles one kernel.

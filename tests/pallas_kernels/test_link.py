@@ -58,7 +58,7 @@ def test_the_worked_example():
         ({"k_raw": jnp.zeros((5, K, D))}, "k_raw must be"),
         ({"v": jnp.zeros((6, K, D), jnp.bfloat16)}, "v must be"),
         ({"slot": jnp.zeros(6)}, "slot must be int32"),
-        ({"cos": jnp.zeros((6, 1, D))}, "cos must have shape"),
+        ({"cos": jnp.zeros((6, 1, D))}, "cos must be"),
         ({"v_pool": jnp.zeros((S + 1, K, D))}, "k_pool, v_pool must have one shape"),
     ],
 )

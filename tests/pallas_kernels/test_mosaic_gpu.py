@@ -183,13 +183,18 @@ def test_what_the_kernels_do_not_do() -> None:
     index = jnp.zeros(4, jnp.int32)
     for dtype, width, message in (("float32", 64, "got q in float32"), ("bfloat16", 256, "widths up to 128, got 256")):
         x = jnp.zeros((4, 2, width), dtype)
-        for implementation in ("mosaic_gpu", "mosaic_gpu_interpreted"):
-            with pytest.raises(NotImplementedError, match=message):
-                attention(x, x, x, index, index, implementation=implementation)
+        with pytest.raises(NotImplementedError, match=message):
+            attention(x, x, x, index, index, implementation="mosaic_gpu_interpreted")
+    many = jnp.zeros((4, 40, 64), jnp.bfloat16)
+    angle = jnp.zeros((4, 1, 32), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="up to 32 heads, got 40"):
+        link(many, many, many, many, index, angle, angle, implementation="mosaic_gpu_interpreted")
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got cpu"):
+        attention(*[jnp.zeros((4, 2, 64), jnp.bfloat16)] * 3, index, index, implementation="mosaic_gpu")
     for dtype, width, message in (("float32", 64, "k_pool in float32"), ("bfloat16", 32, "64 and 128, got 32")):
         x, angle = jnp.zeros((4, 2, width), dtype), jnp.zeros((4, 1, width // 2), dtype)
         with pytest.raises(NotImplementedError, match=message):
-            link(x, x, x, x, index, angle, angle, implementation="mosaic_gpu")
+            link(x, x, x, x, index, angle, angle, implementation="mosaic_gpu_interpreted")
 
 
 class Hopper:
@@ -233,6 +238,7 @@ def test_the_table_of_fastest_cuts_is_read(tmp_path, monkeypatch) -> None:
         fastest = Config(1, 64, 4, 7, take_turns=False)
         assert mosaic_gpu.default_config(512, 20480, 32, 8, 128) == fastest
         assert mosaic_gpu.default_config(300, 20480, 32, 8, 128) == fastest
+        assert mosaic_gpu.default_config(100, 20480, 32, 8, 128).block == usual.block  # far below it
         assert mosaic_gpu.default_config(300, 512, 32, 8, 128) == dataclasses.replace(fastest, splits=2)
         assert mosaic_gpu.default_config(64, 20480, 32, 8, 128) == Config(splits=3)
         assert mosaic_gpu.default_config(513, 20480, 32, 8, 128).block == usual.block  # beyond the table
