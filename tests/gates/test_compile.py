@@ -35,7 +35,13 @@ def runner():
 
 
 @pytest.mark.parametrize(
-    "shape", [pytest.param(s, id=f"{model}: {s.name}") for model, shapes in ATTENTION.items() for s in shapes]
+    "shape",
+    [
+        pytest.param(s, id=f"{model}: {s.name}")
+        for model, shapes in ATTENTION.items()
+        for s in shapes
+        if not s.name.endswith("aligned")  # for comparison only
+    ],
 )
 def test_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> None:
     compiled = compile_program(functools.partial(attention, implementation="mosaic_gpu"), shape.specs())
@@ -82,8 +88,17 @@ def test_linking_is_one_operation_in_place(shape: LinkShape) -> None:
     assert compiled.operations == 1
 
 
-@pytest.mark.parametrize(("size", "keep"), [(4096, 4096), (4096, 64), (512, 512), (64, 64), (1, 1)])
-@pytest.mark.parametrize(("capture", "implementation"), [(False, "mosaic_gpu"), (True, "mosaic_gpu"), (True, "xla")])
+@pytest.mark.parametrize(
+    ("size", "keep", "capture", "implementation"),
+    [
+        *(
+            (*sizes, capture, "mosaic_gpu")
+            for sizes in ((4096, 4096), (4096, 64), (512, 512), (64, 64), (1, 1))
+            for capture in (False, True)
+        ),
+        (4096, 64, True, "xla"),
+    ],
+)
 def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: bool, implementation: str) -> None:
     text = CONFIG.text
     graph, state = nnx.split(abstract_model(CONFIG, jnp.bfloat16).language_model.layers[0])
