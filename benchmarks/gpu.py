@@ -252,6 +252,11 @@ def _time_link(plan: Plan, case: LinkShape, implementation: str) -> Row:
     return _rates(took, 0, case.bytes())
 
 
+def _causal_cost(shape: tuple[int, int, int, int]) -> tuple[int, int]:
+    n, heads, kv_heads, width = shape
+    return 2 * n * (n + 1) * heads * width, 2 * 2 * n * (heads + kv_heads) * width
+
+
 def _time_causal(plan: Plan, shape: tuple[int, int, int, int], implementation: str) -> Row:
     n, heads, kv_heads, width = shape
     q, k, v = (
@@ -267,7 +272,7 @@ def _time_causal(plan: Plan, shape: tuple[int, int, int, int], implementation: s
     else:
         step = functools.partial(attention, implementation=implementation)
         args = q, k, v, jnp.zeros(n, jnp.int32), jnp.arange(n, dtype=jnp.int32) + 1
-    operations, traffic = 2 * n * (n + 1) * heads * width, 2 * 2 * n * (heads + kv_heads) * width
+    operations, traffic = _causal_cost(shape)
     took = seconds(step, *args, times=1 if plan.rehearse else times_for(operations, traffic), repeats=plan.repeats)
     return _rates(took, operations, traffic)
 
@@ -286,7 +291,7 @@ def _time_torch(plan: Plan, shape: tuple[int, int, int, int]) -> Row:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    operations, traffic = 2 * n * (n + 1) * heads * width, 2 * 2 * n * (heads + kv_heads) * width
+    operations, traffic = _causal_cost(shape)
     times = 1 if plan.rehearse else times_for(operations, traffic)
     run()
     measured = []

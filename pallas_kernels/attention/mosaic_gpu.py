@@ -36,7 +36,7 @@ WGMMA = plgpu.Layout.WGMMA
 ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """How a case is cut.
 
@@ -60,11 +60,9 @@ def default_config(n: int, s: int, heads: int, kv_heads: int, width: int) -> Con
     large. Otherwise enough programs for every multiprocessor, and twice as many where the rows of tiles may see unequal
     lengths."""
     group = heads // kv_heads
-    measured = sorted(
-        (rows, config) for rows, config in _tuned().get((heads, kv_heads, width), ()) if n <= rows <= 4 * n
-    )
+    measured = {rows: config for rows, config in _tuned().get((heads, kv_heads, width), ()) if n <= rows <= 4 * n}
     if measured:
-        config = measured[0][1]
+        config = measured[min(measured)]
     else:
         warpgroups = 1 if n * group <= BOX * BOXES else 2
         programs = _count_tiles(n, group, warpgroups) * kv_heads
@@ -84,7 +82,7 @@ def _tuned() -> dict[tuple[int, int, int], list[tuple[int, Config]]]:
     return table
 
 
-def check(q: jax.Array, k: jax.Array) -> None:
+def check(q: jax.Array) -> None:
     """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu multiplies bfloat16 and float16, got q in {q.dtype}")
@@ -121,7 +119,6 @@ def attention(
     # Bulk copies take boxes of 8 rows and of 32 or 64 columns. Vision towers have heads of 72 and 80: what is padded
     # multiplies zeros. KV pools are never padded, as that would copy them: their S is a multiple of 8 (`plan_pool`).
     q, k, v = (jnp.pad(x, ((0, -len(x) % BOX), (0, 0), (0, -D % 32))) for x in (q, k, v))
-    start, end = (jnp.pad(x, (0, -N % BOX)) for x in (start, end))
     boxes = len(bounds) * config.warpgroups * BOXES
     octets = pl.cdiv(boxes, G)  # eight rows, of every head of the group
 
