@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from vlcache_jax.models.params import parameters, published_name
@@ -124,6 +124,7 @@ def make_checkpoint(
     max_pixels: int | None = None,
     generation: Mapping[str, Any] | None = None,
     weights: bool = True,
+    corpus: Iterable[str] = (),
 ) -> pathlib.Path:
     """Writes a checkpoint directory.
 
@@ -140,6 +141,8 @@ def make_checkpoint(
       min_pixels, max_pixels: of the image processor; by default one image token, and the published maximum.
       generation: fields of `generation_config.json` beside the token ids.
       weights: False leaves them out, for a size whose weights are drawn elsewhere.
+      corpus: texts from which the tokenizer learns merges, at most until the vocabulary is full; by default a token is
+        a byte or a special string.
 
     Returns:
       The directory.
@@ -161,7 +164,7 @@ def make_checkpoint(
         directory / "generation_config.json",
         {"do_sample": False, "eos_token_id": stop, "pad_token_id": stop[1], **(generation or {})},
     )
-    _tokenizer(model_type).save_pretrained(directory)
+    _tokenizer(model_type, corpus, vocab_size).save_pretrained(directory)
     if weights:
         _write_weights(directory, seed, dtype, shards, published=names == "published")
     return directory
@@ -229,13 +232,22 @@ def _preprocessor(config: dict[str, Any], min_pixels: int | None, max_pixels: in
     }
 
 
-def _tokenizer(model_type: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges: a token is a byte or a special string."""
+def _tokenizer(model_type: str, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE. Ids: the bytes, the special strings, then the merges learnt from `corpus`."""
     # ByteLevel spells each byte as one printable character: itself, or for the others U+0100 and up, in their order.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     vocab = {chr(byte if byte in printable else 0x100 + others.index(byte)): byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    learning = Tokenizer(models.BPE())
+    learning.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=list(vocab), show_progress=False
+    )
+    learning.train_from_iterator(corpus, trainer)
+    merges = [tuple(merge) for merge in json.loads(learning.to_str())["model"]["merges"]]
+    vocab |= TOKEN_IDS
+    vocab |= {"".join(merge): len(vocab) + i for i, merge in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(

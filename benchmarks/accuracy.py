@@ -1,0 +1,580 @@
+"""Accuracy under reuse: the same questions cold and with their images reused (`vlcache bench accuracy`).
+
+The protocol of the VLCache paper (section 5.2): an auxiliary prompt with the same images and another query fills the
+cache, then the formal prompt is answered with reuse. Every setting answers every question, so differences are paired.
+
+    vlcache bench accuracy                                  # the shipped model, on splits drawn for it
+    vlcache bench accuracy Qwen/Qwen3-VL-8B-Instruct --data MMBench_DEV_EN.tsv --data DocVQA_VAL.tsv
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import csv
+import dataclasses
+import hashlib
+import itertools
+import json
+import pathlib
+import re
+import string
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy import stats
+
+from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.worklog import WorkLog
+
+if TYPE_CHECKING:
+    from vlcache_jax.llm import LLM
+
+ARRANGEMENTS = ("image_first", "text_first", "question_first")
+COLD = "off"
+SETTINGS = ("full", "0.02", "0.05", "0.1", "0.3")
+OTHER_TEXTS = (
+    "Look at the picture.",
+    "This is page 3 of the book.",
+    "Yesterday I saw a blue ring.",
+    "There are 4 stars on my desk.",
+    "I like green more than purple.",
+    "You are a helpful assistant.",
+    "My friend has a red square and a yellow cross.",
+    "Please answer in a few words.",
+)
+NEUTRAL = "Please describe this image."
+_RESAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A question of a benchmark.
+
+    Attributes:
+      index: of the file's row.
+      task: its category, or the file's name.
+      images: encoded files.
+      question: as the user asks it, with the options if there are any.
+      answer: the right one; with options, a letter.
+      options: texts by letter.
+    """
+
+    index: str
+    task: str
+    images: tuple[bytes, ...]
+    question: str
+    answer: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def is_right(self, text: str) -> bool:
+        """Whether an answer is the right one: the same words, or the letter of the right option.
+
+        Case, blanks and a full stop at the end do not count. Benchmarks with official scorers of their own give other
+        absolute figures; differences between settings are what this measures.
+        """
+        if self.options:
+            letters = {letter for letter, _ in self.options}
+            found = [word for word in re.findall(r"\b[A-Z]\b", text) if word in letters]
+            if found:
+                return found[0] == self.answer
+            same = [letter for letter, option in self.options if _plain(option) == _plain(text)]
+            return same == [self.answer]
+        return _plain(text) == _plain(self.answer)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).removesuffix(".")
+
+
+def read_tsv(path: pathlib.Path) -> list[Sample]:
+    """Reads a file of VLMEvalKit: columns index, image, question, answer, and, if any, A to Z, hint and category.
+
+    An image is base64, a list of base64 (Python or JSON), or the index of the row that holds it.
+
+    Raises:
+      ValueError: a column is missing, a row has no image or answer, or its image cannot be read.
+    """
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file, delimiter="\t")
+        missing = {"index", "image", "question", "answer"} - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(f"{path} must have the columns index, image, question and answer, lacks {sorted(missing)}")
+        rows = list(reader)
+    if not rows:
+        raise ValueError(f"{path} must have at least one row, has none")
+    cells = {row["index"]: row["image"] or "" for row in rows}
+    samples = []
+    for row in rows:
+        where = f"row {row['index']} of {path}"
+        cell = row["image"] or ""
+        if len(cell) <= 64 and cell in cells:
+            cell = cells[cell]
+        options = tuple(
+            (letter, row[letter].strip()) for letter in string.ascii_uppercase if (row.get(letter) or "").strip()
+        )
+        answer = (row["answer"] or "").strip()
+        if not answer or (options and answer not in dict(options)):
+            raise ValueError(f"answer in {where} must be {'an option' if options else 'a text'}, got {answer!r}")
+        samples.append(
+            Sample(
+                index=row["index"],
+                task=(row.get("category") or path.stem).strip(),
+                images=tuple(_images(cell, where)),
+                question=_question(row, options),
+                answer=answer,
+                options=options,
+            )
+        )
+    return samples
+
+
+def load_samples(data: Sequence[pathlib.Path], *, questions: int | None = None, split: str = "test") -> list[Sample]:
+    """Samples of files, at most `questions` of each; without files, of splits drawn for the shipped model."""
+    if data:
+        return [sample for path in data for sample in read_tsv(path)[:questions]]
+    from vlcache_jax.benchmarks.tiny_vqa.splits import QUESTIONS, write_splits
+
+    with tempfile.TemporaryDirectory(prefix="vlcache-splits-") as folder:
+        paths = write_splits(pathlib.Path(folder), questions=questions or QUESTIONS, split=split)
+        return [sample for path in paths for sample in read_tsv(path)]
+
+
+def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """`count` of the samples, from all tasks alike as far as they have them, in their order."""
+    tasks = list(dict.fromkeys(sample.task for sample in samples))
+    by_task = {task: [i for i, sample in enumerate(samples) if sample.task == task] for task in tasks}
+    turns = [i for turn in itertools.zip_longest(*by_task.values()) for i in turn if i is not None]
+    return [samples[i] for i in sorted(turns[:count])]
+
+
+def _images(cell: str, where: str) -> Iterator[bytes]:
+    cell = cell.strip()
+    try:
+        entries = ast.literal_eval(cell) if cell.startswith("[") else [cell]
+        files = [base64.b64decode(entry, validate=True) for entry in entries]
+    except (ValueError, SyntaxError, TypeError, binascii.Error) as error:
+        raise ValueError(f"image in {where} must be base64 or a list of base64: {error}") from error
+    if not files or not all(files):
+        raise ValueError(f"image in {where} must not be empty")
+    yield from files
+
+
+def _question(row: dict[str, str], options: Sequence[tuple[str, str]]) -> str:
+    question = (row["question"] or "").strip()
+    if not options:
+        return question
+    hint = (row.get("hint") or "").strip()
+    lines = [f"Hint: {hint}"] if hint else []
+    lines += [f"Question: {question}", "Options:", *(f"{letter}. {text}" for letter, text in options)]
+    return "\n".join([*lines, "Please select the correct answer from the options above."])
+
+
+def user_turn(images: Sequence[Any], question: str, arrangement: str, other: str = "") -> list[dict[str, Any]]:
+    """The content of a user turn that shows images and asks.
+
+    Args:
+      images: one or more; several are numbered in the text.
+      question: its text.
+      arrangement: "image_first": images, question; "text_first": `other`, images, question; "question_first": question,
+        images.
+      other: the text of "text_first".
+    """
+    shown: list[dict[str, Any]] = []
+    for i, image in enumerate(images):
+        if len(images) > 1:
+            shown.append(_text(f"\nImage {i + 1}: " if shown else f"Image {i + 1}: "))
+        shown.append({"type": "image", "image": image})
+    match arrangement:
+        case "image_first":
+            return [*shown, _text("\n" + question)]
+        case "text_first":
+            return [_text(other + "\n"), *shown, _text("\n" + question)]
+        case "question_first":
+            return [_text(question + "\n"), *shown]
+    raise ValueError(f"arrangement must be one of {ARRANGEMENTS}, got {arrangement!r}")
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How the cache is filled.
+
+    Attributes:
+      arrangement: of both prompts.
+      auxiliary: query of the auxiliary prompt: "related", another question of the same file, or "neutral".
+      donors: "together": one auxiliary prompt with all images of the question; "apart": one for each image.
+      seed: chooses queries and other texts.
+    """
+
+    arrangement: str
+    auxiliary: str = "related"
+    donors: str = "together"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("arrangement", ARRANGEMENTS), ("auxiliary", ("related", "neutral")), ("donors", ("together", "apart"))
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    def formal(self, samples: Sequence[Sample], i: int) -> list[dict[str, Any]]:
+        """The conversation that is answered."""
+        return self._conversation(samples[i].images, samples[i].question, self._other(i))
+
+    def donor_prompts(self, samples: Sequence[Sample], i: int) -> list[list[dict[str, Any]]]:
+        """The conversations that fill the cache before it."""
+        sample = samples[i]
+        query = NEUTRAL if self.auxiliary == "neutral" else self._related(samples, i)
+        groups = [sample.images] if self.donors == "together" else [(image,) for image in sample.images]
+        other = self._other(i + 1 + (self.seed + i // len(OTHER_TEXTS)) % (len(OTHER_TEXTS) - 1))
+        return [self._conversation(images, query, other) for images in groups]
+
+    def _other(self, i: int) -> str:
+        return OTHER_TEXTS[i % len(OTHER_TEXTS)]
+
+    def _related(self, samples: Sequence[Sample], i: int) -> str:
+        """Another question of the task about as many images; the step to it differs from sample to sample."""
+        sample = samples[i]
+        step = 1 + (7 * self.seed + 3 * i) % 97
+        for k in range(len(samples)):
+            other = samples[(i + step + k) % len(samples)]
+            alike = other.task == sample.task and len(other.images) == len(sample.images)
+            if alike and other.question != sample.question:
+                return other.question
+        return NEUTRAL
+
+    def _conversation(self, images: Sequence[bytes], question: str, other: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": user_turn(images, question, self.arrangement, other)}]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One question answered under one setting.
+
+    Attributes:
+      sample: number of the sample.
+      text: the answer.
+      right: whether it is right.
+      squared_error: mean over positions and vocabulary of the squared difference of logits to the cold run, both given
+        the cold answer.
+      agree, tokens: positions of the cold answer at which the most likely token is the cold run's, and all of them.
+      image_tokens: in the prompt.
+      recomputed: image rows computed, summed over images, in the mean over layers.
+      rows: rows computed in the mean over layers, text included.
+    """
+
+    sample: int
+    text: str
+    right: bool
+    squared_error: float
+    agree: int
+    tokens: int
+    image_tokens: int
+    recomputed: float
+    rows: float
+
+
+def evaluate(
+    llm: LLM,
+    samples: Sequence[Sample],
+    settings: dict[str, Any],
+    protocol: Protocol,
+    chosen: Sequence[int],
+    *,
+    max_tokens: int,
+) -> dict[str, list[Result]]:
+    """Answers some samples cold and under every setting, each time from the cache that their donors filled.
+
+    Args:
+      settings: name -> `reuse` of the engine.
+      chosen: numbers of samples that share no image.
+
+    Raises:
+      ValueError: an image was not found in the cache as the protocol says.
+    """
+    from vlcache_jax import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    llm.reset_mm_cache()
+    donors = [prompt for i in chosen for prompt in protocol.donor_prompts(samples, i)]
+    llm.chat(donors, SamplingParams(max_tokens=1, temperature=0), reuse="exact", use_tqdm=False)
+    llm.cache.flush()
+    formal = [protocol.formal(samples, i) for i in chosen]
+    expected = "exact" if protocol.arrangement == "image_first" and protocol.donors == "together" else "approximate"
+    cold = [output.outputs[0] for output in llm.chat(formal, params, reuse=COLD, use_tqdm=False)]
+    forced = [answer.token_ids for answer in cold]
+    reference: list[np.ndarray] = []
+    results: dict[str, list[Result]] = {}
+    for name, reuse in {COLD: COLD, **settings}.items():
+        scores = llm.score(formal, forced, reuse=reuse, keep_logits=True, use_tqdm=False)
+        logits = [score.logits for score in scores if score.logits is not None]
+        reference = reference or logits
+        texts = [answer.text for answer in cold]
+        # Where every token of the cold answer is the most likely one, it is the answer.
+        other = [k for k, score in enumerate(scores) if not score.greedy.all()] if name != COLD else []
+        if other:
+            answers = llm.chat([formal[k] for k in other], params, reuse=reuse, use_tqdm=False)
+            for k, answer in zip(other, answers, strict=True):
+                texts[k] = answer.outputs[0].text
+        results[name] = []
+        for k, i in enumerate(chosen):
+            report = scores[k].cache
+            if name != COLD and any(image.match not in (expected, "exact") for image in report.images):
+                raise ValueError(f"images of sample {samples[i].index} must be found as {expected}, got {report}")
+            results[name].append(
+                Result(
+                    sample=i,
+                    text=texts[k],
+                    right=samples[i].is_right(texts[k]),
+                    squared_error=float(np.mean(np.square(logits[k] - reference[k]))),
+                    agree=int((logits[k].argmax(-1) == reference[k].argmax(-1)).sum()),
+                    tokens=len(forced[k]),
+                    image_tokens=sum(image.tokens for image in report.images),
+                    recomputed=float(sum(np.mean(image.recomputed) for image in report.images)),
+                    rows=float(np.mean(report.rows)) - len(forced[k]),
+                )
+            )
+    return results
+
+
+def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
+    """Numbers of samples in batches of at most `size` that share no image, so that each meets its own donors only."""
+    waiting = list(range(len(samples)))
+    while waiting:
+        seen: set[bytes] = set()
+        batch: list[int] = []
+        later: list[int] = []
+        for i in waiting:
+            keys = {hashlib.sha256(image).digest() for image in samples[i].images}
+            if len(batch) < size and not keys & seen:
+                batch.append(i)
+                seen |= keys
+            else:
+                later.append(i)
+        yield batch
+        waiting = later
+
+
+def run(
+    llm: LLM,
+    samples: Sequence[Sample],
+    settings: dict[str, Any],
+    protocols: Sequence[Protocol],
+    *,
+    max_tokens: int = 32,
+    batch: int = 50,
+    work: pathlib.Path | None = None,
+) -> dict[Protocol, dict[str, list[Result]]]:
+    """Evaluates all samples under all protocols; what is in the file `work` is not run again.
+
+    Returns:
+      For each protocol and setting, one result a sample, in their order.
+    """
+    from tqdm import tqdm
+
+    log = WorkLog(work, _identity(llm, samples, settings, max_tokens))
+    parts = list(batches(samples, batch))
+    all_results: dict[Protocol, dict[str, list[Result]]] = {}
+    with tqdm(total=len(protocols) * len(samples), desc="questions", file=sys.stderr) as bar:
+        for protocol in protocols:
+            gathered: dict[str, list[Result]] = {name: [] for name in (COLD, *settings)}
+            for chosen in parts:
+                key = json.dumps([dataclasses.asdict(protocol), chosen])
+                found = log.get(key)
+                if found is None:
+                    answered = evaluate(llm, samples, settings, protocol, chosen, max_tokens=max_tokens)
+                    found = {name: [dataclasses.astuple(r) for r in rows] for name, rows in answered.items()}
+                    log.add(key, found)
+                for name, rows in found.items():
+                    gathered[name] += [Result(*row) for row in rows]
+                bar.update(len(chosen))
+            all_results[protocol] = {
+                name: sorted(values, key=lambda result: result.sample) for name, values in gathered.items()
+            }
+    return all_results
+
+
+def _identity(llm: LLM, samples: Sequence[Sample], settings: dict[str, Any], max_tokens: int) -> str:
+    digest = hashlib.sha256(repr((llm.fingerprint, sorted(settings.items(), key=str), max_tokens)).encode())
+    for sample in samples:
+        digest.update(repr(dataclasses.astuple(sample)).encode())
+    return digest.hexdigest()[:16]
+
+
+def paired(cold: Sequence[bool], other: Sequence[bool], seed: int = 0) -> dict[str, float]:
+    """Difference of accuracies in points, its bootstrap interval of 95 % and the p of McNemar's exact test.
+
+    Args:
+      cold, other: right or wrong, for the same samples in the same order.
+    """
+    before, after = np.asarray(cold, bool), np.asarray(other, bool)
+    lost, won, n = int((before & ~after).sum()), int((~before & after).sum()), len(before)
+    # A resample of pairs is a multinomial draw of how many are lost, won, and neither.
+    drawn = np.random.default_rng(seed).multinomial(n, [lost / n, won / n, 1 - (lost + won) / n], _RESAMPLES)
+    low, high = np.percentile((drawn[:, 1] - drawn[:, 0]) / n, [2.5, 97.5])
+    p = stats.binomtest(lost, lost + won).pvalue if lost + won else 1.0
+    return {"difference": 100 * (won - lost) / n, "low": 100 * low, "high": 100 * high, "p": float(p)}
+
+
+def summarize(
+    samples: Sequence[Sample], results: dict[Protocol, dict[str, list[Result]]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Tables: one row for each protocol, setting and task, and one for each protocol and setting.
+
+    Means over tasks count every task alike; the worst task is the one that loses most against the cold run.
+    """
+    details: list[dict[str, Any]] = []
+    totals: list[dict[str, Any]] = []
+    tasks = list(dict.fromkeys(sample.task for sample in samples))
+    for protocol, by_setting in results.items():
+        cold = by_setting[COLD]
+        for name, found in by_setting.items():
+            rows = []
+            for task in tasks:
+                chosen = [k for k, result in enumerate(found) if samples[result.sample].task == task]
+                own = [found[k] for k in chosen]
+                pair = paired([cold[k].right for k in chosen], [result.right for result in own])
+                rows.append(
+                    {
+                        **dataclasses.asdict(protocol),
+                        "reuse": name,
+                        "task": task,
+                        "questions": len(own),
+                        "accuracy": 100 * float(np.mean([result.right for result in own])),
+                        **pair,
+                        "logit MSE": float(np.mean([result.squared_error for result in own])),
+                        "agreement": 100 * sum(r.agree for r in own) / sum(r.tokens for r in own),
+                        "image rows": sum(r.recomputed for r in own) / sum(r.image_tokens for r in own),
+                        "rows": float(np.mean([result.rows for result in own])),
+                    }
+                )
+            details += rows
+            worst = min(rows, key=lambda row: row["difference"])
+            totals.append(
+                {
+                    "arrangement": protocol.arrangement,
+                    "reuse": name,
+                    **{row["task"]: row["accuracy"] for row in rows},
+                    "mean": float(np.mean([row["accuracy"] for row in rows])),
+                    "worst": f"{worst['difference']:+.1f} {worst['task']}" if worst["difference"] < 0 else "-",
+                    "agreement": float(np.mean([row["agreement"] for row in rows])),
+                    "logit MSE": f"{np.mean([row['logit MSE'] for row in rows]):.1e}",
+                    "image rows %": 100 * float(np.mean([row["image rows"] for row in rows])),
+                }
+            )
+    return details, totals
+
+
+def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws accuracy and agreement against the share of image rows that are recomputed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    arrangements = list(dict.fromkeys(row["arrangement"] for row in details))
+    tasks = list(dict.fromkeys(row["task"] for row in details))
+    figure, axes = pyplot.subplots(2, len(arrangements), figsize=(4.2 * len(arrangements), 6.4), squeeze=False)
+    for column, arrangement in enumerate(arrangements):
+        for task in tasks:
+            rows = [row for row in details if row["arrangement"] == arrangement and row["task"] == task]
+            reused = sorted((row for row in rows if row["reuse"] != COLD), key=lambda row: row["image rows"])
+            share = [100 * row["image rows"] for row in reused]
+            [line] = axes[0, column].plot(share, [row["difference"] for row in reused], "o-", label=task, markersize=3)
+            axes[0, column].fill_between(
+                share,
+                [row["low"] for row in reused],
+                [row["high"] for row in reused],
+                alpha=0.15,
+                color=line.get_color(),
+            )
+            axes[1, column].plot(share, [row["agreement"] for row in reused], "o-", markersize=3)
+        axes[0, column].set_title(arrangement.replace("_", " "))
+        axes[0, column].axhline(0, color="black", linewidth=0.5)
+        axes[1, column].set_xlabel("image rows recomputed, %")
+    axes[0, 0].set_ylabel("accuracy against cold, points")
+    axes[1, 0].set_ylabel("most likely token agrees, %")
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def measure(
+    model: str | None,
+    data: Sequence[pathlib.Path],
+    *,
+    settings: Sequence[str],
+    protocols: Sequence[Protocol],
+    questions: int | None,
+    max_tokens: int,
+    dtype: str,
+    work: pathlib.Path | None,
+    out: pathlib.Path | None,
+    figure: pathlib.Path | None,
+) -> None:
+    """Evaluates a model, prints the tables and writes them.
+
+    Args:
+      model: checkpoint; None is the shipped one.
+      data: files of VLMEvalKit; none are the splits drawn for the shipped model.
+      settings: `reuse` of the engine.
+      questions: of each file at most.
+      work: file of finished parts.
+      out, figure: JSON and picture to write.
+    """
+    from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.llm import LLM
+
+    samples = load_samples(data, questions=questions)
+    with LLM(model or TINY_VQA, dtype=dtype) as llm:
+        results = run(
+            llm, samples, dict(zip(settings, settings, strict=True)), protocols, max_tokens=max_tokens, work=work
+        )
+    details, totals = summarize(samples, results)
+    for protocol in protocols:
+        rows = [row for row in totals if row["arrangement"] == protocol.arrangement]
+        show(
+            f"Accuracy, {protocol.arrangement.replace('_', ' ')} "
+            f"({protocol.auxiliary} auxiliary query, donors {protocol.donors})",
+            [{key: value for key, value in row.items() if key != "arrangement"} for row in rows],
+        )
+    show(
+        "Against cold: points, 95 % interval of a paired bootstrap, McNemar's p",
+        [
+            {
+                "arrangement": row["arrangement"],
+                "reuse": row["reuse"],
+                "task": row["task"],
+                "questions": row["questions"],
+                "difference": row["difference"],
+                "interval": f"[{row['low']:+.1f}, {row['high']:+.1f}]",
+                "p": f"{row['p']:.1g}",
+            }
+            for row in details
+            if row["reuse"] != COLD
+        ],
+    )
+    head = environment("jax") | {
+        "model": str(model or "tiny_vqa, shipped with the package"),
+        "data": [path.name for path in data] or "drawn for the shipped model",
+        "max_tokens": max_tokens,
+        "dtype": dtype,
+        "totals": totals,
+    }
+    if out is not None:
+        write("Accuracy under reuse", details, head, out)
+    if figure is not None:
+        draw(details, figure)
+        print(f"written to {figure}")

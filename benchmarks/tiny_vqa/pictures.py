@@ -1,0 +1,141 @@
+"""Pictures: grids of coloured glyphs, one of them framed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (30, 150, 70),
+    "blue": (40, 80, 210),
+    "yellow": (245, 200, 20),
+    "purple": (140, 50, 170),
+    "orange": (245, 130, 20),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+BACKGROUND = (250, 250, 250)
+_OVERSAMPLING = 4
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Glyph:
+    colour: str
+    shape: str
+
+    def __str__(self) -> str:
+        return f"{self.colour} {self.shape}"
+
+
+GLYPHS = tuple(Glyph(colour, shape) for colour in COLOURS for shape in SHAPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Rows and columns of a picture's grid, and a cell's side in pixels (a multiple of 16, an image token's side)."""
+
+    rows: int
+    columns: int
+    cell: int = 32
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns * (self.cell // 16) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """Glyphs by (row, column), from 0; all differ. The one at `code` is framed."""
+
+    size: Size
+    glyphs: dict[tuple[int, int], Glyph]
+    code: tuple[int, int]
+
+    @property
+    def code_glyph(self) -> Glyph:
+        return self.glyphs[self.code]
+
+    def find(self, glyph: Glyph) -> tuple[int, int] | None:
+        return next((place for place, other in self.glyphs.items() if other == glyph), None)
+
+    def count(self, kind: str) -> int:
+        """Glyphs of a colour or a shape."""
+        return sum(kind in (glyph.colour, glyph.shape) for glyph in self.glyphs.values())
+
+
+def draw_pictures(rng: np.random.Generator, sizes: list[Size], *, filled: float = 0.75) -> list[Picture]:
+    """Random pictures that share some glyphs: each shows each other's code with probability 1/2, where there is room.
+
+    Args:
+      rng: of the choice.
+      sizes: of the pictures.
+      filled: share of the cells that hold a glyph, on average.
+    """
+    order = rng.permutation(len(GLYPHS))
+    codes, others = order[: len(sizes)], order[len(sizes) :]
+    pictures = []
+    for i, size in enumerate(sizes):
+        cells = size.rows * size.columns
+        count = max(1, min(rng.binomial(cells, filled), len(others)))
+        shown = [codes[i]] + [code for j, code in enumerate(codes) if j != i and rng.random() < 0.5]
+        shown = shown[: max(1, cells)]
+        shown += list(rng.permutation(others)[: max(0, count - len(shown))])
+        places = [divmod(int(cell), size.columns) for cell in rng.permutation(cells)[: len(shown)]]
+        glyphs = {place: GLYPHS[glyph] for place, glyph in zip(places, shown, strict=True)}
+        pictures.append(Picture(size, glyphs, places[0]))
+    return pictures
+
+
+def render(picture: Picture) -> np.ndarray:
+    """The picture, [rows x cell, columns x cell, 3] uint8."""
+    cell = picture.size.cell
+    image = np.empty((picture.size.rows * cell, picture.size.columns * cell, 3), np.uint8)
+    image[:] = BACKGROUND
+    for (row, column), glyph in picture.glyphs.items():
+        image[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell] = _sprite(
+            glyph, cell, (row, column) == picture.code
+        )
+    return image
+
+
+@functools.cache
+def _sprite(glyph: Glyph, cell: int, framed: bool) -> np.ndarray:
+    side = cell * _OVERSAMPLING
+    image = Image.new("RGB", (side, side), BACKGROUND)
+    draw = ImageDraw.Draw(image)
+    _draw_shape(draw, glyph, side)
+    image = image.resize((cell, cell), Image.Resampling.BOX)
+    if framed:
+        ImageDraw.Draw(image).rectangle((0, 0, cell - 1, cell - 1), outline=(0, 0, 0), width=cell // 16)
+    return np.asarray(image)
+
+
+def _draw_shape(draw: ImageDraw.ImageDraw, glyph: Glyph, side: int) -> None:
+    fill = COLOURS[glyph.colour]
+    near, far, middle = side * 0.14, side * 0.86, side / 2
+    box = (near, near, far, far)
+    match glyph.shape:
+        case "circle":
+            draw.ellipse(box, fill=fill)
+        case "square":
+            draw.rectangle((side * 0.18, side * 0.18, side * 0.82, side * 0.82), fill=fill)
+        case "triangle":
+            draw.polygon([(middle, near), (far, far), (near, far)], fill=fill)
+        case "star":
+            angles = np.pi * (np.arange(10) / 5 - 0.5)
+            radii = np.where(np.arange(10) % 2 == 0, side * 0.4, side * 0.16)
+            draw.polygon(
+                [(middle + r * np.cos(a), middle + r * np.sin(a)) for r, a in zip(radii, angles, strict=True)],
+                fill=fill,
+            )
+        case "cross":
+            arm = side * 0.12
+            draw.rectangle((middle - arm, near, middle + arm, far), fill=fill)
+            draw.rectangle((near, middle - arm, far, middle + arm), fill=fill)
+        case "ring":
+            draw.ellipse(box, outline=fill, width=round(side * 0.14))
+        case _:
+            raise ValueError(f"no glyph has the shape {glyph.shape!r}")

@@ -1,0 +1,72 @@
+"""Evaluation splits as files of VLMEvalKit: `python -m vlcache_jax.benchmarks.tiny_vqa.splits --out FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import io
+import pathlib
+import zlib
+
+import numpy as np
+from PIL import Image
+
+from vlcache_jax.benchmarks.tiny_vqa.pictures import Picture, Size, draw_pictures, render
+from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS, ask
+
+QUESTIONS = 1000  # of a task
+# Shapes and numbers of pictures that are asked about, each equally often.
+SIZES = (Size(4, 4), Size(4, 5), Size(5, 4), Size(5, 5), Size(4, 4, 48))
+_IMAGES = {"grid": (1, 2), "list": (1, 2), "count": (1, 2), "compare": (2,), "multihop": (2,)}
+
+
+def write_splits(folder: pathlib.Path, *, questions: int = QUESTIONS, split: str = "test") -> list[pathlib.Path]:
+    """Writes one file a task; equal names and numbers give equal files.
+
+    Args:
+      folder: is made if it does not exist.
+      questions: of each task.
+      split: name of the split; each has its own pictures, and none has those of training.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for task in TASKS:
+        rng = np.random.default_rng([zlib.crc32(f"{split} {task}".encode()), 2026])
+        path = folder / f"tiny_{task}_{split}.tsv"
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+            writer.writerow(["index", "category", "question", "answer", "image"])
+            for index in range(questions):
+                question = None
+                while question is None:
+                    images = _IMAGES[task][int(rng.integers(len(_IMAGES[task])))]
+                    sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=images)]
+                    pictures = draw_pictures(rng, sizes)
+                    question = ask(rng, pictures, task)
+                files = [base64.b64encode(png(picture)).decode() for picture in pictures]
+                cell = files[0] if len(files) == 1 else str(files)
+                writer.writerow([index, task, question.text, question.answer, cell])
+        paths.append(path)
+    return paths
+
+
+def png(picture: Picture) -> bytes:
+    """The picture as a file."""
+    file = io.BytesIO()
+    Image.fromarray(render(picture)).save(file, "PNG")
+    return file.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--questions", type=int, default=QUESTIONS)
+    parser.add_argument("--split", default="test")
+    args = parser.parse_args()
+    for path in write_splits(args.out, questions=args.questions, split=args.split):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"""Trains the small model: `python -m vlcache_jax.benchmarks.tiny_vqa.train --out RUN`. Stopped, it goes on from RUN.
+
+The grids grow while the model learns; each step is a few groups of conversations, all of one shape within a group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
+
+from vlcache_jax.benchmarks.tiny_vqa.conversations import MIXTURE, converse
+from vlcache_jax.benchmarks.tiny_vqa.pictures import Size, draw_pictures, render
+from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS, ask
+from vlcache_jax.images import ImageProcessor
+from vlcache_jax.tiny import TOKEN_IDS, make_checkpoint
+
+_VOCABULARY = 512
+# Text and vision settings of the sizes; "small" is shipped.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "small": (
+        {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
+        {"hidden_size": 128, "intermediate_size": 384, "depth": 4, "num_heads": 2, "deepstack_visual_indexes": [1, 2]},
+    ),
+    "large": (
+        {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
+        {"hidden_size": 256, "intermediate_size": 1024, "depth": 6, "num_heads": 4, "deepstack_visual_indexes": [1, 3]},
+    ),
+}
+_TEXT = {
+    "vocab_size": _VOCABULARY,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [12, 10, 10],
+        "mrope_interleaved": True,
+    },
+}
+QUESTION_FIRST_WEIGHT = 4.0
+# How often each task is asked; those about several images only where there are several.
+TASK_SHARES = {"grid": 0.3, "list": 0.12, "count": 0.2, "compare": 0.18, "multihop": 0.2}
+_GRID_SHARES = {"grid": 0.7, "list": 0.2, "count": 0.04, "compare": 0.03, "multihop": 0.03}
+_EARLY_MIXTURE = {"image_first": 0.8, "text_first": 0.1, "question_first": 0.1}
+_VISION = {"patch_size": 8, "num_position_embeddings": 256}
+MIN_PIXELS, MAX_PIXELS = 32 * 32, 400 * 16 * 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is shown until the model gets `promote` of the questions of "grid" right (counting is always late).
+
+    Attributes:
+      sizes: of pictures; a group takes one for all its pictures of the same place.
+      images: shares of conversations with 1, 2, ... images.
+      tasks: how often each task is asked.
+      mixture: shares of the arrangements.
+    """
+
+    sizes: tuple[Size, ...]
+    images: tuple[float, ...]
+    promote: float = 0.9
+    tasks: Mapping[str, float] = dataclasses.field(default_factory=lambda: TASK_SHARES)
+    mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: MIXTURE)
+
+
+def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size, ...]:
+    sides = range(least, most + 1)
+    sizes = [Size(rows, columns, cell) for rows in sides for columns in sides for cell in cells]
+    return tuple(size for size in sizes if size.tokens <= 400)
+
+
+CURRICULUM = (
+    Stage((Size(1, 1),), (1.0,)),
+    Stage((Size(1, 2), Size(2, 1)) + 4 * (Size(2, 2),), (0.95, 0.05), tasks=_GRID_SHARES, mixture=_EARLY_MIXTURE),
+    Stage(_sizes(2, 3), (0.8, 0.2), tasks=_GRID_SHARES, mixture=_EARLY_MIXTURE),
+    Stage(_sizes(3, 4), (0.5, 0.5)),
+    Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.95),
+    Stage(_sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.5, 0.4, 0.06, 0.04), 2.0),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Conversations with pictures of the same sizes.
+
+    Attributes:
+      inputs: of the model.
+      answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
+      task: number of each answer's task, `len(TASKS)` for other talk [A].
+      weight: of each answer's tokens in the loss [A].
+    """
+
+    inputs: dict[str, torch.Tensor]
+    answer: torch.Tensor
+    task: torch.Tensor
+    weight: torch.Tensor
+
+
+class Sampler:
+    """Conversations as tensors.
+
+    Args:
+      checkpoint: directory with tokenizer and image processor.
+      seed: of everything drawn.
+    """
+
+    def __init__(self, checkpoint: pathlib.Path, seed: int) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self._processor = ImageProcessor.from_pretrained(checkpoint)
+        self.rng = np.random.default_rng(seed)
+        self._ids: dict[str, list[int]] = {}
+
+    def group(self, stage: Stage, tokens: int, turns: int) -> Group:
+        """Conversations of `turns` questions, in all about `tokens` tokens."""
+        rng = self.rng
+        count = 1 + int(rng.choice(len(stage.images), p=stage.images))
+        sizes = [stage.sizes[i] for i in rng.integers(len(stage.sizes), size=count)]
+        batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 21 * turns)))
+        rows, pixels, grids = [], [], []
+        tasks: list[int] = []
+        weights: list[float] = []
+        for _ in range(batch):
+            pictures = draw_pictures(rng, sizes)
+            tasks_asked = self._tasks(stage.tasks, count, turns)
+            questions = [q for task in tasks_asked if (q := ask(rng, pictures, task))]
+            arrangement = str(rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
+            images = []
+            for picture in pictures:
+                patches = self._processor.patches(render(picture))
+                pixels.append(self._processor.pixel_values(patches))
+                grids.append(patches.grid)
+                images.append(picture.size.tokens)
+            messages = converse(rng, images, questions, arrangement)
+            rows.append(self._encode(messages, first_answer=len(tasks)))
+            spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
+            tasks += [len(TASKS)] * spoken + [TASKS.index(question.task) for question in questions]
+            weights += [1.0] * (spoken + len(questions))
+            if arrangement == "question_first":  # its only such question, among many that come after the images
+                weights[-len(questions)] = QUESTION_FIRST_WEIGHT
+        length = max(len(ids) for ids, _ in rows)
+        ids = np.full((batch, length), TOKEN_IDS["<|endoftext|>"])
+        answer = np.full((batch, length), -1)
+        for i, row in enumerate(rows):
+            ids[i, : len(row[0])], answer[i, : len(row[0])] = row
+        inputs = {
+            "input_ids": torch.from_numpy(ids),
+            "pixel_values": torch.from_numpy(np.concatenate(pixels)),
+            "image_grid_thw": torch.tensor(grids),
+            "mm_token_type_ids": torch.from_numpy((ids == TOKEN_IDS["<|image_pad|>"]).astype(np.int32)),
+        }
+        return Group(inputs, torch.from_numpy(answer), torch.tensor(tasks), torch.tensor(weights))
+
+    def _tasks(self, shares: Mapping[str, float], images: int, turns: int) -> list[str]:
+        shares = {task: share for task, share in shares.items() if images > 1 or task not in ("compare", "multihop")}
+        total = sum(shares.values())
+        return [
+            str(task)
+            for task in self.rng.choice(list(shares), size=turns, p=[share / total for share in shares.values()])
+        ]
+
+    def _encode(self, messages: list[dict[str, Any]], first_answer: int) -> tuple[list[int], list[int]]:
+        """Token ids, and the number of the answer that each belongs to. An image is its number of tokens."""
+        ids: list[int] = []
+        answers: list[int] = []
+        answer = first_answer
+        for message in messages:
+            self._append(ids, f"<|im_start|>{message['role']}\n")
+            start = len(ids)
+            content = message["content"]
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                if part["type"] == "text":
+                    self._append(ids, part["text"])
+                else:
+                    placeholders = [TOKEN_IDS["<|image_pad|>"]] * int(part["image"])
+                    ids += [TOKEN_IDS["<|vision_start|>"], *placeholders, TOKEN_IDS["<|vision_end|>"]]
+            ids.append(TOKEN_IDS["<|im_end|>"])
+            answers += [-1] * (start - len(answers))
+            if message["role"] == "assistant":
+                answers += [answer] * (len(ids) - start)
+                answer += 1
+            self._append(ids, "\n")
+        return ids, answers + [-1] * (len(ids) - len(answers))
+
+    def _append(self, ids: list[int], text: str) -> None:
+        if text not in self._ids:
+            if len(self._ids) > 100_000:
+                self._ids.clear()
+            self._ids[text] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids += self._ids[text]
+
+
+def new_checkpoint(directory: pathlib.Path, variant: str) -> None:
+    """Writes all of a checkpoint but the weights."""
+    text, vision = VARIANTS[variant]
+    make_checkpoint(
+        directory,
+        "qwen3_vl",
+        weights=False,
+        tie_word_embeddings=True,
+        text={**text, **_TEXT},
+        vision={**vision, **_VISION},
+        min_pixels=MIN_PIXELS,
+        max_pixels=MAX_PIXELS,
+        corpus=_corpus(),
+        dtype="bfloat16",
+    )
+
+
+def _corpus() -> Iterator[str]:
+    """Texts as in training, pictures left out."""
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        pictures = draw_pictures(rng, [Size(5, 5)] * int(rng.integers(1, 5)))
+        questions = [question for task in TASKS if (question := ask(rng, pictures, task))]
+        arrangement = str(rng.choice(list(MIXTURE)))
+        for message in converse(rng, pictures, questions, arrangement):
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            yield f"{message['role']}\n" + "".join(part.get("text", "\n") for part in parts)
+
+
+class Trainer:
+    """A model, its optimizer and where they stand, kept in `run/state.pt`."""
+
+    def __init__(self, run: pathlib.Path, *, variant: str, seed: int, learning_rate: float) -> None:
+        self.run = run
+        run.mkdir(parents=True, exist_ok=True)
+        checkpoint = run / "checkpoint"
+        if not checkpoint.exists():
+            new_checkpoint(checkpoint, variant)
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(checkpoint)
+        self.model = Qwen3VLForConditionalGeneration._from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        _initialize(self.model)
+        for layer in self.model.model.language_model.layers:
+            layer.compile(dynamic=True)  # a sixth less time a step
+        self.sampler = Sampler(checkpoint, seed)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        others = [p for p in self.model.parameters() if p.ndim <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+            lr=learning_rate,
+            betas=(0.9, 0.98),
+            fused=True,
+        )
+        self.learning_rate = learning_rate
+        self.step, self.stage, self.seconds = 0, 0, 0.0
+        self.finish: tuple[int, int] | None = None  # first and last step of the learning rate's descent
+        self.right: list[dict[str, list[float]]] = []  # of the stage's last steps
+        if (run / "state.pt").exists():
+            self._load()
+
+    def train_step(self, tokens: int, turns: int, groups: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        rate = self.learning_rate * min(1.0, (self.step + 1) / 200)
+        if self.finish is not None:
+            first, last = self.finish
+            rate *= max(0.0, (last - self.step) / (last - first))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        right: dict[str, list[float]] = {}
+        total = 0.0
+        for _ in range(groups):
+            loss, answers = self.forward(self.sampler.group(CURRICULUM[self.stage], tokens // groups, turns))
+            (loss / groups).backward()
+            total += loss.item() / groups
+            for task, values in answers.items():
+                right.setdefault(task, []).extend(values)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.seconds += time.perf_counter() - start
+        self.right = [*self.right[-29:], right]
+        accuracy = self.accuracy()
+        stage = self.stage
+        if len(self.right) == 30 and accuracy["grid"] >= CURRICULUM[stage].promote:
+            self.stage, self.right = stage + 1, []
+        return {"step": self.step, "stage": stage, "loss": total, "seconds": self.seconds, "right": accuracy}
+
+    def forward(self, group: Group) -> tuple[torch.Tensor, dict[str, list[float]]]:
+        """The loss, and for each task which answers were right to the last token."""
+        hidden = self.model.model(**group.inputs, use_cache=False).last_hidden_state[:, :-1]
+        answer, labels = group.answer[:, 1:], group.inputs["input_ids"][:, 1:]
+        asked = answer >= 0
+        answer, labels = answer[asked], labels[asked]
+        logits = self.model.lm_head(hidden[asked])
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        weight = group.weight[answer]
+        with torch.no_grad():
+            wrong = torch.zeros(len(group.task)).index_add_(0, answer, (logits.argmax(-1) != labels).float())
+        right: dict[str, list[float]] = {}
+        for task, errors in zip(group.task.tolist(), wrong.tolist(), strict=True):
+            if task < len(TASKS):
+                right.setdefault(TASKS[task], []).append(float(errors == 0))
+        return (losses * weight).sum() / weight.sum(), right
+
+    def accuracy(self) -> dict[str, float]:
+        """Share of right answers in the last 30 steps, each token given the right ones before it."""
+        values: dict[str, list[float]] = {}
+        for right in self.right:
+            for task, found in right.items():
+                values.setdefault(task, []).extend(found)
+        means = {task: float(np.mean(values[task])) for task in TASKS if task in values}
+        return {"all": float(np.mean([value for found in values.values() for value in found])), **means}
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": self.sampler.rng.bit_generator.state,
+            **{name: getattr(self, name) for name in _KEPT},
+        }
+        torch.save(state, self.run / "state.tmp")
+        os.replace(self.run / "state.tmp", self.run / "state.pt")
+
+    def export(self, directory: pathlib.Path) -> None:
+        """Writes the model as a Hugging Face directory, weights in bfloat16."""
+        shutil.copytree(self.run / "checkpoint", directory, dirs_exist_ok=True)
+        tensors = {
+            name: tensor.to(torch.bfloat16).contiguous()
+            for name, tensor in self.model.state_dict().items()
+            if name != "lm_head.weight"  # is the table of token embeddings
+        }
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def _load(self) -> None:
+        state = torch.load(self.run / "state.pt", weights_only=False)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sampler.rng.bit_generator.state = state["rng"]
+        for name in _KEPT:
+            setattr(self, name, state[name])
+
+
+_KEPT = ("step", "stage", "seconds", "finish", "right")
+
+
+def _initialize(model: Any) -> None:
+    """Draws weights by width: the library's 0.02 is meant for wide models and learns late here."""
+    layers = model.config.text_config.num_hidden_layers
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        match name.split(".")[-2]:
+            case "embed_tokens":
+                std = 0.05
+            case "pos_embed":
+                with torch.no_grad():
+                    parameter.copy_(_smooth_positions(*parameter.shape))
+                continue
+            case "o_proj" | "down_proj" | "linear_fc2" | "proj" if "merger" not in name and "patch_embed" not in name:
+                std = 0.7 / (2 * layers * parameter.shape[1]) ** 0.5
+            case _:
+                std = 0.7 / parameter[0].numel() ** 0.5
+        torch.nn.init.normal_(parameter, std=std)
+
+
+def _smooth_positions(count: int, width: int) -> torch.Tensor:
+    """Waves over rows and columns, [count, width]: from random position embeddings no second dimension was learnt."""
+    side = int(count**0.5)
+    place = torch.linspace(0, torch.pi, side)[:, None]
+    order = torch.arange(1, width // 4 + 1)
+    waves = 0.8 * torch.cat([(order * place).sin(), (order * place).cos()], dim=1) / order.repeat(2) ** 0.5
+    rows, columns = waves.repeat_interleave(side, dim=0), waves.repeat(side, 1)
+    return torch.cat([rows, columns], dim=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the run")
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default="small")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a step, about")
+    parser.add_argument("--turns", type=int, default=16, help="questions in a conversation")
+    parser.add_argument("--groups", type=int, default=2, help="of a step; each has pictures of one size")
+    parser.add_argument("--minutes", type=float, default=600, help="stop after this time; the run can go on later")
+    parser.add_argument("--finish", type=int, help="bring the learning rate to 0 in this many steps from here, and end")
+    parser.add_argument("--export", type=pathlib.Path, help="write the model as it stands to this folder, and end")
+    args = parser.parse_args()
+    torch.set_flush_denormal(True)
+    trainer = Trainer(args.out, variant=args.variant, seed=args.seed, learning_rate=args.learning_rate)
+    if args.export is not None:
+        trainer.export(args.export)
+        return
+    if args.finish is not None and trainer.finish is None:
+        trainer.finish = (trainer.step, trainer.step + args.finish)
+    end = time.monotonic() + 60 * args.minutes
+    with open(args.out / "log.jsonl", "a", encoding="utf-8") as log:
+        while time.monotonic() < end and (trainer.finish is None or trainer.step < trainer.finish[1]):
+            report = trainer.train_step(args.tokens, args.turns, args.groups)
+            if trainer.step % 20 == 0:
+                log.write(json.dumps(report) + "\n")
+                log.flush()
+            if trainer.step % 200 == 0:
+                trainer.save()
+    trainer.save()
+
+
+if __name__ == "__main__":
+    main()

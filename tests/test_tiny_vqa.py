@@ -1,0 +1,161 @@
+"""The pictures, questions and training of the shipped model, and the model itself."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from vlcache_jax.benchmarks.accuracy import ARRANGEMENTS, read_tsv
+from vlcache_jax.benchmarks.tiny_vqa.conversations import converse
+from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
+from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, write_splits
+from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS, ask
+
+
+def solve(question: str, pictures: list[Picture]) -> str:
+    """Another way to the answer: from the words of the question, by search over whole grids."""
+    words = question.lower()
+    grids = [
+        [[str(p.glyphs.get((r, c), "nothing")) for c in range(p.size.columns)] for r in range(p.size.rows)]
+        for p in pictures
+    ]
+    named = re.match(r"in image (\d), (.*)", words)
+    grid = grids[int(named[1]) - 1 if named else 0]
+    if named:
+        words = named[2]
+    count = lambda grid, kind: sum(kind in cell.split() for row in grid for cell in row)  # noqa: E731
+    kind_of = lambda text: {"crosses": "cross"}.get(text, text.removesuffix(" shapes").removesuffix("s"))  # noqa: E731
+    if found := re.fullmatch(r"what (is|colour is) at row (\d), column ([a-e])\?", words):
+        cell = grid[int(found[2]) - 1]["abcde".index(found[3])]
+        return cell if found[1] == "is" else cell.split()[0]
+    if found := re.fullmatch(r"what is in row (\d)\?", words):
+        return ", ".join(grid[int(found[1]) - 1])
+    if found := re.fullmatch(r"what is in column ([a-e])\?", words):
+        return ", ".join(row["abcde".index(found[1])] for row in grid)
+    if found := re.fullmatch(r"where is the (.*)\?", words):
+        [place] = [(r, c) for r, row in enumerate(grid) for c, cell in enumerate(row) if cell == found[1]]
+        return f"row {place[0] + 1}, column {'ABCDE'[place[1]]}"
+    if found := re.fullmatch(r"how many (.*) are there\?", words):
+        return str(count(grid, kind_of(found[1])))
+    if found := re.fullmatch(r"which has more (.*), image (\d) or image (\d)\?", words):
+        i, j = int(found[2]), int(found[3])
+        a, b = (count(grids[k - 1], kind_of(found[1])) for k in (i, j))
+        assert a != b
+        return f"image {i if a > b else j}"
+    if found := re.fullmatch(r"is the code of image (\d) on image (\d)\?", words):
+        code = str(pictures[int(found[1]) - 1].code_glyph)
+        return "yes" if any(code in row for row in grids[int(found[2]) - 1]) else "no"
+    found = re.fullmatch(r"what is (right of|left of|above|below) the (?:code of image (\d)|(.*))\?", words)
+    assert found, words
+    of = str(pictures[int(found[2]) - 1].code_glyph) if found[2] else found[3]
+    [(r, c)] = [(r, c) for r, row in enumerate(grid) for c, cell in enumerate(row) if cell == of]
+    down, right = {"right of": (0, 1), "left of": (0, -1), "above": (-1, 0), "below": (1, 0)}[found[1]]
+    return grid[r + down][c + right]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers(task):
+    rng = np.random.default_rng(TASKS.index(task))
+    asked = []
+    for _ in range(400):
+        sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=rng.integers(1, 5))]
+        pictures = draw_pictures(rng, sizes)
+        if question := ask(rng, pictures, task):
+            asked.append(question)
+            assert question.answer == solve(question.text, pictures), question
+    assert len(asked) > 250
+    most = max(sum(q.answer == answer for q in asked) for answer in {q.answer for q in asked})
+    assert most / len(asked) < 0.55  # no answer is right by habit
+
+
+def test_a_task_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="task must be one of"):
+        ask(np.random.default_rng(0), [], "poetry")
+
+
+@pytest.mark.parametrize("cell", [32, 48, 64])
+def test_glyphs_can_be_told_apart(cell):
+    """Each differs from each other in many pixels, framed or not, and a picture shows them where it says."""
+    images = []
+    for framed, glyph in itertools.product((False, True), GLYPHS):
+        place = (0, 0) if framed else (0, 1)
+        picture = Picture(Size(1, 2, cell), {(0, 0): glyph, (0, 1): glyph}, place)
+        images.append(render(picture)[:, :cell])
+    differing = [(a != b).any(-1).mean() for a, b in itertools.combinations(images, 2)]
+    assert min(differing) > 0.02
+    picture = Picture(Size(2, 3, cell), {(1, 2): GLYPHS[0]}, (1, 2))
+    shown = render(picture)
+    assert shown.shape == (2 * cell, 3 * cell, 3)
+    assert (shown[:cell] == BACKGROUND).all()
+    assert (shown[:, : 2 * cell] == BACKGROUND).all()
+    assert not (shown[cell:, 2 * cell :] == BACKGROUND).all()
+
+
+def test_splits(tmp_path):
+    paths = write_splits(tmp_path / "a", questions=12)
+    again = write_splits(tmp_path / "b", questions=12)
+    other = write_splits(tmp_path / "c", questions=12, split="train")
+    assert [path.name for path in paths] == [f"tiny_{task}_test.tsv" for task in TASKS]
+    assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
+    for task, path, another in zip(TASKS, paths, other, strict=True):
+        samples, others = read_tsv(path), read_tsv(another)
+        assert [sample.task for sample in samples] == [task] * 12
+        assert not {image for s in samples for image in s.images} & {image for s in others for image in s.images}
+    assert all(64 <= size.tokens <= 400 for size in SIZES)
+
+
+@pytest.fixture(scope="module")
+def training():
+    pytest.importorskip("torch")
+    from vlcache_jax.benchmarks.tiny_vqa import train
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def unfinished(training, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny_vqa") / "checkpoint"
+    training.new_checkpoint(directory, "small")
+    return directory
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_training_reads_what_the_chat_template_writes(training, unfinished, arrangement):
+    from transformers import AutoTokenizer
+
+    sampler = training.Sampler(unfinished, 0)
+    tokenizer = AutoTokenizer.from_pretrained(unfinished)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        pictures = draw_pictures(rng, [Size(2, 3), Size(3, 2)][: rng.integers(1, 3)])
+        questions = [question for task in TASKS if (question := ask(rng, pictures, task))]
+        tokens = [picture.size.tokens for picture in pictures]
+        messages = converse(rng, tokens, questions, arrangement)
+        ids, answers = sampler._encode(messages, first_answer=0)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        for count in tokens:
+            text = text.replace("<|image_pad|>", "<|pad|>" * count, 1)
+        assert ids == tokenizer.encode(text.replace("<|pad|>", "<|image_pad|>"))
+        said = [
+            tokenizer.decode([i for i, a in zip(ids, answers, strict=True) if a == k]) for k in range(max(answers) + 1)
+        ]
+        assert said[-len(questions) :] == [f"{question.answer}<|im_end|>" for question in questions]
+
+
+def test_training_goes_on_where_it_stopped(training, tmp_path):
+    def steps(trainer, count):
+        return [trainer.train_step(tokens=300, turns=2, groups=1)["loss"] for _ in range(count)]
+
+    make = lambda name: training.Trainer(tmp_path / name, variant="small", seed=3, learning_rate=1e-3)  # noqa: E731
+    whole = make("whole")
+    losses = steps(whole, 4)
+    first = make("parts")
+    assert steps(first, 2) == losses[:2]
+    first.save()
+    second = make("parts")
+    assert (second.step, second.stage) == (2, 0)
+    assert steps(second, 2) == losses[2:]
+    assert losses[-1] < losses[0]
