@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlcache_jax.convert.command import convert_command
+from vlcache_jax.schedule_command import app as schedule_app
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestOutput
@@ -23,19 +24,23 @@ app = typer.Typer(
 app.command("convert")(convert_command)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a table, and writes JSON.")
 app.add_typer(bench)
+app.add_typer(schedule_app)
 
 
 @app.command("demo")
-def demo_command() -> None:
-    """Answers questions about a picture with a model made on the spot.
+def demo_command(
+    report: Annotated[pathlib.Path, typer.Option(help="HTML page to write.")] = pathlib.Path("vlcache-demo.html"),
+) -> None:
+    """Answers questions about pictures, cold and with the pictures reused, and writes a page about it.
 
-    The model is tiny and its weights are random, so the answers mean nothing. Everything else is real: a Hugging Face
-    checkpoint is written and loaded, pictures are drawn, preprocessed and encoded, and the answers are generated in one
-    batch. Printed are the answers' tokens and the time of each step.
+    Model and pictures ship with the package: a small Qwen3-VL, trained on grids of coloured glyphs. Printed are the
+    answers side by side, how many rows the language model computed, and times.
+
+    Example: vlcache demo --report demo.html
     """
     from vlcache_jax.demo import run_demo
 
-    run_demo()
+    run_demo(report)
 
 
 @app.command("ask")
@@ -131,6 +136,73 @@ def ttft_command(
         schedule=None if schedule is None else str(schedule),
         out=out,
     )
+
+
+@bench.command("accuracy")
+def accuracy_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(help="TSV file of VLMEvalKit; may be repeated. [default: splits drawn for the shipped model]",
+                     show_default=False),
+    ] = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(help='Setting to compare with cold; may be repeated. [default: full, 0.02, 0.05, 0.1, 0.3]',
+                     show_default=False),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(help="image_first, text_first, question_first; may be repeated. [default: all]",
+                     show_default=False),
+    ] = None,
+    auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
+    donors: Annotated[
+        str, typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
+    ] = "together",
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Questions of each file at most. [default: all]", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses auxiliary queries and other texts.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")] = 32,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    work: Annotated[
+        pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.",
+                                          show_default=False)
+    ] = None,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    figure: Annotated[pathlib.Path | None, typer.Option(help="Figure to write.", show_default=False)] = None,
+) -> None:  # fmt: skip
+    """Measures how reuse changes answers: each question cold and under every setting, in pairs.
+
+    An auxiliary prompt with the same images and another query fills the cache; then the question is answered. Printed
+    are the accuracy of each task, the mean, the worst task, how often the most likely token agrees with the cold
+    run's, and the error of the logits.
+
+    Example: vlcache bench accuracy --questions 100 --reuse full --reuse 0.1 --out accuracy.json
+    """
+    from vlcache_jax.benchmarks import accuracy
+
+    try:
+        accuracy.measure(
+            model,
+            data or [],
+            settings=reuse or accuracy.SETTINGS,
+            protocols=[
+                accuracy.Protocol(name, auxiliary, donors, seed) for name in arrangement or accuracy.ARRANGEMENTS
+            ],
+            questions=questions,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            work=work,
+            out=out,
+            figure=figure,
+        )
+    except (ValueError, OSError, MemoryError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def main() -> None:

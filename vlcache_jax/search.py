@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-
 import numpy as np
 import numpy.typing as npt
 
