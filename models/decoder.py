@@ -55,20 +55,24 @@ class SelfAttention(nnx.Module):
         self, y: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, keep: int, implementation: str | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
         """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D])."""
+        q, new_k, raw_k, new_v = self.project(y, rows, keep=keep)
+        k = k.at[rows.slot].set(new_k, mode="drop", unique_indices=True)
+        v = v.at[rows.slot].set(new_v, mode="drop", unique_indices=True)
+        out = attention(q, k, v, rows.k_start[:keep], rows.k_end[:keep], implementation=implementation)
+        return self.o_proj(out.reshape(keep, -1)), k, v, (raw_k, new_v)
+
+    def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
         config = self.config
         raw_k = self.k_proj(y).reshape(-1, config.num_kv_heads, config.head_dim)
-        new_v = self.v_proj(y).reshape(raw_k.shape)
+        v = self.v_proj(y).reshape(raw_k.shape)
         q = self.q_proj(y[:keep]).reshape(keep, config.num_heads, config.head_dim)
         if config.qk_norm:
             raw_k, q = self.k_norm(raw_k), self.q_norm(q)
         cos, sin = rope.text_rotation(
             rows.position, config.rope_theta, config.mrope_section, config.mrope_interleaved, y.dtype
         )
-        k = k.at[rows.slot].set(rope.rotate(raw_k, cos, sin), mode="drop", unique_indices=True)
-        v = v.at[rows.slot].set(new_v, mode="drop", unique_indices=True)
-        q = rope.rotate(q, cos[:keep], sin[:keep])
-        out = attention(q, k, v, rows.k_start[:keep], rows.k_end[:keep], implementation=implementation)
-        return self.o_proj(out.reshape(keep, -1)), k, v, (raw_k, new_v)
+        return rope.rotate(q, cos[:keep], sin[:keep]), rope.rotate(raw_k, cos, sin), raw_k, v
 
 
 class DecoderLayer(nnx.Module):

@@ -20,6 +20,7 @@ from vlcache_jax.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.outputs import Why
 from vlcache_jax.plan import Plan
+from vlcache_jax.selection import Choice, Selection
 
 Index = npt.NDArray[np.int32]
 
@@ -52,6 +53,7 @@ class Sequence:
       new_slots: slots needed beyond the prompt.
       images: of the prompt.
       level: sequences of a level can run when all below have run.
+      choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
       base: first slot; set when the sequence joins a wave.
     """
 
@@ -60,6 +62,7 @@ class Sequence:
     new_slots: int
     images: abc.Sequence[ImageUse] = ()
     level: int = 0
+    choice: Choice | None = None
     base: int = 0
 
     @property
@@ -91,6 +94,7 @@ class Step[S: Sequence]:
       captured: rows whose K, V are kept, by image.
       wanted: (sequence, index of the token in its prompt) of each row whose logits are wanted; they come first.
       num_slots: of the pool.
+      selection: what is chosen on the device; `active` and `bounds` count the rows that are.
     """
 
     rows: Rows
@@ -100,6 +104,7 @@ class Step[S: Sequence]:
     captured: tuple[Captured, ...]
     wanted: tuple[tuple[S, int], ...]
     num_slots: int
+    selection: Selection | None = None
 
     def layer_rows(self, layer: int) -> Rows:
         """The rows that enter a layer.
@@ -116,7 +121,8 @@ def cut_waves[S: Sequence](sequences: abc.Iterable[S], max_sequences: int, num_s
     waves: list[list[S]] = []
     used = num_slots
     for sequence in sorted(sequences, key=lambda sequence: sequence.level):
-        is_full = used + sequence.num_slots > num_slots or len(waves[-1]) == max_sequences
+        alone = sequence.choice is not None or bool(waves and waves[-1][-1].choice)
+        is_full = used + sequence.num_slots > num_slots or len(waves[-1]) == max_sequences or alone
         if is_full or waves[-1][-1].level != sequence.level:
             waves.append([])
             used = 0
@@ -140,14 +146,26 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
     steps = []
     computed = np.flatnonzero(depth)
     while len(computed):
-        size = split_rows(len(computed), ladder.rows)[0]
+        choice = wave[0].choice
+        if choice is None:
+            size = split_rows(len(computed), ladder.rows)[0]
+        else:
+            size = round_up(len(computed), ladder.rows)  # what is chosen from must lie in one step
         count = min(size, len(computed))
         wanted = np.flatnonzero(depth[computed[:count]] > num_layers)
         if len(wanted) > ladder.max_sequences:  # the output head holds no more
             count = int(wanted[ladder.max_sequences])
         mine, computed = computed[:count], computed[count:]
         rows = mine[np.argsort(-depth[mine], kind="stable")]
+        selection = None
         active = tuple(int(np.count_nonzero(depth[rows] > layer)) for layer in range(num_layers))
+        if choice is not None:
+            check = choice.policy.check_layer
+            must = active[check + 1]
+            keep = min(choice.keep, active[0] - must)
+            tokens = index[rows[: active[0]]]
+            selection = Selection(choice.policy, must, active[0] - must, keep, int(base[0]), choice.length, tokens)
+            active = tuple(n + keep * (layer > check) for layer, n in enumerate(active))
         bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
         slot = base[rows] + index[rows]
@@ -161,6 +179,7 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
                 captured=tuple(_captured(wave, length, rows)),
                 wanted=tuple((wave[owner[row]], int(index[row])) for row in outputs),
                 num_slots=num_slots,
+                selection=selection,
             )
         )
     return steps

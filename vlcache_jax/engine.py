@@ -22,8 +22,10 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.layout import ImageRef, ImageSpan
 from vlcache_jax.models import Rows
 from vlcache_jax.outputs import Logprob, Metrics, Why
+from vlcache_jax.plan import Plan
 from vlcache_jax.runner import Runner
 from vlcache_jax.sampling import MAX_BANNED, SamplerInputs, SamplingParams
+from vlcache_jax.selection import Selection
 
 PATCHES_PER_CALL = 16384  # more patches in one encoder call save nothing and cost memory
 
@@ -136,7 +138,7 @@ class Engine:
             new = [p.image for p in step.placements if p.image not in where and not _is_kept(p.image)]
             where.update(self._encode(new))
             self._stage(step, where)
-            x, captured = runner.prefill(step)
+            x, captured, chosen = runner.prefill(step)
             if captured:
                 k, v = zip(*captured, strict=True)
                 self.writer.kv(step.captured, k, v)
@@ -149,6 +151,8 @@ class Engine:
                 transfer, start = transferred_at - begin, time.perf_counter()
                 link = start - transferred_at
                 transferring, linking = [], []
+            if step.selection is not None and chosen is not None:
+                self._note_chosen(wave[0], step.selection, np.asarray(chosen))
             jax.block_until_ready([where[image][0] for image in new])
             encoded_at = time.perf_counter() if new else start
             x.block_until_ready()
@@ -160,6 +164,14 @@ class Engine:
                 metrics.transfer, metrics.link, metrics.encode, metrics.prefill = transfer, link, encode, prefill
             if step.wanted:
                 yield step, x
+
+    def _note_chosen(self, sequence: Sequence, selection: Selection, chosen: np.ndarray) -> None:
+        """Puts what was chosen on the device into the plan, for the report."""
+        rows = chosen[selection.must : selection.must + selection.keep]
+        layers = self.runner.config.text.num_layers
+        depth = sequence.plan.depth.copy()
+        depth[selection.tokens[rows]] = layers
+        sequence.plan = Plan(depth)
 
     def _link(self, wave: abc.Sequence[Sequence]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Writes the K, V of stored images into the pool; returns what to wait for: the transfers, and the linking.

@@ -31,6 +31,7 @@ from vlcache_jax.outputs import Metrics, Why
 from vlcache_jax.plan import Plan
 from vlcache_jax.policies import Policy, make_plan
 from vlcache_jax.prompt import Prompt, PromptRenderer
+from vlcache_jax.selection import Choice, make_choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,7 @@ class Linked:
     plan: Plan
     uses: tuple[ImageUse, ...]
     level: int
+    choice: Choice | None
     policy: str
     request_key: str | None
     request_known: bool
@@ -235,7 +237,7 @@ class Linker:
         if key is not None and not known:
             batch.new_requests.append(key)
         request.metrics.lookup += time.perf_counter() - start
-        return Linked(request, layout, plan, tuple(uses), level, policy.name, key, known)
+        return Linked(request, layout, plan, tuple(uses), level, make_choice(policy, layout), policy.name, key, known)
 
     def _reserve(self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan) -> list[Record]:
         """Gives what a request will compute a place in the cache: encoder rows, and K, V."""

@@ -46,6 +46,7 @@ from vlcache_jax.prompt import Prompt, PromptRenderer
 from vlcache_jax.runner import Runner, check_kernels
 from vlcache_jax.sampling import MAX_BANNED, SamplingParams
 from vlcache_jax.schedule import Schedule
+from vlcache_jax.selection import Choice, SelectingPolicy
 
 Conversation = Sequence[Mapping[str, Any]]
 PromptLike = str | Mapping[str, Any]
@@ -326,7 +327,8 @@ class LLM:
         policy = self._parse_policy(reuse)
         with self._serving():
             shrinking = self._shrinking(policy)
-            keys = self._runner.keys(linking=policy.links, shrinking=shrinking)
+            selecting = policy if isinstance(policy, SelectingPolicy) else None
+            keys = self._runner.keys(linking=policy.links, shrinking=shrinking, selecting=selecting)
             total = len(self._runner.missing(keys))
             with tqdm(total=total, desc="compiling", disable=not verbose) as bar:
                 count, seconds = self._runner.warmup(keys, lambda _: bar.update())
@@ -574,6 +576,7 @@ class LLM:
                 new_slots=self._new_slots(linked.request, params),
                 images=_uses(linked, capture=i == 0),
                 level=linked.level,
+                choice=self._check_choice(linked, 1),
                 params=params,
                 seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
                 end_tokens=self._ends(params),
@@ -592,9 +595,22 @@ class LLM:
             new_slots=0,
             images=_uses(linked, capture=capture),
             level=linked.level,
+            choice=self._check_choice(linked, len(tokens)),
             keep_logits=keep_logits,
             metrics=dataclasses.replace(linked.request.metrics),
         )
+
+    def _check_choice(self, linked: Linked, outputs: int) -> Choice | None:
+        """How the request chooses rows: from one prefill step, which has to hold all of its rows and logits."""
+        if linked.choice is not None:
+            rows = linked.plan.rows(1)[0] + (outputs - 1)
+            ladder = self._runner.ladder
+            if rows > ladder.max_rows or outputs > ladder.max_sequences:
+                raise ValueError(
+                    f"reuse {linked.policy} chooses among all rows of a prompt, so it must have at most max_rows = "
+                    f"{ladder.max_rows} of them and {ladder.max_sequences} scored tokens, got {rows} and {outputs}"
+                )
+        return linked.choice
 
     def _check_length(self, request: Request, new_slots: int) -> None:
         if len(request.token_ids) + new_slots > self.max_model_len:

@@ -7,6 +7,7 @@ computed, exact images never, whatever the policy; it rules over approximate one
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,43 @@ class MPIC:
 
 
 @dataclass(frozen=True)
+class EPIC:
+    """k tokens of every image behind another context are computed in every layer (EPIC, LegoLink-k).
+
+    EPIC's records are compiled alone, each image behind nothing: fill the cache with `llm.cache.precompute`.
+
+    Attributes:
+      k: tokens.
+      ends: the "first" k, the "last" k, or k at "both" ends.
+    """
+
+    k: int = 16
+    ends: str = "first"
+    links: bool = True
+    approximates: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
+            raise ValueError(f"k must be an integer of at least 0, got {self.k!r}")
+        if self.ends not in ("first", "last", "both"):
+            raise ValueError(f"ends must be first, last or both, got {self.ends!r}")
+
+    @property
+    def name(self) -> str:
+        return f"epic-{self.k}" if self.ends == "first" else f"epic-{self.k}-{self.ends}"
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        depth = StaticRatio(Fraction(0)).plan(layout, num_layers).depth
+        for span in layout.images:
+            if span.state == "approximate":
+                token = np.arange(span.length)
+                first = (token < self.k) & (self.ends != "last")
+                last = (token >= span.length - self.k) & (self.ends != "first")
+                depth[span.tokens] = np.where(first | last, num_layers, 0)
+        return Plan(depth)
+
+
+@dataclass(frozen=True)
 class Scheduled:
     """Each layer computes the first tokens that its level in a schedule says (VLCache, dynamic).
 
@@ -179,8 +217,8 @@ def parse_policy(reuse: Any) -> Policy:
     """The policy that a user's `reuse` stands for.
 
     Args:
-      reuse: "off", "exact", "full" (ratio 0), a ratio from 0 to 1 as a number or a decimal string, "mpic-K", the path
-        of a schedule file, a `Schedule` or a `Policy`.
+      reuse: "off", "exact", "full" (ratio 0), a ratio from 0 to 1 as a number or a decimal string, "mpic-K", "epic-K",
+        "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, a `Schedule` or a `Policy`.
 
     Raises:
       ValueError: something else.
@@ -196,6 +234,14 @@ def parse_policy(reuse: Any) -> Policy:
             return _NAMED[reuse]
         if reuse.startswith("mpic-") and reuse[5:].isdecimal():
             return MPIC(int(reuse[5:]))
+        if reuse.startswith("epic-") and reuse[5:].isdecimal():
+            return EPIC(int(reuse[5:]))
+        from vlcache_jax import selection  # knows this module
+
+        name, _, ratio = reuse.rpartition("-")
+        if name in selection.NAMED:
+            with contextlib.suppress(InvalidOperation):
+                return selection.NAMED[name](_fraction(ratio))
         try:
             return StaticRatio(_fraction(reuse))
         except InvalidOperation:
@@ -203,8 +249,8 @@ def parse_policy(reuse: Any) -> Policy:
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or Path(reuse).is_file())):
         return Scheduled(Schedule.load(reuse))
     raise ValueError(
-        'reuse must be "off", "exact", "full", a ratio from 0 to 1, "mpic-K", the path of a schedule file, a Schedule '
-        f"or a Policy, got {reuse!r}"
+        'reuse must be "off", "exact", "full", a ratio from 0 to 1, "mpic-K", "epic-K", "cacheblend-R", "kvshare-R", '
+        f"the path of a schedule file, a Schedule or a Policy, got {reuse!r}"
     )
 
 

@@ -30,6 +30,7 @@ from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder,
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.sampling import Sampled, SamplerInputs
+from vlcache_jax.selection import SelectingPolicy, Selection, choose, project
 
 MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
 
@@ -128,32 +129,63 @@ class Runner:
         self._pool, done = self._run(("link", size), pool, data, slots, positions)
         return done
 
-    def prefill(self, step: Step[Any]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    def prefill(self, step: Step[Any]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
         """Runs a step's rows through the layers.
 
         Returns:
-          The hidden states of the rows that leave the last layer, and, if some rows are captured, keys before rotation
-          and values of each layer's rows, else nothing.
+          The hidden states of the rows that leave the last layer; if some rows are captured, keys before rotation and
+          values of each layer's rows, else nothing; if rows are chosen on the device, which ones go on (`choose`).
         """
         first = step.bounds[0]
-        kinds = {(step.bounds[i], n): i for i, n in enumerate(step.active)}
+        selection = step.selection
+        check = self.config.text.num_layers if selection is None else selection.policy.check_layer
+        kinds = {(step.bounds[i], n): i for i, n in enumerate(step.active) if i <= check}
         rows = {kind: jax.device_put(step.layer_rows(layer)) for kind, layer in kinds.items()}
         entering = rows[first, step.active[0]]
         x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), entering)
         pool, self._pool = self._pool_now(), None
         captured = []
+        score = chosen = None
         for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
+            own = entering if layer > check else rows[size, step.active[layer]]
             added = deepstack[layer] if layer < len(deepstack) else None
             if added is not None and len(added) != size:
-                added = self._run(("slice", len(added), size), added)
-            key = "layer", size, keep, added is not None
+                if chosen is None:
+                    added = self._run(("slice", len(added), size), added)
+                else:
+                    added = self._run(("take", len(added), size), added, chosen)
+            weights = self._text["layers"][layer]
+            if selection is not None and layer in selection.policy.scored_layers:
+                score = self._score_rows(selection, weights, x, pool[layer], own, score)
+            leaving = size if layer == check else keep
             x, *pool[layer], values = self._run(
-                key, self._text["layers"][layer], x, *pool[layer], rows[size, step.active[layer]], added
+                ("layer", size, leaving, added is not None), weights, x, *pool[layer], own, added
             )
+            if selection is not None and layer == check:
+                counts = np.array([selection.must, selection.among, selection.keep], np.int32)
+                x, entering, chosen = self._run(("choose", size, keep), x, own, score, counts)
             if step.captured:
                 captured.append(values)
         self._pool = pool
-        return x, captured
+        return x, captured, chosen
+
+    def _score_rows(
+        self, selection: Selection, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Rows, score: Any
+    ) -> jax.Array:
+        """Adds a layer's scores to those of the layers before."""
+        window = min(round_up(selection.length, self._windows), self.num_slots)
+        is_image = np.zeros(len(x), bool)
+        is_image[selection.must : selection.must + selection.among] = True
+        before = np.zeros(len(x), np.float32) if score is None else score
+        key = "score_rows", len(x), window, selection.policy
+        return self._run(
+            key, weights, x, *pool, rows, is_image, np.int32(selection.start), np.int32(selection.length), before
+        )
+
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        """Sizes of the part of the pool that scores look at."""
+        return tuple(dict.fromkeys((*self.ladder.rows, self.num_slots)))
 
     def head(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         """Logits, float32 [B, V], and the most likely tokens, int32 [B], of at least the first `count` rows of `x`."""
@@ -189,13 +221,20 @@ class Runner:
 
     # Programs.
 
-    def keys(self, *, linking: bool = False, shrinking: abc.Collection[int] = ()) -> list[Key]:
+    def keys(
+        self,
+        *,
+        linking: bool = False,
+        shrinking: abc.Collection[int] = (),
+        selecting: SelectingPolicy | None = None,
+    ) -> list[Key]:
         """Every program that prefill, decoding, sampling and scoring can call for.
 
         Args:
           linking: also linking.
           shrinking: layers that fewer rows leave than enter, besides the last one. Any number may leave: a step that
             ends inside an image may hold nothing but rows that drop out early.
+          selecting: also choosing rows on the device.
         """
         ladder, layers, deepstack = self.ladder, self.config.text.num_layers, self.config.vision.num_deepstack
         keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
@@ -209,6 +248,13 @@ class Runner:
                 keys += [("slice", size, rung) for rung in fewer]
             for count in {min(count, keep) for count in ladder.sequences}:
                 keys += [("head", keep, count), ("sample", count), ("score", count)]
+            if selecting is not None:
+                lower = [rung for rung in ladder.rows if rung <= size]
+                keys += [("choose", size, rung) for rung in lower]
+                keys += [
+                    ("take", size, rung) for rung in lower if rung < size and selecting.check_layer < deepstack - 1
+                ]
+                keys += [("score_rows", size, window, selecting) for window in self._windows if window >= size]
         for count in ladder.sequences:
             keys += [("decode", count), ("sample", count)]
         for size in ladder.patches:
@@ -339,6 +385,40 @@ class Runner:
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         layer = bind(self._layer_graph, params)
         return layer(x, k, v, rows, added, keep=keep, capture=True, implementation=self.implementation)
+
+    def _define_take(self, size: int, less: int) -> Any:
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        return lambda x, order: x[order], (x, jax.ShapeDtypeStruct((less,), jnp.int32)), ()
+
+    def _define_score_rows(self, size: int, window: int, policy: SelectingPolicy) -> Any:
+        def score(
+            params: Params,
+            x: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            rows: Rows,
+            is_image: jax.Array,
+            start: jax.Array,
+            length: jax.Array,
+            before: jax.Array,
+        ) -> jax.Array:
+            layer = bind(self._layer_graph, params)
+            return before + policy.score(project(layer, x, k, v, rows, is_image, start, length, window))
+
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        pool = self._shape_of("pool")
+        flags, scores = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.bool_, jnp.float32))
+        start = jax.ShapeDtypeStruct((), jnp.int32)
+        weights = _shapes(self._text["layers"][0])
+        return score, (weights, x, pool, pool, _rows(size), flags, start, start, scores), ()
+
+    def _define_choose(self, size: int, less: int) -> Any:
+        def chosen(x: jax.Array, rows: Rows, score: jax.Array, counts: jax.Array) -> Any:
+            return choose(x, rows, score, *counts, size=less, slots=self.num_slots)
+
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        score = jax.ShapeDtypeStruct((size,), jnp.float32)
+        return chosen, (x, _rows(size), score, jax.ShapeDtypeStruct((3,), jnp.int32)), ()
 
     def _define_head(self, size: int, count: int) -> Any:
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
