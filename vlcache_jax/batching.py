@@ -147,11 +147,10 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
     computed = np.flatnonzero(depth)
     while len(computed):
         choice = wave[0].choice
-        if choice is None:
-            size = split_rows(len(computed), ladder.rows)[0]
-        else:
-            size = round_up(len(computed), ladder.rows)  # what is chosen from must lie in one step
-        count = min(size, len(computed))
+        # What is chosen from must lie in one step.
+        count = len(computed)
+        size = split_rows(count, ladder.rows)[0] if choice is None else round_up(count, ladder.rows)
+        count = min(size, count)
         wanted = np.flatnonzero(depth[computed[:count]] > num_layers)
         if len(wanted) > ladder.max_sequences:  # the output head holds no more
             count = int(wanted[ladder.max_sequences])

@@ -281,7 +281,7 @@ def choose(
     size: int,
     slots: int,
 ) -> tuple[jax.Array, Rows, jax.Array]:
-    """The rows that go on: the first `must`, and of the next `among` the `keep` with the highest scores, in their order.
+    """The rows that go on, in order: the first `must`, and of the next `among` the `keep` with the highest scores.
 
     Of equal scores the earlier row is taken.
 

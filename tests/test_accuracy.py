@@ -1,0 +1,219 @@
+"""Reading benchmark files, the protocol, paired statistics, and a whole run on a checkpoint with random weights."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from vlcache_jax import LLM
+from vlcache_jax.benchmarks import accuracy
+from vlcache_jax.benchmarks.accuracy import Protocol, Result, Sample, batches, paired, read_tsv, summarize, user_turn
+from vlcache_jax.cli import app
+
+
+def png(seed: int, side: int = 100) -> bytes:
+    file = io.BytesIO()
+    noise = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_tsv(path, header, *rows):
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerows([header, *rows])
+    return path
+
+
+def encoded(seed: int) -> str:
+    return base64.b64encode(png(seed)).decode()
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    """Six questions about eight pictures; the third one's picture is the first one's."""
+    header = ["index", "category", "question", "answer", "image"]
+    rows = [
+        ["0", "one", "What?", "a cat", encoded(0)],
+        ["1", "one", "Where?", "there", encoded(1)],
+        ["2", "one", "Who?", "me", "0"],
+        ["3", "two", "Which?", "image 1", str([encoded(3), encoded(4)])],
+        ["4", "two", "More?", "image 2", json.dumps([encoded(5), encoded(6)])],
+        ["5", "two", "How?", "so", json.dumps([encoded(7), encoded(8)])],
+    ]
+    return write_tsv(tmp_path / "toy.tsv", header, *rows)
+
+
+def test_a_file_is_read(tsv):
+    samples = read_tsv(tsv)
+    assert [sample.task for sample in samples] == ["one"] * 3 + ["two"] * 3
+    assert [len(sample.images) for sample in samples] == [1, 1, 1, 2, 2, 2]
+    assert samples[2].images == samples[0].images == (png(0),)
+    assert samples[4].images == (png(5), png(6))
+    assert samples[3].is_right(" Image 1.\n")
+    assert not samples[3].is_right("image 2")
+
+
+def test_options_and_hints(tmp_path):
+    header = ["index", "hint", "question", "A", "B", "C", "answer", "image"]
+    path = write_tsv(tmp_path / "mcq.tsv", header, ["7", "look", "Which?", "cat", "dog", "", "B", encoded(0)])
+    [sample] = read_tsv(path)
+    assert sample.task == "mcq"
+    assert sample.question == (
+        "Hint: look\nQuestion: Which?\nOptions:\nA. cat\nB. dog\n"
+        "Please select the correct answer from the options above."
+    )
+    assert [sample.is_right(text) for text in ("B", "B.", "(B) dog", "The answer is B.", "dog")] == [True] * 5
+    assert [sample.is_right(text) for text in ("A", "cat", "C", "", "bird")] == [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "message"),
+    [
+        (["index", "question", "answer"], ["0", "Q", "A"], "lacks \\['image'\\]"),
+        (["index", "question", "answer", "image"], ["0", "Q", "A", ""], "image in row 0 .* must not be empty"),
+        (["index", "question", "answer", "image"], ["0", "Q", "A", "???"], "image in row 0 .* must be base64"),
+        (["index", "question", "answer", "image"], ["0", "Q", "A", "[1, 2"], "image in row 0 .* must be base64"),
+        (["index", "question", "answer", "image"], ["0", "Q", "", "aaaa"], "answer in row 0 .* must be a text"),
+        (["index", "question", "A", "answer", "image"], ["0", "Q", "x", "B", "aaaa"], "must be an option, got 'B'"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, header, row, message):
+    with pytest.raises(ValueError, match=message):
+        read_tsv(write_tsv(tmp_path / "bad.tsv", header, row))
+
+
+def test_a_file_without_rows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one row"):
+        read_tsv(write_tsv(tmp_path / "bad.tsv", ["index", "question", "answer", "image"]))
+
+
+def texts(conversation):
+    return [part.get("text", "<image>") for part in conversation[0]["content"]]
+
+
+def test_arrangements():
+    assert texts([{"content": user_turn([b"x"], "Q", "image_first")}]) == ["<image>", "\nQ"]
+    assert texts([{"content": user_turn([b"x"], "Q", "text_first", "T")}]) == ["T\n", "<image>", "\nQ"]
+    assert texts([{"content": user_turn([b"x", b"y"], "Q", "question_first")}]) == [
+        "Q\n", "Image 1: ", "<image>", "\nImage 2: ", "<image>",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="arrangement must be one of"):
+        user_turn([b"x"], "Q", "last")
+    with pytest.raises(ValueError, match="donors must be one of"):
+        Protocol("text_first", donors="none")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("auxiliary", ["related", "neutral"])
+@pytest.mark.parametrize("arrangement", ["text_first", "question_first"])
+def test_donors_differ_before_the_images_and_show_the_same_ones(tsv, arrangement, auxiliary, seed):
+    samples = read_tsv(tsv)
+    together = Protocol(arrangement, auxiliary, "together", seed)
+    apart = Protocol(arrangement, auxiliary, "apart", seed)
+    for i, sample in enumerate(samples):
+        formal = together.formal(samples, i)
+        [donor] = together.donor_prompts(samples, i)
+        assert texts(formal)[0] != texts(donor)[0]
+        shown = [part["image"] for part in donor[0]["content"] if part["type"] == "image"]
+        assert tuple(shown) == sample.images
+        single = apart.donor_prompts(samples, i)
+        assert [part["image"] for [turn] in single for part in turn["content"] if part["type"] == "image"] == shown
+        assert len(single) == len(sample.images)
+
+
+def test_batches_share_no_image(tsv):
+    samples = read_tsv(tsv)
+    parts = list(batches(samples, 4))
+    assert sorted(i for part in parts for i in part) == list(range(6))
+    assert max(map(len, parts)) <= 4
+    assert all(not {0, 2} <= set(part) for part in parts)
+
+
+def test_paired_statistics():
+    cold = [True] * 90 + [False] * 10
+    other = [True] * 78 + [False] * 12 + [True] * 2 + [False] * 8
+    found = paired(cold, other)
+    assert found["difference"] == pytest.approx(-10)
+    assert found["p"] == pytest.approx(2 * sum([1, 14, 91]) / 2**14)  # 2 of 14 or fewer, both tails
+    assert found["low"] < -10 < found["high"] < 0
+    spread = np.sqrt(14 - 10**2 / 100)  # of the sum of 100 differences
+    assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * spread, rel=0.1)
+    same = paired(cold, cold)
+    assert (same["difference"], same["low"], same["high"], same["p"]) == (0, 0, 0, 1)
+
+
+def test_summary_counts_tasks_alike_and_names_the_worst():
+    samples = [Sample(str(i), "big" if i < 3 else "small", (b"x",), "Q", "A") for i in range(4)]
+    make = lambda i, right, agree: Result(i, "", right, 0.5, agree, 2, 10, 1.0, 5.0)  # noqa: E731
+    protocol = Protocol("text_first")
+    cold = [make(i, True, 2) for i in range(4)]
+    reused = [make(0, True, 2), make(1, True, 2), make(2, False, 1), make(3, False, 0)]
+    details, totals = summarize(samples, {protocol: {"off": cold, "full": reused}})
+    assert [row["accuracy"] for row in details] == pytest.approx([100, 100, 100 * 2 / 3, 0])
+    assert totals[1]["mean"] == pytest.approx((200 / 3 + 0) / 2)
+    assert totals[1]["worst"] == "-100.0 small"
+    assert totals[1]["agreement"] == pytest.approx((100 * 5 / 6 + 0) / 2)
+    assert totals[1]["image rows %"] == pytest.approx(10)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints):
+    with LLM(checkpoints("qwen3_vl-tied"), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+        yield engine
+
+
+def test_a_run(llm, tsv, tmp_path):
+    samples = read_tsv(tsv)
+    protocols = [Protocol(name) for name in accuracy.ARRANGEMENTS] + [Protocol("question_first", donors="apart")]
+    settings = {"full": "full", "all": 1}
+    work = tmp_path / "work.jsonl"
+    results = accuracy.run(llm, samples, settings, protocols, max_tokens=6, batch=3, work=work)
+    for protocol, found in results.items():
+        assert list(found) == ["off", "full", "all"]
+        for name, rows in found.items():
+            assert [row.sample for row in rows] == list(range(6))
+            assert all(row.image_tokens > 0 and row.tokens > 0 for row in rows)
+            if name == "off" or name == "all" or protocol.arrangement == "image_first":
+                assert all(row.agree == row.tokens and row.squared_error < 1e-7 for row in rows)
+        assert [row.text for row in found["all"]] == [row.text for row in found["off"]]
+        if protocol.arrangement != "image_first":
+            assert all(row.recomputed == 0 for row in found["full"])
+            assert any(row.squared_error > 1e-4 for row in found["full"])
+            assert all(row.recomputed == row.image_tokens for row in found["all"])
+    # A second run reads what the first one wrote, also where the last line was cut off; another question is new.
+    with open(work, "a", encoding="utf-8") as file:
+        file.write('{"identity": ')
+    answered = llm.cache.stats()
+    assert accuracy.run(llm, samples, settings, protocols, max_tokens=6, batch=3, work=work) == results
+    assert llm.cache.stats() == answered
+    accuracy.run(llm, samples[:2], settings, protocols[:1], max_tokens=6, batch=3, work=work)
+    assert llm.cache.stats() != answered
+
+
+def test_the_command(checkpoints, tsv, tmp_path):
+    arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--arrangement", "text_first"]
+    out, figure = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
+    arguments = [checkpoints("qwen3_vl-tied"), *arguments, "--questions", "5", "--out", out, "--figure", figure]
+    result = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert [(row["reuse"], row["task"], row["questions"]) for row in written["rows"]] == [
+        (name, task, count) for name in ("off", "full", "0.5") for task, count in (("one", 3), ("two", 2))
+    ]
+    shares = [row["image rows"] for row in written["rows"]]
+    assert shares[:4] == [1, 1, 0, 0]
+    assert 0.4 < shares[4] <= 0.5
+    with Image.open(figure) as picture:
+        assert picture.width > 300
+    assert "Accuracy, text first" in result.stdout
+    bad = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments), "--arrangement", "sideways"])
+    assert bad.exit_code == 1
+    assert bad.stderr.startswith("error: arrangement must be one of")
