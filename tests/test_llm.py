@@ -241,7 +241,7 @@ def test_where_answers_end(llm, conversations):
     late = ask(stop_token_ids=[stop], ignore_eos=True, min_tokens=cut)
     assert stop not in late.token_ids[:cut]
     text = full.outputs[0].text
-    end = next(text[i : i + 2] for i in range(4, len(text)) if text[i : i + 2].isascii() and len(text[i : i + 2]) == 2)
+    end = next(character for character in text[4:] if character.isascii())
     by_string = ask(stop=[end, "never there"], ignore_eos=True)
     assert by_string.finish_reason == "stop"
     assert by_string.text == text[: text.index(end)]

@@ -13,10 +13,11 @@ from vlcache_jax.benchmarks.accuracy import user_turn
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.policies import parse_policy
 from vlcache_jax.probe import Probe
-from vlcache_jax.selection import CacheBlend, KVShare, Projected, choose
+from vlcache_jax.schedule import Schedule
+from vlcache_jax.selection import Asked, CacheBlend, KVShare, Projected, choose
 from vlcache_jax.sensitivity import Case, prepare
 
-POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn")
+POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn", "asked")
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
@@ -69,6 +70,11 @@ def scores_by_hand(policy, probe, runs):
                 received = full_attention(q, k, placed.prompt_length).sum(1)  # [H, n]
                 received = received.reshape(k.shape[1], -1, n).sum(1).T
                 total += (received * np.abs(v - old_v).sum(2)).sum(1)
+            case Asked():
+                question = placed.images[-1].start + placed.images[-1].length
+                received = full_attention(q, k, placed.prompt_length)[:, question:].sum((0, 1))
+                distance = ((v - old_v) ** 2).sum((1, 2)) + ((raw_k - old_raw) ** 2).sum((1, 2))
+                total += received * np.sqrt(distance)
             case KVShare():
                 from vlcache_jax.models import rope
 
@@ -83,6 +89,15 @@ def scores_by_hand(policy, probe, runs):
     return np.where(is_image, total, -np.inf)
 
 
+def logits_by_hand(probe, runs, check, chosen):
+    """All rows up to the check layer, then those chosen for each layer."""
+    write = probe.text_only(runs.placed)
+    write[: check + 1] = True
+    for layer, rows in enumerate(chosen, check + 1):
+        write[layer, rows] = True
+    return probe.run(runs.placed, write, runs.donor).logits
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("ratio", ["0.15", "0.6"])
 def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, name, ratio):
@@ -92,10 +107,7 @@ def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, name, ratio
     layers, check = probe.num_layers, policy.check_layer
     keep = int(Fraction(ratio) * runs.placed.is_image.sum())
     chosen = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")[:keep]
-    write = probe.text_only(runs.placed)
-    write[: check + 1] = True
-    write[check + 1 :, chosen] = True
-    expected = probe.run(runs.placed, write, runs.donor).logits
+    expected = logits_by_hand(probe, runs, check, [chosen] * (layers - check - 1))
     llm.reset_mm_cache()
     llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
     [found] = llm.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
@@ -108,6 +120,40 @@ def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, name, ratio
     assert not found.cache.exact
     [again] = llm.score(case.formal, [case.answer], reuse="0.1", keep_logits=True, use_tqdm=False)
     assert np.abs(found.logits - again.logits).max() > 1e-4
+
+
+def test_sizes_of_a_schedule_with_chosen_members(llm, case):
+    schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
+    policy = Asked(schedule=schedule)
+    probe = Probe(llm)
+    runs = prepare(probe, case)
+    ranked = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")
+    total = runs.placed.is_image.sum()
+    counts = [total * level // 500 for level in (250, 60)]
+    expected = logits_by_hand(probe, runs, 1, [ranked[:count] for count in counts])
+    llm.reset_mm_cache()
+    llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+    [found] = llm.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
+    np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
+    text = len(runs.placed.layout) - total
+    assert found.cache.rows == (text + total, text + total, *(text + count for count in counts))
+    assert [sum(image.recomputed[i] for image in found.cache.images) for i in range(4)] == [total, total, *counts]
+
+
+@pytest.mark.parametrize("name", ["kvshare", "asked"])
+def test_deepstack_follows_the_rows(checkpoints, case, name):
+    """A model whose DeepStack reaches behind the check layer."""
+    with LLM(checkpoints("qwen3_vl-tied"), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+        policy = parse_policy(f"{name}-0.3")
+        probe = Probe(engine)
+        runs = prepare(probe, case)
+        assert policy.check_layer < engine._runner.config.vision.num_deepstack - 1
+        keep = int(Fraction("0.3") * runs.placed.is_image.sum())
+        chosen = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")[:keep]
+        expected = logits_by_hand(probe, runs, 1, [chosen])
+        engine.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+        [found] = engine.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
+        np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -126,13 +172,16 @@ def test_all_rows_are_full_prefill(llm, case, name):
     assert together[0].cache.rows == together[2].cache.rows == alone[0].cache.rows
 
 
-def test_nothing_compiles_after_warm_up(checkpoints, case):
+@pytest.mark.parametrize("size", ["ratio", "schedule"])
+def test_nothing_compiles_after_warm_up(checkpoints, case, size):
+    schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
+    policy = {"ratio": "kvshare-0.2", "schedule": Asked(schedule=schedule)}[size]
     ladder = Ladder(rows=(64, 128), patches=(256, 512), sequences=(1, 4))
     with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
-        engine.warmup(reuse="kvshare-0.2", verbose=False)
+        engine.warmup(reuse=policy, verbose=False)
         programs = engine._runner.num_programs
         for conversation in (case.donor, case.formal):
-            engine.chat(conversation, SamplingParams(max_tokens=2), reuse="kvshare-0.2", use_tqdm=False)
+            engine.chat(conversation, SamplingParams(max_tokens=2), reuse=policy, use_tqdm=False)
         assert engine._runner.num_programs == programs
 
 
@@ -148,7 +197,7 @@ def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, case):
 
 def projected(**fields):
     empty = dict.fromkeys(
-        ("q", "k", "v", "linked_k", "linked_v", "window", "place", "begin", "end"), jnp.zeros((1, 1, 1))
+        ("q", "k", "v", "linked_k", "linked_v", "window", "place", "begin", "end", "asks"), jnp.zeros((1, 1, 1))
     )
     return Projected(**{**empty, **fields})
 
@@ -165,7 +214,7 @@ def test_the_worked_examples_of_the_specification():
     x, taken, order = choose(
         index[:, None].astype(jnp.float32), rows, jnp.concatenate([jnp.full(2, 9.0), score]), 2, 6, 2, size=6, slots=100
     )
-    assert order[:4].tolist() == [0, 1, 4, 6]
+    assert order[:4].tolist() == [0, 1, 4, 6]  # S = {2, 4} of the candidates, the higher score first
     assert taken.slot.tolist() == [0, 1, 4, 6, 104, 105]
     assert taken.k_end.tolist() == [1, 2, 5, 7, 0, 0]
     assert x[:4, 0].tolist() == [0, 1, 4, 6]

@@ -161,10 +161,13 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
         if choice is not None:
             check = choice.policy.check_layer
             must = active[check + 1]
-            keep = min(choice.keep, active[0] - must)
+            among = active[0] - must
+            keep = tuple(min(n, among) for n in choice.keep)
             tokens = index[rows[: active[0]]]
-            selection = Selection(choice.policy, must, active[0] - must, keep, int(base[0]), choice.length, tokens)
-            active = tuple(n + keep * (layer > check) for layer, n in enumerate(active))
+            selection = Selection(
+                choice.policy, must, among, keep, int(base[0]), choice.length, choice.question, tokens
+            )
+            active = (*active[: check + 1], *(must + n for n in keep))
         bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
         slot = base[rows] + index[rows]

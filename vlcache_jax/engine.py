@@ -167,10 +167,11 @@ class Engine:
 
     def _note_chosen(self, sequence: Sequence, selection: Selection, chosen: np.ndarray) -> None:
         """Puts what was chosen on the device into the plan, for the report."""
-        rows = chosen[selection.must : selection.must + selection.keep]
-        layers = self.runner.config.text.num_layers
+        candidates = selection.tokens[chosen[selection.must : selection.must + selection.keep[0]]]
+        first = selection.policy.check_layer + 1
         depth = sequence.plan.depth.copy()
-        depth[selection.tokens[rows]] = layers
+        for rank, token in enumerate(candidates):
+            depth[token] = first + sum(rank < count for count in selection.keep)
         sequence.plan = Plan(depth)
 
     def _link(self, wave: abc.Sequence[Sequence]) -> tuple[list[jax.Array], list[jax.Array]]:

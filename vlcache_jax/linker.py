@@ -237,7 +237,9 @@ class Linker:
         if key is not None and not known:
             batch.new_requests.append(key)
         request.metrics.lookup += time.perf_counter() - start
-        return Linked(request, layout, plan, tuple(uses), level, make_choice(policy, layout), policy.name, key, known)
+        return Linked(
+            request, layout, plan, tuple(uses), level, make_choice(policy, layout, layers), policy.name, key, known
+        )
 
     def _reserve(self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan) -> list[Record]:
         """Gives what a request will compute a place in the cache: encoder rows, and K, V."""

@@ -431,7 +431,10 @@ class LLM:
         layers = self._runner.config.text.num_layers
         image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
         layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
-        rows = policy.plan(layout, layers).rows(layers)
+        rows = list(policy.plan(layout, layers).rows(layers))
+        if isinstance(policy, SelectingPolicy):
+            for layer, kept in enumerate(policy.keep(layout, layers), policy.check_layer + 1):
+                rows[layer] += kept
         return {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
 
     def _in_batches[T: (RequestOutput, Score)](

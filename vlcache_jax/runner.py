@@ -30,7 +30,7 @@ from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder,
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.sampling import Sampled, SamplerInputs
-from vlcache_jax.selection import SelectingPolicy, Selection, choose, project
+from vlcache_jax.selection import SelectingPolicy, Selection, choose, narrow, project
 
 MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
 
@@ -147,13 +147,15 @@ class Runner:
         captured = []
         score = chosen = None
         for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
-            own = entering if layer > check else rows[size, step.active[layer]]
+            if layer <= check:
+                own = rows[size, step.active[layer]]
+            elif layer > check + 1 and step.active[layer] < step.active[layer - 1]:
+                own = self._run(("narrow", len(own.slot), size), own, np.int32(step.active[layer]))
             added = deepstack[layer] if layer < len(deepstack) else None
-            if added is not None and len(added) != size:
-                if chosen is None:
-                    added = self._run(("slice", len(added), size), added)
-                else:
-                    added = self._run(("take", len(added), size), added, chosen)
+            if added is not None and chosen is not None:
+                added = self._run(("take", len(added), len(chosen), size), added, chosen)
+            elif added is not None and len(added) != size:
+                added = self._run(("slice", len(added), size), added)
             weights = self._text["layers"][layer]
             if selection is not None and layer in selection.policy.scored_layers:
                 score = self._score_rows(selection, weights, x, pool[layer], own, score)
@@ -162,8 +164,8 @@ class Runner:
                 ("layer", size, leaving, added is not None), weights, x, *pool[layer], own, added
             )
             if selection is not None and layer == check:
-                counts = np.array([selection.must, selection.among, selection.keep], np.int32)
-                x, entering, chosen = self._run(("choose", size, keep), x, own, score, counts)
+                counts = np.array([selection.must, selection.among, selection.keep[0]], np.int32)
+                x, own, chosen = self._run(("choose", size, keep), x, own, score, counts)
             if step.captured:
                 captured.append(values)
         self._pool = pool
@@ -177,10 +179,9 @@ class Runner:
         is_image = np.zeros(len(x), bool)
         is_image[selection.must : selection.must + selection.among] = True
         before = np.zeros(len(x), np.float32) if score is None else score
+        request = np.array([selection.start, selection.length, selection.question], np.int32)
         key = "score_rows", len(x), window, selection.policy
-        return self._run(
-            key, weights, x, *pool, rows, is_image, np.int32(selection.start), np.int32(selection.length), before
-        )
+        return self._run(key, weights, x, *pool, rows, is_image, request, before)
 
     @property
     def _windows(self) -> tuple[int, ...]:
@@ -243,7 +244,8 @@ class Runner:
             keys += [("embed", size)]
             keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
             fewer = [rung for rung in ladder.rows if rung < size]
-            keys += [("layer", size, rung, i < deepstack) for i in shrinking for rung in fewer]
+            checked = None if selecting is None else selecting.check_layer  # is left through `choose`
+            keys += [("layer", size, rung, i < deepstack) for i in shrinking if i != checked for rung in fewer]
             if shrinking and min(shrinking) < deepstack - 1:
                 keys += [("slice", size, rung) for rung in fewer]
             for count in {min(count, keep) for count in ladder.sequences}:
@@ -251,9 +253,10 @@ class Runner:
             if selecting is not None:
                 lower = [rung for rung in ladder.rows if rung <= size]
                 keys += [("choose", size, rung) for rung in lower]
-                keys += [
-                    ("take", size, rung) for rung in lower if rung < size and selecting.check_layer < deepstack - 1
-                ]
+                if any(layer > selecting.check_layer for layer in shrinking):
+                    keys += [("narrow", size, rung) for rung in lower]
+                if selecting.check_layer < deepstack - 1:
+                    keys += [("take", size, rung, less) for rung in lower for less in lower if less <= rung]
                 keys += [("score_rows", size, window, selecting) for window in self._windows if window >= size]
         for count in ladder.sequences:
             keys += [("decode", count), ("sample", count)]
@@ -386,9 +389,13 @@ class Runner:
         layer = bind(self._layer_graph, params)
         return layer(x, k, v, rows, added, keep=keep, capture=True, implementation=self.implementation)
 
-    def _define_take(self, size: int, less: int) -> Any:
+    def _define_take(self, size: int, chosen: int, less: int) -> Any:
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
-        return lambda x, order: x[order], (x, jax.ShapeDtypeStruct((less,), jnp.int32)), ()
+        return lambda x, order: x[order[:less]], (x, jax.ShapeDtypeStruct((chosen,), jnp.int32)), ()
+
+    def _define_narrow(self, size: int, less: int) -> Any:
+        narrowed = functools.partial(narrow, size=less, slots=self.num_slots)
+        return narrowed, (_rows(size), jax.ShapeDtypeStruct((), jnp.int32)), ()
 
     def _define_score_rows(self, size: int, window: int, policy: SelectingPolicy) -> Any:
         def score(
@@ -398,19 +405,18 @@ class Runner:
             v: jax.Array,
             rows: Rows,
             is_image: jax.Array,
-            start: jax.Array,
-            length: jax.Array,
+            request: jax.Array,
             before: jax.Array,
         ) -> jax.Array:
             layer = bind(self._layer_graph, params)
-            return before + policy.score(project(layer, x, k, v, rows, is_image, start, length, window))
+            return before + policy.score(project(layer, x, k, v, rows, is_image, request, window))
 
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
         pool = self._shape_of("pool")
         flags, scores = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.bool_, jnp.float32))
-        start = jax.ShapeDtypeStruct((), jnp.int32)
+        request = jax.ShapeDtypeStruct((3,), jnp.int32)
         weights = _shapes(self._text["layers"][0])
-        return score, (weights, x, pool, pool, _rows(size), flags, start, start, scores), ()
+        return score, (weights, x, pool, pool, _rows(size), flags, request, scores), ()
 
     def _define_choose(self, size: int, less: int) -> Any:
         def chosen(x: jax.Array, rows: Rows, score: jax.Array, counts: jax.Array) -> Any:

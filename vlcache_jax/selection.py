@@ -6,7 +6,9 @@ the compiled programs, from the difference between the K, V that were linked and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +22,7 @@ from vlcache_jax.layout import Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.plan import Plan, full_prefill
 from vlcache_jax.policies import Policy
+from vlcache_jax.schedule import Schedule
 
 _BLOCK = 128  # rows whose attention is held at once
 
@@ -36,6 +39,7 @@ class Projected:
         each [W, K, D].
       place: of each row in the window, beyond it for padding, [N].
       begin, end: places that a row sees, [N].
+      asks: rows of the prompt behind its last image, [N].
     """
 
     q: jax.Array
@@ -47,13 +51,15 @@ class Projected:
     place: jax.Array
     begin: jax.Array
     end: jax.Array
+    asks: jax.Array
 
 
 @runtime_checkable
 class SelectingPolicy(Policy, Protocol):
     """A policy that chooses among the tokens of approximate images on the device.
 
-    All rows are computed up to and in layer `check_layer`; `keep` of them go on beside text and new images.
+    All rows are computed up to and in layer `check_layer`. Of those with the highest scores, the next layer computes
+    the first of the numbers that `keep` returns, the layer after it the second, and so on; they must not increase.
 
     Attributes:
       check_layer: the last layer that computes all rows.
@@ -66,7 +72,7 @@ class SelectingPolicy(Policy, Protocol):
     @property
     def scored_layers(self) -> tuple[int, ...]: ...
 
-    def keep(self, layout: Layout) -> int: ...
+    def keep(self, layout: Layout, num_layers: int) -> tuple[int, ...]: ...
 
     def score(self, rows: Projected) -> jax.Array: ...
 
@@ -79,9 +85,9 @@ class _Selecting:
     ratio: Fraction
     check_layer: int
 
-    def keep(self, layout: Layout) -> int:
-        """floor(ratio x E) of the E tokens of approximate images."""
-        return int(self.ratio * sum(span.length for span in layout.images if span.state == "approximate"))
+    def keep(self, layout: Layout, num_layers: int) -> tuple[int, ...]:
+        """floor(ratio x E) of the E tokens of approximate images, in every layer behind the check layer."""
+        return (int(self.ratio * _reused(layout)),) * (num_layers - 1 - self.check_layer)
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
         """The rows that are not chosen leave behind the check layer."""
@@ -95,6 +101,11 @@ class _Selecting:
                 depth[span.tokens] = self.check_layer + 1
         depth[-1] = num_layers + 1
         return Plan(depth)
+
+
+def _reused(layout: Layout) -> int:
+    """Tokens of approximate images."""
+    return sum(span.length for span in layout.images if span.state == "approximate")
 
 
 def _check_ratio(ratio: Fraction) -> None:
@@ -133,10 +144,7 @@ class CacheBlend(_Selecting):
         return (0, 1, 2) if self.variant == "vlcache_baseline" else (1,)
 
     def score(self, rows: Projected) -> jax.Array:
-        k, v = (
-            jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2))
-            for new, old in ((rows.k, rows.linked_k), (rows.v, rows.linked_v))
-        )
+        k, v = _squared_distance(rows.k, rows.linked_k), _squared_distance(rows.v, rows.linked_v)
         return {"vlcache_baseline": k + v, "lmcache": k, "proto": v}[self.variant]
 
 
@@ -179,14 +187,64 @@ class KVShare(_Selecting):
         return (per_kv_head * distance).sum(1)
 
 
+@dataclass(frozen=True)
+class Asked(_Selecting):
+    """The tokens that the question looks at and whose K, V deviate: our own.
+
+    Attention from the rows behind the last image, which are about to answer, times the L2 distance of K and V, in one
+    layer. How many rows go on is a ratio, or a schedule's levels: its sizes, with members chosen from the data.
+
+    Attributes:
+      ratio: of the reused tokens that go on behind the check layer; not used with a schedule.
+      check_layer: the layer that is looked at.
+      schedule: numbers of rows, layer by layer.
+    """
+
+    ratio: Fraction = Fraction(0)
+    check_layer: int = 1
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        _check_ratio(self.ratio)
+        if not isinstance(self.check_layer, int) or self.check_layer < 1:
+            raise ValueError(
+                f"check_layer must be an integer of at least 1 (nothing deviates in layer 0), got {self.check_layer!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        size = f"{float(self.ratio):g}" if self.schedule is None else f"schedule {self.schedule.mean_text}"
+        return f"asked {size} from layer {self.check_layer}"
+
+    @property
+    def scored_layers(self) -> tuple[int, ...]:
+        return (self.check_layer,)
+
+    def keep(self, layout: Layout, num_layers: int) -> tuple[int, ...]:
+        if self.schedule is None:
+            return super().keep(layout, num_layers)
+        return tuple(self.schedule.count(_reused(layout), layer) for layer in range(self.check_layer + 1, num_layers))
+
+    def score(self, rows: Projected) -> jax.Array:
+        asking = dataclasses.replace(rows, end=jnp.where(rows.asks, rows.end, 0))
+        received = _column_sums(asking, lambda q, see: _attention(q, rows.window[0], see)).sum(1)
+        return received * jnp.sqrt(_squared_distance(rows.k, rows.linked_k) + _squared_distance(rows.v, rows.linked_v))
+
+
 # What `reuse` may name, before a dash and the ratio.
 NAMED: dict[str, Callable[[Fraction], SelectingPolicy]] = {
     "cacheblend": CacheBlend,
     "cacheblend-lmcache": functools.partial(CacheBlend, variant="lmcache"),
     "cacheblend-proto": functools.partial(CacheBlend, variant="proto"),
+    "asked": Asked,
     "kvshare": KVShare,
     "kvshare-attn": functools.partial(KVShare, selector="attn_dist"),
 }
+
+
+def _squared_distance(new: jax.Array, old: jax.Array) -> jax.Array:
+    """[N, K, D] twice -> [N] float32."""
+    return jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2))
 
 
 def _attention(q: jax.Array, k: jax.Array, see: jax.Array) -> jax.Array:
@@ -220,11 +278,23 @@ def _column_sums(rows: Projected, weights: Any) -> jax.Array:
     return total.T[jnp.minimum(rows.place, size - 1)]
 
 
-def make_choice(policy: Policy, layout: Layout) -> Choice | None:
-    """How a request with this layout chooses; None if the policy does not, or there is nothing to choose from."""
-    if not isinstance(policy, SelectingPolicy) or all(span.state != "approximate" for span in layout.images):
+def make_choice(policy: Policy, layout: Layout, num_layers: int) -> Choice | None:
+    """How a request with this layout chooses; None if the policy does not, or there is nothing to choose from.
+
+    Raises:
+      ValueError: the numbers of rows are not such.
+    """
+    if not isinstance(policy, SelectingPolicy) or not (most := _reused(layout)):
         return None
-    return Choice(policy, policy.keep(layout), len(layout))
+    keep = policy.keep(layout, num_layers)
+    falling = all(a >= b for a, b in itertools.pairwise((most, *keep, 0)))
+    if len(keep) != num_layers - 1 - policy.check_layer or not falling:
+        raise ValueError(
+            f"{policy.name} must keep numbers of rows from {most} to 0 that do not increase, one a layer behind layer "
+            f"{policy.check_layer}, got {keep}"
+        )
+    last = layout.images[-1]
+    return Choice(policy, keep, len(layout), last.start + last.length)
 
 
 def project(
@@ -234,8 +304,7 @@ def project(
     v: jax.Array,
     rows: Rows,
     is_image: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
+    request: jax.Array,
     size: int,
 ) -> Projected:
     """What the rows of a layer step become, and what the pool holds for them.
@@ -246,11 +315,12 @@ def project(
       k, v: its pool before it runs, [S, K, D].
       rows: of the step.
       is_image: rows among which is chosen, [N].
-      start, length: the request's first slot, and how long its prompt is.
+      request: its first slot, the length of its prompt, and the prompt's first token behind its last image, [3].
       size: W, slots from there on that hold the request; at most S.
     """
     q, new_k, _, new_v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
     slots = len(k)
+    start, length, question = request
     first = jnp.minimum(start, slots - size)
     place = jnp.where(rows.slot < slots, rows.slot - first, size + jnp.arange(len(x)))
     window = jax.lax.dynamic_slice_in_dim(k, first, size)
@@ -267,6 +337,7 @@ def project(
         place,
         jnp.maximum(rows.k_start - first, 0),
         jnp.where(rows.slot < start + length, jnp.maximum(rows.k_end - first, 0), 0),
+        (rows.slot >= start + question) & (rows.slot < start + length),
     )
 
 
@@ -281,12 +352,13 @@ def choose(
     size: int,
     slots: int,
 ) -> tuple[jax.Array, Rows, jax.Array]:
-    """The rows that go on, in order: the first `must`, and of the next `among` the `keep` with the highest scores.
+    """The rows that go on: the first `must`, then those of the next `among` with the highest scores, highest first.
 
-    Of equal scores the earlier row is taken.
+    So what still later layers keep of them is a slice. Of equal scores the earlier row comes first.
 
     Args:
       x: hidden states, [N, M].
+      keep: how many of the candidates the next layer computes.
       size: rows returned, at least must + keep; those beyond are padding.
       slots: S of the pool.
 
@@ -296,27 +368,32 @@ def choose(
     index = jnp.arange(len(x))
     is_candidate = (index >= must) & (index < must + among)
     ranked = jnp.argsort(jnp.where(is_candidate, -score, jnp.inf), stable=True)
-    chosen = jnp.zeros(len(x), bool).at[ranked].set(index < keep) & is_candidate
-    order = jnp.argsort(~((index < must) | chosen), stable=True)[:size]
-    real = jnp.arange(size) < must + keep
-    beyond = slots + jnp.arange(size, dtype=jnp.int32)
-    taken = Rows(
-        jnp.where(real, rows.slot[order], beyond),
-        jnp.where(real, rows.position[:, order], 0),
-        jnp.where(real, rows.k_start[order], 0),
-        jnp.where(real, rows.k_end[order], 0),
-        jnp.where(real, rows.source[order], 0),
-    )
-    return x[order], taken, order
+    rank = jnp.zeros(len(x), jnp.int32).at[ranked].set(jnp.arange(len(x), dtype=jnp.int32))
+    order = jnp.argsort(jnp.where(index < must, index, jnp.where(is_candidate, must + rank, len(x) + index)))[:size]
+    rows = Rows(*(field[..., order] for field in rows))
+    return x[order], narrow(rows, must + keep, size=size, slots=slots), order
+
+
+def narrow(rows: Rows, active: jax.Array, *, size: int, slots: int) -> Rows:
+    """The first `active` rows, padded to `size`."""
+    real = jnp.arange(size) < active
+    first = Rows(*(jnp.where(real, field[..., :size], 0) for field in rows))
+    return first._replace(slot=jnp.where(real, first.slot, slots + jnp.arange(size, dtype=jnp.int32)))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a request chooses rows: by which policy, how many, and how long the prompt is that decides."""
+    """How a request chooses rows: by which policy, how many, and how long the prompt is that decides.
+
+    Attributes:
+      keep: chosen rows in each layer behind the check layer.
+      question: the prompt's first token behind its last image.
+    """
 
     policy: SelectingPolicy
-    keep: int
+    keep: tuple[int, ...]
     length: int
+    question: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,16 +402,18 @@ class Selection:
 
     Attributes:
       policy: chooses.
-      must, among, keep: see `choose`.
+      must, among, keep: see `choose`; `keep` in each layer behind the check layer.
       start: the request's first slot.
       length: of its prompt; rows behind it, of a continuation, have no say.
+      question: the prompt's first token behind its last image.
       tokens: which token of the prompt each row is, [m + e].
     """
 
     policy: SelectingPolicy
     must: int
     among: int
-    keep: int
+    keep: tuple[int, ...]
     start: int
     length: int
+    question: int
     tokens: np.ndarray

@@ -31,7 +31,7 @@ def write_splits(folder: pathlib.Path, *, questions: int = QUESTIONS, split: str
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for task in TASKS:
+    for task, kinds in TASKS.items():
         rng = np.random.default_rng([zlib.crc32(f"{split} {task}".encode()), 2026])
         path = folder / f"tiny_{task}_{split}.tsv"
         with open(path, "w", encoding="utf-8", newline="") as file:
@@ -43,7 +43,7 @@ def write_splits(folder: pathlib.Path, *, questions: int = QUESTIONS, split: str
                     images = _IMAGES[task][int(rng.integers(len(_IMAGES[task])))]
                     sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=images)]
                     pictures = draw_pictures(rng, sizes)
-                    question = ask(rng, pictures, task)
+                    question = ask(rng, pictures, kinds)
                 files = [base64.b64encode(png(picture)).decode() for picture in pictures]
                 cell = files[0] if len(files) == 1 else str(files)
                 writer.writerow([index, task, question.text, question.answer, cell])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES, Picture
+from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, GLYPHS, SHAPES, Picture
 
 _DIRECTIONS = {"right of": (0, 1), "left of": (0, -1), "above": (-1, 0), "below": (1, 0)}
 _PLURALS = {"cross": "crosses"}
@@ -17,27 +18,26 @@ _MOST = 4  # the highest count that is asked for
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The text as the user writes it, and the one right answer."""
+    """Its kind, the text as the user writes it, and the one right answer."""
 
-    task: str
+    kind: str
     text: str
     answer: str
 
 
-def ask(rng: np.random.Generator, pictures: Sequence[Picture], task: str) -> Question | None:
-    """A question of the task about the pictures, or None if these pictures do not allow one.
+def ask(rng: np.random.Generator, pictures: Sequence[Picture], kinds: Sequence[str]) -> Question | None:
+    """A question of one of the kinds about the pictures, or None if these pictures allow none.
 
     Raises:
-      ValueError: `task` is none of `TASKS`.
+      ValueError: one of `kinds` is none of `KINDS`.
     """
-    if task not in _KINDS:
-        raise ValueError(f"task must be one of {TASKS}, got {task!r}")
-    kinds = _KINDS[task]
-    for kind in rng.permutation(len(kinds)):
-        asked = kinds[kind](rng, pictures)
+    if unknown := set(kinds) - set(KINDS):
+        raise ValueError(f"kinds must be of {tuple(KINDS)}, got {sorted(unknown)}")
+    for kind in rng.permutation(list(kinds)):
+        asked = KINDS[kind](rng, pictures)
         if asked is not None:
             text, answer = asked
-            return Question(task, text[0].upper() + text[1:], answer)
+            return Question(str(kind), text[0].upper() + text[1:], answer)
     return None
 
 
@@ -72,6 +72,32 @@ def _neighbour(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[s
         return None
     direction, glyph, answer = _any(rng, pairs)
     return f"{_in_image(i, pictures)}what is {direction} the {glyph}?", str(answer)
+
+
+def _attribute(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    i = int(rng.integers(len(pictures)))
+    glyphs = list(pictures[i].glyphs.values())
+    asked = [(f"what colour is the {g.shape}?", g.colour) for g in glyphs if pictures[i].count(g.shape) == 1]
+    asked += [(f"what shape is {g.colour}?", g.shape) for g in glyphs if pictures[i].count(g.colour) == 1]
+    if not asked:
+        return None
+    text, answer = _any(rng, asked)
+    return _in_image(i, pictures) + text, answer
+
+
+def _exists(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    i = int(rng.integers(len(pictures)))
+    shown = set(pictures[i].glyphs.values())
+    there = bool(rng.random() < 0.5)
+    glyph = _any(rng, sorted(shown) if there else [glyph for glyph in GLYPHS if glyph not in shown])
+    return f"{_in_image(i, pictures)}is there a {glyph}?", "yes" if there else "no"
+
+
+def _code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    i = int(rng.integers(len(pictures)))
+    if rng.random() < 0.5:
+        return f"{_in_image(i, pictures)}what is the code?", str(pictures[i].code_glyph)
+    return f"{_in_image(i, pictures)}where is the code?", _place(*pictures[i].code)
 
 
 def _line(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -134,15 +160,41 @@ def _beside_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple
     return f"in image {j + 1}, what is {direction} the code of image {i + 1}?", str(answer)
 
 
-_Kind = Callable[[np.random.Generator, Sequence[Picture]], tuple[str, str] | None]
-_KINDS: dict[str, tuple[_Kind, ...]] = {
-    "grid": (_what, _colour, _where, _neighbour),
-    "list": (_line,),
-    "count": (_count,),
-    "compare": (_more, _shows_code),
-    "multihop": (_beside_code,),
+def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    hops = [
+        (i, j)
+        for i, j in itertools.permutations(range(len(pictures)), 2)
+        if all(at < side for at, side in zip(pictures[i].code, dataclasses.astuple(pictures[j].size), strict=False))
+    ]
+    if not hops:
+        return None
+    i, j = _any(rng, hops)
+    glyph = pictures[j].glyphs.get(pictures[i].code)
+    return f"in image {j + 1}, what is where image {i + 1} has its code?", str(glyph or "nothing")
+
+
+KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, str] | None]] = {
+    "what": _what,
+    "colour": _colour,
+    "where": _where,
+    "neighbour": _neighbour,
+    "attribute": _attribute,
+    "exists": _exists,
+    "code": _code,
+    "line": _line,
+    "count": _count,
+    "more": _more,
+    "shows_code": _shows_code,
+    "at_code": _at_code,
+    "beside_code": _beside_code,
 }
-TASKS = tuple(_KINDS)
+TASKS = {
+    "grid": ("what", "colour", "where", "neighbour", "attribute", "exists", "code"),
+    "list": ("line",),
+    "count": ("count",),
+    "compare": ("more", "shows_code"),
+    "multihop": ("at_code", "beside_code"),
+}
 
 
 def _neighbours(picture: Picture) -> list[tuple[str, object, tuple[int, int]]]:

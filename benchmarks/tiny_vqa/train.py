@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGenerat
 
 from vlcache_jax.benchmarks.tiny_vqa.conversations import MIXTURE, converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import Size, draw_pictures, render
-from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS, ask
+from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, ask
 from vlcache_jax.images import ImageProcessor
 from vlcache_jax.tiny import TOKEN_IDS, make_checkpoint
 
@@ -50,9 +50,24 @@ _TEXT = {
     },
 }
 QUESTION_FIRST_WEIGHT = 4.0
-# How often each task is asked; those about several images only where there are several.
-TASK_SHARES = {"grid": 0.35, "list": 0.1, "count": 0.2, "compare": 0.15, "multihop": 0.2}
-_GRID_SHARES = {"grid": 0.7, "list": 0.2, "count": 0.04, "compare": 0.03, "multihop": 0.03}
+# How often each kind of question is asked; those about several images only where there are several.
+SHARES = {
+    "what": 0.08,
+    "colour": 0.04,
+    "where": 0.12,
+    "neighbour": 0.1,
+    "attribute": 0.08,
+    "exists": 0.08,
+    "code": 0.06,
+    "line": 0.05,
+    "count": 0.14,
+    "more": 0.08,
+    "shows_code": 0.05,
+    "at_code": 0.05,
+    "beside_code": 0.07,
+}
+_ABOUT_SEVERAL = ("more", "shows_code", "at_code", "beside_code")
+_LEADING = ("line", "where")  # a place's content and a content's place: the rest follows from these
 _EARLY_MIXTURE = {"image_first": 0.8, "text_first": 0.1, "question_first": 0.1}
 _VISION = {"patch_size": 8, "num_position_embeddings": 256}
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 400 * 16 * 16
@@ -60,19 +75,17 @@ MIN_PIXELS, MAX_PIXELS = 32 * 32, 400 * 16 * 16
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What is shown until the model gets `promote` of the task "list" right: it finds places, the rest comes later.
+    """What is shown until the model gets `promote` of each of the `_LEADING` kinds right.
 
     Attributes:
       sizes: of pictures; a group takes one for all its pictures of the same place.
       images: shares of conversations with 1, 2, ... images.
-      tasks: how often each task is asked.
       mixture: shares of the arrangements.
     """
 
     sizes: tuple[Size, ...]
     images: tuple[float, ...]
     promote: float = 0.85
-    tasks: Mapping[str, float] = dataclasses.field(default_factory=lambda: TASK_SHARES)
     mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: MIXTURE)
 
 
@@ -84,7 +97,7 @@ def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size,
 
 CURRICULUM = (
     Stage((Size(1, 1),), (1.0,)),
-    Stage((Size(1, 2), Size(2, 1)) + 4 * (Size(2, 2),), (0.95, 0.05), tasks=_GRID_SHARES, mixture=_EARLY_MIXTURE),
+    Stage((Size(1, 2), Size(2, 1)) + 4 * (Size(2, 2),), (0.95, 0.05), mixture=_EARLY_MIXTURE),
     Stage(_sizes(2, 3), (0.7, 0.3)),
     Stage(_sizes(3, 4), (0.5, 0.5)),
     Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.9),
@@ -99,13 +112,13 @@ class Group:
     Attributes:
       inputs: of the model.
       answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
-      task: number of each answer's task, `len(TASKS)` for other talk [A].
+      kinds: of the answers' questions, "" for other talk [A].
       weight: of each answer's tokens in the loss [A].
     """
 
     inputs: dict[str, torch.Tensor]
     answer: torch.Tensor
-    task: torch.Tensor
+    kinds: list[str]
     weight: torch.Tensor
 
 
@@ -130,12 +143,11 @@ class Sampler:
         sizes = [stage.sizes[i] for i in rng.integers(len(stage.sizes), size=count)]
         batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 21 * turns)))
         rows, pixels, grids = [], [], []
-        tasks: list[int] = []
+        kinds: list[str] = []
         weights: list[float] = []
         for _ in range(batch):
             pictures = draw_pictures(rng, sizes)
-            tasks_asked = self._tasks(stage.tasks, count, turns)
-            questions = [q for task in tasks_asked if (q := ask(rng, pictures, task))]
+            questions = [q for kind in self._kinds(count, turns) if (q := ask(rng, pictures, [kind]))]
             arrangement = str(rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
             images = []
             for picture in pictures:
@@ -144,9 +156,9 @@ class Sampler:
                 grids.append(patches.grid)
                 images.append(picture.size.tokens)
             messages = converse(rng, images, questions, arrangement)
-            rows.append(self._encode(messages, first_answer=len(tasks)))
+            rows.append(self._encode(messages, first_answer=len(kinds)))
             spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
-            tasks += [len(TASKS)] * spoken + [TASKS.index(question.task) for question in questions]
+            kinds += [""] * spoken + [question.kind for question in questions]
             weights += [1.0] * (spoken + len(questions))
             if arrangement == "question_first":  # its only such question, among many that come after the images
                 weights[-len(questions)] = QUESTION_FIRST_WEIGHT
@@ -161,15 +173,12 @@ class Sampler:
             "image_grid_thw": torch.tensor(grids),
             "mm_token_type_ids": torch.from_numpy((ids == TOKEN_IDS["<|image_pad|>"]).astype(np.int32)),
         }
-        return Group(inputs, torch.from_numpy(answer), torch.tensor(tasks), torch.tensor(weights))
+        return Group(inputs, torch.from_numpy(answer), kinds, torch.tensor(weights))
 
-    def _tasks(self, shares: Mapping[str, float], images: int, turns: int) -> list[str]:
-        shares = {task: share for task, share in shares.items() if images > 1 or task not in ("compare", "multihop")}
+    def _kinds(self, images: int, turns: int) -> list[str]:
+        shares = {kind: share for kind, share in SHARES.items() if images > 1 or kind not in _ABOUT_SEVERAL}
         total = sum(shares.values())
-        return [
-            str(task)
-            for task in self.rng.choice(list(shares), size=turns, p=[share / total for share in shares.values()])
-        ]
+        return [str(k) for k in self.rng.choice(list(shares), size=turns, p=[s / total for s in shares.values()])]
 
     def _encode(self, messages: list[dict[str, Any]], first_answer: int) -> tuple[list[int], list[int]]:
         """Token ids, and the number of the answer that each belongs to. An image is its number of tokens."""
@@ -224,7 +233,7 @@ def _corpus() -> Iterator[str]:
     rng = np.random.default_rng(0)
     for _ in range(2000):
         pictures = draw_pictures(rng, [Size(5, 5)] * int(rng.integers(1, 5)))
-        questions = [question for task in TASKS if (question := ask(rng, pictures, task))]
+        questions = [question for kind in KINDS if (question := ask(rng, pictures, [kind]))]
         arrangement = str(rng.choice(list(MIXTURE)))
         for message in converse(rng, pictures, questions, arrangement):
             content = message["content"]
@@ -247,8 +256,6 @@ class Trainer:
             config, dtype=torch.float32, attn_implementation="sdpa"
         )
         _initialize(self.model)
-        for layer in self.model.model.language_model.layers:
-            layer.compile(dynamic=True)  # a sixth less time a step
         self.sampler = Sampler(checkpoint, seed)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
@@ -279,8 +286,8 @@ class Trainer:
             loss, answers = self.forward(self.sampler.group(CURRICULUM[self.stage], tokens // groups, turns))
             (loss / groups).backward()
             total += loss.item() / groups
-            for task, values in answers.items():
-                right.setdefault(task, []).extend(values)
+            for kind, values in answers.items():
+                right.setdefault(kind, []).extend(values)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -289,12 +296,12 @@ class Trainer:
         self.right = [*self.right[-29:], right]
         accuracy = self.accuracy()
         stage = self.stage
-        if len(self.right) == 30 and accuracy["list"] >= CURRICULUM[stage].promote:
+        if len(self.right) == 30 and min(accuracy[kind] for kind in _LEADING) >= CURRICULUM[stage].promote:
             self.stage, self.right = stage + 1, []
         return {"step": self.step, "stage": stage, "loss": total, "seconds": self.seconds, "right": accuracy}
 
     def forward(self, group: Group) -> tuple[torch.Tensor, dict[str, list[float]]]:
-        """The loss, and for each task which answers were right to the last token."""
+        """The loss, and for each kind of question which answers were right to the last token."""
         hidden = self.model.model(**group.inputs, use_cache=False).last_hidden_state[:, :-1]
         answer, labels = group.answer[:, 1:], group.inputs["input_ids"][:, 1:]
         asked = answer >= 0
@@ -303,21 +310,20 @@ class Trainer:
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
         weight = group.weight[answer]
         with torch.no_grad():
-            wrong = torch.zeros(len(group.task)).index_add_(0, answer, (logits.argmax(-1) != labels).float())
+            wrong = torch.zeros(len(group.kinds)).index_add_(0, answer, (logits.argmax(-1) != labels).float())
         right: dict[str, list[float]] = {}
-        for task, errors in zip(group.task.tolist(), wrong.tolist(), strict=True):
-            if task < len(TASKS):
-                right.setdefault(TASKS[task], []).append(float(errors == 0))
+        for kind, errors in zip(group.kinds, wrong.tolist(), strict=True):
+            if kind:
+                right.setdefault(kind, []).append(float(errors == 0))
         return (losses * weight).sum() / weight.sum(), right
 
     def accuracy(self) -> dict[str, float]:
         """Share of right answers in the last 30 steps, each token given the right ones before it."""
         values: dict[str, list[float]] = {}
         for right in self.right:
-            for task, found in right.items():
-                values.setdefault(task, []).extend(found)
-        means = {task: float(np.mean(values[task])) for task in TASKS if task in values}
-        return {"all": float(np.mean([value for found in values.values() for value in found])), **means}
+            for kind, found in right.items():
+                values.setdefault(kind, []).extend(found)
+        return {kind: float(np.mean(values[kind])) for kind in KINDS if kind in values}
 
     def save(self) -> None:
         state = {
@@ -399,6 +405,8 @@ def main() -> None:
     if args.export is not None:
         trainer.export(args.export)
         return
+    for layer in trainer.model.model.language_model.layers:
+        layer.compile(dynamic=True)  # a sixth less time a step
     if args.finish is not None and trainer.finish is None:
         trainer.finish = (trainer.step, trainer.step + args.finish)
     end = time.monotonic() + 60 * args.minutes
