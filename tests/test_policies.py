@@ -10,7 +10,7 @@ import pytest
 
 from vlcache_jax.layout import ImageRef, make_layout
 from vlcache_jax.plan import Plan
-from vlcache_jax.policies import MPIC, Exact, Off, Scheduled, StaticRatio, make_plan, parse_policy
+from vlcache_jax.policies import EPIC, MPIC, Exact, Off, Scheduled, StaticRatio, TwoPass, make_plan, parse_policy
 from vlcache_jax.schedule import Schedule
 
 
@@ -45,6 +45,35 @@ def test_mpic():
         assert fresh(plan, 0) == fresh(plan, 1) == expected
     exact_first = MPIC(2).plan(layout("exact", "approximate"), 2)
     assert fresh(exact_first, 0) == {0, 1, 12, 13, 14, 18, 19, 20}
+
+
+def test_epic():
+    for ends, expected in (
+        ("first", {2, 3, 13, 14}),
+        ("last", {10, 11, 16, 17}),
+        ("both", {2, 3, 10, 11, 13, 14, 16, 17}),
+    ):
+        plan = EPIC(2, ends).plan(layout("approximate", "approximate"), 2)
+        assert fresh(plan, 0) == fresh(plan, 1) == TEXT | expected
+    assert fresh(EPIC(99, "both").plan(layout("exact", "approximate"), 2), 0) == TEXT | set(range(13, 18))
+
+
+def test_two_passes():
+    """Worked example of the specification, A.2: t t I I I t t."""
+    images = [ImageRef("a", (1, 2, 6), 3, lambda: None)]
+    make = lambda state: make_layout(np.zeros(7, np.int32), [2], images, 2, [state])  # noqa: E731
+    plan = TwoPass().plan(make("approximate"), 2)
+    assert fresh(plan, 0) == fresh(plan, 1) == {0, 1, 5, 6}
+    sees = {token: {j for j in range(7) if plan.slots[j] <= plan.slots[token]} for token in fresh(plan, 0)}
+    assert sees == {0: {0}, 1: {0, 1}, 5: {0, 1, 5}, 6: set(range(7))}
+    longer = plan.extended(2, 2)
+    assert longer.slots.tolist() == [*plan.slots, 7, 8]
+    assert longer.wanting([8], 2).slots.tolist() == longer.slots.tolist()
+    assert plan.computing(slice(2, 5), 2).slots.tolist() == list(range(7))
+    for state in ("exact", "miss"):  # as "full"
+        single = TwoPass().plan(make(state), 2)
+        assert single.slots.tolist() == list(range(7))
+        np.testing.assert_array_equal(single.depth, StaticRatio(Fraction(0)).plan(make(state), 2).depth)
 
 
 def test_misses_are_computed_and_exact_images_are_not():

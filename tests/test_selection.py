@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.benchmarks.accuracy import user_turn
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.policies import parse_policy
-from vlcache_jax.probe import Probe
+from vlcache_jax.probe import Placed, Probe
 from vlcache_jax.schedule import Schedule
 from vlcache_jax.selection import Asked, CacheBlend, KVShare, Projected, choose
 from vlcache_jax.sensitivity import Case, prepare
@@ -138,6 +139,32 @@ def test_sizes_of_a_schedule_with_chosen_members(llm, case):
     text = len(runs.placed.layout) - total
     assert found.cache.rows == (text + total, text + total, *(text + count for count in counts))
     assert [sum(image.recomputed[i] for image in found.cache.images) for i in range(4)] == [total, total, *counts]
+
+
+def test_two_passes_are_a_prompt_in_another_order(llm, case):
+    """Text, images, last token: where each row sees what stands before it, positions as ever."""
+    probe = Probe(llm)
+    runs = prepare(probe, case)
+    placed, is_image = runs.placed, runs.placed.is_image
+    last = placed.prompt_length - 1
+    prompt = np.arange(last)
+    order = [*prompt[~is_image[:last]], *prompt[is_image[:last]], *range(last, len(placed.layout))]
+    rows = np.arange(len(placed.x))
+    rows[: len(order)] = order
+    layout = dataclasses.replace(placed.layout, positions=placed.layout.positions[:, order])
+    moved = Placed(layout, placed.prompt_length, placed.x[rows], placed.deepstack[:, rows])
+    donor = tuple(part[:, rows] for part in runs.donor)
+    expected = probe.run(moved, np.tile(~is_image[order], (probe.num_layers, 1)), donor).logits
+    llm.reset_mm_cache()
+    llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+    [found] = llm.score(case.formal, [case.answer], reuse="full-two-pass", keep_logits=True, use_tqdm=False)
+    np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
+    [single] = llm.score(case.formal, [case.answer], reuse="full", keep_logits=True, use_tqdm=False)
+    assert np.abs(found.logits - single.logits).max() > 1e-3
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    [answer] = llm.chat(case.formal, params, reuse="full-two-pass", use_tqdm=False)
+    [scored] = llm.score(case.formal, [answer.outputs[0].token_ids], reuse="full-two-pass", use_tqdm=False)
+    assert scored.greedy.all()
 
 
 @pytest.mark.parametrize("name", ["kvshare", "asked"])

@@ -138,6 +138,7 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
     owner = np.repeat(np.arange(len(wave), dtype=np.int32), length)
     index = np.concatenate([np.arange(n, dtype=np.int32) for n in length])  # of the token in its prompt
     base = np.array([sequence.base for sequence in wave], np.int32)[owner]
+    place = np.concatenate([sequence.plan.slots for sequence in wave])
     depth = np.concatenate([sequence.plan.depth for sequence in wave])
     position = np.concatenate([sequence.layout.positions for sequence in wave], axis=1)
     token = np.concatenate([sequence.layout.token_ids for sequence in wave])
@@ -170,7 +171,7 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
             active = (*active[: check + 1], *(must + n for n in keep))
         bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
-        slot = base[rows] + index[rows]
+        slot = base[rows] + place[rows]
         outputs = rows[depth[rows] > num_layers]
         steps.append(
             Step(

@@ -26,19 +26,21 @@ _STEPS = ("decode_image", "preprocess", "encode", "link", "prefill", "decode")
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A question about shipped pictures; `before` is the text in front of them."""
+    """A question about shipped pictures, and the right answer; `before` is the text in front of them."""
 
     pictures: tuple[str, ...]
     before: str
     question: str
+    answer: str
 
 
+_PAIR = ("left.png", "right.png")
 TURNS = (
-    Turn(("picture.png",), "", "What is at row 2, column 3?"),
-    Turn(("picture.png",), "", "How many stars are there?"),
-    Turn(("picture.png",), "This is page 3 of the book.", "Where is the red circle?"),
-    Turn(("left.png", "right.png"), "Look at the picture.", "Which has more rings, image 1 or image 2?"),
-    Turn(("left.png", "right.png"), "Yesterday I saw a blue ring.", "In image 2, what is below the code of image 1?"),
+    Turn(("picture.png",), "", "What is at row 2, column C?", "red triangle"),
+    Turn(("picture.png",), "This is page 3 of the book.", "Where is the red circle?", "row 1, column B"),
+    Turn(("picture.png",), "Yesterday I saw a blue ring.", "How many stars are there?", "3"),
+    Turn(_PAIR, "Look at the picture.", "Which has more rings, image 1 or image 2?", "image 2"),
+    Turn(_PAIR, "I like red more than blue.", "In image 2, what is where image 1 has its code?", "red triangle"),
 )
 
 
@@ -59,14 +61,14 @@ def run_demo(report: pathlib.Path) -> None:
         )
         cold = [_ask(llm, turn, params, "off") for turn in TURNS]
         for names in dict.fromkeys(turn.pictures for turn in TURNS):  # each list of pictures is seen once
-            _ask(llm, Turn(names, "", "What is in row 1?"), params, "exact")
+            _ask(llm, Turn(names, "", "What is the code?", ""), params, "exact")
         reused = [_ask(llm, turn, params, REUSE) for turn in TURNS]
     console.print(_table(cold, reused))
-    agree = sum(_text(a) == _text(b) for a, b in zip(cold, reused, strict=True))
+    right = [sum(_text(o) == turn.answer for o, turn in zip(run, TURNS, strict=True)) for run in (cold, reused)]
     console.print(
-        f"{agree} of {len(TURNS)} answers agree. An image behind the same text as before is reused exactly; behind "
-        f"other text, {float(REUSE):.0%} of its tokens are computed anew and the rest is linked. How often that keeps "
-        "the answer right is measured by `vlcache bench accuracy`."
+        f"Right are {right[0]} of {len(TURNS)} cold and {right[1]} reused. An image behind the same text as before is "
+        f"reused exactly; behind other text, {float(REUSE):.0%} of its tokens are computed anew and the rest is "
+        "linked. How often that keeps the answer right is measured by `vlcache bench accuracy`."
     )
     report.write_text(_page(cold, reused), encoding="utf-8")
     console.print(f"Pictures, answers and times: {report.resolve()}", soft_wrap=True)
@@ -88,6 +90,7 @@ def _cells(turn: Turn, cold: RequestOutput, reused: RequestOutput) -> tuple[str,
     kinds = sorted({image.match for image in reused.cache.images})
     return (
         f"{turn.before} [{', '.join(turn.pictures)}] {turn.question}".strip(),
+        turn.answer,
         _text(cold),
         _text(reused),
         " and ".join(kinds),
@@ -98,7 +101,7 @@ def _cells(turn: Turn, cold: RequestOutput, reused: RequestOutput) -> tuple[str,
     )
 
 
-_HEAD = ("prompt", "cold", "reused", "match", "rows cold", "rows reused", "ms cold", "ms reused")
+_HEAD = ("prompt", "right", "cold", "reused", "match", "rows cold", "rows reused", "ms cold", "ms reused")
 
 
 def _table(cold: Sequence[RequestOutput], reused: Sequence[RequestOutput]) -> Table:

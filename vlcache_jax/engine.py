@@ -201,7 +201,7 @@ class Engine:
             data = self.runner.put(record.data)
             transferring.append(data)
             for sequence, span in spans:
-                slot = sequence.base + np.arange(span.start, span.start + span.length)
+                slot = sequence.base + sequence.plan.slots[span.tokens]
                 linking.append(self.runner.link(data, slot, sequence.layout.positions[:, span.tokens]))
         return transferring, linking
 

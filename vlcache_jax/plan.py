@@ -5,6 +5,7 @@ Full prefill is the plan in which every row stays to the last layer. Reuse is a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,22 +17,36 @@ from vlcache_jax.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """`depth` int16 [n]: in how many layers a token's K, V are fresh; num_layers + 1 = its logits are wanted too."""
+    """What is computed of a request of n tokens, and where it is put.
+
+    Attributes:
+      depth: int16 [n]: in how many layers a token's K, V are fresh; num_layers + 1 = its logits are wanted too.
+      slot: int32 [n], where a token's K, V stand among the request's slots; None is in the order of the prompt. A
+        computed row sees the slots before its own.
+    """
 
     depth: npt.NDArray[np.int16]
+    slot: npt.NDArray[np.int32] | None = None
+
+    @property
+    def slots(self) -> npt.NDArray[np.int32]:
+        """`slot`, never None."""
+        return np.arange(len(self.depth), dtype=np.int32) if self.slot is None else self.slot
 
     def wanting(self, tokens: Sequence[int], num_layers: int) -> Plan:
         """The same plan, but with the logits of `tokens`, and of no others."""
         depth = np.minimum(self.depth, num_layers).astype(np.int16)
         depth[list(tokens)] = num_layers + 1
-        return Plan(depth)
+        return dataclasses.replace(self, depth=depth)
 
     def extended(self, count: int, num_layers: int) -> Plan:
         """The same plan for a prompt with `count` more tokens, which are computed in every layer."""
-        return Plan(np.concatenate([self.depth, np.full(count, num_layers, np.int16)]))
+        size = len(self.depth)
+        slot = np.concatenate([self.slots, np.arange(size, size + count, dtype=np.int32)])
+        return Plan(np.concatenate([self.depth, np.full(count, num_layers, np.int16)]), slot)
 
     def computing(self, tokens: slice, num_layers: int) -> Plan:
-        """The same plan, but with `tokens` computed in every layer."""
+        """The plan if `tokens` have to be computed in every layer, and so in the order of the prompt."""
         depth = self.depth.copy()
         depth[tokens] = np.maximum(depth[tokens], num_layers)
         return Plan(depth)

@@ -91,6 +91,33 @@ class StaticRatio:
 
 
 @dataclass(frozen=True)
+class TwoPass:
+    """Full reuse as Prompt Cache and the baselines of MPIC and CacheBlend do it: text does not look at images.
+
+    Text tokens see earlier text alone, at their places in the prompt; only the last one sees everything. (What the
+    papers run in two passes is one here, with the images' slots between the text's and the last token's.) Beside an
+    image that has to be computed, and where every image is in its own context, this is "full".
+    """
+
+    name: str = "full-two-pass"
+    links: bool = True
+    approximates: bool = True
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        plan = StaticRatio(Fraction(0)).plan(layout, num_layers)
+        is_image = np.zeros(len(layout), bool)
+        for span in layout.images:
+            is_image[span.tokens] = True
+        states = {span.state for span in layout.images}
+        if "approximate" not in states or "miss" in states or is_image[-1]:
+            return plan
+        text = np.flatnonzero(~is_image)
+        slot = np.empty(len(layout), np.int32)
+        slot[np.concatenate([text[:-1], np.flatnonzero(is_image), text[-1:]])] = np.arange(len(layout))
+        return Plan(plan.depth, slot)
+
+
+@dataclass(frozen=True)
 class MPIC:
     """The first k tokens of an image are computed in every layer (MPIC-k)."""
 
@@ -217,8 +244,9 @@ def parse_policy(reuse: Any) -> Policy:
     """The policy that a user's `reuse` stands for.
 
     Args:
-      reuse: "off", "exact", "full" (ratio 0), a ratio from 0 to 1 as a number or a decimal string, "mpic-K", "epic-K",
-        "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, a `Schedule` or a `Policy`.
+      reuse: "off", "exact", "full" (ratio 0), "full-two-pass", a ratio from 0 to 1 as a number or a decimal string,
+        "mpic-K", "epic-K", "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, a `Schedule` or
+        a `Policy`.
 
     Raises:
       ValueError: something else.
@@ -249,13 +277,18 @@ def parse_policy(reuse: Any) -> Policy:
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or Path(reuse).is_file())):
         return Scheduled(Schedule.load(reuse))
     raise ValueError(
-        'reuse must be "off", "exact", "full", a ratio from 0 to 1, "mpic-K", "epic-K", "cacheblend-R", "kvshare-R", '
-        f"the path of a schedule file, a Schedule or a Policy, got {reuse!r}"
+        'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
+        f'"cacheblend-R", "kvshare-R", "asked-R", the path of a schedule file, a Schedule or a Policy, got {reuse!r}'
     )
 
 
 _DIGITS = 30
-_NAMED: dict[str, Policy] = {"off": Off(), "exact": Exact(), "full": StaticRatio(Fraction(0))}
+_NAMED: dict[str, Policy] = {
+    "off": Off(),
+    "exact": Exact(),
+    "full": StaticRatio(Fraction(0)),
+    "full-two-pass": TwoPass(),
+}
 
 
 def _fraction(value: str | Fraction) -> Fraction:

@@ -1,9 +1,14 @@
-"""Pictures: grids of coloured glyphs, one of them framed."""
+"""Pictures: grids of coloured glyphs, one of them framed.
+
+`python -m vlcache_jax.benchmarks.tiny_vqa.pictures --out FOLDER` writes those that ship with the package.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import pathlib
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -101,6 +106,13 @@ def render(picture: Picture) -> np.ndarray:
     return image
 
 
+def shipped_pictures() -> dict[str, Picture]:
+    """What `vlcache demo` shows, by file name. Seed and sizes suit its questions."""
+    names, sizes = ("picture.png", "left.png", "right.png"), [Size(4, 4), Size(4, 4), Size(4, 5)]
+    rng = np.random.default_rng(103)
+    return dict(zip(names, draw_pictures(rng, sizes[:1]) + draw_pictures(rng, sizes[1:]), strict=True))
+
+
 @functools.cache
 def _sprite(glyph: Glyph, cell: int, framed: bool) -> np.ndarray:
     side = cell * _OVERSAMPLING
@@ -139,3 +151,16 @@ def _draw_shape(draw: ImageDraw.ImageDraw, glyph: Glyph, side: int) -> None:
             draw.ellipse(box, outline=fill, width=round(side * 0.14))
         case _:
             raise ValueError(f"no glyph has the shape {glyph.shape!r}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, picture in shipped_pictures().items():
+        Image.fromarray(render(picture)).save(out / name)
+
+
+if __name__ == "__main__":
+    main()

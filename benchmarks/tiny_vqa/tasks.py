@@ -13,6 +13,7 @@ from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, GLYPHS, SHAPES, Pi
 _DIRECTIONS = {"right of": (0, 1), "left of": (0, -1), "above": (-1, 0), "below": (1, 0)}
 _PLURALS = {"cross": "crosses"}
 _COLUMNS = "ABCDEFGHIJ"  # letters, as in spreadsheets: with numbers for both, which is which was learnt very late
+_AT_ONCE = 3  # places or glyphs in one question
 _MOST = 4  # the highest count that is asked for
 
 
@@ -113,6 +114,36 @@ def _line(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, s
     return f"{_in_image(i, pictures)}what is in {name}?", answer
 
 
+def _contents(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    i = int(rng.integers(len(pictures)))
+    size = pictures[i].size
+    cells = [divmod(int(cell), size.columns) for cell in rng.permutation(size.rows * size.columns)[:_AT_ONCE]]
+    if len(cells) < 2:
+        return None
+    found = ", ".join(f"{_place(*cell)} {pictures[i].glyphs.get(cell, 'nothing')}" for cell in cells)
+    return f"{_in_image(i, pictures)}what is at {_join([_place(*cell) for cell in cells])}?", found
+
+
+def _places(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    i = int(rng.integers(len(pictures)))
+    shown = list(pictures[i].glyphs.items())
+    asked = [shown[k] for k in rng.permutation(len(shown))[:_AT_ONCE]]
+    if len(asked) < 2:
+        return None
+    found = ", ".join(f"{glyph} {_place(*cell)}" for cell, glyph in asked)
+    return f"{_in_image(i, pictures)}where are the {_join([str(glyph) for _, glyph in asked])}?", found
+
+
+def _colours(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    i = int(rng.integers(len(pictures)))
+    single = [glyph for glyph in pictures[i].glyphs.values() if pictures[i].count(glyph.shape) == 1]
+    asked = [single[k] for k in rng.permutation(len(single))[:_AT_ONCE]]
+    if len(asked) < 2:
+        return None
+    found = ", ".join(f"{glyph.shape} {glyph.colour}" for glyph in asked)
+    return f"{_in_image(i, pictures)}what colours are the {_join([glyph.shape for glyph in asked])}?", found
+
+
 def _count(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     i = int(rng.integers(len(pictures)))
     kinds = {kind: pictures[i].count(kind) for kind in (*COLOURS, *SHAPES)}
@@ -182,6 +213,9 @@ KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, s
     "exists": _exists,
     "code": _code,
     "line": _line,
+    "contents": _contents,
+    "places": _places,
+    "colours": _colours,
     "count": _count,
     "more": _more,
     "shows_code": _shows_code,
@@ -190,7 +224,7 @@ KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, s
 }
 TASKS = {
     "grid": ("what", "colour", "where", "neighbour", "attribute", "exists", "code"),
-    "list": ("line",),
+    "list": ("line", "contents", "places", "colours"),
     "count": ("count",),
     "compare": ("more", "shows_code"),
     "multihop": ("at_code", "beside_code"),
@@ -211,6 +245,10 @@ def _in_image(i: int, pictures: Sequence[Picture]) -> str:
 
 def _place(row: int, column: int) -> str:
     return f"row {row + 1}, column {_COLUMNS[column]}"
+
+
+def _join(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _plural(kind: str) -> str:
