@@ -34,7 +34,8 @@ def test_the_model_is_a_small_directory_as_the_hub_has_them():
 
 def test_the_pictures_are_those_that_are_drawn():
     for name, picture in shipped_pictures().items():
-        np.testing.assert_array_equal(np.asarray(Image.open(PICTURES / name)), render(picture))
+        with Image.open(PICTURES / name) as image:
+            np.testing.assert_array_equal(np.asarray(image), render(picture))
 
 
 def test_the_answers_of_the_demo_are_right():

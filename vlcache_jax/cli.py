@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlcache_jax.analyze_command import app as analyze_app
 from vlcache_jax.convert.command import convert_command
 from vlcache_jax.schedule_command import app as schedule_app
 
@@ -25,6 +26,7 @@ app.command("convert")(convert_command)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a table, and writes JSON.")
 app.add_typer(bench)
 app.add_typer(schedule_app)
+app.add_typer(analyze_app)
 
 
 @app.command("demo")

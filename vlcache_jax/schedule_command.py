@@ -8,7 +8,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from vlcache_jax.search import Scores
 
 app = typer.Typer(name="schedule", no_args_is_help=True, help="Finds how much of a reused image each layer recomputes.")
-_MODEL = typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
+MODEL = typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
 
 
 @app.command("profile")
 def profile_command(
     out: Annotated[pathlib.Path, typer.Option(help="File of scores to write (npz).")],
-    model: Annotated[str | None, _MODEL] = None,
+    model: Annotated[str | None, MODEL] = None,
     data: Annotated[
         list[pathlib.Path] | None,
         typer.Option(help="TSV file of VLMEvalKit; may be repeated. [default: drawn for the shipped model]",
@@ -47,12 +47,12 @@ def profile_command(
     from vlcache_jax.benchmarks.accuracy import Protocol, load_samples, spread
     from vlcache_jax.sensitivity import cases_of, profile
 
-    with _errors():
+    with say_errors():
         if arrangement == "image_first":
             raise ValueError("arrangement must be text_first or question_first: behind equal text reuse has no error")
         protocol = Protocol(arrangement, auxiliary="neutral")
-        chosen = spread(load_samples(data or [], questions=None, split="profile"), samples)
-        with _open(model, dtype) as llm:
+        chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
+        with open_model(model, dtype) as llm:
             cases = cases_of(llm, chosen, protocol, max_tokens=max_tokens)
             with tqdm(total=len(cases), desc="samples") as bar:
                 found = profile(llm, cases, work=f"{out}.work", progress=lambda done: bar.update(done - bar.n))
@@ -98,7 +98,7 @@ def solve_command(
     """
     from vlcache_jax.search import LayerTimes, Scores, find_schedule, find_schedule_within
 
-    with _errors():
+    with say_errors():
         if (mean is None) == (microseconds is None):
             raise ValueError("mean or microseconds must be given, and not both")
         if (microseconds is None) != (times is None):
@@ -134,7 +134,7 @@ def solve_command(
 @app.command("times")
 def times_command(
     out: Annotated[pathlib.Path, typer.Option(help="File to write (json).")],
-    model: Annotated[str | None, _MODEL] = None,
+    model: Annotated[str | None, MODEL] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each size; the median counts.")] = 20,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
 ) -> None:
@@ -142,7 +142,7 @@ def times_command(
 
     Example: vlcache schedule times Qwen/Qwen3-VL-8B-Instruct --out times.json
     """
-    with _errors(), _open(model, dtype) as llm:
+    with say_errors(), open_model(model, dtype) as llm:
         measured = _layer_times(llm, repeats)
         # Noise must not make more rows cheaper.
         rows = sorted(measured)
@@ -192,14 +192,8 @@ def _draw(scores: Scores, schedule: Schedule, path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    layers = np.arange(scores.num_layers)
-    for level in (50, 100, 150):
-        if level <= scores.max_level:
-            left.plot(layers, scores.values[:, level], "o-", markersize=3, label=f"r = {level / 500:g}")
-    left.axhline(scores.values[0, 0], color="black", linestyle="--", linewidth=0.8, label="full reuse")
-    left.set(xlabel="layer that recomputes", ylabel="error of the logits, S(r)", title="Sensitivity")
-    left.legend(fontsize=8)
-    right.bar(layers, [level / 500 for level in schedule.levels], color="tab:green")
+    draw_scores(left, scores)
+    right.bar(np.arange(scores.num_layers), [level / 500 for level in schedule.levels], color="tab:green")
     right.set(xlabel="layer", ylabel="ratio recomputed", title=f"Schedule, mean {schedule.mean_text}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +201,18 @@ def _draw(scores: Scores, schedule: Schedule, path: pathlib.Path) -> None:
     pyplot.close(figure)
 
 
-def _open(model: str | None, dtype: str) -> LLM:
+def draw_scores(axis: Any, scores: Scores) -> None:
+    """Draws S_i(r) over the layers for r = 0.1, 0.2 and 0.3 (VLCache, figure 3)."""
+    for level in (50, 100, 150):
+        if level <= scores.max_level:
+            axis.plot(scores.values[:, level], "o-", markersize=3, label=f"r = {level / 500:g}")
+    axis.axhline(scores.values[0, 0], color="black", linestyle="--", linewidth=0.8, label="full reuse")
+    axis.set(xlabel="layer that recomputes", ylabel="error of the logits, S(r)", title="Sensitivity")
+    axis.legend(fontsize=8)
+
+
+def open_model(model: str | None, dtype: str) -> LLM:
+    """An engine; None is the shipped model."""
     from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.llm import LLM
 
@@ -215,7 +220,8 @@ def _open(model: str | None, dtype: str) -> LLM:
 
 
 @contextlib.contextmanager
-def _errors() -> Iterator[None]:
+def say_errors() -> Iterator[None]:
+    """Turns errors of users into a line and exit code 1."""
     try:
         yield
     except (ValueError, OSError, MemoryError) as error:

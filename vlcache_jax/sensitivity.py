@@ -78,7 +78,7 @@ def direct(probe: Probe, runs: Runs, layer: int, level: int) -> float:
     write = probe.text_only(runs.placed)
     write[layer] |= probe.first_tokens(runs.placed, lambda tokens: level * tokens // UNITS)
     trace = probe.run(runs.placed, write, runs.donor)
-    return _mse(trace.logits, runs.cold.logits)
+    return squared_error(trace.logits, runs.cold.logits)
 
 
 def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tokens: int) -> list[Case]:
@@ -127,7 +127,7 @@ class Profiler:
         lengths = [span.length for span in placed.images]
         counts = [tuple(level * length // UNITS for length in lengths) for level in range(self.max_level + 1)]
         distinct = list(dict.fromkeys(counts))  # small images know few different ratios
-        base = _mse(runs.overridden.logits, runs.cold.logits)
+        base = squared_error(runs.overridden.logits, runs.cold.logits)
         size = len(placed.x)
         masks = np.zeros((len(distinct), size), bool)
         for mask, count in zip(masks, distinct, strict=True):
@@ -139,7 +139,7 @@ class Profiler:
             for first in range(0, len(fresh), _CANDIDATES):
                 chosen = fresh[first : first + _CANDIDATES]
                 for k, logits in zip(chosen, self._candidates(runs, layer, masks[chosen]), strict=True):
-                    values[layer, k] = _mse(logits, runs.cold.logits)
+                    values[layer, k] = squared_error(logits, runs.cold.logits)
         where = {count: k for k, count in enumerate(distinct)}
         return values[:, [where[count] for count in counts]]
 
@@ -231,7 +231,7 @@ class Profiler:
         return x
 
 
-def _mse(logits: npt.NDArray[np.float32], cold: npt.NDArray[np.float32]) -> float:
+def squared_error(logits: npt.NDArray[np.float32], cold: npt.NDArray[np.float32]) -> float:
     """Mean over positions and vocabulary."""
     return float(np.mean(np.square(logits.astype(np.float64) - cold)))
 

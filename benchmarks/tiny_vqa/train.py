@@ -85,7 +85,7 @@ class Stage:
 
     Attributes:
       sizes: of pictures; a group takes one for all its pictures of the same place.
-      images: shares of conversations with 1, 2, ... images.
+      images: shares of conversations with 1, 2, ... images; none: the encoder alone learns, until it sees everything.
       mixture: shares of the arrangements.
     """
 
@@ -102,9 +102,9 @@ def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size,
 
 
 CURRICULUM = (
-    Stage((Size(1, 1),), (1.0,)),
+    Stage(_sizes(1, 5), (), 0.99),
     # In a line one word tells the place: a row or a column.
-    Stage(tuple(Size(*side) for n in (2, 3, 4) for side in ((1, n), (n, 1))), (1.0,), mixture=_EARLY_MIXTURE),
+    Stage(tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1))), (1.0,), mixture=_EARLY_MIXTURE),
     Stage((Size(1, 3), Size(3, 1)) + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)), (0.9, 0.1), mixture=_EARLY_MIXTURE),
     Stage(_sizes(2, 3), (0.7, 0.3)),
     Stage(_sizes(3, 4), (0.5, 0.5)),
@@ -145,6 +145,19 @@ class Sampler:
         self._processor = ImageProcessor.from_pretrained(checkpoint)
         self.rng = np.random.default_rng(seed)
         self._ids: dict[str, list[int]] = {}
+
+    def pictures(self, stage: Stage, tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Pictures of about so many tokens as inputs of the encoder, and their labels (`_labels`)."""
+        pixels, grids = [], []
+        labels: list[torch.Tensor] = []
+        while sum(len(shown) for shown in labels) < tokens:
+            [picture] = draw_pictures(self.rng, [stage.sizes[self.rng.integers(len(stage.sizes))]])
+            patches = self._processor.patches(render(picture))
+            pixels.append(self._processor.pixel_values(patches))
+            grids.append(patches.grid)
+            labels.append(_labels(picture))
+        inputs = {"hidden_states": torch.from_numpy(np.concatenate(pixels)), "grid_thw": torch.tensor(grids)}
+        return inputs, torch.cat(labels)
 
     def group(self, stage: Stage, tokens: int, turns: int) -> Group:
         """Conversations of `turns` questions, in all about `tokens` tokens."""
@@ -285,8 +298,8 @@ class Trainer:
         )
         _initialize(self.model)
         self.sampler = Sampler(checkpoint, seed)
-        self._seen: list[torch.Tensor] = []
-        self.model.model.visual.register_forward_hook(lambda *call: self._seen.append(call[2].pooler_output))
+        self._encoded: list[torch.Tensor] = []
+        self.model.model.visual.register_forward_hook(lambda *call: self._encoded.append(call[2].pooler_output))
         self._words = [self.sampler.word_ids(words) for words in _WORDS]
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
@@ -314,7 +327,13 @@ class Trainer:
         right: dict[str, list[float]] = {}
         total = 0.0
         for _ in range(groups):
-            loss, answers = self.forward(self.sampler.group(CURRICULUM[self.stage], tokens // groups, turns))
+            if CURRICULUM[self.stage].images:
+                loss, answers = self.forward(self.sampler.group(CURRICULUM[self.stage], tokens // groups, turns))
+            else:
+                inputs, labels = self.sampler.pictures(CURRICULUM[self.stage], tokens // groups)
+                self.model.model.visual(**inputs)
+                loss, seen = self._align(self._encoded.pop(), labels)
+                answers = {"sight": [seen]}
             (loss / groups).backward()
             total += loss.item() / groups
             for kind, values in answers.items():
@@ -327,7 +346,8 @@ class Trainer:
         self.right = [*self.right[-29:], right]
         accuracy = self.accuracy()
         stage = self.stage
-        if len(self.right) == 30 and min(accuracy.get(kind, 1) for kind in _LEADING) >= CURRICULUM[stage].promote:
+        leading = [accuracy[kind] for kind in (*_LEADING, "sight") if kind in accuracy]
+        if len(self.right) == 30 and min(leading) >= CURRICULUM[stage].promote:
             self.stage, self.right = stage + 1, []
         return {"step": self.step, "stage": stage, "loss": total, "seconds": self.seconds, "right": accuracy}
 
@@ -340,7 +360,7 @@ class Trainer:
         logits = self.model.lm_head(hidden[asked])
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
         weight = group.weight[answer]
-        alignment, seen = self._align(group.labels)
+        alignment, seen = self._align(self._encoded.pop(), group.labels)
         with torch.no_grad():
             wrong = torch.zeros(len(group.kinds)).index_add_(0, answer, (logits.argmax(-1) != labels).float())
         right: dict[str, list[float]] = {}
@@ -350,13 +370,13 @@ class Trainer:
         right["sight"] = [seen]
         return (losses * weight).sum() / weight.sum() + _ALIGNMENT_WEIGHT * alignment, right
 
-    def _align(self, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def _align(self, encoded: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The loss that draws image tokens to the words of what they show and where, and how often it finds them.
 
         Encoders of published models come aligned with text. Without it, colours and places became something that
         words look up after a thousand steps, shapes not even after five thousand.
         """
-        tokens = torch.nn.functional.normalize(self._seen.pop(), dim=-1)
+        tokens = torch.nn.functional.normalize(encoded, dim=-1)
         loss, right = torch.zeros(()), torch.ones(len(tokens), dtype=torch.bool)
         for ids, numbers in zip(self._words, labels.T, strict=True):
             words = torch.nn.functional.normalize(self.model.model.language_model.embed_tokens(ids), dim=-1)
@@ -423,6 +443,27 @@ def _initialize(model: Any) -> None:
             case _:
                 std = 0.7 / parameter[0].numel() ** 0.5
         torch.nn.init.normal_(parameter, std=std)
+    for layer in model.model.language_model.layers:
+        _look_for_likes(layer.self_attn, model.config.text_config)
+
+
+@torch.no_grad()
+def _look_for_likes(attention: Any, config: Any) -> None:
+    """Lets a head of each group begin by attending to what is like the row itself, and by copying it.
+
+    Queries equal to keys, outputs the transpose of values: mimetic initialization (Trockman and Kolter, 2023). Trained
+    models have such heads; lookups then begin from tokens that are already aligned.
+    """
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    q, k, v = (
+        projection.weight.view(-1, config.head_dim, config.hidden_size)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    out = attention.o_proj.weight.view(config.hidden_size, heads, config.head_dim)
+    for group in range(groups):
+        head = group * (heads // groups)
+        q[head] = k[group]
+        out[:, head] = 0.3 * v[group].T
 
 
 def _smooth_positions(count: int, width: int) -> torch.Tensor:

@@ -1,0 +1,136 @@
+"""The analysis of errors against definitions, and its commands."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from vlcache_jax import LLM
+from vlcache_jax.analysis import answer_attention, attention_error, decompose, first_token_rank, key_distance, recompute
+from vlcache_jax.benchmarks.accuracy import user_turn
+from vlcache_jax.cli import app
+from vlcache_jax.probe import Probe
+from vlcache_jax.search import Scores
+from vlcache_jax.sensitivity import Case, prepare, squared_error
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints):
+    with LLM(checkpoints("qwen3_vl-tied"), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def probe(llm):
+    return Probe(llm)
+
+
+@pytest.fixture(scope="module")
+def runs(probe, textured_image):
+    images = [textured_image(150, 120), textured_image(90, 200)]
+    turn = lambda text, other: [{"role": "user", "content": user_turn(images, text, "text_first", other)}]  # noqa: E731
+    case = Case(turn("How many?", "Look here:"), turn("Please describe this image.", "It was dark."), (5, 77, 30, 8))
+    return prepare(probe, case)
+
+
+def test_errors_of_attention_outputs(probe, runs):
+    errors = {level: attention_error(runs.placed, runs.cold, recompute(probe, runs, level)) for level in (0, 250, 500)}
+    assert errors[0].shape == (probe.num_layers, 4)
+    last = runs.placed.prompt_length - 1
+    difference = np.asarray(runs.cold.attended[1, last]) - np.asarray(runs.overridden.attended[1, last])
+    assert errors[0][1, 0] == pytest.approx(np.sqrt((difference.astype(np.float64) ** 2).sum()), rel=1e-5)
+    assert errors[0][1:].min() > 1e-4
+    assert errors[0][0].max() < 1e-5  # the first layer knows no context
+    assert errors[500].max() < 1e-5
+    assert errors[250].mean() < errors[0].mean()
+    assert not np.allclose(recompute(probe, runs, 250, last=True).logits, recompute(probe, runs, 250).logits)
+
+
+def test_the_error_is_taken_apart(probe, runs):
+    image = np.flatnonzero(runs.placed.is_image)
+    parts = decompose(probe, runs, tokens=5)
+    assert parts.num_image_tokens == len(image)
+    assert parts.total == pytest.approx(squared_error(runs.overridden.logits, runs.cold.logits), rel=1e-4)
+    assert parts.behind[0] == pytest.approx(parts.total, rel=1e-4)
+    assert parts.behind[-1] == parts.layer[-1] > 0
+    assert parts.layer[0] < 1e-9 * parts.total  # P4
+    assert len(parts.place) == len(parts.own) == 5
+    assert (parts.place[0], parts.place[-1]) == (0, runs.placed.images[-1].length - 1)
+    write = np.ones((probe.num_layers, len(runs.placed.layout)), bool)
+    write[:, image[-1]] = False
+    assert parts.own[-1] == squared_error(probe.run(runs.placed, write, runs.donor).logits, runs.cold.logits)
+
+
+def test_where_the_answer_looks(probe, runs):
+    scaled, raw = answer_attention(probe, runs.placed, runs.cold)
+    heads = probe.config.text.num_heads
+    for span, weights, unscaled in zip(runs.placed.images, scaled, raw, strict=True):
+        assert weights.shape == unscaled.shape == (probe.num_layers, heads, span.length)
+        np.testing.assert_allclose(weights.sum(-1), 1)
+        # Raw scores are the scaled ones times the root of the width.
+        power = weights**probe.config.text.head_dim**0.5
+        np.testing.assert_allclose(unscaled, power / power.sum(-1, keepdims=True), atol=1e-6)
+        assert key_distance(runs, span).shape == (probe.num_layers, span.length)
+        assert key_distance(runs, span)[0].max() < 1e-4 < key_distance(runs, span)[1:].min()
+    assert first_token_rank(np.array([[[0.5, 0.1, 0.6, 0.2]]])) == pytest.approx(2 / 3)
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    def image(seed):
+        file = io.BytesIO()
+        noise = np.random.default_rng(seed).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(file, "PNG")
+        return base64.b64encode(file.getvalue()).decode()
+
+    path = tmp_path / "toy.tsv"
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(["index", "question", "answer", "image"])
+        writer.writerows([[str(i), f"What is {i}?", "a cat", image(i)] for i in range(3)])
+    return path
+
+
+@pytest.mark.parametrize("command", ["errors", "attention"])
+def test_commands(checkpoints, tsv, tmp_path, command):
+    out = tmp_path / "figures" / f"{command}.png"
+    arguments = ["analyze", command, "--out", str(out), str(checkpoints("qwen3_vl-tied")), "--data", str(tsv)]
+    result = CliRunner().invoke(app, [*arguments, "--samples", "2"])
+    assert result.exit_code == 0, result.output
+    assert out.stat().st_size > 1000
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert report["samples"] == 2
+    if command == "errors":
+        curves = report["error of attention outputs, by answer token"]
+        assert list(curves) == [
+            "r = 0", "r = 0.1, first tokens", "r = 0.1, last tokens", "r = 0.3, first tokens", "r = 0.3, last tokens",
+        ]  # fmt: skip
+        assert all(np.isfinite(curve).all() and max(curve) > 0 for curve in curves.values())
+        assert len(report["single tokens"]) == 2
+    else:
+        assert report["images"] == 2
+        for curve in report["attention on the first tokens, by layer and share of the image"]["scaled"]:
+            assert curve[0] == 0
+            assert curve[-1] == pytest.approx(1)
+    refused = CliRunner().invoke(app, [*arguments, "--arrangement", "image_first"])
+    assert refused.exit_code == 1
+    assert "arrangement must be text_first or question_first" in refused.stderr
+
+
+def test_sensitivity_is_drawn(tmp_path):
+    values = np.tile(np.linspace(2, 1, 151), (4, 1))
+    Scores(values, "qwen3_vl", "f", 3).save(tmp_path / "scores.npz")
+    out = tmp_path / "sensitivity.png"
+    result = CliRunner().invoke(app, ["analyze", "sensitivity", str(tmp_path / "scores.npz"), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert report["full reuse"] == 2
+    np.testing.assert_allclose(report["r = 0.1"], values[:, 50])
+    assert out.stat().st_size > 1000

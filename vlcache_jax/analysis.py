@@ -1,0 +1,135 @@
+"""What reuse does inside a model: errors that reach an answer, and where the answer looks.
+
+The procedures of VLCache's figures 2 and 5 and of MPIC's figures 4, 8 and 12, on dense runs (`probe`). Text before the
+images must vary between donor and formal prompt: behind equal text, K, V are equal and every error is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.layout import ImageSpan
+from vlcache_jax.models import Rows, bind
+from vlcache_jax.probe import Placed, Probe, Trace
+from vlcache_jax.schedule import UNITS
+from vlcache_jax.sensitivity import Runs, squared_error
+
+Array = npt.NDArray[np.float64]
+
+
+def attention_error(placed: Placed, reference: Trace, other: Trace) -> Array:
+    """How far each layer's attention output is from the reference's, where answer tokens come from [L, c].
+
+    Euclidean norm, after the output projection; column t is the row that predicts token t (VLCache, figure 2).
+    """
+    rows = slice(placed.prompt_length - 1, len(placed.layout) - 1)
+    mine, others = (np.asarray(trace.attended[:, rows], np.float64) for trace in (reference, other))
+    return np.linalg.norm(mine - others, axis=-1)
+
+
+def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Trace:
+    """The formal prompt with the first floor(level T / 500) tokens of each image its own in all layers, or the last."""
+    placed = runs.placed
+    mask = np.zeros(len(placed.layout), bool)
+    for span in placed.images:
+        count = level * span.length // UNITS
+        start = span.start + (span.length - count if last else 0)
+        mask[start : start + count] = True
+    return probe.run(placed, probe.text_only(placed) | mask, runs.donor)
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """Errors of the logits (mean squares) if only a part of what could be reused is reused.
+
+    Attributes:
+      total: everything is reused.
+      place: of each token that was tried alone, from its image's first on [k].
+      num_image_tokens: in the prompt.
+      own: only one token is reused, in all layers [k]; what the sum lacks to the total comes from tokens together.
+      layer: all tokens are reused, in one layer only [L].
+      behind: all tokens are reused in a layer and all behind it [L].
+    """
+
+    total: float
+    place: npt.NDArray[np.int64]
+    num_image_tokens: int
+    own: Array
+    layer: Array
+    behind: Array
+
+
+def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
+    """Takes the error of full reuse apart, by token and by depth.
+
+    Args:
+      runs: of a case.
+      tokens: image tokens to try alone, evenly spaced over the images.
+    """
+    placed, layers = runs.placed, probe.num_layers
+    image = np.flatnonzero(placed.is_image)
+    chosen = image[np.unique(np.linspace(0, len(image) - 1, min(tokens, len(image))).astype(int))]
+
+    def error(reused: npt.NDArray[np.bool_]) -> float:
+        return squared_error(probe.run(placed, ~reused, runs.donor).logits, runs.cold.logits)
+
+    def only(where: int | slice, what: npt.NDArray[np.int64] | int) -> float:
+        reused = np.zeros((layers, len(placed.layout)), bool)
+        reused[where, what] = True
+        return error(reused)
+
+    everywhere = slice(None)
+    return Decomposition(
+        total=only(everywhere, image),
+        place=np.concatenate([np.arange(span.length) for span in placed.images])[np.isin(image, chosen)],
+        num_image_tokens=len(image),
+        own=np.array([only(everywhere, token) for token in chosen]),
+        layer=np.array([only(i, image) for i in range(layers)]),
+        behind=np.array([only(slice(i, None), image) for i in range(layers)]),
+    )
+
+
+def answer_attention(probe: Probe, placed: Placed, trace: Trace) -> tuple[list[Array], list[Array]]:
+    """Where the first token of the answer looks.
+
+    Returns:
+      For each image its weights [L, H, T], a softmax over its own tokens (MPIC, figure 4), of scores that are divided
+      by the root of the head's width, as attention has them, and of raw ones; both from the prompt's last row.
+    """
+    runner = probe._runner
+    size, n, row = len(placed.x), len(placed.layout), placed.prompt_length - 1
+    position = np.zeros((3, size), np.int32)
+    position[:, :n] = placed.layout.positions
+    rows = Rows(*(jnp.zeros(size, jnp.int32),) * 5)._replace(position=jnp.asarray(position))
+    scaled: list[list[Array]] = [[] for _ in placed.images]
+    raw: list[list[Array]] = [[] for _ in placed.images]
+    for i in range(probe.num_layers):
+        layer = bind(runner._layer_graph, runner._text["layers"][i])
+        q, k, _, _ = layer.self_attn.project(layer.input_layernorm(trace.inputs[i]), rows, keep=size)
+        query, keys = np.asarray(q[row], np.float64), np.asarray(k, np.float64)  # [H, D], [N, K, D]
+        keys = keys.repeat(len(query) // keys.shape[1], axis=1)
+        for span, mine, unscaled in zip(placed.images, scaled, raw, strict=True):
+            scores = np.einsum("hd,thd->ht", query, keys[span.tokens])
+            mine.append(_softmax(scores / query.shape[1] ** 0.5))
+            unscaled.append(_softmax(scores))
+    return [np.stack(part) for part in scaled], [np.stack(part) for part in raw]
+
+
+def key_distance(runs: Runs, span: ImageSpan) -> Array:
+    """L1 distance of an image's keys before rotation between donor and cold run [L, T] (MPIC, figure 8)."""
+    donor, own = (np.asarray(part[:, span.tokens], np.float64) for part in (runs.donor[0], runs.cold.values[0]))
+    return np.abs(donor - own).sum((2, 3))
+
+
+def first_token_rank(weights: Array) -> Array:
+    """Share of an image's tokens that get less attention than its first one [L, H] (MPIC, figure 12)."""
+    return (weights[:, :, 1:] < weights[:, :, :1]).mean(-1)
+
+
+def _softmax(scores: Array) -> Array:
+    exponents = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(exponents / exponents.sum(-1, keepdims=True))

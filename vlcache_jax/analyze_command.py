@@ -1,0 +1,237 @@
+"""`vlcache analyze`: figures about what reuse does inside a model."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlcache_jax.schedule_command import MODEL, open_model, say_errors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vlcache_jax.llm import LLM
+    from vlcache_jax.sensitivity import Case
+
+app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
+_DATA = typer.Option(
+    help="TSV file of VLMEvalKit; may be repeated. [default: drawn for the shipped model]", show_default=False
+)
+_SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
+_ARRANGEMENT = typer.Option(help="text_first or question_first.")
+_OUT = typer.Option(help="Picture to write (png); the data go beside it (json).")
+_DTYPE = typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")
+_LEVELS = (0, 50, 150)  # in 1/500: the paper's r = 0, 0.1, 0.3
+
+
+@app.command("errors")
+def errors_command(
+    out: Annotated[pathlib.Path, _OUT],
+    model: Annotated[str | None, MODEL] = None,
+    data: Annotated[list[pathlib.Path] | None, _DATA] = None,
+    samples: Annotated[int, _SAMPLES] = 20,
+    arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
+    tokens: Annotated[int, typer.Option(min=1, help="Image tokens of each sample to reuse alone.")] = 16,
+    dtype: Annotated[str, _DTYPE] = "auto",
+) -> None:
+    """Errors of the attention outputs along the answer, and where they come from.
+
+    At r = 0, 0.1 and 0.3 (VLCache, figure 2), with the first tokens of an image recomputed against the last ones
+    (figure 5); and the error of the logits taken apart by token and by layer.
+
+    Example: vlcache analyze errors --out errors.png
+    """
+    import numpy as np
+
+    from vlcache_jax import analysis
+    from vlcache_jax.probe import Probe
+    from vlcache_jax.sensitivity import prepare
+
+    with say_errors(), open_model(model, dtype) as llm:
+        probe = Probe(llm)
+        curves: dict[str, list[np.ndarray]] = {}
+        parts = []
+        for case in _cases(llm, data, samples, arrangement):
+            runs = prepare(probe, case)
+            for level in _LEVELS:
+                for last in (False, True)[: 1 + bool(level)]:
+                    trace = analysis.recompute(probe, runs, level, last=last)
+                    name = f"r = {level / 500:g}" + (f", {'last' if last else 'first'} tokens" if level else "")
+                    errors = analysis.attention_error(runs.placed, runs.cold, trace)
+                    curves.setdefault(name, []).append(errors.mean(0))
+            parts.append(analysis.decompose(probe, runs, tokens=tokens))
+        means = {name: _mean_along(found) for name, found in curves.items()}
+        total = float(np.mean([part.total for part in parts]))
+        depths = {
+            "reused in one layer only": np.mean([part.layer for part in parts], axis=0).tolist(),
+            "reused in a layer and all behind": np.mean([part.behind for part in parts], axis=0).tolist(),
+        }
+        report = {
+            "samples": samples,
+            "error of attention outputs, by answer token": {name: mean.tolist() for name, mean in means.items()},
+            "error of the logits": {
+                "everything reused": total,
+                "sum of single tokens, scaled to all": float(
+                    np.mean([part.own.mean() * part.num_image_tokens for part in parts])
+                ),
+                **depths,
+            },
+            "single tokens": [
+                {"place": part.place.tolist(), "error": part.own.tolist(), "all": part.total} for part in parts
+            ],
+        }
+        figure, (left, middle, right) = _figure(3)
+        for name, mean in means.items():
+            left.plot(np.arange(len(mean)), mean, "o--" if "last" in name else "o-", markersize=3, label=name)
+        left.set(xlabel="answer token", ylabel="error of attention outputs", title="Errors along the answer")
+        left.legend(fontsize=8)
+        layers = np.arange(probe.num_layers)
+        for label, values in depths.items():
+            middle.plot(layers, values, "o-", markersize=3, label=label)
+        middle.axhline(total, color="black", linestyle="--", linewidth=0.8, label="reused in all layers")
+        middle.set(xlabel="layer that reuses", ylabel="error of the logits", title="By depth")
+        middle.legend(fontsize=8)
+        for part in parts:
+            right.plot(part.place, part.own / max(part.total, 1e-30), ".", color="tab:blue", alpha=0.4)
+        right.set(xlabel="place in its image", ylabel="own error / error of all", title="One token reused")
+        _save(figure, report, out)
+
+
+@app.command("sensitivity")
+def sensitivity_command(
+    scores: Annotated[pathlib.Path, typer.Argument(help="File of `vlcache schedule profile`.")],
+    out: Annotated[pathlib.Path, _OUT],
+) -> None:
+    """What each layer gains from recomputing at r = 0.1, 0.2 and 0.3 (VLCache, figure 3).
+
+    Example: vlcache analyze sensitivity scores.npz --out sensitivity.png
+    """
+    from vlcache_jax.schedule_command import draw_scores
+    from vlcache_jax.search import Scores
+
+    with say_errors():
+        loaded = Scores.load(scores)
+        levels = [level for level in (50, 100, 150) if level <= loaded.max_level]
+        report = {
+            "samples": loaded.samples,
+            "full reuse": float(loaded.values[0, 0]),
+            **{f"r = {level / 500:g}": loaded.values[:, level].tolist() for level in levels},
+        }
+        figure, [axis] = _figure(1)
+        draw_scores(axis, loaded)
+        _save(figure, report, out)
+
+
+@app.command("attention")
+def attention_command(
+    out: Annotated[pathlib.Path, _OUT],
+    model: Annotated[str | None, MODEL] = None,
+    data: Annotated[list[pathlib.Path] | None, _DATA] = None,
+    samples: Annotated[int, _SAMPLES] = 20,
+    arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
+    dtype: Annotated[str, _DTYPE] = "auto",
+) -> None:
+    """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8 and 12).
+
+    Example: vlcache analyze attention --out attention.png
+    """
+    import numpy as np
+
+    from vlcache_jax import analysis
+    from vlcache_jax.probe import Probe
+    from vlcache_jax.sensitivity import prepare
+
+    with say_errors(), open_model(model, dtype) as llm:
+        probe = Probe(llm)
+        kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
+        ranks, distances = [], []
+        for case in _cases(llm, data, samples, arrangement):
+            runs = prepare(probe, case)
+            for name, images in zip(kinds, analysis.answer_attention(probe, runs.placed, runs.cold), strict=True):
+                kinds[name] += [weights.mean(1) for weights in images]
+                if name == "scaled":
+                    ranks += [analysis.first_token_rank(weights) for weights in images]
+            distances += [analysis.key_distance(runs, span) for span in runs.placed.images]
+        grid = np.linspace(0, 1, 101)
+        along = {
+            name: np.mean([[np.interp(grid, *_cumulative(layer)) for layer in weights] for weights in found], axis=0)
+            for name, found in kinds.items()
+        }
+        far = np.mean([[np.interp(grid, *_cumulative(layer)) for layer in found] for found in distances], axis=0)
+        rank = np.mean([np.stack([r.mean(1), r.std(1)]) for r in ranks], axis=0)
+        report = {
+            "samples": samples,
+            "images": len(distances),
+            "share of tokens above 0.001, by layer": {
+                name: np.mean([(weights > 1e-3).mean(1) for weights in found], axis=0).tolist()
+                for name, found in kinds.items()
+            },
+            "attention on the first tokens, by layer and share of the image": {k: v.tolist() for k, v in along.items()},
+            "tokens that get less than the first one, mean over heads by layer": rank[0].tolist(),
+            "its standard deviation": rank[1].tolist(),
+            "distance of keys on the first tokens, by layer and share of the image": far.tolist(),
+        }
+        figure, axes = _figure(4)
+        for i in range(probe.num_layers):
+            colour = {"color": f"C{i % 10}", "label": f"layer {i}"}
+            values = np.sort(np.concatenate([weights[i] for weights in kinds["scaled"]]))
+            axes[0].plot(values, np.linspace(0, 1, len(values)), **colour)
+            axes[1].plot(grid, along["scaled"][i], **colour)
+            if i:
+                axes[3].plot(grid, far[i], **colour)
+        axes[0].set(xscale="log", xlabel="attention", ylabel="share of image tokens", title="First answer token")
+        axes[1].set(xlabel="first share of the image", ylabel="attention on it", title="In token order")
+        axes[2].errorbar(np.arange(probe.num_layers), rank[0], rank[1], fmt="o-", markersize=3)
+        axes[2].set(xlabel="layer", ylabel="tokens below the first one", title="Rank of an image's first token")
+        axes[3].set(xlabel="first share of the image", ylabel="of the distance of keys", title="Donor against cold")
+        axes[0].legend(fontsize=7)
+        _save(figure, report, out)
+
+
+def _cases(llm: LLM, data: list[pathlib.Path] | None, samples: int, arrangement: str) -> Sequence[Case]:
+    from vlcache_jax.benchmarks.accuracy import Protocol, load_samples, spread
+    from vlcache_jax.sensitivity import cases_of
+
+    if arrangement == "image_first":
+        raise ValueError("arrangement must be text_first or question_first: behind equal text reuse has no error")
+    chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
+    return cases_of(llm, chosen, Protocol(arrangement, auxiliary="neutral"), max_tokens=32)
+
+
+def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean of curves of different lengths, at each place over those that reach it."""
+    import numpy as np
+
+    longest = max(map(len, curves))
+    return np.array([np.mean([curve[i] for curve in curves if i < len(curve)]) for i in range(longest)])
+
+
+def _cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of the tokens, from the first on, and of the sum that they hold."""
+    import numpy as np
+
+    total = max(float(values.sum()), 1e-30)
+    return np.linspace(0, 1, len(values) + 1), np.concatenate([[0], np.cumsum(values) / total])
+
+
+def _figure(panels: int) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 3.8), squeeze=False)
+    return figure, axes[0]
+
+
+def _save(figure: Any, report: dict[str, Any], out: pathlib.Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    data = out.with_suffix(".json")
+    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"written to {out} and {data}")
