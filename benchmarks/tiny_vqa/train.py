@@ -170,7 +170,8 @@ class Sampler:
         weights: list[float] = []
         for _ in range(batch):
             pictures = draw_pictures(rng, sizes)
-            questions = [q for kind in self._kinds(count, turns) if (q := ask(rng, pictures, [kind]))]
+            kinds_asked = [*self._kinds(count, turns), "what"]  # the last is always possible
+            questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
             arrangement = str(rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
             images = []
             for picture in pictures:
