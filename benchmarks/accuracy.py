@@ -534,11 +534,12 @@ def measure(
       work: file of finished parts.
       out, figure: JSON and picture to write.
     """
-    from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.assets import model_or_shipped
     from vlcache_jax.llm import LLM
 
+    source = model_or_shipped(model)
     samples = load_samples(data, questions=questions)
-    with LLM(model or TINY_VQA, dtype=dtype) as llm:
+    with LLM(source, dtype=dtype) as llm:
         results = run(
             llm, samples, dict(zip(settings, settings, strict=True)), protocols, max_tokens=max_tokens, work=work
         )

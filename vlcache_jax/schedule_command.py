@@ -44,6 +44,7 @@ def profile_command(
     """
     from tqdm import tqdm
 
+    from vlcache_jax.assets import model_or_shipped
     from vlcache_jax.benchmarks.accuracy import Protocol, load_samples, spread
     from vlcache_jax.sensitivity import cases_of, profile
 
@@ -51,8 +52,9 @@ def profile_command(
         if arrangement == "image_first":
             raise ValueError("arrangement must be text_first or question_first: behind equal text reuse has no error")
         protocol = Protocol(arrangement, auxiliary="neutral")
+        source = model_or_shipped(model)
         chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
-        with open_model(model, dtype) as llm:
+        with open_model(source, dtype) as llm:
             cases = cases_of(llm, chosen, protocol, max_tokens=max_tokens)
             with tqdm(total=len(cases), desc="samples") as bar:
                 found = profile(llm, cases, work=f"{out}.work", progress=lambda done: bar.update(done - bar.n))
@@ -211,12 +213,12 @@ def draw_scores(axis: Any, scores: Scores) -> None:
     axis.legend(fontsize=8)
 
 
-def open_model(model: str | None, dtype: str) -> LLM:
+def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
     """An engine; None is the shipped model."""
-    from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.assets import model_or_shipped
     from vlcache_jax.llm import LLM
 
-    return LLM(model or TINY_VQA, dtype=dtype)
+    return LLM(model_or_shipped(model), dtype=dtype)
 
 
 @contextlib.contextmanager
