@@ -10,7 +10,7 @@ import pytest
 
 from vlcache_jax.layout import ImageRef, make_layout
 from vlcache_jax.plan import Plan
-from vlcache_jax.policies import EPIC, MPIC, Exact, Off, Scheduled, StaticRatio, TwoPass, make_plan, parse_policy
+from vlcache_jax.policies import EPIC, MPIC, Ends, Exact, Off, Scheduled, StaticRatio, TwoPass, make_plan, parse_policy
 from vlcache_jax.schedule import Schedule
 
 
@@ -56,6 +56,18 @@ def test_epic():
         plan = EPIC(2, ends).plan(layout("approximate", "approximate"), 2)
         assert fresh(plan, 0) == fresh(plan, 1) == TEXT | expected
     assert fresh(EPIC(99, "both").plan(layout("exact", "approximate"), 2), 0) == TEXT | set(range(13, 18))
+
+
+def test_both_ends():
+    plan = Ends(Fraction("0.3")).plan(layout("approximate", "approximate"), 2)
+    assert fresh(plan, 0) == fresh(plan, 1) == TEXT | {2, 3, 11, 13}  # 3 of 10: two and one; 1 of 5: the first
+    for ratio, policy in ((0, StaticRatio(Fraction(0))), (1, Off())):
+        states = layout("approximate", "approximate")
+        np.testing.assert_array_equal(Ends(Fraction(ratio)).plan(states, 3).depth, policy.plan(states, 3).depth)
+    assert parse_policy("ends-0.3") == Ends(Fraction("0.3"))
+    assert parse_policy("epic-16") == EPIC(16)
+    assert parse_policy("full-two-pass") == TwoPass()
+    assert parse_policy("asked-0.05").name == "asked 0.05 from layer 1"
 
 
 def test_two_passes():

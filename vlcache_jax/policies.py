@@ -79,8 +79,7 @@ class StaticRatio:
     approximates: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"reuse must be a ratio from 0 to 1, got {self.ratio}")
+        check_ratio(self.ratio)
 
     @property
     def name(self) -> str:
@@ -164,14 +163,34 @@ class EPIC:
         return f"epic-{self.k}" if self.ends == "first" else f"epic-{self.k}-{self.ends}"
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
-        depth = StaticRatio(Fraction(0)).plan(layout, num_layers).depth
-        for span in layout.images:
-            if span.state == "approximate":
-                token = np.arange(span.length)
-                first = (token < self.k) & (self.ends != "last")
-                last = (token >= span.length - self.k) & (self.ends != "first")
-                depth[span.tokens] = np.where(first | last, num_layers, 0)
-        return Plan(depth)
+        first, last = self.k * (self.ends != "last"), self.k * (self.ends != "first")
+        return edge_tokens(layout, num_layers, lambda tokens: (first, last))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """floor(ratio x T) of T image tokens are computed in every layer, half of them first ones, half last ones: our own.
+
+    Of an odd number the first ones are one more.
+    """
+
+    ratio: Fraction
+    links: bool = True
+    approximates: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    @property
+    def name(self) -> str:
+        return f"ends {float(self.ratio):g}"
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        def counts(tokens: int) -> tuple[int, int]:
+            count = int(self.ratio * tokens)
+            return count - count // 2, count // 2
+
+        return edge_tokens(layout, num_layers, counts)
 
 
 @dataclass(frozen=True)
@@ -240,13 +259,28 @@ def first_tokens(layout: Layout, num_layers: int, counts: Callable[[int], Sequen
     return Plan(depth)
 
 
+def edge_tokens(layout: Layout, num_layers: int, counts: Callable[[int], tuple[int, int]]) -> Plan:
+    """The plan that computes the first and the last tokens of each approximate image in every layer.
+
+    Args:
+      counts: image tokens -> how many first ones, and how many last ones.
+    """
+    plan = first_tokens(layout, num_layers, lambda tokens: [min(counts(tokens)[0], tokens)] * num_layers)
+    for span in layout.images:
+        if span.state == "approximate":
+            end = span.start + span.length
+            plan.depth[end - min(counts(span.length)[1], span.length) : end] = num_layers
+    plan.depth[-1] = num_layers + 1
+    return plan
+
+
 def parse_policy(reuse: Any) -> Policy:
     """The policy that a user's `reuse` stands for.
 
     Args:
       reuse: "off", "exact", "full" (ratio 0), "full-two-pass", a ratio from 0 to 1 as a number or a decimal string,
-        "mpic-K", "epic-K", "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, a `Schedule` or
-        a `Policy`.
+        "mpic-K", "epic-K", "ends-R", "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, a
+        `Schedule` or a `Policy`.
 
     Raises:
       ValueError: something else.
@@ -266,10 +300,11 @@ def parse_policy(reuse: Any) -> Policy:
             return EPIC(int(reuse[5:]))
         from vlcache_jax import selection  # knows this module
 
+        named: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **selection.NAMED}
         name, _, ratio = reuse.rpartition("-")
-        if name in selection.NAMED:
+        if name in named:
             with contextlib.suppress(InvalidOperation):
-                return selection.NAMED[name](_fraction(ratio))
+                return named[name](_fraction(ratio))
         try:
             return StaticRatio(_fraction(reuse))
         except InvalidOperation:
@@ -278,8 +313,15 @@ def parse_policy(reuse: Any) -> Policy:
         return Scheduled(Schedule.load(reuse))
     raise ValueError(
         'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
-        f'"cacheblend-R", "kvshare-R", "asked-R", the path of a schedule file, a Schedule or a Policy, got {reuse!r}'
+        '"ends-R", "cacheblend-R", "kvshare-R", "asked-R", '
+        f"the path of a schedule file, a Schedule or a Policy, got {reuse!r}"
     )
+
+
+def check_ratio(ratio: Fraction) -> None:
+    """Raises a ValueError if it is none."""
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"reuse must be a ratio from 0 to 1, got {ratio}")
 
 
 _DIGITS = 30

@@ -21,7 +21,7 @@ import numpy as np
 from vlcache_jax.layout import Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.plan import Plan, full_prefill
-from vlcache_jax.policies import Policy
+from vlcache_jax.policies import Policy, check_ratio
 from vlcache_jax.schedule import Schedule
 
 _BLOCK = 128  # rows whose attention is held at once
@@ -108,11 +108,6 @@ def _reused(layout: Layout) -> int:
     return sum(span.length for span in layout.images if span.state == "approximate")
 
 
-def _check_ratio(ratio: Fraction) -> None:
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"reuse must be a ratio from 0 to 1, got {ratio}")
-
-
 @dataclass(frozen=True)
 class CacheBlend(_Selecting):
     """The tokens whose K, V deviate most (CacheBlend).
@@ -127,7 +122,7 @@ class CacheBlend(_Selecting):
     variant: str = "vlcache_baseline"
 
     def __post_init__(self) -> None:
-        _check_ratio(self.ratio)
+        check_ratio(self.ratio)
         if self.variant not in ("vlcache_baseline", "lmcache", "proto"):
             raise ValueError(f"variant must be vlcache_baseline, lmcache or proto, got {self.variant!r}")
 
@@ -163,7 +158,7 @@ class KVShare(_Selecting):
     check_layer: int = 1
 
     def __post_init__(self) -> None:
-        _check_ratio(self.ratio)
+        check_ratio(self.ratio)
         if self.selector not in ("dhd", "attn_dist"):
             raise ValueError(f"selector must be dhd or attn_dist, got {self.selector!r}")
 
@@ -205,7 +200,7 @@ class Asked(_Selecting):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        _check_ratio(self.ratio)
+        check_ratio(self.ratio)
         if not isinstance(self.check_layer, int) or self.check_layer < 1:
             raise ValueError(
                 f"check_layer must be an integer of at least 1 (nothing deviates in layer 0), got {self.check_layer!r}"
