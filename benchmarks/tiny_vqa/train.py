@@ -484,7 +484,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step, about")
-    parser.add_argument("--turns", type=int, default=16, help="questions in a conversation")
+    parser.add_argument("--turns", type=int, default=4, help="questions in a conversation")
     parser.add_argument("--groups", type=int, default=2, help="of a step; each has pictures of one size")
     parser.add_argument("--minutes", type=float, default=600, help="stop after this time; the run can go on later")
     parser.add_argument("--finish", type=int, help="bring the learning rate to 0 in this many steps from here, and end")
