@@ -225,8 +225,11 @@ def test_sampling_is_repeatable_whatever_else_is_in_the_batch(llm, conversations
 
 
 def test_where_answers_end(llm, conversations):
-    settings = {"temperature": 1.5, "seed": 11, "max_tokens": 32}
-    [full] = llm.chat(conversations[0], SamplingParams(**settings, ignore_eos=True), use_tqdm=False)
+    for seed in range(100):  # random weights repeat themselves, often in bytes that are no text
+        settings = {"temperature": 1.5, "seed": seed, "max_tokens": 32}
+        [full] = llm.chat(conversations[0], SamplingParams(**settings, ignore_eos=True), use_tqdm=False)
+        if any(character.isascii() for character in full.outputs[0].text[4:]):
+            break
     tokens = full.outputs[0].token_ids
     assert (len(tokens), full.outputs[0].finish_reason) == (32, "length")
 
