@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import functools
+import io
 import os
 import pathlib
 from collections.abc import Callable
@@ -16,6 +19,7 @@ os.environ.setdefault("NPROC", "16")
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from vlcache_jax.tiny import make_checkpoint
 
@@ -162,3 +166,21 @@ def textured_image() -> Callable[..., np.ndarray]:
         return np.clip(ramp + rng.normal(0, 40, (height, width, 3)), 0, 255).astype(np.uint8)
 
     return make
+
+
+@pytest.fixture
+def questions_tsv(tmp_path):
+    """A file of three questions, each about a picture of its own."""
+
+    def image(seed):
+        file = io.BytesIO()
+        noise = np.random.default_rng(seed).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(file, "PNG")
+        return base64.b64encode(file.getvalue()).decode()
+
+    path = tmp_path / "toy.tsv"
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(["index", "question", "answer", "image"])
+        writer.writerows([[str(i), f"What is {i}?", "a cat", image(i)] for i in range(3)])
+    return path

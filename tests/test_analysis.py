@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import json
 
 import numpy as np
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from vlcache_jax import LLM
@@ -82,26 +78,10 @@ def test_where_the_answer_looks(probe, runs):
     assert first_token_rank(np.array([[[0.5, 0.1, 0.6, 0.2]]])) == pytest.approx(2 / 3)
 
 
-@pytest.fixture
-def tsv(tmp_path):
-    def image(seed):
-        file = io.BytesIO()
-        noise = np.random.default_rng(seed).integers(0, 256, (90, 120, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(file, "PNG")
-        return base64.b64encode(file.getvalue()).decode()
-
-    path = tmp_path / "toy.tsv"
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-        writer.writerow(["index", "question", "answer", "image"])
-        writer.writerows([[str(i), f"What is {i}?", "a cat", image(i)] for i in range(3)])
-    return path
-
-
 @pytest.mark.parametrize("command", ["errors", "attention"])
-def test_commands(checkpoints, tsv, tmp_path, command):
+def test_commands(checkpoints, questions_tsv, tmp_path, command):
     out = tmp_path / "figures" / f"{command}.png"
-    arguments = ["analyze", command, "--out", str(out), str(checkpoints("qwen3_vl-tied")), "--data", str(tsv)]
+    arguments = ["analyze", command, "--out", str(out), str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv)]
     result = CliRunner().invoke(app, [*arguments, "--samples", "2"])
     assert result.exit_code == 0, result.output
     assert out.stat().st_size > 1000

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from vlcache_jax.schedule import Schedule
-from vlcache_jax.search import Scores, find_schedule, solve, solve_greedily
+from vlcache_jax.search import LayerTimes, Scores, find_schedule, find_schedule_within, solve, solve_greedily
 
 EXAMPLE = np.array([[10, 10, 10, 10], [10, 7, 6, 5.5], [10, 9.5, 5, 4.8]])
 
@@ -153,3 +154,62 @@ def test_values_that_are_no_scores(values, message):
 def test_means_off_the_grid(mean):
     with pytest.raises(ValueError, match="mean must be"):
         find_schedule(falling(3), mean)
+
+
+TIMES = LayerTimes((64, 128, 512), (30, 40, 100))
+
+
+def test_times_follow_the_sizes_that_are_compiled():
+    costs = TIMES.costs(2, 150, image_tokens=1000, text_rows=64)
+    assert costs.shape == (2, 151)
+    # Levels are 2 of 1000 tokens each: 64 rows hold the text alone, 128 rows 32 levels more.
+    assert costs[:, 0].tolist() == [30, 30]
+    assert set(costs[0, 1:33]) == {40}
+    assert set(costs[0, 33:]) == {100}
+    with pytest.raises(ValueError, match="times must reach 364 rows, got up to 128"):
+        LayerTimes((64, 128), (30, 40)).costs(2, 150, image_tokens=1000, text_rows=64)
+
+
+@pytest.mark.parametrize("microseconds", [180, 190, 240, 330, 600])
+def test_a_schedule_within_a_time(microseconds):
+    layers = falling(6)
+    found = find_schedule_within(layers, microseconds, TIMES, image_tokens=1000, text_rows=64, max_distinct=None)
+    took = [30 if level == 0 else 40 if level <= 32 else 100 for level in found.levels]
+    assert sum(took) <= microseconds
+    # Inside a size that is paid for, more rows cost nothing: only the largest of each size can be best.
+    best = min(
+        sum(layers.values[i, n] for i, n in enumerate(levels))
+        for levels in itertools.combinations_with_replacement((150, 32, 0), 6)
+        if sum({0: 30, 32: 40, 150: 100}[n] for n in levels) <= microseconds
+    )
+    assert found.made_by["predicted_mse"] == pytest.approx(best)
+
+
+def test_a_time_too_short():
+    with pytest.raises(ValueError, match="smallest levels, which cost 180, got 179"):
+        find_schedule_within(falling(6), 179, TIMES, image_tokens=1000, text_rows=64)
+
+
+def test_times_are_read(tmp_path):
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"rows": [64, 128, 512], "microseconds": [30, 40, 100]}))
+    assert LayerTimes.load(path) == TIMES
+    for content in ("{}", "[]", "no", '{"rows": [64], "microseconds": [1, 2]}'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="times must be a file of `vlcache schedule times`, got "):
+            LayerTimes.load(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "microseconds", "message"),
+    [
+        ((), (), "lists of one length"),
+        ((64, 32), (1, 2), "rows must be ascending integers of at least 1"),
+        ((0, 32), (1, 2), "rows must be ascending integers of at least 1"),
+        ((32, 64), (2, 1), "microseconds must be ascending integers of at least 0"),
+        ((32, 64), (1.5, 2), "microseconds must be ascending integers"),
+    ],
+)
+def test_times_that_are_none(rows, microseconds, message):
+    with pytest.raises(ValueError, match=message):
+        LayerTimes(rows, microseconds)
