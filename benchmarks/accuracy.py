@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 from vlcache_jax.benchmarks.report import environment, show, write
@@ -411,19 +412,29 @@ def _identity(llm: LLM, samples: Sequence[Sample], settings: dict[str, Any], max
     return digest.hexdigest()[:16]
 
 
-def paired(cold: Sequence[bool], other: Sequence[bool], seed: int = 0) -> dict[str, float]:
-    """Difference of accuracies in points, its bootstrap interval of 95 % and the p of McNemar's exact test.
+def paired(cold: npt.ArrayLike, other: npt.ArrayLike, seed: int = 0) -> dict[str, float]:
+    """Difference of accuracies in points, its bootstrap interval of 95 % and the p of McNemar's test.
+
+    Exact for one auxiliary prompt a question. With several, a question's mean difference is one observation, for the
+    interval (a bootstrap over questions) and for the test (its asymptotic form).
 
     Args:
-      cold, other: right or wrong, for the same samples in the same order.
+      cold, other: right or wrong, for the same questions in the same order, [questions] or [prompts, questions].
     """
-    before, after = np.asarray(cold, bool), np.asarray(other, bool)
-    lost, won, n = int((before & ~after).sum()), int((~before & after).sum()), len(before)
-    # A resample of pairs is a multinomial draw of how many are lost, won, and neither.
-    drawn = np.random.default_rng(seed).multinomial(n, [lost / n, won / n, 1 - (lost + won) / n], _RESAMPLES)
-    low, high = np.percentile((drawn[:, 1] - drawn[:, 0]) / n, [2.5, 97.5])
-    p = stats.binomtest(lost, lost + won).pvalue if lost + won else 1.0
-    return {"difference": 100 * (won - lost) / n, "low": 100 * low, "high": 100 * high, "p": float(p)}
+    before, after = np.atleast_2d(np.asarray(cold, int)), np.atleast_2d(np.asarray(other, int))
+    change = (after - before).mean(0)
+    n = len(change)
+    # A resample of questions is a multinomial draw of how many have each of the few possible differences.
+    values, counts = np.unique(change, return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(n, counts / n, _RESAMPLES) @ values / n
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    if not change.any():
+        p = 1.0
+    elif len(before) == 1:
+        p = stats.binomtest(int((change > 0).sum()), int((change != 0).sum())).pvalue
+    else:
+        p = 2 * stats.norm.sf(abs(change.sum()) / np.sqrt(np.square(change).sum()))
+    return {"difference": 100 * change.mean(), "low": 100 * low, "high": 100 * high, "p": float(p)}
 
 
 def summarize(
@@ -431,31 +442,37 @@ def summarize(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Tables: one row for each protocol, setting and task, and one for each protocol and setting.
 
-    Means over tasks count every task alike; the worst task is the one that loses most against the cold run.
+    Protocols that differ in their seed alone are one: the same questions, several auxiliary prompts each. Means over
+    tasks count every task alike; the worst task is the one that loses most against the cold run.
     """
     details: list[dict[str, Any]] = []
     totals: list[dict[str, Any]] = []
     tasks = list(dict.fromkeys(sample.task for sample in samples))
+    seeds: dict[Protocol, list[dict[str, list[Result]]]] = {}
     for protocol, by_setting in results.items():
-        cold = by_setting[COLD]
-        for name, found in by_setting.items():
+        seeds.setdefault(dataclasses.replace(protocol, seed=0), []).append(by_setting)
+    for protocol, runs in seeds.items():
+        shown = {key: value for key, value in dataclasses.asdict(protocol).items() if key != "seed"}
+        for name in runs[0]:
             rows = []
             for task in tasks:
-                chosen = [k for k, result in enumerate(found) if samples[result.sample].task == task]
-                own = [found[k] for k in chosen]
-                pair = paired([cold[k].right for k in chosen], [result.right for result in own])
+                own = [[result for result in run[name] if samples[result.sample].task == task] for run in runs]
+                cold = [[result for result in run[COLD] if samples[result.sample].task == task] for run in runs]
+                every = [result for found in own for result in found]
+                pair = paired(*([[result.right for result in found] for found in part] for part in (cold, own)))
                 rows.append(
                     {
-                        **dataclasses.asdict(protocol),
+                        **shown,
                         "reuse": name,
                         "task": task,
-                        "questions": len(own),
-                        "accuracy": 100 * float(np.mean([result.right for result in own])),
+                        "questions": len(own[0]),
+                        "auxiliary prompts": len(runs),
+                        "accuracy": 100 * float(np.mean([result.right for result in every])),
                         **pair,
-                        "logit MSE": float(np.mean([result.squared_error for result in own])),
-                        "agreement": 100 * sum(r.agree for r in own) / sum(r.tokens for r in own),
-                        "image rows": sum(r.recomputed for r in own) / sum(r.image_tokens for r in own),
-                        "rows": float(np.mean([result.rows for result in own])),
+                        "logit MSE": float(np.mean([result.squared_error for result in every])),
+                        "agreement": 100 * sum(r.agree for r in every) / sum(r.tokens for r in every),
+                        "image rows": sum(r.recomputed for r in every) / sum(r.image_tokens for r in every),
+                        "rows": float(np.mean([result.rows for result in every])),
                     }
                 )
             details += rows
@@ -545,6 +562,8 @@ def measure(
         )
     details, totals = summarize(samples, results)
     for protocol in protocols:
+        if protocol.seed:
+            continue  # is part of the first one's rows
         rows = [row for row in totals if row["arrangement"] == protocol.arrangement]
         show(
             f"Accuracy, {protocol.arrangement.replace('_', ' ')} "

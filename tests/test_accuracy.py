@@ -10,6 +10,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import stats
 from typer.testing import CliRunner
 
 from vlcache_jax import LLM
@@ -148,6 +149,12 @@ def test_paired_statistics():
     assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * spread, rel=0.1)
     same = paired(cold, cold)
     assert (same["difference"], same["low"], same["high"], same["p"]) == (0, 0, 0, 1)
+    # A second auxiliary prompt that changes nothing halves everything, and no question counts twice.
+    twice = paired([cold, cold], [cold, other])
+    assert [twice[key] for key in ("difference", "low", "high")] == [
+        found[key] / 2 for key in ("difference", "low", "high")
+    ]
+    assert twice["p"] == pytest.approx(2 * stats.norm.sf(10 / 14**0.5))
 
 
 def test_summary_counts_tasks_alike_and_names_the_worst():
@@ -162,6 +169,10 @@ def test_summary_counts_tasks_alike_and_names_the_worst():
     assert totals[1]["worst"] == "-100.0 small"
     assert totals[1]["agreement"] == pytest.approx((100 * 5 / 6 + 0) / 2)
     assert totals[1]["image rows %"] == pytest.approx(10)
+    again = {"off": cold, "full": [make(0, False, 2), *reused[1:]]}
+    pooled, _ = summarize(samples, {protocol: {"off": cold, "full": reused}, Protocol("text_first", seed=1): again})
+    assert [(row["task"], row["auxiliary prompts"]) for row in pooled] == [("big", 2), ("small", 2)] * 2
+    assert pooled[2]["difference"] == pytest.approx(-100 * (0.5 + 0 + 1) / 3)
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,7 @@ def accuracy_command(
     questions: Annotated[
         int | None, typer.Option(min=1, help="Questions of each file at most. [default: all]", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses auxiliary queries and other texts.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")] = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
     work: Annotated[
@@ -190,7 +190,9 @@ def accuracy_command(
             data or [],
             settings=reuse or accuracy.SETTINGS,
             protocols=[
-                accuracy.Protocol(name, auxiliary, donors, seed) for name in arrangement or accuracy.ARRANGEMENTS
+                accuracy.Protocol(name, auxiliary, donors, seed)
+                for name in arrangement or accuracy.ARRANGEMENTS
+                for seed in range(seeds)
             ],
             questions=questions,
             max_tokens=max_tokens,

@@ -50,7 +50,7 @@ _TEXT = {
     },
 }
 QUESTION_FIRST_WEIGHT = 4.0
-_ALIGNMENT_WEIGHT, _TEMPERATURE = 0.3, 0.1
+_ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
 _WORDS = (tuple(COLOURS), SHAPES, tuple("12345"), tuple("ABCDE"))
 # How often each kind of question is asked; those about several images only where there are several.
 SHARES = {
@@ -299,8 +299,10 @@ class Trainer:
         )
         _initialize(self.model)
         self.sampler = Sampler(checkpoint, seed)
-        self._encoded: list[torch.Tensor] = []
-        self.model.model.visual.register_forward_hook(lambda *call: self._encoded.append(call[2].pooler_output))
+        self._encoded: list[list[torch.Tensor]] = []  # image tokens, and DeepStack's features
+        self.model.model.visual.register_forward_hook(
+            lambda *call: self._encoded.append([call[2].pooler_output, *call[2].deepstack_features])
+        )
         self._words = [self.sampler.word_ids(words) for words in _WORDS]
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
@@ -371,17 +373,19 @@ class Trainer:
         right["sight"] = [seen]
         return (losses * weight).sum() / weight.sum() + _ALIGNMENT_WEIGHT * alignment, right
 
-    def _align(self, encoded: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def _align(self, encoded: list[torch.Tensor], labels: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The loss that draws image tokens to the words of what they show and where, and how often it finds them.
 
         Encoders of published models come aligned with text. Without it, colours and places became something that
-        words look up after a thousand steps, shapes not even after five thousand.
+        words look up after a thousand steps, shapes not even after five thousand. Lengths are held near those of words:
+        image tokens grew to 60 times a word's, DeepStack's features to 100, and covered whatever layers added.
         """
-        tokens = torch.nn.functional.normalize(encoded, dim=-1)
-        loss, right = torch.zeros(()), torch.ones(len(tokens), dtype=torch.bool)
+        features = encoded[0]
+        loss = _NORM_WEIGHT * torch.stack([part.square().sum(-1).mean() for part in encoded]).sum()
+        right = torch.ones(len(features), dtype=torch.bool)
         for ids, numbers in zip(self._words, labels.T, strict=True):
             words = torch.nn.functional.normalize(self.model.model.language_model.embed_tokens(ids), dim=-1)
-            similarity = tokens @ words.T / _TEMPERATURE
+            similarity = features @ words.T / _TEMPERATURE
             loss = loss + torch.nn.functional.cross_entropy(similarity, numbers, ignore_index=-1)
             right &= (similarity.argmax(-1) == numbers) | (numbers < 0)
         return loss, right.float().mean().item()
@@ -431,6 +435,9 @@ def _initialize(model: Any) -> None:
     layers = model.config.text_config.num_hidden_layers
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
+            continue
+        if "deepstack" in name and name.endswith("linear_fc2.weight"):
+            torch.nn.init.zeros_(parameter)  # comes in when the rest knows what to do with it
             continue
         match name.split(".")[-2]:
             case "embed_tokens":
@@ -502,11 +509,12 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     with open(args.out / "log.jsonl", "a", encoding="utf-8") as log:
         while time.monotonic() < end and (trainer.finish is None or trainer.step < trainer.finish[1]):
+            stage = trainer.stage
             report = trainer.train_step(args.tokens, args.turns, args.groups)
             if trainer.step % 20 == 0:
                 log.write(json.dumps(report) + "\n")
                 log.flush()
-            if trainer.step % 200 == 0:
+            if trainer.step % 200 == 0 or trainer.stage != stage:
                 trainer.save()
     trainer.save()
 
