@@ -54,14 +54,17 @@ def test_the_error_is_taken_apart(probe, runs):
     parts = decompose(probe, runs, tokens=5)
     assert parts.num_image_tokens == len(image)
     assert parts.total == pytest.approx(squared_error(runs.overridden.logits, runs.cold.logits), rel=1e-4)
-    assert parts.behind[0] == pytest.approx(parts.total, rel=1e-4)
-    assert parts.behind[-1] == parts.layer[-1] > 0
-    assert parts.layer[0] < 1e-9 * parts.total  # P4
-    assert len(parts.place) == len(parts.own) == 5
+    assert parts.until.error[-1] == parts.total
+    assert parts.behind.error[-1] == parts.layer.error[-1] > 0
+    assert parts.until.error[0] == parts.layer.error[0] < 1e-9 * parts.total  # P4
+    assert len(parts.place) == len(parts.token.error) == 5
     assert (parts.place[0], parts.place[-1]) == (0, runs.placed.images[-1].length - 1)
     write = np.ones((probe.num_layers, len(runs.placed.layout)), bool)
     write[:, image[-1]] = False
-    assert parts.own[-1] == squared_error(probe.run(runs.placed, write, runs.donor).logits, runs.cold.logits)
+    assert parts.token.error[-1] == squared_error(probe.run(runs.placed, write, runs.donor).logits, runs.cold.logits)
+    differs = runs.overridden.logits.argmax(-1) != runs.cold.logits.argmax(-1)
+    assert parts.behind.changed[0] == parts.until.changed[-1] == differs.any()
+    assert not parts.until.changed[0]
 
 
 def test_where_the_answer_looks(probe, runs):
@@ -94,6 +97,8 @@ def test_commands(checkpoints, questions_tsv, tmp_path, command):
         ]  # fmt: skip
         assert all(np.isfinite(curve).all() and max(curve) > 0 for curve in curves.values())
         assert len(report["single tokens"]) == 2
+        shares = report["share of answers that change, by layer"]
+        assert shares["reused in a layer and all before"][-1] == shares["reused in a layer and all behind"][0]
     else:
         assert report["images"] == 2
         for curve in report["attention on the first tokens, by layer and share of the image"]["scaled"]:

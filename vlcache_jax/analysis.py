@@ -6,6 +6,7 @@ images must vary between donor and formal prompt: behind equal text, K, V are eq
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -43,24 +44,43 @@ def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Tr
 
 
 @dataclass(frozen=True, eq=False)
-class Decomposition:
-    """Errors of the logits (mean squares) if only a part of what could be reused is reused.
+class Effect:
+    """What reuse does to an answer, given its tokens so far: one entry for each way of reusing.
 
     Attributes:
-      total: everything is reused.
-      place: of each token that was tried alone, from its image's first on [k].
-      num_image_tokens: in the prompt.
-      own: only one token is reused, in all layers [k]; what the sum lacks to the total comes from tokens together.
-      layer: all tokens are reused, in one layer only [L].
-      behind: all tokens are reused in a layer and all behind it [L].
+      error: mean square of the logits' error.
+      changed: whether any most likely token is another one.
     """
 
-    total: float
-    place: npt.NDArray[np.int64]
+    error: Array
+    changed: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """The effect if only a part of what could be reused is reused.
+
+    Attributes:
+      num_image_tokens: in the prompt.
+      place: of each token that was tried alone, from its image's first on [k].
+      token: only that token is reused, in all layers [k]; what the sum of the errors lacks to the total comes from
+        tokens together.
+      layer: all tokens are reused, in one layer only [L].
+      until: all tokens are reused in a layer and all before it [L]; the last entry is full reuse.
+      behind: all tokens are reused in a layer and all behind it [L]; the first entry is full reuse.
+    """
+
     num_image_tokens: int
-    own: Array
-    layer: Array
-    behind: Array
+    place: npt.NDArray[np.int64]
+    token: Effect
+    layer: Effect
+    until: Effect
+    behind: Effect
+
+    @property
+    def total(self) -> float:
+        """Error of full reuse."""
+        return float(self.behind.error[0])
 
 
 def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
@@ -74,22 +94,23 @@ def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
     image = np.flatnonzero(placed.is_image)
     chosen = image[np.unique(np.linspace(0, len(image) - 1, min(tokens, len(image))).astype(int))]
 
-    def error(reused: npt.NDArray[np.bool_]) -> float:
-        return squared_error(probe.run(placed, ~reused, runs.donor).logits, runs.cold.logits)
+    def effect(parts: Sequence[tuple[slice, npt.NDArray[np.int64]]]) -> Effect:
+        errors, changed = [], []
+        for where, what in parts:
+            write = np.ones((layers, len(placed.layout)), bool)
+            write[where, what] = False
+            logits = probe.run(placed, write, runs.donor).logits
+            errors.append(squared_error(logits, runs.cold.logits))
+            changed.append(bool((logits.argmax(-1) != runs.cold.logits.argmax(-1)).any()))
+        return Effect(np.array(errors), np.array(changed))
 
-    def only(where: int | slice, what: npt.NDArray[np.int64] | int) -> float:
-        reused = np.zeros((layers, len(placed.layout)), bool)
-        reused[where, what] = True
-        return error(reused)
-
-    everywhere = slice(None)
     return Decomposition(
-        total=only(everywhere, image),
-        place=np.concatenate([np.arange(span.length) for span in placed.images])[np.isin(image, chosen)],
         num_image_tokens=len(image),
-        own=np.array([only(everywhere, token) for token in chosen]),
-        layer=np.array([only(i, image) for i in range(layers)]),
-        behind=np.array([only(slice(i, None), image) for i in range(layers)]),
+        place=np.concatenate([np.arange(span.length) for span in placed.images])[np.isin(image, chosen)],
+        token=effect([(slice(None), chosen[i : i + 1]) for i in range(len(chosen))]),
+        layer=effect([(slice(i, i + 1), image) for i in range(layers)]),
+        until=effect([(slice(i + 1), image) for i in range(layers)]),
+        behind=effect([(slice(i, None), image) for i in range(layers)]),
     )
 
 

@@ -66,22 +66,23 @@ def errors_command(
             parts.append(analysis.decompose(probe, runs, tokens=tokens))
         means = {name: _mean_along(found) for name, found in curves.items()}
         total = float(np.mean([part.total for part in parts]))
-        depths = {
-            "reused in one layer only": np.mean([part.layer for part in parts], axis=0).tolist(),
-            "reused in a layer and all behind": np.mean([part.behind for part in parts], axis=0).tolist(),
+        effects = {
+            "reused in one layer only": [part.layer for part in parts],
+            "reused in a layer and all before": [part.until for part in parts],
+            "reused in a layer and all behind": [part.behind for part in parts],
         }
+        depths = {name: np.mean([effect.error for effect in found], axis=0) for name, found in effects.items()}
+        changed = {name: np.mean([effect.changed for effect in found], axis=0) for name, found in effects.items()}
         report = {
             "samples": samples,
             "error of attention outputs, by answer token": {name: mean.tolist() for name, mean in means.items()},
-            "error of the logits": {
-                "everything reused": total,
-                "sum of single tokens, scaled to all": float(
-                    np.mean([part.own.mean() * part.num_image_tokens for part in parts])
-                ),
-                **depths,
-            },
+            "error of the logits, by layer": {name: errors.tolist() for name, errors in depths.items()},
+            "share of answers that change, by layer": {name: shares.tolist() for name, shares in changed.items()},
+            "error of single tokens, their sum scaled to all": float(
+                np.mean([part.token.error.mean() * part.num_image_tokens for part in parts])
+            ),
             "single tokens": [
-                {"place": part.place.tolist(), "error": part.own.tolist(), "all": part.total} for part in parts
+                {"place": part.place.tolist(), "error": part.token.error.tolist(), "all": part.total} for part in parts
             ],
         }
         figure, (left, middle, right) = _figure(3)
@@ -96,7 +97,7 @@ def errors_command(
         middle.set(xlabel="layer that reuses", ylabel="error of the logits", title="By depth")
         middle.legend(fontsize=8)
         for part in parts:
-            right.plot(part.place, part.own / max(part.total, 1e-30), ".", color="tab:blue", alpha=0.4)
+            right.plot(part.place, part.token.error / max(part.total, 1e-30), ".", color="tab:blue", alpha=0.4)
         right.set(xlabel="place in its image", ylabel="own error / error of all", title="One token reused")
         _save(figure, report, out)
 
