@@ -29,11 +29,11 @@ def solve(question: str, pictures: list[Picture]) -> str:
         words = named[2]
 
     def at(place):
-        _, row, _, column = place.replace(",", "").split()
-        return grid[int(row) - 1]["abcde".index(column.lower())]
+        column, row = place.lower()
+        return grid[int(row) - 1]["abcde".index(column)]
 
     def name(row, column):
-        return f"row {row + 1}, column {'ABCDE'[column]}"
+        return f"{'ABCDE'[column]}{row + 1}"
 
     def find(glyph):
         [place] = [(r, c) for r, row in enumerate(grid) for c, cell in enumerate(row) if cell == glyph]
@@ -45,10 +45,9 @@ def solve(question: str, pictures: list[Picture]) -> str:
 
     count = lambda grid, kind: sum(kind in cell.split() for row in grid for cell in row)  # noqa: E731
     kind_of = lambda text: {"crosses": "cross"}.get(text, text.removesuffix(" shapes").removesuffix("s"))  # noqa: E731
-    listed = lambda text: re.split(", (?!column)| and ", text)  # noqa: E731
-    upper = lambda place: place[:-1] + place[-1].upper()  # noqa: E731
+    listed = lambda text: re.split(", | and ", text)  # noqa: E731
     if found := re.fullmatch(r"what is at (.* and .*)\?", words):
-        return ", ".join(f"{upper(place)} {at(place)}" for place in listed(found[1]))
+        return ", ".join(f"{place.upper()} {at(place)}" for place in listed(found[1]))
     if found := re.fullmatch(r"where are the (.*)\?", words):
         return ", ".join(f"{glyph} {name(*find(glyph))}" for glyph in listed(found[1]))
     if found := re.fullmatch(r"what colours are the (.*)\?", words):

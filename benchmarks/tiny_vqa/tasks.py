@@ -12,7 +12,7 @@ from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, GLYPHS, SHAPES, Pi
 
 _DIRECTIONS = {"right of": (0, 1), "left of": (0, -1), "above": (-1, 0), "below": (1, 0)}
 _PLURALS = {"cross": "crosses"}
-_COLUMNS = "ABCDEFGHIJ"  # letters, as in spreadsheets: with numbers for both, which is which was learnt very late
+_COLUMNS = "ABCDEFGHIJ"  # places are named as in spreadsheets, B2: short names stand right behind what they belong to
 _AT_ONCE = 3  # places or glyphs in one question
 _MOST = 4  # the highest count that is asked for
 
@@ -244,7 +244,7 @@ def _in_image(i: int, pictures: Sequence[Picture]) -> str:
 
 
 def _place(row: int, column: int) -> str:
-    return f"row {row + 1}, column {_COLUMNS[column]}"
+    return f"{_COLUMNS[column]}{row + 1}"
 
 
 def _join(names: Sequence[str]) -> str:

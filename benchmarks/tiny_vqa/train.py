@@ -51,7 +51,14 @@ _TEXT = {
 }
 QUESTION_FIRST_WEIGHT = 4.0
 _ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
-_WORDS = (tuple(COLOURS), SHAPES, tuple("12345"), tuple("ABCDE"))
+# What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not.
+_WORDS = (
+    [f" {colour}" for colour in COLOURS],
+    [f" {shape}" for shape in SHAPES],
+    [*"12345"],
+    [f" {c}" for c in "ABCDE"],
+)
+_FLAGS = (" code", " nothing")
 # How often each kind of question is asked; those about several images only where there are several.
 SHARES = {
     "what": 0.05,
@@ -122,7 +129,7 @@ class Group:
       answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
       kinds: of the answers' questions, "" for other talk [A].
       weight: of each answer's tokens in the loss [A].
-      labels: of the image tokens, see `_labels` [T, 4].
+      labels: of the image tokens, see `_labels` [T, 6].
     """
 
     inputs: dict[str, torch.Tensor]
@@ -164,7 +171,7 @@ class Sampler:
         rng = self.rng
         count = 1 + int(rng.choice(len(stage.images), p=stage.images))
         sizes = [stage.sizes[i] for i in rng.integers(len(stage.sizes), size=count)]
-        batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 23 * turns)))
+        batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
         rows, pixels, grids, labels = [], [], [], []
         kinds: list[str] = []
         weights: list[float] = []
@@ -201,8 +208,8 @@ class Sampler:
         return Group(inputs, torch.from_numpy(answer), kinds, torch.tensor(weights), torch.cat(labels))
 
     def word_ids(self, words: Sequence[str]) -> torch.Tensor:
-        """Tokens of the words as they stand inside a sentence."""
-        ids = [self._tokenizer.encode(f" {word}", add_special_tokens=False) for word in words]
+        """The words' tokens; each must be one."""
+        ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
         return torch.tensor([token for [token] in ids])
 
     def _kinds(self, images: int, turns: int) -> list[str]:
@@ -242,13 +249,15 @@ class Sampler:
 
 
 def _labels(picture: Picture) -> torch.Tensor:
-    """What each image token shows and where, numbers in `_WORDS`, row by row; -1 for nothing [T, 4]."""
+    """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 6]."""
     size = picture.size
-    labels = torch.full((size.rows, size.columns, 4), -1)
-    for (row, column), glyph in picture.glyphs.items():
-        labels[row, column, :2] = torch.tensor([list(COLOURS).index(glyph.colour), SHAPES.index(glyph.shape)])
+    labels = torch.full((size.rows, size.columns, 6), -1)
     labels[:, :, 2] = torch.arange(size.rows)[:, None]
     labels[:, :, 3] = torch.arange(size.columns)
+    labels[:, :, 4:] = torch.tensor([0, 1])
+    for (row, column), glyph in picture.glyphs.items():
+        shown = (list(COLOURS).index(glyph.colour), SHAPES.index(glyph.shape))
+        labels[row, column, [0, 1, 4, 5]] = torch.tensor([*shown, (row, column) == picture.code, 0])
     tokens = size.cell // 16
     return labels.repeat_interleave(tokens, dim=0).repeat_interleave(tokens, dim=1).flatten(0, 1)
 
@@ -304,6 +313,7 @@ class Trainer:
             lambda *call: self._encoded.append([call[2].pooler_output, *call[2].deepstack_features])
         )
         self._words = [self.sampler.word_ids(words) for words in _WORDS]
+        self._flags = self.sampler.word_ids(_FLAGS)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -380,14 +390,20 @@ class Trainer:
         words look up after a thousand steps, shapes not even after five thousand. Lengths are held near those of words:
         image tokens grew to 60 times a word's, DeepStack's features to 100, and covered whatever layers added.
         """
-        features = encoded[0]
+        features, table = encoded[0], self.model.model.language_model.embed_tokens
         loss = _NORM_WEIGHT * torch.stack([part.square().sum(-1).mean() for part in encoded]).sum()
         right = torch.ones(len(features), dtype=torch.bool)
-        for ids, numbers in zip(self._words, labels.T, strict=True):
-            words = torch.nn.functional.normalize(self.model.model.language_model.embed_tokens(ids), dim=-1)
-            similarity = features @ words.T / _TEMPERATURE
-            loss = loss + torch.nn.functional.cross_entropy(similarity, numbers, ignore_index=-1)
-            right &= (similarity.argmax(-1) == numbers) | (numbers < 0)
+
+        def similarity(ids: torch.Tensor) -> torch.Tensor:
+            return features @ torch.nn.functional.normalize(table(ids), dim=-1).T / _TEMPERATURE
+
+        for ids, numbers in zip(self._words, labels.T, strict=False):
+            likeness = similarity(ids)
+            loss = loss + torch.nn.functional.cross_entropy(likeness, numbers, ignore_index=-1)
+            right &= (likeness.argmax(-1) == numbers) | (numbers < 0)
+        likeness, flags = similarity(self._flags), labels[:, len(self._words) :]
+        loss = loss + torch.nn.functional.binary_cross_entropy_with_logits(likeness, flags.float())
+        right &= ((likeness > 0) == flags).all(-1)
         return loss, right.float().mean().item()
 
     def accuracy(self) -> dict[str, float]:
