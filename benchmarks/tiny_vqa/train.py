@@ -78,6 +78,8 @@ SHARES = {
     "at_code": 0.05,
     "beside_code": 0.06,
 }
+# Questions about several things at once hold more lookups a token, and the key stands right before each answer.
+_EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2, "line": 0.1, "count": 0.06}
 _ABOUT_SEVERAL = ("more", "shows_code", "at_code", "beside_code")
 # What is at a place, where something is, one and several at once: the rest follows from these.
 _LEADING = ("what", "where", "contents", "places")
@@ -94,12 +96,14 @@ class Stage:
       sizes: of pictures; a group takes one for all its pictures of the same place.
       images: shares of conversations with 1, 2, ... images; none: the encoder alone learns, until it sees everything.
       mixture: shares of the arrangements.
+      shares: how often each kind of question is asked.
     """
 
     sizes: tuple[Size, ...]
     images: tuple[float, ...]
     promote: float = 0.85
     mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: MIXTURE)
+    shares: Mapping[str, float] = dataclasses.field(default_factory=lambda: SHARES)
 
 
 def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size, ...]:
@@ -111,8 +115,20 @@ def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size,
 CURRICULUM = (
     Stage(_sizes(1, 5), (), 0.99),
     # In a line one word tells the place: a row or a column.
-    Stage(tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1))), (1.0,), mixture=_EARLY_MIXTURE),
-    Stage((Size(1, 3), Size(3, 1)) + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)), (0.9, 0.1), mixture=_EARLY_MIXTURE),
+    Stage(
+        tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1))),
+        (1.0,),
+        0.85,
+        _EARLY_MIXTURE,
+        _EARLY_SHARES,
+    ),
+    Stage(
+        (Size(1, 3), Size(3, 1)) + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)),
+        (0.9, 0.1),
+        0.85,
+        _EARLY_MIXTURE,
+        _EARLY_SHARES,
+    ),
     Stage(_sizes(2, 3), (0.7, 0.3)),
     Stage(_sizes(3, 4), (0.5, 0.5)),
     Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.9),
@@ -177,7 +193,7 @@ class Sampler:
         weights: list[float] = []
         for _ in range(batch):
             pictures = draw_pictures(rng, sizes)
-            kinds_asked = [*self._kinds(count, turns), "what"]  # the last is always possible
+            kinds_asked = [*self._kinds(stage, count, turns), "what"]  # the last is always possible
             questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
             arrangement = str(rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
             images = []
@@ -212,8 +228,8 @@ class Sampler:
         ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
         return torch.tensor([token for [token] in ids])
 
-    def _kinds(self, images: int, turns: int) -> list[str]:
-        shares = {kind: share for kind, share in SHARES.items() if images > 1 or kind not in _ABOUT_SEVERAL}
+    def _kinds(self, stage: Stage, images: int, turns: int) -> list[str]:
+        shares = {kind: share for kind, share in stage.shares.items() if images > 1 or kind not in _ABOUT_SEVERAL}
         total = sum(shares.values())
         return [str(k) for k in self.rng.choice(list(shares), size=turns, p=[s / total for s in shares.values()])]
 
