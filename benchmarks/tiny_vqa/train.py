@@ -101,7 +101,7 @@ class Stage:
 
     sizes: tuple[Size, ...]
     images: tuple[float, ...]
-    promote: float = 0.85
+    promote: float
     mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: MIXTURE)
     shares: Mapping[str, float] = dataclasses.field(default_factory=lambda: SHARES)
 
@@ -112,26 +112,15 @@ def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size,
     return tuple(size for size in sizes if size.tokens <= 400)
 
 
+# In a line one word tells the place: a row or a column.
+_LINES = tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1)))
 CURRICULUM = (
     Stage(_sizes(1, 5), (), 0.99),
-    # In a line one word tells the place: a row or a column.
-    Stage(
-        tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1))),
-        (1.0,),
-        0.85,
-        _EARLY_MIXTURE,
-        _EARLY_SHARES,
-    ),
-    Stage(
-        (Size(1, 3), Size(3, 1)) + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)),
-        (0.9, 0.1),
-        0.85,
-        _EARLY_MIXTURE,
-        _EARLY_SHARES,
-    ),
-    Stage(_sizes(2, 3), (0.7, 0.3)),
-    Stage(_sizes(3, 4), (0.5, 0.5)),
-    Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.9),
+    Stage(_LINES, (1.0,), 0.6, _EARLY_MIXTURE, _EARLY_SHARES),
+    Stage(_LINES[4:6] + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)), (0.9, 0.1), 0.75, _EARLY_MIXTURE, _EARLY_SHARES),
+    Stage(_sizes(2, 3), (0.7, 0.3), 0.8),
+    Stage(_sizes(3, 4), (0.5, 0.5), 0.8),
+    Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.85),
     Stage(_sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.5, 0.4, 0.06, 0.04), 2.0),
 )
 
