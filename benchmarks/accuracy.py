@@ -459,7 +459,7 @@ def summarize(
                 own = [[result for result in run[name] if samples[result.sample].task == task] for run in runs]
                 cold = [[result for result in run[COLD] if samples[result.sample].task == task] for run in runs]
                 every = [result for found in own for result in found]
-                pair = paired(*([[result.right for result in found] for found in part] for part in (cold, own)))
+                before, after = ([[result.right for result in found] for found in part] for part in (cold, own))
                 rows.append(
                     {
                         **shown,
@@ -468,7 +468,7 @@ def summarize(
                         "questions": len(own[0]),
                         "auxiliary prompts": len(runs),
                         "accuracy": 100 * float(np.mean([result.right for result in every])),
-                        **pair,
+                        **paired(before, after),
                         "logit MSE": float(np.mean([result.squared_error for result in every])),
                         "agreement": 100 * sum(r.agree for r in every) / sum(r.tokens for r in every),
                         "image rows": sum(r.recomputed for r in every) / sum(r.image_tokens for r in every),
