@@ -117,7 +117,13 @@ _LINES = tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1)))
 CURRICULUM = (
     Stage(_sizes(1, 5), (), 0.99),
     Stage(_LINES, (1.0,), 0.6, _EARLY_MIXTURE, _EARLY_SHARES),
-    Stage(_LINES[4:6] + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)), (0.9, 0.1), 0.75, _EARLY_MIXTURE, _EARLY_SHARES),
+    Stage(
+        (Size(1, 3), Size(3, 1)) + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)),
+        (0.9, 0.1),
+        0.75,
+        _EARLY_MIXTURE,
+        _EARLY_SHARES,
+    ),
     Stage(_sizes(2, 3), (0.7, 0.3), 0.8),
     Stage(_sizes(3, 4), (0.5, 0.5), 0.8),
     Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.85),
@@ -510,8 +516,8 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the run")
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="small")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a step, about")
+    parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
     parser.add_argument("--turns", type=int, default=4, help="questions in a conversation")
     parser.add_argument("--groups", type=int, default=2, help="of a step; each has pictures of one size")
     parser.add_argument("--minutes", type=float, default=600, help="stop after this time; the run can go on later")
