@@ -561,9 +561,7 @@ def measure(
             llm, samples, dict(zip(settings, settings, strict=True)), protocols, max_tokens=max_tokens, work=work
         )
     details, totals = summarize(samples, results)
-    for protocol in protocols:
-        if protocol.seed:
-            continue  # is part of the first one's rows
+    for protocol in dict.fromkeys(dataclasses.replace(protocol, seed=0) for protocol in protocols):
         rows = [row for row in totals if row["arrangement"] == protocol.arrangement]
         show(
             f"Accuracy, {protocol.arrangement.replace('_', ' ')} "

@@ -536,12 +536,11 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     with open(args.out / "log.jsonl", "a", encoding="utf-8") as log:
         while time.monotonic() < end and (trainer.finish is None or trainer.step < trainer.finish[1]):
-            stage = trainer.stage
             report = trainer.train_step(args.tokens, args.turns, args.groups)
             if trainer.step % 20 == 0:
                 log.write(json.dumps(report) + "\n")
                 log.flush()
-            if trainer.step % 200 == 0 or trainer.stage != stage:
+            if trainer.step % 200 == 0 or trainer.stage != report["stage"]:
                 trainer.save()
     trainer.save()
 
