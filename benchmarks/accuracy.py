@@ -22,6 +22,7 @@ import re
 import string
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from vlcache_jax.benchmarks.report import environment, show, write
 from vlcache_jax.worklog import WorkLog
 
 if TYPE_CHECKING:
+    from vlcache_jax import SamplingParams
     from vlcache_jax.llm import LLM
 
 ARRANGEMENTS = ("image_first", "text_first", "question_first")
@@ -50,6 +52,7 @@ OTHER_TEXTS = (
 )
 NEUTRAL = "Please describe this image."
 _RESAMPLES = 10_000
+_NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +192,7 @@ def user_turn(images: Sequence[Any], question: str, arrangement: str, other: str
     shown: list[dict[str, Any]] = []
     for i, image in enumerate(images):
         if len(images) > 1:
-            shown.append(_text(f"\nImage {i + 1}: " if shown else f"Image {i + 1}: "))
+            shown.append(_text(f"\nImage {number_name(i + 1)}: " if shown else f"Image {number_name(i + 1)}: "))
         shown.append({"type": "image", "image": image})
     match arrangement:
         case "image_first":
@@ -199,6 +202,11 @@ def user_turn(images: Sequence[Any], question: str, arrangement: str, other: str
         case "question_first":
             return [_text(question + "\n"), *shown]
     raise ValueError(f"arrangement must be one of {ARRANGEMENTS}, got {arrangement!r}")
+
+
+def number_name(number: int) -> str:
+    """How prompts call the image of this number: "one", "two", ...; digits are left to places and counts."""
+    return _NUMBERS[number - 1] if number <= len(_NUMBERS) else str(number)
 
 
 def _text(text: str) -> dict[str, Any]:
@@ -270,8 +278,9 @@ class Result:
         the cold answer.
       agree, tokens: positions of the cold answer at which the most likely token is the cold run's, and all of them.
       image_tokens: in the prompt.
-      recomputed: image rows computed, summed over images, in the mean over layers.
+      recomputed: image rows computed in each layer, summed over images.
       rows: rows computed in the mean over layers, text included.
+      seconds: of prefilling prompt and cold answer; its share of the batch's.
     """
 
     sample: int
@@ -281,8 +290,39 @@ class Result:
     agree: int
     tokens: int
     image_tokens: int
-    recomputed: float
+    recomputed: list[int]
     rows: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cold:
+    """What is compared with: answers of a batch computed without any reuse.
+
+    Attributes:
+      texts: answers.
+      forced: their tokens, which every setting is scored on.
+      logits: at those tokens, each [tokens, V].
+      results: of the cold run itself.
+    """
+
+    texts: list[str]
+    forced: list[list[int]]
+    logits: list[np.ndarray]
+    results: list[Result]
+
+
+def answer_cold(
+    llm: LLM, samples: Sequence[Sample], protocol: Protocol, chosen: Sequence[int], *, max_tokens: int
+) -> Cold:
+    """Answers some samples without reuse, and scores those answers."""
+    formal = [protocol.formal(samples, i) for i in chosen]
+    outputs = llm.chat(formal, _greedy(max_tokens), reuse=COLD, use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    texts, forced = [answer.text for answer in answers], [list(answer.token_ids) for answer in answers]
+    scores, seconds = _score(llm, formal, forced, COLD)
+    logits = [score.logits for score in scores]
+    return Cold(texts, forced, logits, _results(samples, chosen, scores, texts, logits, seconds))
 
 
 def evaluate(
@@ -291,60 +331,81 @@ def evaluate(
     settings: dict[str, Any],
     protocol: Protocol,
     chosen: Sequence[int],
+    cold: Cold,
     *,
     max_tokens: int,
 ) -> dict[str, list[Result]]:
-    """Answers some samples cold and under every setting, each time from the cache that their donors filled.
+    """Answers some samples under every setting, each time from the cache that their donors filled.
 
     Args:
       settings: name -> `reuse` of the engine.
       chosen: numbers of samples that share no image.
+      cold: their answers without reuse.
 
     Raises:
       ValueError: an image was not found in the cache as the protocol says.
     """
-    from vlcache_jax import SamplingParams
-
-    params = SamplingParams(max_tokens=max_tokens, temperature=0)
     llm.reset_mm_cache()
     donors = [prompt for i in chosen for prompt in protocol.donor_prompts(samples, i)]
-    llm.chat(donors, SamplingParams(max_tokens=1, temperature=0), reuse="exact", use_tqdm=False)
+    llm.chat(donors, _greedy(1), reuse="exact", use_tqdm=False)
     llm.cache.flush()
     formal = [protocol.formal(samples, i) for i in chosen]
     expected = "exact" if protocol.arrangement == "image_first" and protocol.donors == "together" else "approximate"
-    cold = [output.outputs[0] for output in llm.chat(formal, params, reuse=COLD, use_tqdm=False)]
-    forced = [answer.token_ids for answer in cold]
-    reference: list[np.ndarray] = []
-    results: dict[str, list[Result]] = {}
-    for name, reuse in {COLD: COLD, **settings}.items():
-        scores = llm.score(formal, forced, reuse=reuse, keep_logits=True, use_tqdm=False)
-        logits = [score.logits for score in scores if score.logits is not None]
-        reference = reference or logits
-        texts = [answer.text for answer in cold]
+    results = {COLD: cold.results}
+    for name, reuse in settings.items():
+        scores, seconds = _score(llm, formal, cold.forced, reuse)
+        for i, score in zip(chosen, scores, strict=True):
+            if any(image.match not in (expected, "exact") for image in score.cache.images):
+                raise ValueError(f"images of sample {samples[i].index} must be found as {expected}, got {score.cache}")
+        texts = list(cold.texts)
         # Where every token of the cold answer is the most likely one, it is the answer.
-        other = [k for k, score in enumerate(scores) if not score.greedy.all()] if name != COLD else []
+        other = [k for k, score in enumerate(scores) if not score.greedy.all()]
         if other:
-            answers = llm.chat([formal[k] for k in other], params, reuse=reuse, use_tqdm=False)
+            answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=reuse, use_tqdm=False)
             for k, answer in zip(other, answers, strict=True):
                 texts[k] = answer.outputs[0].text
-        results[name] = []
-        for k, i in enumerate(chosen):
-            report = scores[k].cache
-            if name != COLD and any(image.match not in (expected, "exact") for image in report.images):
-                raise ValueError(f"images of sample {samples[i].index} must be found as {expected}, got {report}")
-            results[name].append(
-                Result(
-                    sample=i,
-                    text=texts[k],
-                    right=samples[i].is_right(texts[k]),
-                    squared_error=float(np.mean(np.square(logits[k] - reference[k]))),
-                    agree=int((logits[k].argmax(-1) == reference[k].argmax(-1)).sum()),
-                    tokens=len(forced[k]),
-                    image_tokens=sum(image.tokens for image in report.images),
-                    recomputed=float(sum(np.mean(image.recomputed) for image in report.images)),
-                    rows=float(np.mean(report.rows)) - len(forced[k]),
-                )
+        results[name] = _results(samples, chosen, scores, texts, cold.logits, seconds)
+    return results
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    from vlcache_jax import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, temperature=0)
+
+
+def _score(llm: LLM, formal: list[Any], forced: list[list[int]], reuse: Any) -> tuple[list[Any], float]:
+    """Scores of the forced answers, and the seconds it took."""
+    start = time.perf_counter()
+    scores = llm.score(formal, forced, reuse=reuse, keep_logits=True, use_tqdm=False)
+    return scores, time.perf_counter() - start
+
+
+def _results(
+    samples: Sequence[Sample],
+    chosen: Sequence[int],
+    scores: Sequence[Any],
+    texts: Sequence[str],
+    reference: Sequence[np.ndarray],
+    seconds: float,
+) -> list[Result]:
+    results = []
+    for i, score, text, cold in zip(chosen, scores, texts, reference, strict=True):
+        images, rows = score.cache.images, score.cache.rows
+        results.append(
+            Result(
+                sample=i,
+                text=text,
+                right=samples[i].is_right(text),
+                squared_error=float(np.mean(np.square(score.logits - cold))),
+                agree=int((score.logits.argmax(-1) == cold.argmax(-1)).sum()),
+                tokens=len(cold),
+                image_tokens=sum(image.tokens for image in images),
+                recomputed=np.sum([image.recomputed for image in images], axis=0).tolist(),
+                rows=float(np.mean(rows)) - len(cold),
+                seconds=seconds / len(chosen),
             )
+        )
     return results
 
 
@@ -386,23 +447,28 @@ def run(
     log = WorkLog(work, _identity(llm, samples, settings, max_tokens))
     parts = list(batches(samples, batch))
     all_results: dict[Protocol, dict[str, list[Result]]] = {}
+    groups: dict[Protocol, list[Protocol]] = {}
+    for protocol in protocols:
+        groups.setdefault(dataclasses.replace(protocol, seed=0), []).append(protocol)
+        all_results[protocol] = {name: [] for name in (COLD, *settings)}
     with tqdm(total=len(protocols) * len(samples), desc="questions", file=sys.stderr) as bar:
-        for protocol in protocols:
-            gathered: dict[str, list[Result]] = {name: [] for name in (COLD, *settings)}
-            for chosen in parts:
+        for chosen, group in itertools.product(parts, groups.values()):
+            cold: Cold | None = None  # the same for all seeds
+            for protocol in group:
                 key = json.dumps([dataclasses.asdict(protocol), chosen])
                 found = log.get(key)
                 if found is None:
-                    answered = evaluate(llm, samples, settings, protocol, chosen, max_tokens=max_tokens)
+                    cold = cold or answer_cold(llm, samples, protocol, chosen, max_tokens=max_tokens)
+                    answered = evaluate(llm, samples, settings, protocol, chosen, cold, max_tokens=max_tokens)
                     found = {name: [dataclasses.astuple(r) for r in rows] for name, rows in answered.items()}
                     log.add(key, found)
                 for name, rows in found.items():
-                    gathered[name] += [Result(*row) for row in rows]
+                    all_results[protocol][name] += [Result(*row) for row in rows]
                 bar.update(len(chosen))
-            all_results[protocol] = {
-                name: sorted(values, key=lambda result: result.sample) for name, values in gathered.items()
-            }
-    return all_results
+    return {
+        protocol: {name: sorted(rows, key=lambda result: result.sample) for name, rows in by_setting.items()}
+        for protocol, by_setting in all_results.items()
+    }
 
 
 def _identity(llm: LLM, samples: Sequence[Sample], settings: dict[str, Any], max_tokens: int) -> str:
@@ -459,6 +525,7 @@ def summarize(
                 own = [[result for result in run[name] if samples[result.sample].task == task] for run in runs]
                 cold = [[result for result in run[COLD] if samples[result.sample].task == task] for run in runs]
                 every = [result for found in own for result in found]
+                share = np.sum([r.recomputed for r in every], axis=0) / sum(r.image_tokens for r in every)
                 before, after = ([[result.right for result in found] for found in part] for part in (cold, own))
                 rows.append(
                     {
@@ -471,8 +538,10 @@ def summarize(
                         **paired(before, after),
                         "logit MSE": float(np.mean([result.squared_error for result in every])),
                         "agreement": 100 * sum(r.agree for r in every) / sum(r.tokens for r in every),
-                        "image rows": sum(r.recomputed for r in every) / sum(r.image_tokens for r in every),
+                        "image rows": float(np.mean(share)),
+                        "image rows by layer": share.tolist(),
                         "rows": float(np.mean([result.rows for result in every])),
+                        "seconds": float(np.median([result.seconds for result in every])),
                     }
                 )
             details += rows
@@ -487,6 +556,7 @@ def summarize(
                     "agreement": float(np.mean([row["agreement"] for row in rows])),
                     "logit MSE": f"{np.mean([row['logit MSE'] for row in rows]):.1e}",
                     "image rows %": 100 * float(np.mean([row["image rows"] for row in rows])),
+                    "ms": 1e3 * float(np.mean([row["seconds"] for row in rows])),
                 }
             )
     return details, totals

@@ -104,7 +104,7 @@ def test_arrangements():
     assert texts([{"content": user_turn([b"x"], "Q", "image_first")}]) == ["<image>", "\nQ"]
     assert texts([{"content": user_turn([b"x"], "Q", "text_first", "T")}]) == ["T\n", "<image>", "\nQ"]
     assert texts([{"content": user_turn([b"x", b"y"], "Q", "question_first")}]) == [
-        "Q\n", "Image 1: ", "<image>", "\nImage 2: ", "<image>",
+        "Q\n", "Image one: ", "<image>", "\nImage two: ", "<image>",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="arrangement must be one of"):
         user_turn([b"x"], "Q", "last")
@@ -159,7 +159,7 @@ def test_paired_statistics():
 
 def test_summary_counts_tasks_alike_and_names_the_worst():
     samples = [Sample(str(i), "big" if i < 3 else "small", (b"x",), "Q", "A") for i in range(4)]
-    make = lambda i, right, agree: Result(i, "", right, 0.5, agree, 2, 10, 1.0, 5.0)  # noqa: E731
+    make = lambda i, right, agree: Result(i, "", right, 0.5, agree, 2, 10, [2, 0], 5.0, 0.25)  # noqa: E731
     protocol = Protocol("text_first")
     cold = [make(i, True, 2) for i in range(4)]
     reused = [make(0, True, 2), make(1, True, 2), make(2, False, 1), make(3, False, 0)]
@@ -169,6 +169,8 @@ def test_summary_counts_tasks_alike_and_names_the_worst():
     assert totals[1]["worst"] == "-100.0 small"
     assert totals[1]["agreement"] == pytest.approx((100 * 5 / 6 + 0) / 2)
     assert totals[1]["image rows %"] == pytest.approx(10)
+    assert details[2]["image rows by layer"] == pytest.approx([0.2, 0])
+    assert totals[1]["ms"] == pytest.approx(250)
     again = {"off": cold, "full": [make(0, False, 2), *reused[1:]]}
     pooled, _ = summarize(samples, {protocol: {"off": cold, "full": reused}, Protocol("text_first", seed=1): again})
     assert [(row["task"], row["auxiliary prompts"]) for row in pooled] == [("big", 2), ("small", 2)] * 2
@@ -196,9 +198,9 @@ def test_a_run(llm, tsv, tmp_path):
                 assert all(row.agree == row.tokens and row.squared_error < 1e-7 for row in rows)
         assert [row.text for row in found["all"]] == [row.text for row in found["off"]]
         if protocol.arrangement != "image_first":
-            assert all(row.recomputed == 0 for row in found["full"])
+            assert all(set(row.recomputed) == {0} for row in found["full"])
             assert any(row.squared_error > 1e-4 for row in found["full"])
-            assert all(row.recomputed == row.image_tokens for row in found["all"])
+            assert all(set(row.recomputed) == {row.image_tokens} for row in found["all"])
     # A second run reads what the first one wrote, also where the last line was cut off; another question is new.
     with open(work, "a", encoding="utf-8") as file:
         file.write('{"identity": ')
@@ -207,6 +209,18 @@ def test_a_run(llm, tsv, tmp_path):
     assert llm.cache.stats() == answered
     accuracy.run(llm, samples[:2], settings, protocols[:1], max_tokens=6, batch=3, work=work)
     assert llm.cache.stats() != answered
+
+
+def test_cold_answers_are_computed_once_for_all_auxiliary_prompts(llm, tsv, monkeypatch):
+    samples = read_tsv(tsv)
+    cold = []
+    answer = accuracy.answer_cold
+    monkeypatch.setattr(accuracy, "answer_cold", lambda *args, **named: cold.append(args[2:]) or answer(*args, **named))
+    protocols = [Protocol("text_first", seed=seed) for seed in range(3)]
+    results = accuracy.run(llm, samples, {"full": "full"}, protocols, max_tokens=4, batch=6)
+    assert len(cold) == len(list(batches(samples, 6)))
+    assert results[protocols[0]]["off"] == results[protocols[2]]["off"]
+    assert results[protocols[0]]["full"] != results[protocols[2]]["full"]
 
 
 def test_the_command(checkpoints, tsv, tmp_path):

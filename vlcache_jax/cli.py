@@ -206,6 +206,77 @@ def accuracy_command(
         raise typer.Exit(1) from error
 
 
+@bench.command("policies")
+def policies_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(help="TSV file of VLMEvalKit; may be repeated. [default: splits drawn for the shipped model]",
+                     show_default=False),
+    ] = None,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option(help="Every policy runs at it; may be repeated. [default: 0.02, 0.05, 0.1, 0.3]",
+                     show_default=False),
+    ] = None,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of image rows that every policy computes, over all layers; may be repeated. "
+                          "[default: 0.02, 0.05, 0.1, 0.4]", show_default=False),
+    ] = None,
+    schedule: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(help="Schedule file, compared with the others at its rows; may be repeated.", show_default=False),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(help="text_first, question_first; may be repeated. [default: both]", show_default=False),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")] = 1,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Questions of each file at most. [default: all]", show_default=False)
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")] = 32,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    work: Annotated[
+        pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.",
+                                          show_default=False)
+    ] = None,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+) -> None:  # fmt: skip
+    """Compares all policies, at equal ratios and at equal shares of image rows.
+
+    Printed are the mean accuracy, its difference to the cold run, the worst task with its 95 % interval, the error of
+    the logits, how often the most likely token agrees, the image rows computed in each layer, and the time.
+
+    Example: vlcache bench policies --questions 100 --schedule schedule.json --out policies.json
+    """
+    from vlcache_jax.benchmarks import policies
+
+    try:
+        policies.measure(
+            model,
+            data or [],
+            ratios=ratio or policies.RATIOS,
+            shares=share or policies.SHARES,
+            schedules=schedule or [],
+            arrangements=arrangement or ("text_first", "question_first"),
+            seeds=seeds,
+            questions=questions,
+            split=split,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            work=work,
+            out=out,
+        )
+    except (ValueError, OSError, MemoryError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
 def main() -> None:
     """Entry point of the console script."""
     # Advice of transformers for people who train with it; a word of ours says what is wrong.

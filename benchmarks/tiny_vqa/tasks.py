@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vlcache_jax.benchmarks.accuracy import number_name
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, GLYPHS, SHAPES, Picture
 
-_DIRECTIONS = {"right of": (0, 1), "left of": (0, -1), "above": (-1, 0), "below": (1, 0)}
 _PLURALS = {"cross": "crosses"}
 _COLUMNS = "ABCDEFGHIJ"  # places are named as in spreadsheets, B2: short names stand right behind what they belong to
 _AT_ONCE = 3  # places or glyphs in one question
@@ -62,19 +62,6 @@ def _where(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, 
     return f"{_in_image(i, pictures)}where is the {glyph}?", _place(row, column)
 
 
-def _neighbour(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
-    i = int(rng.integers(len(pictures)))
-    pairs = [
-        (direction, glyph, pictures[i].glyphs[place])
-        for direction, glyph, place in _neighbours(pictures[i])
-        if place in pictures[i].glyphs
-    ]
-    if not pairs:
-        return None
-    direction, glyph, answer = _any(rng, pairs)
-    return f"{_in_image(i, pictures)}what is {direction} the {glyph}?", str(answer)
-
-
 def _attribute(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     i = int(rng.integers(len(pictures)))
     glyphs = list(pictures[i].glyphs.values())
@@ -99,19 +86,6 @@ def _code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, s
     if rng.random() < 0.5:
         return f"{_in_image(i, pictures)}what is the code?", str(pictures[i].code_glyph)
     return f"{_in_image(i, pictures)}where is the code?", _place(*pictures[i].code)
-
-
-def _line(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
-    i = int(rng.integers(len(pictures)))
-    size = pictures[i].size
-    if rng.random() < 0.5:
-        row = int(rng.integers(size.rows))
-        name, places = f"row {row + 1}", [(row, column) for column in range(size.columns)]
-    else:
-        column = int(rng.integers(size.columns))
-        name, places = f"column {_COLUMNS[column]}", [(row, column) for row in range(size.rows)]
-    answer = ", ".join(str(pictures[i].glyphs.get(place, "nothing")) for place in places)
-    return f"{_in_image(i, pictures)}what is in {name}?", answer
 
 
 def _contents(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -163,8 +137,8 @@ def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, s
     kind = _any(rng, uneven)
     a, b = pairs[kind]
     return (
-        f"which has more {_plural(kind)}, image {i + 1} or image {j + 1}?",
-        f"image {i + 1}" if a > b else f"image {j + 1}",
+        f"which has more {_plural(kind)}, {_image(i)} or {_image(j)}?",
+        f"{_image(i)}" if a > b else f"{_image(j)}",
     )
 
 
@@ -173,22 +147,19 @@ def _shows_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[
         return None
     i, j = (int(k) for k in rng.permutation(len(pictures))[:2])
     shown = pictures[j].find(pictures[i].code_glyph) is not None
-    return f"is the code of image {i + 1} on image {j + 1}?", "yes" if shown else "no"
+    return f"is the code of {_image(i)} on {_image(j)}?", "yes" if shown else "no"
 
 
-def _beside_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
-    hops = [
-        (direction, i, j, pictures[j].glyphs[place])
-        for j in range(len(pictures))
-        for direction, glyph, place in _neighbours(pictures[j])
-        if place in pictures[j].glyphs
-        for i in range(len(pictures))
-        if i != j and pictures[i].code_glyph == glyph
-    ]
-    if not hops:
+def _find_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    found = {
+        (i, j): place
+        for i, j in itertools.permutations(range(len(pictures)), 2)
+        if (place := pictures[j].find(pictures[i].code_glyph)) is not None
+    }
+    if not found:
         return None
-    direction, i, j, answer = _any(rng, hops)
-    return f"in image {j + 1}, what is {direction} the code of image {i + 1}?", str(answer)
+    (i, j), place = _any(rng, list(found.items()))
+    return f"in {_image(j)}, where is the code of {_image(i)}?", _place(*place)
 
 
 def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -201,18 +172,16 @@ def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str
         return None
     i, j = _any(rng, hops)
     glyph = pictures[j].glyphs.get(pictures[i].code)
-    return f"in image {j + 1}, what is where image {i + 1} has its code?", str(glyph or "nothing")
+    return f"in {_image(j)}, what is where {_image(i)} has its code?", str(glyph or "nothing")
 
 
 KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, str] | None]] = {
     "what": _what,
     "colour": _colour,
     "where": _where,
-    "neighbour": _neighbour,
     "attribute": _attribute,
     "exists": _exists,
     "code": _code,
-    "line": _line,
     "contents": _contents,
     "places": _places,
     "colours": _colours,
@@ -220,27 +189,23 @@ KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, s
     "more": _more,
     "shows_code": _shows_code,
     "at_code": _at_code,
-    "beside_code": _beside_code,
+    "find_code": _find_code,
 }
 TASKS = {
-    "grid": ("what", "colour", "where", "neighbour", "attribute", "exists", "code"),
-    "list": ("line", "contents", "places", "colours"),
+    "grid": ("what", "colour", "where", "attribute", "exists", "code"),
+    "list": ("contents", "places", "colours"),
     "count": ("count",),
     "compare": ("more", "shows_code"),
-    "multihop": ("at_code", "beside_code"),
+    "multihop": ("at_code", "find_code"),
 }
-
-
-def _neighbours(picture: Picture) -> list[tuple[str, object, tuple[int, int]]]:
-    return [
-        (direction, glyph, (row + down, column + right))
-        for (row, column), glyph in picture.glyphs.items()
-        for direction, (down, right) in _DIRECTIONS.items()
-    ]
 
 
 def _in_image(i: int, pictures: Sequence[Picture]) -> str:
-    return f"in image {i + 1}, " if len(pictures) > 1 else ""
+    return f"in {_image(i)}, " if len(pictures) > 1 else ""
+
+
+def _image(i: int) -> str:
+    return f"image {number_name(i + 1)}"
 
 
 def _place(row: int, column: int) -> str:

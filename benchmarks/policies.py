@@ -1,0 +1,173 @@
+"""All policies side by side: at equal ratios, and at equal shares of rows (`vlcache bench policies`).
+
+A ratio says what goes on behind the layers that a policy computes whole, so policies of one ratio compute different
+numbers of rows. The table has both comparisons; every setting is answered once, by the protocol of `bench accuracy`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlcache_jax.benchmarks import accuracy
+from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.schedule import Schedule
+from vlcache_jax.selection import NAMED
+
+if TYPE_CHECKING:
+    from vlcache_jax.llm import LLM
+
+RATIOS = (0.02, 0.05, 0.1, 0.3)
+SHARES = (0.02, 0.05, 0.1, 0.4)
+BY_COUNT = ("epic", "mpic")  # so many tokens of every image, whatever its size
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Settings that are compared with each other.
+
+    Attributes:
+      name: what they have in common.
+      settings: `reuse` of the engine.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+
+
+def groups_of(
+    ratios: Sequence[float],
+    shares: Sequence[float],
+    schedules: Sequence[pathlib.Path],
+    *,
+    image_tokens: float,
+    num_layers: int,
+) -> list[Group]:
+    """The comparisons.
+
+    Args:
+      ratios: every policy runs at each of them.
+      shares: image rows computed in the mean over layers, of all image rows; policies that cannot compute so few, as
+        they compute whole layers first, are left out.
+      schedules: files; each is a comparison with every policy at its mean.
+      image_tokens: of an image in the mean, for policies that take a number of tokens.
+      num_layers: of the model.
+    """
+    whole = {name: make(Fraction(0)).check_layer + 1 for name, make in NAMED.items()}  # layers computed first
+    whole = {name: layers for name, layers in whole.items() if layers < num_layers}
+    groups = [Group("no rows", ("full", "full-two-pass"))]
+    for ratio in ratios:
+        counted = [f"{name}-{round(ratio * image_tokens)}" for name in BY_COUNT]
+        selecting = [f"{name}-{ratio:g}" for name in whole]
+        groups.append(Group(f"r = {ratio:g}", (f"{ratio:g}", f"ends-{ratio:g}", *counted, *selecting)))
+    targets: list[tuple[str, float, tuple[str, ...]]] = [
+        (f"{100 * share:g} % of image rows", share, ()) for share in shares
+    ]
+    for path in schedules:
+        schedule = Schedule.load(path)
+        computed = [schedule.count(10_000, max(layer, 1)) / 10_000 for layer in range(num_layers)]
+        targets.append((f"rows of {path.stem}", float(np.mean(computed)), (str(path),)))
+    for name, share, files in targets:
+        settings = [*files, f"{share:.4g}", f"ends-{share:.4g}"]
+        settings += [f"{policy}-{round(share * image_tokens)}" for policy in BY_COUNT]
+        for policy, layers in whole.items():
+            if (ratio := (share * num_layers - layers) / (num_layers - layers)) >= 0:
+                settings.append(f"{policy}-{ratio:.4g}")
+        groups.append(Group(name, tuple(settings)))
+    return groups
+
+
+def table(groups: Sequence[Group], details: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each setting of each group, from the rows of `accuracy.summarize` under one protocol."""
+    rows = []
+    for group in groups:
+        for setting in group.settings:
+            own = [row for row in details if row["reuse"] == setting]
+            worst = min(own, key=lambda row: row["difference"])
+            by_layer = 100 * np.mean([row["image rows by layer"] for row in own], axis=0)
+            rows.append(
+                {
+                    "group": group.name,
+                    "reuse": pathlib.Path(setting).name,
+                    "accuracy": float(np.mean([row["accuracy"] for row in own])),
+                    "difference": float(np.mean([row["difference"] for row in own])),
+                    "worst": f"{worst['difference']:+.1f} [{worst['low']:+.1f}, {worst['high']:+.1f}] {worst['task']}",
+                    "logit MSE": f"{np.mean([row['logit MSE'] for row in own]):.2g}",
+                    "agreement": float(np.mean([row["agreement"] for row in own])),
+                    "image rows %": float(np.mean(by_layer)),
+                    "by layer %": " ".join(f"{share:.0f}" for share in by_layer),
+                    "ms": 1e3 * float(np.mean([row["seconds"] for row in own])),
+                }
+            )
+    return rows
+
+
+def measure(
+    model: str | None,
+    data: Sequence[pathlib.Path],
+    *,
+    ratios: Sequence[float],
+    shares: Sequence[float],
+    schedules: Sequence[pathlib.Path],
+    arrangements: Sequence[str],
+    seeds: int,
+    questions: int | None,
+    split: str,
+    max_tokens: int,
+    dtype: str,
+    work: pathlib.Path | None,
+    out: pathlib.Path | None,
+) -> None:
+    """Runs every comparison under each arrangement, prints the tables and writes them.
+
+    Raises:
+      ValueError: a ratio or share is not between 0 and 1, or a schedule is not the model's.
+    """
+    from vlcache_jax.assets import model_or_shipped
+    from vlcache_jax.llm import LLM
+
+    for name, values in (("ratio", ratios), ("share", shares)):
+        for value in values:
+            if not 0 < value < 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    samples = accuracy.load_samples(data, questions=questions, split=split)
+    protocols = [accuracy.Protocol(name, seed=seed) for name in arrangements for seed in range(seeds)]
+    with LLM(model_or_shipped(model), dtype=dtype) as llm:
+        image_tokens, num_layers = _sizes(llm, samples)
+        groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
+        names = dict.fromkeys(setting for group in groups for setting in group.settings)
+        results = accuracy.run(
+            llm, samples, {name: name for name in names}, protocols, max_tokens=max_tokens, work=work
+        )
+    details, _ = accuracy.summarize(samples, results)
+    rows: list[dict[str, Any]] = []
+    for arrangement in arrangements:
+        found = table(groups, [row for row in details if row["arrangement"] == arrangement])
+        rows += [{"arrangement": arrangement, **row} for row in found]
+        show(f"Policies, {arrangement.replace('_', ' ')}, {seeds} auxiliary prompts a question", found)
+    head = environment("jax") | {
+        "model": str(model or "tiny_vqa, shipped with the package"),
+        "data": [path.name for path in data] or f"drawn for the shipped model, split {split}",
+        "questions": len(samples),
+        "auxiliary prompts": seeds,
+        "image_tokens": image_tokens,
+        "dtype": dtype,
+        "details": [row for row in details if row["reuse"] in names],
+    }
+    if out is not None:
+        write("Policies side by side", rows, head, out)
+
+
+def _sizes(llm: LLM, samples: Sequence[accuracy.Sample]) -> tuple[float, int]:
+    """Tokens of an image, in the mean over a few samples, and the model's layers."""
+    from vlcache_jax import SamplingParams
+
+    few = accuracy.spread(samples, 20)
+    prompts = [accuracy.Protocol("image_first").formal(few, i) for i in range(len(few))]
+    reports = [output.cache for output in llm.chat(prompts, SamplingParams(max_tokens=1), reuse="off", use_tqdm=False)]
+    return float(np.mean([image.tokens for report in reports for image in report.images])), len(reports[0].rows)
