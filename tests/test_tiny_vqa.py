@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 
 import numpy as np
@@ -158,7 +159,7 @@ def unfinished(training, tmp_path_factory):
 def test_training_reads_what_the_chat_template_writes(training, unfinished, arrangement):
     from transformers import AutoTokenizer
 
-    sampler = training.Sampler(unfinished, 0)
+    sampler = training.Sampler(unfinished)
     tokenizer = AutoTokenizer.from_pretrained(unfinished)
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -175,6 +176,61 @@ def test_training_reads_what_the_chat_template_writes(training, unfinished, arra
             tokenizer.decode([i for i, a in zip(ids, answers, strict=True) if a == k]) for k in range(max(answers) + 1)
         ]
         assert said[-len(questions) :] == [f"{question.answer}<|im_end|>" for question in questions]
+
+
+@pytest.mark.parametrize(
+    ("question", "image"),
+    [
+        ("In image two, where is the red star?", 1),
+        ("In image one, what is where image three has its code?", -1),
+        ("Where is the red star?", -1),
+    ],
+)
+def test_which_image_a_question_is_about(training, question, image):
+    assert training._about(question) == image
+
+
+def test_groups_say_which_image_is_which(training, unfinished):
+    sampler = training.Sampler(unfinished)
+    stage = training.Stage((Size(1, 2), Size(2, 2)), (0.0, 1.0), 1.0)
+    group = sampler.group(stage, tokens=600, turns=3)
+    conversations = len(group.inputs["input_ids"])
+    assert group.inputs["mm_token_type_ids"].sum() == len(group.numbers) == len(group.labels)
+    assert group.numbers.unique().tolist() == [0, 1]
+    per_image = group.numbers.view(conversations, -1).diff()
+    assert (per_image != 0).sum() == 2 * conversations - conversations  # each conversation changes image once
+    assert len(group.about) == len(group.kinds) == int(group.answer.max()) + 1
+    assert {-1, 0, 1} == set(group.about.tolist())
+
+
+def _train_in_process(rank, folder, store):
+    import torch.distributed as dist
+
+    from vlcache_jax.benchmarks.tiny_vqa import train
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    trainer = train.Trainer(folder, variant="small", seed=3, learning_rate=1e-3)
+    trainer.stage = 1
+    report = trainer.train_step(tokens=200, turns=2, groups=2)
+    total = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
+    (folder / f"{rank}.json").write_text(json.dumps([total, report["loss"], report["right"]]))
+    dist.destroy_process_group()
+
+
+def test_processes_share_a_step(training, tmp_path):
+    import torch.multiprocessing
+
+    training.new_checkpoint(tmp_path / "run" / "checkpoint", "small")
+    torch.multiprocessing.spawn(_train_in_process, (tmp_path / "run", tmp_path / "store"), nprocs=2)
+    first, second = (json.loads((tmp_path / "run" / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    alone = training.Trainer(tmp_path / "alone", variant="small", seed=3, learning_rate=1e-3)
+    losses = []
+    for rank in (0, 1):
+        alone.sampler.rng = np.random.default_rng([3, 0, rank])
+        losses.append(alone.forward(alone.sampler.group(training.CURRICULUM[1], 100, 2))[0].item())
+    assert first[1] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize("stage", [0, 1])

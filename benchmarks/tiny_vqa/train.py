@@ -1,6 +1,7 @@
 """Trains the small model: `python -m vlcache_jax.benchmarks.tiny_vqa.train --out RUN`. Stopped, it goes on from RUN.
 
 The grids grow while the model learns; each step is a few groups of conversations, all of one shape within a group.
+Under torchrun the processes share a step's groups, which on few cores is faster than threads.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
 
@@ -50,7 +53,6 @@ _TEXT = {
         "mrope_interleaved": True,
     },
 }
-QUESTION_FIRST_WEIGHT = 4.0
 _ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
 # What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not.
 _WORDS = (
@@ -126,7 +128,7 @@ CURRICULUM = (
         _EARLY_SHARES,
     ),
     Stage(_sizes(2, 3), (0.7, 0.3), 0.8),
-    Stage(_sizes(3, 4), (0.5, 0.5), 0.8),
+    Stage(_sizes(2, 4), (0.3, 0.7), 0.8),
     Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.85),
     Stage(_sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.5, 0.4, 0.06, 0.04), 2.0),
 )
@@ -140,17 +142,17 @@ class Group:
       inputs: of the model.
       answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
       kinds: of the answers' questions, "" for other talk [A].
-      weight: of each answer's tokens in the loss [A].
       labels: of the image tokens, see `_labels` [T, 6].
     numbers: of the image that each image token belongs to; -1 where its conversation has no other [T].
+    about: number of the image that each answer is about; -1 if its question names none or several [A].
     """
 
     inputs: dict[str, torch.Tensor]
     answer: torch.Tensor
     kinds: list[str]
-    weight: torch.Tensor
     labels: torch.Tensor
     numbers: torch.Tensor
+    about: torch.Tensor
 
 
 class Sampler:
@@ -158,13 +160,15 @@ class Sampler:
 
     Args:
       checkpoint: directory with tokenizer and image processor.
-      seed: of everything drawn.
+
+    Attributes:
+      rng: of everything drawn.
     """
 
-    def __init__(self, checkpoint: pathlib.Path, seed: int) -> None:
+    def __init__(self, checkpoint: pathlib.Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self._processor = ImageProcessor.from_pretrained(checkpoint)
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(0)
         self._ids: dict[str, list[int]] = {}
 
     def pictures(self, stage: Stage, tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -188,7 +192,7 @@ class Sampler:
         batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
         rows, pixels, grids, labels, numbers = [], [], [], [], []
         kinds: list[str] = []
-        weights: list[float] = []
+        about: list[int] = []
         for _ in range(batch):
             pictures = draw_pictures(rng, sizes)
             kinds_asked = [*self._kinds(stage, count, turns), "what"]  # the last is always possible
@@ -206,9 +210,7 @@ class Sampler:
             rows.append(self._encode(messages, first_answer=len(kinds)))
             spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
             kinds += [""] * spoken + [question.kind for question in questions]
-            weights += [1.0] * (spoken + len(questions))
-            if arrangement == "question_first":  # its only such question, among many that come after the images
-                weights[-len(questions)] = QUESTION_FIRST_WEIGHT
+            about += [-1] * spoken + [_about(question.text) for question in questions]
         length = max(len(ids) for ids, _ in rows)
         ids = np.full((batch, length), TOKEN_IDS["<|endoftext|>"])
         answer = np.full((batch, length), -1)
@@ -221,7 +223,12 @@ class Sampler:
             "mm_token_type_ids": torch.from_numpy((ids == TOKEN_IDS["<|image_pad|>"]).astype(np.int32)),
         }
         return Group(
-            inputs, torch.from_numpy(answer), kinds, torch.tensor(weights), torch.cat(labels), torch.cat(numbers)
+            inputs,
+            torch.from_numpy(answer),
+            kinds,
+            torch.cat(labels),
+            torch.cat(numbers),
+            torch.tensor(about),
         )
 
     def word_ids(self, words: Sequence[str]) -> torch.Tensor:
@@ -263,6 +270,12 @@ class Sampler:
                 self._ids.clear()
             self._ids[text] = self._tokenizer.encode(text, add_special_tokens=False)
         ids += self._ids[text]
+
+
+def _about(question: str) -> int:
+    """Number of the image that a question is about, from 0; -1 if it names none or several."""
+    named = [i for i, number in enumerate(_NUMBERS) if f"image{number}" in question.lower()]
+    return named[0] if len(named) == 1 else -1
 
 
 def _labels(picture: Picture) -> torch.Tensor:
@@ -324,7 +337,8 @@ class Trainer:
             config, dtype=torch.float32, attn_implementation="sdpa"
         )
         _initialize(self.model)
-        self.sampler = Sampler(checkpoint, seed)
+        self.seed = seed
+        self.sampler = Sampler(checkpoint)
         self._encoded: list[list[torch.Tensor]] = []  # image tokens, and DeepStack's features
         self.model.model.visual.register_forward_hook(
             lambda *call: self._encoded.append([call[2].pooler_output, *call[2].deepstack_features])
@@ -353,6 +367,8 @@ class Trainer:
 
     def train_step(self, tokens: int, turns: int, groups: int) -> dict[str, Any]:
         start = time.perf_counter()
+        rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.sampler.rng = np.random.default_rng([self.seed, self.step, rank])
         rate = self.learning_rate * min(1.0, (self.step + 1) / 200)
         if self.finish is not None:
             first, last = self.finish
@@ -361,7 +377,7 @@ class Trainer:
             group["lr"] = rate
         right: dict[str, list[float]] = {}
         total = 0.0
-        for _ in range(groups):
+        for _ in range(groups // processes):
             if CURRICULUM[self.stage].images:
                 # It sees everything already; a quarter of the time is saved until cells of other sizes come.
                 self.model.model.visual.requires_grad_(self.stage == len(CURRICULUM) - 1)
@@ -375,6 +391,8 @@ class Trainer:
             total += loss.item() / groups
             for kind, values in answers.items():
                 right.setdefault(kind, []).extend(values)
+        if processes > 1:
+            right, total = self._share(right, total)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -388,6 +406,19 @@ class Trainer:
             self.stage, self.right = stage + 1, []
         return {"step": self.step, "stage": stage, "loss": total, "seconds": self.seconds, "right": accuracy}
 
+    def _share(self, right: dict[str, list[float]], loss: float) -> tuple[dict[str, list[float]], float]:
+        """Sums gradients over the processes; returns all their answers and the sum of their losses."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch._utils._flatten_dense_tensors(gradients)
+        dist.all_reduce(flat)
+        for own, summed in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
+            own.copy_(summed)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (right, loss))
+        kinds = dict.fromkeys(kind for found, _ in parts for kind in found)
+        everything = {kind: [value for found, _ in parts for value in found.get(kind, [])] for kind in kinds}
+        return everything, sum(part for _, part in parts)
+
     def forward(self, group: Group) -> tuple[torch.Tensor, dict[str, list[float]]]:
         """The loss, and for each kind of question which answers were right to the last token."""
         hidden = self.model.model(**group.inputs, use_cache=False).last_hidden_state[:, :-1]
@@ -395,8 +426,7 @@ class Trainer:
         asked = answer >= 0
         answer, labels = answer[asked], labels[asked]
         logits = self.model.lm_head(hidden[asked])
-        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-        weight = group.weight[answer]
+        loss = torch.nn.functional.cross_entropy(logits, labels)
         alignment, seen = self._align(self._encoded.pop(), group.labels)
         binding, bound = self._bind(self._bound.pop(), group)
         with torch.no_grad():
@@ -406,19 +436,24 @@ class Trainer:
             if kind:
                 right.setdefault(kind, []).append(float(errors == 0))
         right |= {"sight": [seen], "number": bound}
-        return (losses * weight).sum() / weight.sum() + _ALIGNMENT_WEIGHT * (alignment + binding), right
+        return loss + _ALIGNMENT_WEIGHT * (alignment + binding), right
 
     def _bind(self, hidden: torch.Tensor, group: Group) -> tuple[torch.Tensor, list[float]]:
-        """The loss that draws image tokens, after a few layers, to the word that numbers their image, as `_align`.
+        """The loss that draws tokens to the word that numbers an image, and how often they find it.
 
-        Without it, a question about one of two images was answered from either for 800 steps.
+        After a few layers, image tokens to that of their image, and tokens before an answer's to that of the image it
+        is about. Without it, a question about one of two images was answered from either for 800 steps.
         """
         shown = hidden[group.inputs["mm_token_type_ids"] == 1]
-        if (group.numbers < 0).all():
-            return shown.new_zeros(()), []
-        likeness = self._likeness(shown, self._numbers)
-        right = (likeness.argmax(-1) == group.numbers).float().mean()
-        return torch.nn.functional.cross_entropy(likeness, group.numbers), [right.item()]
+        answer = group.answer[:, 1:]
+        asking = hidden[:, :-1][answer >= 0]
+        number = torch.cat([group.numbers, group.about[answer[answer >= 0]]])
+        if (number < 0).all():
+            return hidden.new_zeros(()), []
+        likeness = self._likeness(torch.cat([shown, asking])[number >= 0], self._numbers)
+        number = number[number >= 0]
+        right = (likeness.argmax(-1) == number).float().mean()
+        return torch.nn.functional.cross_entropy(likeness, number), [right.item()]
 
     def _align(self, encoded: list[torch.Tensor], labels: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The loss that draws image tokens to the words of what they show and where, and how often it finds them.
@@ -455,7 +490,6 @@ class Trainer:
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "rng": self.sampler.rng.bit_generator.state,
             **{name: getattr(self, name) for name in _KEPT},
         }
         torch.save(state, self.run / "state.tmp")
@@ -475,7 +509,6 @@ class Trainer:
         state = torch.load(self.run / "state.pt", weights_only=False)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.sampler.rng.bit_generator.state = state["rng"]
         for name in _KEPT:
             setattr(self, name, state[name])
 
@@ -546,12 +579,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
     parser.add_argument("--turns", type=int, default=4, help="questions in a conversation")
     parser.add_argument("--groups", type=int, default=2, help="of a step; each has pictures of one size")
-    parser.add_argument("--minutes", type=float, default=600, help="stop after this time; the run can go on later")
+    parser.add_argument("--steps", type=int, help="stop after so many; the run can go on later")
     parser.add_argument("--finish", type=int, help="bring the learning rate to 0 in this many steps from here, and end")
     parser.add_argument("--export", type=pathlib.Path, help="write the model as it stands to this folder, and end")
     args = parser.parse_args()
     torch.set_flush_denormal(True)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+        if args.groups % dist.get_world_size():
+            parser.error(f"--groups must be a multiple of the {dist.get_world_size()} processes, got {args.groups}")
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    if not leads:
+        dist.barrier()  # until the files are there
     trainer = Trainer(args.out, variant=args.variant, seed=args.seed, learning_rate=args.learning_rate)
+    if leads and dist.is_initialized():
+        dist.barrier()
     if args.export is not None:
         trainer.export(args.export)
         return
@@ -559,16 +601,21 @@ def main() -> None:
         layer.compile(dynamic=True)  # a sixth less time a step
     if args.finish is not None and trainer.finish is None:
         trainer.finish = (trainer.step, trainer.step + args.finish)
-    end = time.monotonic() + 60 * args.minutes
+    last = math.inf if args.steps is None else trainer.step + args.steps
+    if trainer.finish is not None:
+        last = min(last, trainer.finish[1])
     with open(args.out / "log.jsonl", "a", encoding="utf-8") as log:
-        while time.monotonic() < end and (trainer.finish is None or trainer.step < trainer.finish[1]):
+        while trainer.step < last:
             report = trainer.train_step(args.tokens, args.turns, args.groups)
+            if not leads:
+                continue
             if trainer.step % 20 == 0:
                 log.write(json.dumps(report) + "\n")
                 log.flush()
             if trainer.step % 200 == 0 or trainer.stage != report["stage"]:
                 trainer.save()
-    trainer.save()
+    if leads:
+        trainer.save()
 
 
 if __name__ == "__main__":
