@@ -1,4 +1,7 @@
-"""Questions about pictures, with their answers. A task is one column of the accuracy tables, made of a few kinds."""
+"""Questions about pictures, with their answers. A task is one column of the accuracy tables, made of a few kinds.
+
+Where something is read first and used then, the answer says both: models this small cannot keep the first in mind.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, s
     a, b = pairs[kind]
     return (
         f"which has more {_plural(kind)}, {_image(i)} or {_image(j)}?",
-        f"{_image(i)}" if a > b else f"{_image(j)}",
+        f"{a} and {b}, {_image(i if a > b else j)}",
     )
 
 
@@ -146,8 +149,8 @@ def _shows_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[
     if len(pictures) < 2:
         return None
     i, j = (int(k) for k in rng.permutation(len(pictures))[:2])
-    shown = pictures[j].find(pictures[i].code_glyph) is not None
-    return f"is the code of {_image(i)} on {_image(j)}?", "yes" if shown else "no"
+    code = pictures[i].code_glyph
+    return f"is the code of {_image(i)} on {_image(j)}?", f"{code}, {'yes' if pictures[j].find(code) else 'no'}"
 
 
 def _find_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -159,7 +162,7 @@ def _find_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[s
     if not found:
         return None
     (i, j), place = _any(rng, list(found.items()))
-    return f"in {_image(j)}, where is the code of {_image(i)}?", _place(*place)
+    return f"in {_image(j)}, where is the code of {_image(i)}?", f"{pictures[i].code_glyph} {_place(*place)}"
 
 
 def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -171,8 +174,9 @@ def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str
     if not hops:
         return None
     i, j = _any(rng, hops)
-    glyph = pictures[j].glyphs.get(pictures[i].code)
-    return f"in {_image(j)}, what is where {_image(i)} has its code?", str(glyph or "nothing")
+    place = pictures[i].code
+    found = f"{_place(*place)} {pictures[j].glyphs.get(place, 'nothing')}"
+    return f"in {_image(j)}, what is where {_image(i)} has its code?", found
 
 
 KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, str] | None]] = {
