@@ -1,6 +1,7 @@
 """Questions about pictures, with their answers. A task is one column of the accuracy tables, made of a few kinds.
 
-Where something is read first and used then, the answer says both: models this small cannot keep the first in mind.
+Most answers repeat what they look up: a model this small finds best what stands right before. Where something is read
+first and used then, the answer says both.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _colour(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str,
 def _where(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     i = int(rng.integers(len(pictures)))
     (row, column), glyph = _any(rng, list(pictures[i].glyphs.items()))
-    return f"{_in_image(i, pictures)}where is the {glyph}?", _place(row, column)
+    return f"{_in_image(i, pictures)}where is the {glyph}?", f"{glyph} {_place(row, column)}"
 
 
 def _attribute(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -81,7 +82,7 @@ def _exists(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str,
     shown = set(pictures[i].glyphs.values())
     there = bool(rng.random() < 0.5)
     glyph = _any(rng, sorted(shown) if there else [glyph for glyph in GLYPHS if glyph not in shown])
-    return f"{_in_image(i, pictures)}is there a {glyph}?", "yes" if there else "no"
+    return f"{_in_image(i, pictures)}is there a {glyph}?", f"{glyph}, {'yes' if there else 'no'}"
 
 
 def _code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -126,7 +127,7 @@ def _count(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, 
     kinds = {kind: pictures[i].count(kind) for kind in (*COLOURS, *SHAPES)}
     count = _any(rng, sorted({count for count in kinds.values() if count <= _MOST}))
     kind = _any(rng, [kind for kind in kinds if kinds[kind] == count])
-    return f"{_in_image(i, pictures)}how many {_plural(kind)} are there?", str(count)
+    return f"{_in_image(i, pictures)}how many {_plural(kind)} are there?", f"{kind}, {count}"
 
 
 def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -141,7 +142,7 @@ def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, s
     a, b = pairs[kind]
     return (
         f"which has more {_plural(kind)}, {_image(i)} or {_image(j)}?",
-        f"{a} and {b}, {_image(i if a > b else j)}",
+        f"{kind}, {a} and {b}, {_image(i if a > b else j)}",
     )
 
 
