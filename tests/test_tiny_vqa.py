@@ -78,12 +78,12 @@ def solve(question: str, pictures: list[Picture]) -> str:
     if found := re.fullmatch(r"where is the (.*)\?", words):
         return f"{found[1]} {name(*find(found[1]))}"
     if found := re.fullmatch(r"how many (.*) are there\?", words):
-        return f"{kind_of(found[1])}, {count(grid, kind_of(found[1]))}"
+        return str(count(grid, kind_of(found[1])))
     if found := re.fullmatch(r"which has more (.*), image (\d) or image (\d)\?", words):
         i, j = int(found[2]), int(found[3])
         a, b = (count(grids[k - 1], kind_of(found[1])) for k in (i, j))
         assert a != b
-        return f"{kind_of(found[1])}, {a} and {b}, image {list(NUMBERS)[(i if a > b else j) - 1]}"
+        return f"{a} and {b}, image {list(NUMBERS)[(i if a > b else j) - 1]}"
     found = re.fullmatch(r"is the code of image (\d) on image (\d)\?", words)
     assert found, words
     code = str(pictures[int(found[1]) - 1].code_glyph)

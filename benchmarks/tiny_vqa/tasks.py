@@ -127,7 +127,7 @@ def _count(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, 
     kinds = {kind: pictures[i].count(kind) for kind in (*COLOURS, *SHAPES)}
     count = _any(rng, sorted({count for count in kinds.values() if count <= _MOST}))
     kind = _any(rng, [kind for kind in kinds if kinds[kind] == count])
-    return f"{_in_image(i, pictures)}how many {_plural(kind)} are there?", f"{kind}, {count}"
+    return f"{_in_image(i, pictures)}how many {_plural(kind)} are there?", str(count)
 
 
 def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -142,7 +142,7 @@ def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, s
     a, b = pairs[kind]
     return (
         f"which has more {_plural(kind)}, {_image(i)} or {_image(j)}?",
-        f"{kind}, {a} and {b}, {_image(i if a > b else j)}",
+        f"{a} and {b}, {_image(i if a > b else j)}",
     )
 
 

@@ -118,7 +118,7 @@ def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size,
 # In a line one word tells the place: a row or a column.
 _LINES = tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1)))
 CURRICULUM = (
-    Stage(_sizes(1, 5), (), 0.99),
+    Stage(_sizes(1, 5, (32, 48, 64)), (), 0.99),
     Stage(_LINES, (1.0,), 0.6, _EARLY_MIXTURE, _EARLY_SHARES),
     Stage(
         (Size(1, 3), Size(3, 1)) + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)),
@@ -130,7 +130,7 @@ CURRICULUM = (
     Stage(_sizes(2, 3), (0.7, 0.3), 0.8),
     Stage(_sizes(2, 4), (0.3, 0.7), 0.8),
     Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.85),
-    Stage(_sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.5, 0.4, 0.06, 0.04), 2.0),
+    Stage(4 * _sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.5, 0.4, 0.06, 0.04), 2.0),
 )
 
 
