@@ -205,6 +205,15 @@ def test_groups_say_which_image_is_which(training, unfinished):
     assert {-1, 0, 1} == set(group.about.tolist())
 
 
+def test_labels_of_image_tokens(training):
+    picture = Picture(Size(1, 2, 48), {(0, 1): GLYPHS[0]}, (0, 1))
+    labels = training._labels(picture).view(3, 6, -1)
+    colour, shape = list(training.COLOURS).index(GLYPHS[0].colour), training.SHAPES.index(GLYPHS[0].shape)
+    assert labels[1, 4].tolist() == [colour, shape, 0, 1, 1, 0, 0]
+    assert labels[0, 0].tolist() == [-1, -1, 0, 0, 0, 1, 0]
+    assert labels[..., 6].nonzero().tolist() == [[0, 3]]  # one token a glyph is counted
+
+
 def _train_in_process(rank, folder, store):
     import torch.distributed as dist
 

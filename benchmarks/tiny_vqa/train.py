@@ -54,14 +54,15 @@ _TEXT = {
     },
 }
 _ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
-# What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not.
+# What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not. One
+# token of each glyph is " many": glyphs of all sizes then count alike.
 _WORDS = (
     [f" {colour}" for colour in COLOURS],
     [f" {shape}" for shape in SHAPES],
     [*"12345"],
     [f" {c}" for c in "ABCDE"],
 )
-_FLAGS = (" code", " nothing")
+_FLAGS = (" code", " nothing", " many")
 _NUMBERS = [f" {number_name(i + 1)}" for i in range(4)]  # of images
 _BOUND_AT = 2  # the layer by which image tokens are drawn to the number of their image
 # How often each kind of question is asked; those about several images only where there are several.
@@ -142,7 +143,7 @@ class Group:
       inputs: of the model.
       answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
       kinds: of the answers' questions, "" for other talk [A].
-      labels: of the image tokens, see `_labels` [T, 6].
+      labels: of the image tokens, see `_labels` [T, 7].
     numbers: of the image that each image token belongs to; -1 where its conversation has no other [T].
     about: number of the image that each answer is about; -1 if its question names none or several [A].
     """
@@ -279,17 +280,20 @@ def _about(question: str) -> int:
 
 
 def _labels(picture: Picture) -> torch.Tensor:
-    """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 6]."""
+    """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 7]."""
     size = picture.size
-    labels = torch.full((size.rows, size.columns, 6), -1)
+    labels = torch.full((size.rows, size.columns, 7), -1)
     labels[:, :, 2] = torch.arange(size.rows)[:, None]
     labels[:, :, 3] = torch.arange(size.columns)
-    labels[:, :, 4:] = torch.tensor([0, 1])
+    labels[:, :, 4:] = torch.tensor([0, 1, 0])
     for (row, column), glyph in picture.glyphs.items():
         shown = (list(COLOURS).index(glyph.colour), SHAPES.index(glyph.shape))
         labels[row, column, [0, 1, 4, 5]] = torch.tensor([*shown, (row, column) == picture.code, 0])
     tokens = size.cell // 16
-    return labels.repeat_interleave(tokens, dim=0).repeat_interleave(tokens, dim=1).flatten(0, 1)
+    labels = labels.repeat_interleave(tokens, dim=0).repeat_interleave(tokens, dim=1)
+    for row, column in picture.glyphs:
+        labels[row * tokens, column * tokens, 6] = 1
+    return labels.flatten(0, 1)
 
 
 def new_checkpoint(directory: pathlib.Path, variant: str) -> None:
