@@ -67,19 +67,19 @@ _NUMBERS = [f" {number_name(i + 1)}" for i in range(4)]  # of images
 _BOUND_AT = 2  # the layer by which image tokens are drawn to the number of their image
 # How often each kind of question is asked; those about several images only where there are several.
 SHARES = {
-    "what": 0.06,
+    "what": 0.04,
     "colour": 0.02,
-    "where": 0.08,
+    "where": 0.05,
     "attribute": 0.05,
-    "exists": 0.06,
-    "code": 0.05,
-    "contents": 0.07,
-    "places": 0.1,
-    "colours": 0.05,
-    "count": 0.18,
+    "exists": 0.07,
+    "code": 0.09,
+    "contents": 0.06,
+    "places": 0.08,
+    "colours": 0.06,
+    "count": 0.16,
     "more": 0.1,
-    "shows_code": 0.05,
-    "at_code": 0.07,
+    "shows_code": 0.08,
+    "at_code": 0.08,
     "find_code": 0.06,
 }
 # Questions about several things at once hold more lookups a token, and the key stands right before each answer.
@@ -131,7 +131,7 @@ CURRICULUM = (
     Stage(_sizes(2, 3), (0.7, 0.3), 0.8),
     Stage(_sizes(2, 4), (0.3, 0.7), 0.8),
     Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.85),
-    Stage(4 * _sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.5, 0.4, 0.06, 0.04), 2.0),
+    Stage(4 * _sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.4, 0.5, 0.06, 0.04), 2.0),
 )
 
 
