@@ -50,6 +50,7 @@ def solve(question: str, pictures: list[Picture]) -> str:
 
     count = lambda grid, kind: sum(kind in cell.split() for row in grid for cell in row)  # noqa: E731
     kind_of = lambda text: {"crosses": "cross"}.get(text, text.removesuffix(" shapes").removesuffix("s"))  # noqa: E731
+    image = lambda number: f"image {list(NUMBERS)[number - 1]}"  # noqa: E731
     listed = lambda text: re.split(", | and ", text)  # noqa: E731
     if found := re.fullmatch(r"what is at (.* and .*)\?", words):
         return ", ".join(f"{place.upper()} {at(place)}" for place in listed(found[1]))
@@ -66,15 +67,16 @@ def solve(question: str, pictures: list[Picture]) -> str:
     if found := re.fullmatch(r"is there a (.*)\?", words):
         return f"{found[1]}, {'yes' if any(found[1] in row for row in grid) else 'no'}"
     if words == "what is the code?":
-        return str(picture.code_glyph)
+        return f"code {picture.code_glyph}"
     if words == "where is the code?":
-        return name(*picture.code)
+        return f"code {name(*picture.code)}"
     if found := re.fullmatch(r"what is where image (\d) has its code\?", words):
         row, column = pictures[int(found[1]) - 1].code
-        return f"{name(row, column)} {grid[row][column]}"
+        place = name(row, column)
+        return f"{image(int(found[1]))} code {place}, {image(asked + 1)} {place} {grid[row][column]}"
     if found := re.fullmatch(r"where is the code of image (\d)\?", words):
         code = str(pictures[int(found[1]) - 1].code_glyph)
-        return f"{code} {name(*find(code))}"
+        return f"{image(int(found[1]))} code {code}, {image(asked + 1)} {code} {name(*find(code))}"
     if found := re.fullmatch(r"where is the (.*)\?", words):
         return f"{found[1]} {name(*find(found[1]))}"
     if found := re.fullmatch(r"how many (.*) are there\?", words):
@@ -83,11 +85,13 @@ def solve(question: str, pictures: list[Picture]) -> str:
         i, j = int(found[2]), int(found[3])
         a, b = (count(grids[k - 1], kind_of(found[1])) for k in (i, j))
         assert a != b
-        return f"{a} and {b}, image {list(NUMBERS)[(i if a > b else j) - 1]}"
+        return f"{image(i)} {a}, {image(j)} {b}, so {image(i if a > b else j)}"
     found = re.fullmatch(r"is the code of image (\d) on image (\d)\?", words)
     assert found, words
-    code = str(pictures[int(found[1]) - 1].code_glyph)
-    return f"{code}, {'yes' if any(code in row for row in grids[int(found[2]) - 1]) else 'no'}"
+    i, j = int(found[1]), int(found[2])
+    code = str(pictures[i - 1].code_glyph)
+    shown = "yes" if any(code in row for row in grids[j - 1]) else "no"
+    return f"{image(i)} code {code}, {image(j)} {code} {shown}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +105,7 @@ def test_answers(kind):
             asked.append(question)
             assert question.answer == solve(question.text, pictures), question
     assert len(asked) > 100
-    said = [q.answer.split(", ")[-1] for q in asked]
+    said = [q.answer.split(" ")[-1] for q in asked]
     most = max(said.count(answer) for answer in said)
     assert most / len(asked) < 0.55  # no answer is right by habit
 
@@ -189,7 +193,27 @@ def test_training_reads_what_the_chat_template_writes(training, unfinished, arra
     ],
 )
 def test_which_image_a_question_is_about(training, question, image):
-    assert training._about(question) == image
+    assert training._asked_about(question) == image
+
+
+def test_which_image_a_token_of_an_answer_is_about(training, unfinished):
+    sampler = training.Sampler(unfinished)
+    messages = [
+        {"role": "user", "content": "In image two, what is where image one has its code?"},
+        {"role": "assistant", "content": "image one code B2, image two B2 red ring"},
+        {"role": "user", "content": "In image two, what is at A1?"},
+        {"role": "assistant", "content": "nothing"},
+    ]
+    ids, answers = sampler._encode(messages, first_answer=0)
+    about = sampler._about(ids, answers, [-1, 1])
+    one, two = (ids.index(token, answers.index(0)) for token in sampler.numbers[:2])
+    first, second = answers.index(0), answers.index(1)
+    assert set(about[:one]) == {-1}
+    assert set(about[one:two]) == {0}
+    assert about[two - 1 : two + 2] == [0, 1, 1]
+    assert about[second - 2 : second] == [-1, 1]
+    assert all(about[i] == -1 for i in range(len(ids) - 1) if answers[i + 1] < 0)
+    assert first < one < two < second
 
 
 def test_groups_say_which_image_is_which(training, unfinished):
@@ -201,8 +225,8 @@ def test_groups_say_which_image_is_which(training, unfinished):
     assert group.numbers.unique().tolist() == [0, 1]
     per_image = group.numbers.view(conversations, -1).diff()
     assert (per_image != 0).sum() == 2 * conversations - conversations  # each conversation changes image once
-    assert len(group.about) == len(group.kinds) == int(group.answer.max()) + 1
-    assert {-1, 0, 1} == set(group.about.tolist())
+    assert len(group.kinds) == int(group.answer.max()) + 1
+    assert {-1, 0, 1} == set(group.about.flatten().tolist())
 
 
 def test_labels_of_image_tokens(training):

@@ -88,8 +88,8 @@ def _exists(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str,
 def _code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     i = int(rng.integers(len(pictures)))
     if rng.random() < 0.5:
-        return f"{_in_image(i, pictures)}what is the code?", str(pictures[i].code_glyph)
-    return f"{_in_image(i, pictures)}where is the code?", _place(*pictures[i].code)
+        return f"{_in_image(i, pictures)}what is the code?", f"code {pictures[i].code_glyph}"
+    return f"{_in_image(i, pictures)}where is the code?", f"code {_place(*pictures[i].code)}"
 
 
 def _contents(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -142,7 +142,7 @@ def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, s
     a, b = pairs[kind]
     return (
         f"which has more {_plural(kind)}, {_image(i)} or {_image(j)}?",
-        f"{a} and {b}, {_image(i if a > b else j)}",
+        f"{_image(i)} {a}, {_image(j)} {b}, so {_image(i if a > b else j)}",
     )
 
 
@@ -151,7 +151,10 @@ def _shows_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[
         return None
     i, j = (int(k) for k in rng.permutation(len(pictures))[:2])
     code = pictures[i].code_glyph
-    return f"is the code of {_image(i)} on {_image(j)}?", f"{code}, {'yes' if pictures[j].find(code) else 'no'}"
+    return (
+        f"is the code of {_image(i)} on {_image(j)}?",
+        f"{_image(i)} code {code}, {_image(j)} {code} {'yes' if pictures[j].find(code) else 'no'}",
+    )
 
 
 def _find_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -163,7 +166,11 @@ def _find_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[s
     if not found:
         return None
     (i, j), place = _any(rng, list(found.items()))
-    return f"in {_image(j)}, where is the code of {_image(i)}?", f"{pictures[i].code_glyph} {_place(*place)}"
+    code = pictures[i].code_glyph
+    return (
+        f"in {_image(j)}, where is the code of {_image(i)}?",
+        f"{_image(i)} code {code}, {_image(j)} {code} {_place(*place)}",
+    )
 
 
 def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -175,9 +182,11 @@ def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str
     if not hops:
         return None
     i, j = _any(rng, hops)
-    place = pictures[i].code
-    found = f"{_place(*place)} {pictures[j].glyphs.get(place, 'nothing')}"
-    return f"in {_image(j)}, what is where {_image(i)} has its code?", found
+    code = pictures[i].code
+    return (
+        f"in {_image(j)}, what is where {_image(i)} has its code?",
+        f"{_image(i)} code {_place(*code)}, {_image(j)} {_place(*code)} {pictures[j].glyphs.get(code, 'nothing')}",
+    )
 
 
 KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, str] | None]] = {

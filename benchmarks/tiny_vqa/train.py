@@ -145,7 +145,7 @@ class Group:
       kinds: of the answers' questions, "" for other talk [A].
       labels: of the image tokens, see `_labels` [T, 7].
     numbers: of the image that each image token belongs to; -1 where its conversation has no other [T].
-    about: number of the image that each answer is about; -1 if its question names none or several [A].
+    about: number of the image that the next token, of an answer, is about; -1 if it is of none or of several [B, N].
     """
 
     inputs: dict[str, torch.Tensor]
@@ -164,6 +164,7 @@ class Sampler:
 
     Attributes:
       rng: of everything drawn.
+      numbers: tokens that number images.
     """
 
     def __init__(self, checkpoint: pathlib.Path) -> None:
@@ -171,6 +172,7 @@ class Sampler:
         self._processor = ImageProcessor.from_pretrained(checkpoint)
         self.rng = np.random.default_rng(0)
         self._ids: dict[str, list[int]] = {}
+        self.numbers = self.word_ids(_NUMBERS).tolist()
 
     def pictures(self, stage: Stage, tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Pictures of about so many tokens as inputs of the encoder, and their labels (`_labels`)."""
@@ -193,7 +195,6 @@ class Sampler:
         batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
         rows, pixels, grids, labels, numbers = [], [], [], [], []
         kinds: list[str] = []
-        about: list[int] = []
         for _ in range(batch):
             pictures = draw_pictures(rng, sizes)
             kinds_asked = [*self._kinds(stage, count, turns), "what"]  # the last is always possible
@@ -208,15 +209,17 @@ class Sampler:
                 images.append(picture.size.tokens)
                 numbers.append(torch.full((picture.size.tokens,), i if count > 1 else -1))
             messages = converse(rng, images, questions, arrangement)
-            rows.append(self._encode(messages, first_answer=len(kinds)))
+            row, answers = self._encode(messages, first_answer=len(kinds))
             spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
+            asked_about = [-1] * spoken + [_asked_about(question.text) for question in questions]
+            rows.append((row, answers, self._about(row, [a - len(kinds) for a in answers], asked_about)))
             kinds += [""] * spoken + [question.kind for question in questions]
-            about += [-1] * spoken + [_about(question.text) for question in questions]
-        length = max(len(ids) for ids, _ in rows)
+        length = max(len(row) for row, *_ in rows)
         ids = np.full((batch, length), TOKEN_IDS["<|endoftext|>"])
-        answer = np.full((batch, length), -1)
-        for i, row in enumerate(rows):
-            ids[i, : len(row[0])], answer[i, : len(row[0])] = row
+        answer, about = np.full((2, batch, length), -1)
+        for i, fields in enumerate(rows):
+            for array, values in zip((ids, answer, about), fields, strict=True):
+                array[i, : len(values)] = values
         inputs = {
             "input_ids": torch.from_numpy(ids),
             "pixel_values": torch.from_numpy(np.concatenate(pixels)),
@@ -229,8 +232,27 @@ class Sampler:
             kinds,
             torch.cat(labels),
             torch.cat(numbers),
-            torch.tensor(about),
+            torch.from_numpy(about),
         )
+
+    def _about(self, ids: list[int], answers: list[int], asked: list[int]) -> list[int]:
+        """Which image the next token is about: the last one named in its answer so far, or the one of the question.
+
+        Args:
+          answers: number of the answer that each token belongs to; none below 0.
+          asked: for each answer the image that its question is about, or -1.
+        """
+        about = [-1] * len(ids)
+        now = -1
+        for i, answer in enumerate(answers[1:]):
+            if answer < 0:
+                continue
+            if answers[i] != answer:
+                now = asked[answer]
+            elif ids[i] in self.numbers:
+                now = self.numbers.index(ids[i])
+            about[i] = now
+        return about
 
     def word_ids(self, words: Sequence[str]) -> torch.Tensor:
         """The words' tokens; each must be one."""
@@ -273,7 +295,7 @@ class Sampler:
         ids += self._ids[text]
 
 
-def _about(question: str) -> int:
+def _asked_about(question: str) -> int:
     """Number of the image that a question is about, from 0; -1 if it names none or several."""
     named = [i for i, number in enumerate(_NUMBERS) if f"image{number}" in question.lower()]
     return named[0] if len(named) == 1 else -1
@@ -351,7 +373,7 @@ class Trainer:
         self.model.model.language_model.layers[_BOUND_AT].register_forward_pre_hook(
             lambda _, args: self._bound.append(args[0])
         )
-        self._numbers = self.sampler.word_ids(_NUMBERS)
+        self._numbers = torch.tensor(self.sampler.numbers)
         self._words = [self.sampler.word_ids(words) for words in _WORDS]
         self._flags = self.sampler.word_ids(_FLAGS)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
@@ -449,9 +471,8 @@ class Trainer:
         is about. Without it, a question about one of two images was answered from either for 800 steps.
         """
         shown = hidden[group.inputs["mm_token_type_ids"] == 1]
-        answer = group.answer[:, 1:]
-        asking = hidden[:, :-1][answer >= 0]
-        number = torch.cat([group.numbers, group.about[answer[answer >= 0]]])
+        asking = hidden[group.about >= 0]
+        number = torch.cat([group.numbers, group.about[group.about >= 0]])
         if (number < 0).all():
             return hidden.new_zeros(()), []
         likeness = self._likeness(torch.cat([shown, asking])[number >= 0], self._numbers)
