@@ -79,6 +79,8 @@ def solve(question: str, pictures: list[Picture]) -> str:
         return f"{image(int(found[1]))} code {code}, {image(asked + 1)} {code} {name(*find(code))}"
     if found := re.fullmatch(r"where is the (.*)\?", words):
         return f"{found[1]} {name(*find(found[1]))}"
+    if found := re.fullmatch(r"how many (.* and .*) are there\?", words):
+        return ", ".join(f"{kind_of(kind)} {count(grid, kind_of(kind))}" for kind in listed(found[1]))
     if found := re.fullmatch(r"how many (.*) are there\?", words):
         return str(count(grid, kind_of(found[1])))
     if found := re.fullmatch(r"which has more (.*), image (\d) or image (\d)\?", words):

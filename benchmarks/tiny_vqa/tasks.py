@@ -130,6 +130,16 @@ def _count(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, 
     return f"{_in_image(i, pictures)}how many {_plural(kind)} are there?", str(count)
 
 
+def _counts(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    i = int(rng.integers(len(pictures)))
+    kinds = [kind for kind in (*COLOURS, *SHAPES) if pictures[i].count(kind) <= _MOST]
+    asked = [str(kind) for kind in rng.permutation(kinds)[:_AT_ONCE]]
+    if len(asked) < 2:
+        return None
+    found = ", ".join(f"{kind} {pictures[i].count(kind)}" for kind in asked)
+    return f"{_in_image(i, pictures)}how many {_join([_plural(kind) for kind in asked])} are there?", found
+
+
 def _more(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
     if len(pictures) < 2:
         return None
@@ -200,11 +210,13 @@ KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, s
     "places": _places,
     "colours": _colours,
     "count": _count,
+    "counts": _counts,
     "more": _more,
     "shows_code": _shows_code,
     "at_code": _at_code,
     "find_code": _find_code,
 }
+# "counts" is asked in training alone: it holds more to learn from than "count".
 TASKS = {
     "grid": ("what", "colour", "where", "attribute", "exists", "code"),
     "list": ("contents", "places", "colours"),

@@ -69,21 +69,22 @@ _BOUND_AT = 2  # the layer by which image tokens are drawn to the number of thei
 SHARES = {
     "what": 0.04,
     "colour": 0.02,
-    "where": 0.05,
+    "where": 0.04,
     "attribute": 0.05,
-    "exists": 0.07,
-    "code": 0.09,
+    "exists": 0.06,
+    "code": 0.06,
     "contents": 0.06,
-    "places": 0.08,
-    "colours": 0.06,
+    "places": 0.06,
+    "colours": 0.05,
     "count": 0.16,
-    "more": 0.1,
-    "shows_code": 0.08,
+    "counts": 0.14,
+    "more": 0.06,
+    "shows_code": 0.06,
     "at_code": 0.08,
     "find_code": 0.06,
 }
 # Questions about several things at once hold more lookups a token, and the key stands right before each answer.
-_EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2, "count": 0.06}
+_EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2, "counts": 0.06}
 _ABOUT_SEVERAL = ("more", "shows_code", "at_code", "find_code")
 # What is at a place, where something is, one and several at once: the rest follows from these.
 _LEADING = ("what", "where", "contents", "places")
