@@ -280,7 +280,7 @@ class Result:
       image_tokens: in the prompt.
       recomputed: image rows computed in each layer, summed over images.
       rows: rows computed in the mean over layers, text included.
-      seconds: of prefilling prompt and cold answer; its share of the batch's.
+      seconds: of prefilling prompt and cold answer; its share of the batch's, compilation included where it is new.
     """
 
     sample: int

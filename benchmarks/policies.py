@@ -157,7 +157,7 @@ def measure(
         "auxiliary prompts": seeds,
         "image_tokens": image_tokens,
         "dtype": dtype,
-        "details": [row for row in details if row["reuse"] in names],
+        "details": details,
     }
     if out is not None:
         write("Policies side by side", rows, head, out)

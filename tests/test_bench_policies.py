@@ -54,21 +54,13 @@ def test_the_command(checkpoints, questions_tsv, tmp_path):
         schedule = Schedule((250,) * 3, "qwen3_vl", llm.fingerprint)
     schedule.save(tmp_path / "half.json")
     arguments = ["--data", questions_tsv, "--ratio", "0.5", "--share", "0.9", "--schedule", tmp_path / "half.json"]
-    arguments += [
-        "--arrangement",
-        "question_first",
-        "--max-tokens",
-        "3",
-        "--questions",
-        "3",
-        "--out",
-        tmp_path / "o.json",
-    ]
+    arguments += ["--arrangement", "question_first", "--max-tokens", 3, "--out", tmp_path / "o.json"]
     result = CliRunner().invoke(app, ["bench", "policies", *map(str, [model, *arguments])])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "o.json").read_text())
     rows = {(row["group"], row["reuse"]): row for row in written["rows"]}
     assert rows["no rows", "full"]["image rows %"] == 0
+    assert written["details"][0]["reuse"] == "off"  # what the differences are to
     half = rows["rows of half", "half.json"]
     assert half["image rows %"] == pytest.approx(rows["r = 0.5", "0.5"]["image rows %"], abs=3)
     assert half["image rows %"] == pytest.approx(50, abs=3)

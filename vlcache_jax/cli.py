@@ -137,16 +137,33 @@ def ttft_command(
     )
 
 
+# What `bench accuracy` and `bench policies` share.
+_Model = Annotated[
+    str | None, typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
+]
+_Data = Annotated[
+    list[pathlib.Path] | None,
+    typer.Option(
+        help="TSV file of VLMEvalKit; may be repeated. [default: splits drawn for the shipped model]",
+        show_default=False,
+    ),
+]
+_Questions = Annotated[
+    int | None, typer.Option(min=1, help="Questions of each file at most. [default: all]", show_default=False)
+]
+_Work = Annotated[
+    pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
+]
+_Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
+_Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")]
+_Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")]
+
+
 @bench.command("accuracy")
 def accuracy_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
-    ] = None,
-    data: Annotated[
-        list[pathlib.Path] | None,
-        typer.Option(help="TSV file of VLMEvalKit; may be repeated. [default: splits drawn for the shipped model]",
-                     show_default=False),
-    ] = None,
+    model: _Model = None,
+    data: _Data = None,
     reuse: Annotated[
         list[str] | None,
         typer.Option(help='Setting to compare with cold; may be repeated. [default: full, 0.02, 0.05, 0.1, 0.3]',
@@ -161,17 +178,12 @@ def accuracy_command(
     donors: Annotated[
         str, typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
     ] = "together",
-    questions: Annotated[
-        int | None, typer.Option(min=1, help="Questions of each file at most. [default: all]", show_default=False)
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")] = 32,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
-    work: Annotated[
-        pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.",
-                                          show_default=False)
-    ] = None,
-    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    questions: _Questions = None,
+    seeds: _Seeds = 1,
+    max_tokens: _MaxTokens = 32,
+    dtype: _Dtype = "auto",
+    work: _Work = None,
+    out: _Out = None,
     figure: Annotated[pathlib.Path | None, typer.Option(help="Figure to write.", show_default=False)] = None,
 ) -> None:  # fmt: skip
     """Measures how reuse changes answers: each question cold and under every setting, in pairs.
@@ -208,14 +220,8 @@ def accuracy_command(
 
 @bench.command("policies")
 def policies_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
-    ] = None,
-    data: Annotated[
-        list[pathlib.Path] | None,
-        typer.Option(help="TSV file of VLMEvalKit; may be repeated. [default: splits drawn for the shipped model]",
-                     show_default=False),
-    ] = None,
+    model: _Model = None,
+    data: _Data = None,
     ratio: Annotated[
         list[float] | None,
         typer.Option(help="Every policy runs at it; may be repeated. [default: 0.02, 0.05, 0.1, 0.3]",
@@ -234,18 +240,13 @@ def policies_command(
         list[str] | None,
         typer.Option(help="text_first, question_first; may be repeated. [default: both]", show_default=False),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")] = 1,
-    questions: Annotated[
-        int | None, typer.Option(min=1, help="Questions of each file at most. [default: all]", show_default=False)
-    ] = None,
+    seeds: _Seeds = 1,
+    questions: _Questions = None,
     split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")] = 32,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
-    work: Annotated[
-        pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.",
-                                          show_default=False)
-    ] = None,
-    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    max_tokens: _MaxTokens = 32,
+    dtype: _Dtype = "auto",
+    work: _Work = None,
+    out: _Out = None,
 ) -> None:  # fmt: skip
     """Compares all policies, at equal ratios and at equal shares of image rows.
 

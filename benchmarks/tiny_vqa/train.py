@@ -54,15 +54,14 @@ _TEXT = {
     },
 }
 _ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
-# What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not. One
-# token of each glyph is " many": glyphs of all sizes then count alike.
+# What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not.
 _WORDS = (
     [f" {colour}" for colour in COLOURS],
     [f" {shape}" for shape in SHAPES],
     [*"12345"],
     [f" {c}" for c in "ABCDE"],
 )
-_FLAGS = (" code", " nothing", " many")
+_FLAGS = (" code", " nothing")
 _NUMBERS = [f" {number_name(i + 1)}" for i in range(4)]  # of images
 _BOUND_AT = 2  # the layer by which image tokens are drawn to the number of their image
 # How often each kind of question is asked; those about several images only where there are several.
@@ -70,21 +69,20 @@ SHARES = {
     "what": 0.04,
     "colour": 0.02,
     "where": 0.04,
-    "attribute": 0.05,
+    "attribute": 0.06,
     "exists": 0.06,
     "code": 0.06,
     "contents": 0.06,
     "places": 0.06,
-    "colours": 0.05,
-    "count": 0.16,
-    "counts": 0.14,
-    "more": 0.06,
-    "shows_code": 0.06,
+    "colours": 0.09,
+    "count": 0.2,
+    "more": 0.1,
+    "shows_code": 0.07,
     "at_code": 0.08,
     "find_code": 0.06,
 }
 # Questions about several things at once hold more lookups a token, and the key stands right before each answer.
-_EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2, "counts": 0.06}
+_EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2}
 _ABOUT_SEVERAL = ("more", "shows_code", "at_code", "find_code")
 # What is at a place, where something is, one and several at once: the rest follows from these.
 _LEADING = ("what", "where", "contents", "places")
@@ -144,9 +142,9 @@ class Group:
       inputs: of the model.
       answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
       kinds: of the answers' questions, "" for other talk [A].
-      labels: of the image tokens, see `_labels` [T, 7].
-    numbers: of the image that each image token belongs to; -1 where its conversation has no other [T].
-    about: number of the image that the next token, of an answer, is about; -1 if it is of none or of several [B, N].
+      labels: of the image tokens, see `_labels` [T, 6].
+      numbers: of the image that each image token belongs to; -1 where its conversation has no other [T].
+      about: number of the image that the next token, of an answer, is about; -1 if it is of none or of several [B, N].
     """
 
     inputs: dict[str, torch.Tensor]
@@ -303,20 +301,17 @@ def _asked_about(question: str) -> int:
 
 
 def _labels(picture: Picture) -> torch.Tensor:
-    """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 7]."""
+    """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 6]."""
     size = picture.size
-    labels = torch.full((size.rows, size.columns, 7), -1)
+    labels = torch.full((size.rows, size.columns, 6), -1)
     labels[:, :, 2] = torch.arange(size.rows)[:, None]
     labels[:, :, 3] = torch.arange(size.columns)
-    labels[:, :, 4:] = torch.tensor([0, 1, 0])
+    labels[:, :, 4:] = torch.tensor([0, 1])
     for (row, column), glyph in picture.glyphs.items():
         shown = (list(COLOURS).index(glyph.colour), SHAPES.index(glyph.shape))
         labels[row, column, [0, 1, 4, 5]] = torch.tensor([*shown, (row, column) == picture.code, 0])
     tokens = size.cell // 16
-    labels = labels.repeat_interleave(tokens, dim=0).repeat_interleave(tokens, dim=1)
-    for row, column in picture.glyphs:
-        labels[row * tokens, column * tokens, 6] = 1
-    return labels.flatten(0, 1)
+    return labels.repeat_interleave(tokens, dim=0).repeat_interleave(tokens, dim=1).flatten(0, 1)
 
 
 def new_checkpoint(directory: pathlib.Path, variant: str) -> None:
@@ -404,10 +399,11 @@ class Trainer:
             group["lr"] = rate
         right: dict[str, list[float]] = {}
         total = 0.0
+        # Behind its own stage the encoder sees everything, and rests until the last, with cells of all sizes.
+        encoder_learns = not CURRICULUM[self.stage].images or self.stage == len(CURRICULUM) - 1
+        self.model.model.visual.requires_grad_(encoder_learns)
         for _ in range(groups // processes):
             if CURRICULUM[self.stage].images:
-                # It sees everything already; a quarter of the time is saved until cells of other sizes come.
-                self.model.model.visual.requires_grad_(self.stage == len(CURRICULUM) - 1)
                 loss, answers = self.forward(self.sampler.group(CURRICULUM[self.stage], tokens // groups, turns))
             else:
                 inputs, labels = self.sampler.pictures(CURRICULUM[self.stage], tokens // groups)
@@ -436,10 +432,9 @@ class Trainer:
     def _share(self, right: dict[str, list[float]], loss: float) -> tuple[dict[str, list[float]], float]:
         """Sums gradients over the processes; returns all their answers and the sum of their losses."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = torch._utils._flatten_dense_tensors(gradients)
+        flat = torch.nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
-        for own, summed in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
-            own.copy_(summed)
+        torch.nn.utils.vector_to_parameters(flat, gradients)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, (right, loss))
         kinds = dict.fromkeys(kind for found, _ in parts for kind in found)
