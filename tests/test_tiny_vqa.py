@@ -64,7 +64,7 @@ def solve(question: str, pictures: list[Picture]) -> str:
     if found := re.fullmatch(r"where are the (.*)\?", words):
         return ", ".join(f"{glyph} {name(*find(glyph))}" for glyph in listed(found[1]))
     if found := re.fullmatch(r"what colours are the (.*)\?", words):
-        return ", ".join(f"{shape} {only(shape)[0]}" for shape in listed(found[1]))
+        return ", ".join(only(shape)[0] for shape in listed(found[1]))
     if found := re.fullmatch(r"what (is|colour is) at (.*)\?", words):
         return at(found[2]) if found[1] == "is" else at(found[2]).split()[0]
     if found := re.fullmatch(r"what colour is the (.*)\?", words):
@@ -72,7 +72,7 @@ def solve(question: str, pictures: list[Picture]) -> str:
     if found := re.fullmatch(r"what shape is (.*)\?", words):
         return only(found[1])[1]
     if found := re.fullmatch(r"is there a (.*)\?", words):
-        return f"{found[1]}, {'yes' if any(found[1] in row for row in grid) else 'no'}"
+        return "yes" if any(found[1] in row for row in grid) else "no"
     if words == "what is the code?":
         return f"code {picture.code_glyph}"
     if words == "where is the code?":

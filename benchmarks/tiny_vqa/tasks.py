@@ -82,7 +82,7 @@ def _exists(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str,
     shown = set(pictures[i].glyphs.values())
     there = bool(rng.random() < 0.5)
     glyph = _any(rng, sorted(shown) if there else [glyph for glyph in GLYPHS if glyph not in shown])
-    return f"{_in_image(i, pictures)}is there a {glyph}?", f"{glyph}, {'yes' if there else 'no'}"
+    return f"{_in_image(i, pictures)}is there a {glyph}?", "yes" if there else "no"
 
 
 def _code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -118,7 +118,7 @@ def _colours(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str
     asked = [single[k] for k in rng.permutation(len(single))[:_AT_ONCE]]
     if len(asked) < 2:
         return None
-    found = ", ".join(f"{glyph.shape} {glyph.colour}" for glyph in asked)
+    found = ", ".join(glyph.colour for glyph in asked)
     return f"{_in_image(i, pictures)}what colours are the {_join([glyph.shape for glyph in asked])}?", found
 
 
@@ -207,9 +207,9 @@ KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, s
     "find_code": _find_code,
 }
 TASKS = {
-    "grid": ("what", "colour", "where", "attribute", "exists", "code"),
+    "grid": ("what", "colour", "where", "attribute", "code"),
     "list": ("contents", "places", "colours"),
-    "count": ("count",),
+    "count": ("count", "exists"),
     "compare": ("more", "shows_code"),
     "multihop": ("at_code", "find_code"),
 }
