@@ -209,7 +209,7 @@ KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, s
 TASKS = {
     "grid": ("what", "colour", "where", "attribute", "code"),
     "list": ("contents", "places", "colours"),
-    "count": ("count", "exists"),
+    "count": ("count", "count", "exists"),  # each of these equally often
     "compare": ("more", "shows_code"),
     "multihop": ("at_code", "find_code"),
 }
