@@ -621,10 +621,10 @@ def measure(
       work: file of finished parts.
       out, figure: JSON and picture to write.
     """
-    from vlcache_jax.assets import model_or_shipped
+    from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.llm import LLM
 
-    source = model_or_shipped(model)
+    source = model or TINY_VQA
     samples = load_samples(data, questions=questions)
     with LLM(source, dtype=dtype) as llm:
         results = run(

@@ -128,7 +128,7 @@ def measure(
     Raises:
       ValueError: a ratio or share is not between 0 and 1, or a schedule is not the model's.
     """
-    from vlcache_jax.assets import model_or_shipped
+    from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.llm import LLM
 
     for name, values in (("ratio", ratios), ("share", shares)):
@@ -137,7 +137,7 @@ def measure(
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
     samples = accuracy.load_samples(data, questions=questions, split=split)
     protocols = [accuracy.Protocol(name, seed=seed) for name in arrangements for seed in range(seeds)]
-    with LLM(model_or_shipped(model), dtype=dtype) as llm:
+    with LLM(model or TINY_VQA, dtype=dtype) as llm:
         image_tokens, num_layers = _sizes(llm, samples)
         groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
         names = dict.fromkeys(setting for group in groups for setting in group.settings)

@@ -242,11 +242,3 @@ def test_the_command(checkpoints, tsv, tmp_path):
     bad = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments), "--arrangement", "sideways"])
     assert bad.exit_code == 1
     assert bad.stderr.startswith("error: arrangement must be one of")
-
-
-@pytest.mark.parametrize("command", [["bench", "accuracy"], ["schedule", "profile", "--out", "x.npz"]])
-def test_without_a_model_that_ships_one_must_be_given(monkeypatch, tmp_path, command):
-    monkeypatch.setattr("vlcache_jax.assets.TINY_VQA", tmp_path / "none")
-    result = CliRunner().invoke(app, [*command])
-    assert result.exit_code == 1
-    assert "error: MODEL must be given" in result.stderr

@@ -21,13 +21,15 @@ def test_help_teaches(run, command):
     assert command == "demo" or "Example" in result.stdout
 
 
-def test_demo(run):
-    result = run("demo")
+def test_demo(run, tmp_path):
+    result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
-    assert "random weights" in result.stdout
     assert re.search(r"compiled \d+ programs", result.stdout)
-    assert re.search(r"it comes again .* exact .*45 .*165 ", result.stdout)
-    assert re.search(r"in another .* 73 .* 247 ", result.stdout)
+    assert "Right are 5 of 5 cold" in result.stdout
+    page = (tmp_path / "demo.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 3
+    assert page.count("<tr") == 1 + 5 + 1 + 2 * 5  # answers, then the times of both runs
+    assert "http" not in page  # nothing is loaded from elsewhere
 
 
 def test_ask(run, family_checkpoint, tmp_path, textured_image):

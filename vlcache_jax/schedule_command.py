@@ -44,7 +44,7 @@ def profile_command(
     """
     from tqdm import tqdm
 
-    from vlcache_jax.assets import model_or_shipped
+    from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.benchmarks.accuracy import Protocol, load_samples, spread
     from vlcache_jax.sensitivity import cases_of, profile
 
@@ -52,7 +52,7 @@ def profile_command(
         if arrangement == "image_first":
             raise ValueError("arrangement must be text_first or question_first: behind equal text reuse has no error")
         protocol = Protocol(arrangement, auxiliary="neutral")
-        source = model_or_shipped(model)
+        source = model or TINY_VQA
         chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
         with open_model(source, dtype) as llm:
             cases = cases_of(llm, chosen, protocol, max_tokens=max_tokens)
@@ -215,10 +215,10 @@ def draw_scores(axis: Any, scores: Scores) -> None:
 
 def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
     """An engine; None is the shipped model."""
-    from vlcache_jax.assets import model_or_shipped
+    from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.llm import LLM
 
-    return LLM(model_or_shipped(model), dtype=dtype)
+    return LLM(model or TINY_VQA, dtype=dtype)
 
 
 @contextlib.contextmanager

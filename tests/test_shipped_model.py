@@ -1,0 +1,54 @@
+"""The model and the pictures that ship with the package."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.test_tiny_vqa import solve
+from vlcache_jax.assets import PICTURES, TINY_VQA
+from vlcache_jax.benchmarks.accuracy import load_samples
+from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
+from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
+from vlcache_jax.demo import TURNS
+
+
+def test_the_model_is_a_small_directory_as_the_hub_has_them():
+    files = {path.name: path.stat().st_size for path in TINY_VQA.iterdir()}
+    assert sum(files.values()) <= 16 * 2**20
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= set(files)
+    config = json.loads((TINY_VQA / "config.json").read_text())
+    assert config["model_type"] == "qwen3_vl"
+    assert config["text_config"]["head_dim"] == 64  # as the kernels take
+
+
+def test_the_pictures_are_those_that_are_drawn():
+    for name, picture in shipped_pictures().items():
+        with Image.open(PICTURES / name) as image:
+            np.testing.assert_array_equal(np.asarray(image), render(picture))
+
+
+def test_the_answers_of_the_demo_are_right():
+    pictures = shipped_pictures()
+    for turn in TURNS:
+        assert turn.answer == solve(turn.question, [pictures[name] for name in turn.pictures])
+
+
+def test_transformers_gives_the_same_answers_and_most_are_right():
+    pytest.importorskip("torch")
+    from vlcache_jax.benchmarks.tiny_vqa.agreement import compare
+
+    found = compare(load_samples([], questions=20), "text_first")
+    assert len(found) == 20 * len(TASKS)
+    assert all(alike for _, alike, _ in found)
+    assert np.mean([right for _, _, right in found]) > 0.85
