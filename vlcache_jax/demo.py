@@ -39,8 +39,8 @@ TURNS = (
     Turn(("picture.png",), "", "What is at C2?", "red triangle"),
     Turn(("picture.png",), "This is page 3 of the book.", "Where is the red circle?", "red circle B1"),
     Turn(("picture.png",), "Yesterday I saw a blue ring.", "How many stars are there?", "3"),
-    Turn(_PAIR, "Look at the picture.", "Which has more rings, image one or image two?", "1 and 4, image two"),
-    Turn(_PAIR, "I like red more than blue.", "In image two, what is where image one has its code?", "B1 red triangle"),
+    Turn(_PAIR, "Look at the picture.", "Which has more rings, image one or image two?", "image one 1, image two 4, so image two"),
+    Turn(_PAIR, "I like red more than blue.", "In image two, what is where image one has its code?", "image one code B1, image two B1 red triangle"),
 )
 
 
