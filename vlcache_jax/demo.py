@@ -38,9 +38,19 @@ _PAIR = ("left.png", "right.png")
 TURNS = (
     Turn(("picture.png",), "", "What is at C2?", "red triangle"),
     Turn(("picture.png",), "This is page 3 of the book.", "Where is the red circle?", "red circle B1"),
-    Turn(("picture.png",), "Yesterday I saw a blue ring.", "How many stars are there?", "3"),
-    Turn(_PAIR, "Look at the picture.", "Which has more rings, image one or image two?", "image one 1, image two 4, so image two"),
-    Turn(_PAIR, "I like red more than blue.", "In image two, what is where image one has its code?", "image one code B1, image two B1 red triangle"),
+    Turn(("picture.png",), "Yesterday I saw a blue ring.", "How many stars are there?", "star red green blue: 3"),
+    Turn(
+        _PAIR,
+        "Look at the picture.",
+        "Which has more rings, image one or image two?",
+        "image one ring orange: 1, image two ring red green blue purple: 4, so image two",
+    ),
+    Turn(
+        _PAIR,
+        "I like red more than blue.",
+        "In image two, what is where image one has its code?",
+        "image one code B1, image two B1 red triangle",
+    ),
 )
 
 
@@ -51,7 +61,7 @@ def run_demo(report: pathlib.Path) -> None:
       report: HTML file to write.
     """
     console = Console()
-    params = SamplingParams(max_tokens=24, temperature=0)
+    params = SamplingParams(max_tokens=32, temperature=0)
     start = time.perf_counter()
     with LLM(TINY_VQA, ladder=_LADDER, max_model_len=1024, kv_cache_bytes=32 * 2**20) as llm:
         loaded = time.perf_counter() - start
