@@ -28,7 +28,7 @@ def test_demo(run, tmp_path):
     assert "Right are 5 of 5 cold" in result.stdout
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
-    assert page.count("<tr") == 1 + 5 + 1 + 2 * 5  # answers, then the times of both runs
+    assert page.count("<tr") == 1 + 4 * 5 + 1 + 2 * 5  # answers, then the times of both runs
     assert "http" not in page  # nothing is loaded from elsewhere
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vlcache_jax.assets import PICTURES, TINY_VQA
@@ -96,29 +97,30 @@ def _text(output: RequestOutput) -> str:
     return output.outputs[0].text
 
 
-def _cells(turn: Turn, cold: RequestOutput, reused: RequestOutput) -> tuple[str, ...]:
-    kinds = sorted({image.match for image in reused.cache.images})
-    return (
-        f"{turn.before} [{', '.join(turn.pictures)}] {turn.question}".strip(),
-        turn.answer,
-        _text(cold),
-        _text(reused),
-        " and ".join(kinds),
-        f"{cold.cache.rows[-1]}",
-        f"{reused.cache.rows[-1]}",
-        f"{1000 * cold.metrics.ttft:.1f}",
-        f"{1000 * reused.metrics.ttft:.1f}",
-    )
+_HEAD = ("", "", "rows", "ms", "match")
 
 
-_HEAD = ("prompt", "right", "cold", "reused", "match", "rows cold", "rows reused", "ms cold", "ms reused")
+def _rows(turn: Turn, cold: RequestOutput, reused: RequestOutput) -> list[tuple[str, ...]]:
+    """The prompt and the right answer, then both runs."""
+    matches = " and ".join(sorted({image.match for image in reused.cache.images}))
+    prompt = f"{turn.before} [{', '.join(turn.pictures)}] {turn.question}".strip()
+    runs = (("cold", cold, ""), ("reused", reused, matches))
+    return [
+        ("prompt", prompt, "", "", ""),
+        ("right", turn.answer, "", "", ""),
+        *(
+            (name, _text(run), str(run.cache.rows[-1]), f"{1000 * run.metrics.ttft:.1f}", match)
+            for name, run, match in runs
+        ),
+    ]
 
 
 def _table(cold: Sequence[RequestOutput], reused: Sequence[RequestOutput]) -> Table:
     table = Table(*_HEAD, title="Answers, rows computed in the language model, time to the first token")
-    for turn, a, b in zip(TURNS, cold, reused, strict=True):
-        prompt, *cells = _cells(turn, a, b)
-        table.add_row(prompt.replace("[", "\\["), *cells)
+    for triple in zip(TURNS, cold, reused, strict=True):
+        for row in _rows(*triple):
+            table.add_row(*map(escape, row), style="bold" if row[0] == "prompt" else "")
+        table.add_section()
     return table
 
 
@@ -127,7 +129,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 figure { display: inline-block; margin: 0 1rem 1rem 0; } img { border: 1px solid #ccc; image-rendering: pixelated; }
 table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .3rem .6rem; border-bottom: 1px solid #ddd;
 text-align: left; vertical-align: top; } .bar { display: inline-block; height: .8rem; background: #4a7; }
-.cold .bar { background: #c64; } td.n { text-align: right; }
+.cold .bar { background: #c64; } .prompt { font-weight: bold; } td.n { text-align: right; }
 """
 
 
@@ -139,8 +141,9 @@ def _page(cold: Sequence[RequestOutput], reused: Sequence[RequestOutput]) -> str
         for name in names
     )
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(*triple)) + "</tr>"
+        f'<tr class="{row[0]}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for triple in zip(TURNS, cold, reused, strict=True)
+        for row in _rows(*triple)
     )
     longest = max(_seconds(output.metrics) for output in (*cold, *reused))
     times = "".join(
