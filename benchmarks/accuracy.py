@@ -427,6 +427,24 @@ def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
         waiting = later
 
 
+def name_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """What the engine takes, by name. Schedule files are read, and called as they are without their folder.
+
+    Raises:
+      ValueError: two have one name, or a file holds no schedule.
+    """
+    from vlcache_jax.schedule import Schedule
+
+    named: dict[str, Any] = {}
+    for setting in settings:
+        is_file = setting.endswith(".json")
+        name = pathlib.Path(setting).name if is_file else setting
+        if name in named:
+            raise ValueError(f"reuse must name each setting once, got {name!r} twice")
+        named[name] = Schedule.load(setting) if is_file else setting
+    return named
+
+
 def run(
     llm: LLM,
     samples: Sequence[Sample],
@@ -602,7 +620,7 @@ def measure(
     model: str | None,
     data: Sequence[pathlib.Path],
     *,
-    settings: Sequence[str],
+    settings: Sequence[str] | None,
     protocols: Sequence[Protocol],
     questions: int | None,
     max_tokens: int,
@@ -616,20 +634,20 @@ def measure(
     Args:
       model: checkpoint; None is the shipped one.
       data: files of VLMEvalKit; none are the splits drawn for the shipped model.
-      settings: `reuse` of the engine.
+      settings: `reuse` of the engine; None is `SETTINGS`, with the schedules that ship for the shipped model.
       questions: of each file at most.
       work: file of finished parts.
       out, figure: JSON and picture to write.
     """
-    from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.assets import SCHEDULES, TINY_VQA
     from vlcache_jax.llm import LLM
 
-    source = model or TINY_VQA
+    if settings is None:
+        settings = [*SETTINGS, *(map(str, SCHEDULES) if model is None else ())]
+    named = name_settings(settings)
     samples = load_samples(data, questions=questions)
-    with LLM(source, dtype=dtype) as llm:
-        results = run(
-            llm, samples, dict(zip(settings, settings, strict=True)), protocols, max_tokens=max_tokens, work=work
-        )
+    with LLM(model or TINY_VQA, dtype=dtype) as llm:
+        results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)
     details, totals = summarize(samples, results)
     for protocol in dict.fromkeys(dataclasses.replace(protocol, seed=0) for protocol in protocols):
         rows = [row for row in totals if row["arrangement"] == protocol.arrangement]

@@ -33,7 +33,7 @@ class Group:
 
     Attributes:
       name: what they have in common.
-      settings: `reuse` of the engine.
+      settings: `reuse` of the engine; a schedule is called by the name of its file.
     """
 
     name: str
@@ -71,7 +71,7 @@ def groups_of(
     for path in schedules:
         schedule = Schedule.load(path)
         computed = [schedule.count(10_000, max(layer, 1)) / 10_000 for layer in range(num_layers)]
-        targets.append((f"rows of {path.stem}", float(np.mean(computed)), (str(path),)))
+        targets.append((f"rows of {path.stem}", float(np.mean(computed)), (path.name,)))
     for name, share, files in targets:
         settings = [*files, f"{share:.4g}", f"ends-{share:.4g}"]
         settings += [f"{policy}-{round(share * image_tokens)}" for policy in BY_COUNT]
@@ -93,7 +93,7 @@ def table(groups: Sequence[Group], details: Sequence[dict[str, Any]]) -> list[di
             rows.append(
                 {
                     "group": group.name,
-                    "reuse": pathlib.Path(setting).name,
+                    "reuse": setting,
                     "accuracy": float(np.mean([row["accuracy"] for row in own])),
                     "difference": float(np.mean([row["difference"] for row in own])),
                     "worst": f"{worst['difference']:+.1f} [{worst['low']:+.1f}, {worst['high']:+.1f}] {worst['task']}",
@@ -113,7 +113,7 @@ def measure(
     *,
     ratios: Sequence[float],
     shares: Sequence[float],
-    schedules: Sequence[pathlib.Path],
+    schedules: Sequence[pathlib.Path] | None,
     arrangements: Sequence[str],
     seeds: int,
     questions: int | None,
@@ -125,12 +125,16 @@ def measure(
 ) -> None:
     """Runs every comparison under each arrangement, prints the tables and writes them.
 
+    Without `schedules`, the shipped model is compared under its own.
+
     Raises:
       ValueError: a ratio or share is not between 0 and 1, or a schedule is not the model's.
     """
-    from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.assets import SCHEDULES, TINY_VQA
     from vlcache_jax.llm import LLM
 
+    if schedules is None:
+        schedules = SCHEDULES if model is None else ()
     for name, values in (("ratio", ratios), ("share", shares)):
         for value in values:
             if not 0 < value < 1:
@@ -141,9 +145,8 @@ def measure(
         image_tokens, num_layers = _sizes(llm, samples)
         groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
         names = dict.fromkeys(setting for group in groups for setting in group.settings)
-        results = accuracy.run(
-            llm, samples, {name: name for name in names}, protocols, max_tokens=max_tokens, work=work
-        )
+        settings = {name: name for name in names} | accuracy.name_settings([str(path) for path in schedules])
+        results = accuracy.run(llm, samples, settings, protocols, max_tokens=max_tokens, work=work)
     details, _ = accuracy.summarize(samples, results)
     rows: list[dict[str, Any]] = []
     for arrangement in arrangements:

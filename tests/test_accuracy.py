@@ -17,6 +17,7 @@ from vlcache_jax import LLM
 from vlcache_jax.benchmarks import accuracy
 from vlcache_jax.benchmarks.accuracy import Protocol, Result, Sample, batches, paired, read_tsv, summarize, user_turn
 from vlcache_jax.cli import app
+from vlcache_jax.schedule import Schedule
 
 
 def png(seed: int, side: int = 100) -> bytes:
@@ -181,6 +182,19 @@ def test_summary_counts_tasks_alike_and_names_the_worst():
 def llm(checkpoints):
     with LLM(checkpoints("qwen3_vl-tied"), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
         yield engine
+
+
+def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path):
+    for folder, level in (("a", 50), ("b", 100)):
+        (tmp_path / folder).mkdir()
+        Schedule((level,) * 3, "qwen3_vl", "f").save(tmp_path / folder / "s.json")
+    files = [str(tmp_path / folder / "s.json") for folder in "ab"]
+    named = accuracy.name_settings(["full", files[0]])
+    assert list(named) == ["full", "s.json"]
+    assert named["s.json"].levels == (50,) * 3
+    assert named != accuracy.name_settings(["full", files[1]])  # so a file of finished parts is not mistaken
+    with pytest.raises(ValueError, match=r"each setting once, got 's\.json' twice"):
+        accuracy.name_settings(files)
 
 
 def test_a_run(llm, tsv, tmp_path):

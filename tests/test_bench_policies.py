@@ -27,10 +27,11 @@ def test_groups(tmp_path):
     assert groups["25 % of image rows"] == ("0.25", "ends-0.25", "epic-20", "mpic-20")
     assert {"cacheblend-0", "cacheblend-lmcache-0.5", "asked-0.5"} < set(groups["75 % of image rows"])
     # The first layer computes what the second one needs.
-    assert groups["rows of falling"][:2] == (str(path), f"{(100 + 100 + 50) / 4 / 500:g}")
+    assert groups["rows of falling"][:2] == ("falling.json", f"{(100 + 100 + 50) / 4 / 500:g}")
     for settings in groups.values():
         for setting in settings:
-            parse_policy(setting)
+            if setting != "falling.json":
+                parse_policy(setting)
 
 
 def test_table_has_a_row_for_each_setting_of_each_group():

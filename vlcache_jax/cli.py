@@ -169,7 +169,8 @@ def accuracy_command(
     data: _Data = None,
     reuse: Annotated[
         list[str] | None,
-        typer.Option(help='Setting to compare with cold; may be repeated. [default: full, 0.02, 0.05, 0.1, 0.3]',
+        typer.Option(help='Setting to compare with cold; may be repeated. [default: full, 0.02, 0.05, 0.1, 0.3 and '
+                          'the schedules of the shipped model]',
                      show_default=False),
     ] = None,
     arrangement: Annotated[
@@ -203,7 +204,7 @@ def accuracy_command(
         accuracy.measure(
             model,
             data or [],
-            settings=reuse or accuracy.SETTINGS,
+            settings=reuse,
             protocols=[
                 accuracy.Protocol(name, auxiliary, donors, seed)
                 for name in arrangement or accuracy.ARRANGEMENTS
@@ -237,7 +238,8 @@ def policies_command(
     ] = None,
     schedule: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(help="Schedule file, compared with the others at its rows; may be repeated.", show_default=False),
+        typer.Option(help="Schedule file, compared with the others at its rows; may be repeated. "
+                          "[default: those of the shipped model]", show_default=False),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
@@ -266,7 +268,7 @@ def policies_command(
             data or [],
             ratios=ratio or policies.RATIOS,
             shares=share or policies.SHARES,
-            schedules=schedule or [],
+            schedules=schedule,
             arrangements=arrangement or ("text_first", "question_first"),
             seeds=seeds,
             questions=questions,

@@ -1,7 +1,8 @@
-"""What ships with the package: a small trained Qwen3-VL (benchmarks/tiny_vqa) and pictures to ask it about."""
+"""What ships with the package: a small trained Qwen3-VL (benchmarks/tiny_vqa), schedules for it, and pictures."""
 
 import pathlib
 
 _FOLDER = pathlib.Path(__file__).parent
 TINY_VQA = _FOLDER / "tiny_vqa"
 PICTURES = _FOLDER / "pictures"
+SCHEDULES = tuple(sorted((_FOLDER / "schedules").glob("*.json")))
