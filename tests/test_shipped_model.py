@@ -9,11 +9,13 @@ import pytest
 from PIL import Image
 
 from tests.test_tiny_vqa import solve
-from vlcache_jax.assets import PICTURES, TINY_VQA
-from vlcache_jax.benchmarks.accuracy import load_samples
+from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.assets import PICTURES, SCHEDULES, TINY_VQA
+from vlcache_jax.benchmarks.accuracy import load_samples, user_turn
 from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
 from vlcache_jax.demo import TURNS
+from vlcache_jax.schedule import Schedule
 
 
 def test_the_model_is_a_small_directory_as_the_hub_has_them():
@@ -52,3 +54,16 @@ def test_transformers_gives_the_same_answers_and_most_are_right():
     assert len(found) == 20 * len(TASKS)
     assert all(alike for _, alike, _ in found)
     assert np.mean([right for _, _, right in found]) > 0.85
+
+
+def test_the_schedules_are_the_models():
+    assert SCHEDULES
+    prompt = [{"role": "user", "content": user_turn([(PICTURES / "left.png").read_bytes()], "Hi", "text_first", "Ho.")}]
+    with LLM(TINY_VQA) as llm:
+        llm.cache.precompute([PICTURES / "left.png"])
+        for path in SCHEDULES:
+            [output] = llm.chat(prompt, SamplingParams(max_tokens=1), reuse=str(path), use_tqdm=False)
+            [image] = output.cache.images
+            levels = Schedule.load(path).levels
+            assert image.match == "approximate"
+            assert list(image.recomputed[1:]) == [level * image.tokens // 500 for level in levels[1:]]
