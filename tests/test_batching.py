@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -6,6 +8,7 @@ from vlcache_jax.buckets import Ladder
 from vlcache_jax.images import Patches
 from vlcache_jax.layout import ImageRef, make_layout
 from vlcache_jax.plan import Plan, full_prefill
+from vlcache_jax.policies import first_tokens
 
 LAYERS, SLOTS = 3, 500
 LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
@@ -169,3 +172,65 @@ def test_levels_run_one_after_the_other():
     waves = cut_waves(sequences, 4, SLOTS)
     assert waves == [[sequences[0], sequences[2], sequences[3]], [sequences[1]]]
     assert sequences[1].base == 0
+
+
+def shifted(*parts, share):
+    """A request whose images are approximate, and of which the first tokens are computed in all layers but the last."""
+    plain = sequence(*parts)
+    images = plain.layout.images
+    starts, refs = [span.start for span in images], [span.image for span in images]
+    layout = make_layout(plain.layout.token_ids, starts, refs, 2, ["approximate"] * len(refs))
+    plan = first_tokens(layout, LAYERS, lambda tokens: [int(share * tokens)] * (LAYERS - 1) + [0])
+    return Sequence(layout, dataclasses.replace(plan, shift=True), 5)
+
+
+def test_a_step_does_not_end_inside_an_image_that_moves_others():
+    wave = [shifted(20, (4, 5), 3, (4, 6), 2, share=0.5), sequence(4, (4, 4)), shifted(2, (2, 2), 1, share=0.5)]
+    cut_waves(wave, 4, SLOTS)
+    moved = {}
+    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+        active = step.active[0]
+        for shift in step.shifts:
+            assert len(shift.row_image) == active
+            for number in np.unique(shift.image):
+                mine = shift.image == number
+                first = int(shift.slot[mine].min())
+                assert first not in moved
+                moved[first] = step.rows.slot[:active][shift.row_image == number].tolist()
+                one = next(s for s in wave if s.base <= first < s.base + s.num_slots)
+                span = next(span for span in one.layout.images if one.base + span.start == first)
+                assert shift.slot[mine].tolist() == list(range(first, first + span.length))
+                np.testing.assert_array_equal(shift.position[:, mine], one.layout.positions[:, span.tokens])
+                assert shift.depth[mine].tolist() == [2] * (span.length // 2) + [0] * (span.length - span.length // 2)
+    third = wave[2].base
+    assert moved == {20: [*range(20, 30)], 43: [*range(43, 55)], third + 2: [third + 2, third + 3]}
+
+
+def test_an_image_with_more_rows_than_a_step_is_moved_by_its_first_step():
+    [wave] = cut_waves([shifted(3, (10, 10), 2, share=0.9)], 4, SLOTS)
+    steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
+    assert [len(step.shifts) for step in steps] == [0, 1, 0, 0]
+    assert steps[1].rows.slot.tolist() == list(range(3, 35))
+    assert sum(step.active[0] for step in steps) == 95
+
+
+def test_many_images_are_moved_in_several_calls():
+    wave = [shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)]
+    steps = []
+    for part in cut_waves(wave, 100, 1000):
+        steps += prefill_steps(part, Ladder(rows=(512,), patches=(16, 64), sequences=(100,)), 1000, LAYERS)
+    assert [len(np.unique(shift.image)) for step in steps for shift in step.shifts] == [64, 64, 64, 8]
+    steps = prefill_steps(wave[:4], Ladder(rows=(8, 16), patches=(16, 64), sequences=(100,)), 1000, LAYERS)
+    assert max(len(shift.slot) for step in steps for shift in step.shifts) <= 16
+
+
+def test_what_is_not_moved():
+    everything = shifted(3, (2, 3), 1, share=0.5)
+    layers = np.full(len(everything.layout), LAYERS, np.int16)
+    for request in (
+        shifted(3, (2, 3), 1, share=0),
+        Sequence(everything.layout, Plan(layers, shift=True), 5),
+        Sequence(everything.layout, Plan(everything.plan.depth), 5),
+        sequence(3, (2, 3), 1),
+    ):
+        assert not any(step.shifts for step in prefill_steps([request], LADDER, SLOTS, LAYERS))

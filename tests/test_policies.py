@@ -10,7 +10,20 @@ import pytest
 
 from vlcache_jax.layout import ImageRef, make_layout
 from vlcache_jax.plan import Plan
-from vlcache_jax.policies import EPIC, MPIC, Ends, Exact, Off, Scheduled, StaticRatio, TwoPass, make_plan, parse_policy
+from vlcache_jax.policies import (
+    EPIC,
+    MPIC,
+    Ends,
+    Exact,
+    Off,
+    Scheduled,
+    Spread,
+    StaticRatio,
+    TwoPass,
+    make_plan,
+    parse_policy,
+    spread_ranks,
+)
 from vlcache_jax.schedule import Schedule
 
 
@@ -68,6 +81,30 @@ def test_both_ends():
     assert parse_policy("epic-16") == EPIC(16)
     assert parse_policy("full-two-pass") == TwoPass()
     assert parse_policy("asked-0.05").name == "asked 0.05 from layer 1"
+
+
+def test_tokens_all_over_an_image():
+    assert spread_ranks(8).tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    for tokens in (1, 2, 5, 97, 1000):
+        order = np.argsort(spread_ranks(tokens))
+        assert sorted(order.tolist()) == list(range(tokens))
+        for count in range(1, tokens + 1):  # no gap between chosen tokens is four times what it could be
+            gaps = np.diff([*np.sort(order[:count]), tokens])
+            assert gaps.max() < 4 * max(1, tokens / count)
+    plan = Spread(Fraction("0.3")).plan(layout("approximate", "approximate"), 2)
+    assert fresh(plan, 0) == fresh(plan, 1) == TEXT | {2, 6, 10, 13}  # 0, 4, 8 of 10; 0 of 5
+    schedule = Schedule((500, 400, 250, 0), "m", "f")
+    shrinking = Spread(schedule=schedule, shift=True).plan(layout("approximate", "exact"), 4)
+    tokens = [fresh(shrinking, layer) - TEXT for layer in range(4)]
+    assert tokens[0] == tokens[1] >= tokens[2] >= tokens[3]
+    assert [len(found) for found in tokens] == [8, 8, 5, 0]
+    assert shrinking.shift
+    assert not plan.shift
+    assert parse_policy("spread-0.3") == Spread(Fraction("0.3"))
+    assert parse_policy("shift-0.3") == Spread(Fraction("0.3"), shift=True)
+    assert (parse_policy("shift-0.3").name, Spread(schedule=schedule).name) == ("shift 0.3", "spread schedule 0.5750")
+    for changed in (shrinking.extended(3, 4), shrinking.wanting([3], 4), shrinking.computing(slice(2, 12), 4)):
+        assert changed.shift
 
 
 def test_two_passes():

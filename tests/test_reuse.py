@@ -21,7 +21,7 @@ import vlcache_jax.images
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.plan import Plan
-from vlcache_jax.policies import MPIC, StaticRatio
+from vlcache_jax.policies import MPIC, Scheduled, Spread, StaticRatio
 
 LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -153,24 +153,25 @@ def falling(llm, *levels):
 # P1-P7 of the algorithms' specification.
 
 
-def test_p1_everything_computed_equals_a_cold_run_even_over_nan(llm, target, donors):
+@pytest.mark.parametrize("everything", [1, "shift-1"])
+def test_p1_everything_computed_equals_a_cold_run_even_over_nan(llm, target, donors, everything):
     cold = logits(llm, target, reuse="off")
     length = len(chat(llm, target, reuse="off")[0].prompt_token_ids)
     cold_pool = pool(llm, length)
     for record in kv_records(llm):
         record.data[:] = np.nan
-    [output] = chat(llm, target, reuse=1)
+    [output] = chat(llm, target, reuse=everything)
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
     assert output.cache.rows == (length,) * len(cold_pool)
     warm_pool = pool(llm, length)
     assert np.isfinite(warm_pool).all()
     for layer in range(1, 4):
         assert_close(warm_pool[layer], cold_pool[layer])
-    assert_close(logits(llm, target, reuse=1), cold)
+    assert_close(logits(llm, target, reuse=everything), cold)
     assert output.cache.exact  # nothing approximate was left
 
 
-@pytest.mark.parametrize("ratio", [0, "0.1", 0.5])
+@pytest.mark.parametrize("ratio", [0, "0.1", 0.5, "shift-0.1"])
 def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, ratio):
     """The records hold what is right at the target, but were made elsewhere, at other positions."""
     cold = logits(llm, target, reuse="off")
@@ -197,7 +198,7 @@ def test_p2_the_same_context_is_exact_whatever_the_policy(llm, target, a, b):
     first = chat(llm, target)
     cold = logits(llm, target, reuse="off")
     other = user("Look at the first one ", a, " and then ", b, ". Which is larger?")
-    for reuse in ("exact", "full", 0.3, "mpic-4", falling(llm, 100, 10)):
+    for reuse in ("exact", "full", 0.3, "mpic-4", "shift-0.1", falling(llm, 100, 10)):
         [output] = chat(llm, target, reuse=reuse)
         assert output.cache.exact
         assert [image.match for image in output.cache.images] == ["exact"] * 2
@@ -209,9 +210,10 @@ def test_p2_the_same_context_is_exact_whatever_the_policy(llm, target, a, b):
         assert_close(logits(llm, other, reuse=reuse), logits(llm, other, reuse="off"))
 
 
-def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch):
-    schedule = falling(llm, 400, 300, 100, 20)
-    early = logits(llm, target, reuse=schedule)
+@pytest.mark.parametrize("make", [Scheduled, lambda schedule: Spread(schedule=schedule, shift=True)])
+def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch, make):
+    policy = make(falling(llm, 400, 300, 100, 20))
+    early = logits(llm, target, reuse=policy)
     prefill_steps = vlcache_jax.engine.prefill_steps
 
     def late(*args):
@@ -221,7 +223,7 @@ def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch):
         ]
 
     monkeypatch.setattr(vlcache_jax.engine, "prefill_steps", late)
-    assert_close(logits(llm, target, reuse=schedule), early)
+    assert_close(logits(llm, target, reuse=policy), early)
 
 
 def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
@@ -240,7 +242,7 @@ def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
 
 def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, directory, target, donors, a, b):
     requests = [target, user("Only ", b), user("no image"), user("First ", a, " second ", b, a)]
-    for reuse in (0.3, falling(llm, 300, 200, 50)):
+    for reuse in (0.3, falling(llm, 300, 200, 50), "shift-0.3"):
         chat(llm, *requests, reuse=reuse)  # what is stored does not change any more
         alone = [logits(llm, request, reuse=reuse)[0] for request in requests]
         order = [2, 0, 3, 1]
@@ -250,14 +252,27 @@ def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, direc
     with open_llm(directory, ladder=ladder, max_rows=100) as other:
         chat(other, user("unrelated ", a[::-1].copy()))
         chat(other, user("Something else entirely, longer than the other: ", b, a, "?"))
-        assert_close(logits(other, target, reuse=0.3), logits(llm, target, reuse=0.3))
+        for reuse in (0.3, "shift-0.3"):
+            assert_close(logits(other, target, reuse=reuse), logits(llm, target, reuse=reuse))
 
 
 @pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
 def test_p6_any_rows_at_any_depth_equal_the_dense_computation(llm, target, donors, make):
     """Scattered rows that drop out at random layers, against all rows in all layers with K, V overridden."""
     layers = llm._checkpoint.config.text.num_layers
-    policy = Depths(lambda k, t, n: min(make(k, t, n), layers))
+    check_against_dense(llm, target, Depths(lambda k, t, n: min(make(k, t, n), layers)))
+
+
+@pytest.mark.parametrize("levels", [(50,), (300, 300, 40, 0)])
+def test_p6_moved_keys_and_values_equal_the_dense_computation(llm, target, donors, levels):
+    policy = Spread(schedule=falling(llm, *levels), shift=True)
+    check_against_dense(llm, target, policy)
+    differs = logits(llm, target, reuse=policy) - logits(llm, target, reuse=dataclasses.replace(policy, shift=False))
+    assert np.abs(differs).max() > 1e-3
+
+
+def check_against_dense(llm, target, policy):
+    layers = llm._checkpoint.config.text.num_layers
     [output] = chat(llm, target, reuse=policy)
     length = len(output.prompt_token_ids)
     actual = pool(llm, length)
@@ -292,6 +307,7 @@ def dense_reference(llm, conversation, policy):
                 k[use.span.tokens] = decoder.rope.rotate(jnp.asarray(raw), cos, sin)
             k_pool.append(k)
             v_pool.append(v)
+        stored = [(use.span, use.linked.data[:, :, : use.span.length].copy()) for use in linked.uses]
         first = 0
         for use in linked.uses:
             features.append(use.span.image.encoder.data[:, : use.span.length])
@@ -306,6 +322,21 @@ def dense_reference(llm, conversation, policy):
         rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
         module = bind(runner._layer_graph, runner._text["layers"][layer])
         added = deepstack[layer] if layer < len(deepstack) else None
+        if plan.shift:
+            _, _, *own = map(np.asarray, module.self_attn.project(module.input_layernorm(x), rows, keep=n))
+            for span, old in stored:
+                fresh = plan.depth[span.tokens] > layer
+                if fresh.any():
+                    new = np.stack([part[span.tokens] for part in own])
+                    raw_k, v_pool[layer][span.tokens] = old[layer] + (new - old[layer])[:, fresh].mean(1)[:, None]
+                    rotation = decoder.rope.text_rotation(
+                        jnp.asarray(layout.positions[:, span.tokens]),
+                        config.rope_theta,
+                        config.mrope_section,
+                        config.mrope_interleaved,
+                        jnp.float32,
+                    )
+                    k_pool[layer][span.tokens] = decoder.rope.rotate(jnp.asarray(raw_k), *rotation)
         x, k, v, _ = module(x, jnp.asarray(k_pool[layer]), jnp.asarray(v_pool[layer]), rows, added, keep=n)
         result.append(np.stack([k, v]))
     return np.stack(result)
@@ -382,7 +413,7 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
     """Read from the arguments of the executed programs."""
     run = llm._runner._run
     layers = llm._runner._text["layers"]
-    for reuse in ("off", 0, 0.3, falling(llm, 400, 300, 100, 20), MPIC(5)):
+    for reuse in ("off", 0, 0.3, "shift-0.3", falling(llm, 400, 300, 100, 20), MPIC(5)):
         rows = [0] * len(layers)
 
         def spy(key, *args, rows=rows):
@@ -403,7 +434,7 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
     assert output.cache.images[0].recomputed == (5,) * len(layers)
 
 
-@pytest.mark.parametrize("reuse", ["exact", "0.2"])
+@pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2"])
 @pytest.mark.parametrize("host_bytes", ["1GiB", 100_000])
 def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes):
     images = [png(textured_image(60 + 30 * i, 150 - 20 * i, i)) for i in range(4)]
@@ -795,10 +826,12 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
     with open_llm(directory, max_rows=64) as llm:  # steps end inside images
         schedule = falling(llm, 500, 500, 100, 20)
         assert llm.warmup(reuse=schedule, verbose=False)[0] == len(llm._runner._programs)
+        moving = Spread(schedule=schedule, shift=True)
+        assert llm.warmup(reuse=moving, verbose=False)[0] > 0
         listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
         jax.monitoring.register_event_duration_secs_listener(listener)
         try:
-            for reuse in ("exact", schedule, 0.1, "full", StaticRatio(Fraction(1, 2)), "off"):
+            for reuse in ("exact", schedule, moving, 0.1, "full", "shift-0.2", StaticRatio(Fraction(1, 2)), "off"):
                 requests = []
                 for _ in range(8):
                     chosen = [images[i] for i in rng.integers(0, 20, rng.integers(0, 4))]

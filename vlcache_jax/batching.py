@@ -21,6 +21,7 @@ from vlcache_jax.models import Rows
 from vlcache_jax.outputs import Why
 from vlcache_jax.plan import Plan
 from vlcache_jax.selection import Choice, Selection
+from vlcache_jax.shift import Shift, make_shifts, shifted_images
 
 Index = npt.NDArray[np.int32]
 
@@ -95,6 +96,7 @@ class Step[S: Sequence]:
       wanted: (sequence, index of the token in its prompt) of each row whose logits are wanted; they come first.
       num_slots: of the pool.
       selection: what is chosen on the device; `active` and `bounds` count the rows that are.
+      shifts: images whose linked K, V are moved.
     """
 
     rows: Rows
@@ -105,6 +107,7 @@ class Step[S: Sequence]:
     wanted: tuple[tuple[S, int], ...]
     num_slots: int
     selection: Selection | None = None
+    shifts: tuple[Shift, ...] = ()
 
     def layer_rows(self, layer: int) -> Rows:
         """The rows that enter a layer.
@@ -143,6 +146,8 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
     position = np.concatenate([sequence.layout.positions for sequence in wave], axis=1)
     token = np.concatenate([sequence.layout.token_ids for sequence in wave])
     images, image, image_row = _image_rows(wave, length)
+    shifted = shifted_images(wave, num_layers)
+    done = -1  # the last of these images whose first rows are in a step
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -155,6 +160,9 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
         wanted = np.flatnonzero(depth[computed[:count]] > num_layers)
         if len(wanted) > ladder.max_sequences:  # the output head holds no more
             count = int(wanted[ladder.max_sequences])
+        if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
+            # What moves an image must not depend on where a step ends, unless the image alone has more rows than that.
+            count = int(np.argmax(shifted[computed] == cut)) or count
         mine, computed = computed[:count], computed[count:]
         rows = mine[np.argsort(-depth[mine], kind="stable")]
         selection = None
@@ -172,6 +180,9 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
         bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
         slot = base[rows] + place[rows]
+        moving = range(done + 1, 1 + max(done, int(shifted[rows].max())))
+        done += len(moving)
+        shifts = make_shifts(shifted, moving, rows, base + place, position, depth, ladder.max_rows)
         outputs = rows[depth[rows] > num_layers]
         steps.append(
             Step(
@@ -183,6 +194,7 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
                 wanted=tuple((wave[owner[row]], int(index[row])) for row in outputs),
                 num_slots=num_slots,
                 selection=selection,
+                shifts=tuple(shifts),
             )
         )
     return steps

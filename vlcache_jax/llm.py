@@ -41,7 +41,7 @@ from vlcache_jax.outputs import (
 )
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.plan import Plan, full_prefill
-from vlcache_jax.policies import Policy, Scheduled, parse_policy
+from vlcache_jax.policies import Policy, parse_policy
 from vlcache_jax.prompt import Prompt, PromptRenderer
 from vlcache_jax.runner import Runner, check_kernels
 from vlcache_jax.sampling import MAX_BANNED, SamplingParams
@@ -326,9 +326,9 @@ class LLM:
         """
         policy = self._parse_policy(reuse)
         with self._serving():
-            shrinking = self._shrinking(policy)
+            shrinking, shifting = self._needs(policy)
             selecting = policy if isinstance(policy, SelectingPolicy) else None
-            keys = self._runner.keys(linking=policy.links, shrinking=shrinking, selecting=selecting)
+            keys = self._runner.keys(linking=policy.links, shrinking=shrinking, selecting=selecting, shifting=shifting)
             total = len(self._runner.missing(keys))
             with tqdm(total=total, desc="compiling", disable=not verbose) as bar:
                 count, seconds = self._runner.warmup(keys, lambda _: bar.update())
@@ -419,23 +419,23 @@ class LLM:
         return self._policy if reuse is None else self._check_policy(parse_policy(reuse))
 
     def _check_policy(self, policy: Policy) -> Policy:
-        if isinstance(policy, Scheduled):
+        if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
             config = self._checkpoint.config
-            schedule = policy.schedule
             fingerprint = "" if schedule.allow_other_model else self._checkpoint.source_digest
             schedule.check_model(config.model_type, config.text.num_layers, fingerprint)
         return policy
 
-    def _shrinking(self, policy: Policy) -> set[int]:
-        """Layers that fewer rows can leave than enter, seen in the plan of a large image."""
+    def _needs(self, policy: Policy) -> tuple[set[int], bool]:
+        """Layers that fewer rows can leave than enter, and whether K, V are moved, in the plan of a large image."""
         layers = self._runner.config.text.num_layers
         image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
         layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
-        rows = list(policy.plan(layout, layers).rows(layers))
+        plan = policy.plan(layout, layers)
+        rows = list(plan.rows(layers))
         if isinstance(policy, SelectingPolicy):
             for layer, kept in enumerate(policy.keep(layout, layers), policy.check_layer + 1):
                 rows[layer] += kept
-        return {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
+        return {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}, plan.shift
 
     def _in_batches[T: (RequestOutput, Score)](
         self, requests: Sequence[Request], policy: Policy, run: Callable[[list[Linked]], list[T]]

@@ -23,10 +23,13 @@ class Plan:
       depth: int16 [n]: in how many layers a token's K, V are fresh; num_layers + 1 = its logits are wanted too.
       slot: int32 [n], where a token's K, V stand among the request's slots; None is in the order of the prompt. A
         computed row sees the slots before its own.
+      shift: whether tokens of approximate images that are not computed are moved by what those that are computed
+        differ from what was linked (`vlcache_jax.shift`).
     """
 
     depth: npt.NDArray[np.int16]
     slot: npt.NDArray[np.int32] | None = None
+    shift: bool = False
 
     @property
     def slots(self) -> npt.NDArray[np.int32]:
@@ -43,13 +46,13 @@ class Plan:
         """The same plan for a prompt with `count` more tokens, which are computed in every layer."""
         size = len(self.depth)
         slot = np.concatenate([self.slots, np.arange(size, size + count, dtype=np.int32)])
-        return Plan(np.concatenate([self.depth, np.full(count, num_layers, np.int16)]), slot)
+        return Plan(np.concatenate([self.depth, np.full(count, num_layers, np.int16)]), slot, self.shift)
 
     def computing(self, tokens: slice, num_layers: int) -> Plan:
         """The plan if `tokens` have to be computed in every layer, and so in the order of the prompt."""
         depth = self.depth.copy()
         depth[tokens] = np.maximum(depth[tokens], num_layers)
-        return Plan(depth)
+        return Plan(depth, shift=self.shift)
 
     def rows(self, num_layers: int) -> tuple[int, ...]:
         """Active rows in each layer."""

@@ -8,6 +8,8 @@ computed, exact images never, whatever the policy; it rules over approximate one
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from vlcache_jax.layout import Layout
 from vlcache_jax.plan import Plan, full_prefill
@@ -194,6 +197,43 @@ class Ends:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Tokens all over an image are computed in every layer, and may move the others: our own.
+
+    floor(ratio x T) of T tokens, evenly spaced. What they differ from what was linked, in the mean, is how the new
+    context moves the image; with `shift` it is added to the tokens that are not computed (`vlcache_jax.shift`).
+
+    Attributes:
+      ratio: of an image's tokens that are computed; not used with a schedule.
+      shift: whether the others are moved.
+      schedule: numbers of tokens, layer by layer.
+    """
+
+    ratio: Fraction = Fraction(0)
+    shift: bool = False
+    schedule: Schedule | None = None
+    links: bool = True
+    approximates: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    @property
+    def name(self) -> str:
+        size = f"{float(self.ratio):g}" if self.schedule is None else f"schedule {self.schedule.mean_text}"
+        return f"{'shift' if self.shift else 'spread'} {size}"
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        def counts(tokens: int) -> list[int]:
+            if self.schedule is None:
+                return [int(self.ratio * tokens)] * num_layers
+            return _scheduled_counts(self.schedule, tokens, num_layers)
+
+        plan = first_tokens(layout, num_layers, counts, spread_ranks)
+        return dataclasses.replace(plan, shift=self.shift)
+
+
+@dataclass(frozen=True)
 class Scheduled:
     """Each layer computes the first tokens that its level in a schedule says (VLCache, dynamic).
 
@@ -210,11 +250,13 @@ class Scheduled:
         return f"schedule {self.schedule.mean_text}"
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
-        def counts(tokens: int) -> list[int]:
-            count = [self.schedule.count(tokens, layer) for layer in range(num_layers)]
-            return count[1:2] + count[1:] if num_layers > 1 else count
+        return first_tokens(layout, num_layers, lambda tokens: _scheduled_counts(self.schedule, tokens, num_layers))
 
-        return first_tokens(layout, num_layers, counts)
+
+def _scheduled_counts(schedule: Schedule, tokens: int, num_layers: int) -> list[int]:
+    """Tokens that each layer computes; the first one, what the second one needs."""
+    count = [schedule.count(tokens, layer) for layer in range(num_layers)]
+    return count[1:2] + count[1:] if num_layers > 1 else count
 
 
 def make_plan(policy: Policy, layout: Layout, num_layers: int) -> Plan:
@@ -241,22 +283,41 @@ def make_plan(policy: Policy, layout: Layout, num_layers: int) -> Plan:
     return plan
 
 
-def first_tokens(layout: Layout, num_layers: int, counts: Callable[[int], Sequence[int]]) -> Plan:
+def first_tokens(
+    layout: Layout,
+    num_layers: int,
+    counts: Callable[[int], Sequence[int]],
+    ranks: Callable[[int], npt.NDArray[np.integer]] = np.arange,
+) -> Plan:
     """The plan that computes the first tokens of each approximate image.
 
     Args:
       counts: image tokens -> how many of them are computed in each layer, non-increasing, [num_layers].
+      ranks: image tokens -> the place of each in the order in which they come first.
     """
     depth = full_prefill(layout, num_layers).depth
     for span in layout.spans:
         if span.state == "exact":
             depth[span.tokens] = 0
         elif span.state == "approximate":
-            token = np.arange(span.length)
-            fresh = (token[:, None] < np.asarray(counts(span.length))).sum(1)
-            depth[span.tokens] = fresh
+            depth[span.tokens] = (ranks(span.length)[:, None] < np.asarray(counts(span.length))).sum(1)
     depth[-1] = num_layers + 1  # the answer begins with its logits
     return Plan(depth)
+
+
+def spread_ranks(tokens: int) -> npt.NDArray[np.integer]:
+    """Each token's place in an order whose every beginning lies evenly: first, middle, quarters, ... (van der Corput).
+
+    So the tokens of a layer that computes fewer are among those of the layer before.
+    """
+    bits = (tokens - 1).bit_length()
+    index = np.arange(1 << bits)
+    order = np.zeros_like(index)
+    for bit in range(bits):
+        order |= (index >> bit & 1) << (bits - 1 - bit)
+    ranks = np.empty(tokens, np.int64)
+    ranks[order[order < tokens]] = np.arange(tokens)
+    return ranks
 
 
 def edge_tokens(layout: Layout, num_layers: int, counts: Callable[[int], tuple[int, int]]) -> Plan:
@@ -279,8 +340,8 @@ def parse_policy(reuse: Any) -> Policy:
 
     Args:
       reuse: "off", "exact", "full" (ratio 0), "full-two-pass", a ratio from 0 to 1 as a number or a decimal string,
-        "mpic-K", "epic-K", "ends-R", "cacheblend-R" and others of `selection.NAMED`, the path of a schedule file, a
-        `Schedule` or a `Policy`.
+        "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and others of `selection.NAMED`, the path
+        of a schedule file, a `Schedule` or a `Policy`.
 
     Raises:
       ValueError: something else.
@@ -300,7 +361,7 @@ def parse_policy(reuse: Any) -> Policy:
             return EPIC(int(reuse[5:]))
         from vlcache_jax import selection  # knows this module
 
-        named: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **selection.NAMED}
+        named: dict[str, Callable[[Fraction], Policy]] = {**_WITH_RATIO, **selection.NAMED}
         name, _, ratio = reuse.rpartition("-")
         if name in named:
             with contextlib.suppress(InvalidOperation):
@@ -313,7 +374,7 @@ def parse_policy(reuse: Any) -> Policy:
         return Scheduled(Schedule.load(reuse))
     raise ValueError(
         'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
-        '"ends-R", "cacheblend-R", "kvshare-R", "asked-R", '
+        '"ends-R", "spread-R", "shift-R", "cacheblend-R", "kvshare-R", "asked-R", '
         f"the path of a schedule file, a Schedule or a Policy, got {reuse!r}"
     )
 
@@ -325,6 +386,11 @@ def check_ratio(ratio: Fraction) -> None:
 
 
 _DIGITS = 30
+_WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {
+    "ends": Ends,
+    "spread": Spread,
+    "shift": functools.partial(Spread, shift=True),
+}
 _NAMED: dict[str, Policy] = {
     "off": Off(),
     "exact": Exact(),

@@ -31,6 +31,7 @@ from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.sampling import Sampled, SamplerInputs
 from vlcache_jax.selection import SelectingPolicy, Selection, choose, narrow, project
+from vlcache_jax.shift import IMAGES, differences, move
 
 MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
 
@@ -144,6 +145,7 @@ class Runner:
         entering = rows[first, step.active[0]]
         x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), entering)
         pool, self._pool = self._pool_now(), None
+        shifts = [jax.device_put(shift.tokens(round_up(len(shift.slot), self._moved))) for shift in step.shifts]
         captured = []
         score = chosen = None
         for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
@@ -159,6 +161,10 @@ class Runner:
             weights = self._text["layers"][layer]
             if selection is not None and layer in selection.policy.scored_layers:
                 score = self._score_rows(selection, weights, x, pool[layer], own, score)
+            for shift, tokens in zip(step.shifts, shifts, strict=True):
+                if layer:  # in the first layer nothing differs
+                    of_rows = shift.layer_rows(step.active[layer], size)
+                    self._shift(layer, weights, x, pool[layer], own, of_rows, tokens)
             leaving = size if layer == check else keep
             x, *pool[layer], values = self._run(
                 ("layer", size, leaving, added is not None), weights, x, *pool[layer], own, added
@@ -182,6 +188,19 @@ class Runner:
         request = np.array([selection.start, selection.length, selection.question], np.int32)
         key = "score_rows", len(x), window, selection.policy
         return self._run(key, weights, x, *pool, rows, is_image, request, before)
+
+    def _shift(
+        self, layer: int, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Rows, row_image: Any, tokens: Any
+    ) -> None:
+        """Moves linked K, V of images of which the layer computes some rows."""
+        if row_image.max() >= 0:
+            difference = self._run(("differences", len(x)), weights, x, *pool, rows, row_image)
+            pool[:] = self._run(("move", len(tokens[0])), *pool, difference, *tokens, np.int32(layer))
+
+    @property
+    def _moved(self) -> tuple[int, ...]:
+        """Numbers of tokens that are moved together."""
+        return tuple(sorted({*self.ladder.rows, *self.token_rungs}))
 
     @property
     def _windows(self) -> tuple[int, ...]:
@@ -228,6 +247,7 @@ class Runner:
         linking: bool = False,
         shrinking: abc.Collection[int] = (),
         selecting: SelectingPolicy | None = None,
+        shifting: bool = False,
     ) -> list[Key]:
         """Every program that prefill, decoding, sampling and scoring can call for.
 
@@ -236,6 +256,7 @@ class Runner:
           shrinking: layers that fewer rows leave than enter, besides the last one. Any number may leave: a step that
             ends inside an image may hold nothing but rows that drop out early.
           selecting: also choosing rows on the device.
+          shifting: also moving linked K, V.
         """
         ladder, layers, deepstack = self.ladder, self.config.text.num_layers, self.config.vision.num_deepstack
         keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
@@ -264,6 +285,8 @@ class Runner:
             keys += [("encode", size)]
         for size in self.token_rungs:
             keys += [("stage", size)] + [("link", size)] * linking
+        if shifting:
+            keys += [("differences", size) for size in ladder.rows] + [("move", size) for size in self._moved]
         return list(dict.fromkeys(keys))
 
     def warmup(
@@ -417,6 +440,22 @@ class Runner:
         request = jax.ShapeDtypeStruct((3,), jnp.int32)
         weights = _shapes(self._text["layers"][0])
         return score, (weights, x, pool, pool, _rows(size), flags, request, scores), ()
+
+    def _define_differences(self, size: int) -> Any:
+        def between(params: Params, x: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, row_image: jax.Array) -> Any:
+            return differences(bind(self._layer_graph, params), x, k, v, rows, row_image)
+
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        pool = self._shape_of("pool")
+        index = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return between, (_shapes(self._text["layers"][0]), x, pool, pool, _rows(size), index), ()
+
+    def _define_move(self, size: int) -> Any:
+        text, pool = self.config.text, self._shape_of("pool")
+        difference = jax.ShapeDtypeStruct((IMAGES, text.num_kv_heads, text.head_dim), jnp.float32)
+        index, number = jax.ShapeDtypeStruct((size,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        arguments = pool, pool, (difference, difference), index, _rows(size).position, index, index, number
+        return functools.partial(move, text), arguments, (0, 1)
 
     def _define_choose(self, size: int, less: int) -> Any:
         def chosen(x: jax.Array, rows: Rows, score: jax.Array, counts: jax.Array) -> Any:

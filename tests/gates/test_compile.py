@@ -142,6 +142,17 @@ def test_linking_all_layers(runner) -> None:
     assert compiled.operations < 2 * CONFIG.text.num_layers
 
 
+def test_moving_linked_keys_and_values(runner) -> None:
+    text = CONFIG.text
+    found = compile_key(runner, "differences", 512)
+    assert found.temp < 64 * 2**20
+    moved = compile_key(runner, "move", 4096)
+    assert moved.alias == POOL_BYTES
+    assert moved.temp < 4 * 4096 * text.num_kv_heads * text.head_dim * 4  # the tokens, in float32, and not the pool
+    assert moved.operations < 12
+
+
+
 def test_a_whole_prefill(runner) -> None:
     compiled = compile_prefill(runner, prefill_bounds(CONFIG.text.num_layers, shrinking=True))
     assert compiled.spills == 0
