@@ -16,6 +16,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks import accuracy
 from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.policies import parse_policy
 from vlcache_jax.schedule import Schedule
 from vlcache_jax.selection import NAMED
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 RATIOS = (0.02, 0.05, 0.1, 0.3)
 SHARES = (0.02, 0.05, 0.1, 0.4)
+BY_RATIO = ("", "ends-", "spread-", "shift-")  # a share of the tokens of every image, before them the share
 BY_COUNT = ("epic", "mpic")  # so many tokens of every image, whatever its size
 
 
@@ -33,7 +35,7 @@ class Group:
 
     Attributes:
       name: what they have in common.
-      settings: `reuse` of the engine; a schedule is called by the name of its file.
+      settings: `reuse` of the engine; a schedule is called by the name of its file, also behind "shift-".
     """
 
     name: str
@@ -62,24 +64,27 @@ def groups_of(
     whole = {name: layers for name, layers in whole.items() if layers < num_layers}
     groups = [Group("no rows", ("full", "full-two-pass"))]
     for ratio in ratios:
-        counted = [f"{name}-{round(ratio * image_tokens)}" for name in BY_COUNT]
-        selecting = [f"{name}-{ratio:g}" for name in whole]
-        groups.append(Group(f"r = {ratio:g}", (f"{ratio:g}", f"ends-{ratio:g}", *counted, *selecting)))
+        fixed = _fixed(f"{ratio:g}", ratio * image_tokens)
+        groups.append(Group(f"r = {ratio:g}", (*fixed, *(f"{name}-{ratio:g}" for name in whole))))
     targets: list[tuple[str, float, tuple[str, ...]]] = [
         (f"{100 * share:g} % of image rows", share, ()) for share in shares
     ]
     for path in schedules:
         schedule = Schedule.load(path)
         computed = [schedule.count(10_000, max(layer, 1)) / 10_000 for layer in range(num_layers)]
-        targets.append((f"rows of {path.stem}", float(np.mean(computed)), (path.name,)))
-    for name, share, files in targets:
-        settings = [*files, f"{share:.4g}", f"ends-{share:.4g}"]
-        settings += [f"{policy}-{round(share * image_tokens)}" for policy in BY_COUNT]
+        targets.append((f"rows of {path.stem}", float(np.mean(computed)), (path.name, f"shift-{path.name}")))
+    for name, share, scheduled in targets:
+        settings = [*scheduled, *_fixed(f"{share:.4g}", share * image_tokens)]
         for policy, layers in whole.items():
             if (ratio := (share * num_layers - layers) / (num_layers - layers)) >= 0:
                 settings.append(f"{policy}-{ratio:.4g}")
         groups.append(Group(name, tuple(settings)))
     return groups
+
+
+def _fixed(ratio: str, tokens: float) -> list[str]:
+    """Policies that compute the same number of rows in every layer, at a ratio and at its tokens of an image."""
+    return [f"{name}{ratio}" for name in BY_RATIO] + [f"{name}-{round(tokens)}" for name in BY_COUNT]
 
 
 def table(groups: Sequence[Group], details: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,6 +120,7 @@ def measure(
     shares: Sequence[float],
     schedules: Sequence[pathlib.Path] | None,
     arrangements: Sequence[str],
+    donors: str,
     seeds: int,
     questions: int | None,
     split: str,
@@ -140,19 +146,21 @@ def measure(
             if not 0 < value < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
     samples = accuracy.load_samples(data, questions=questions, split=split)
-    protocols = [accuracy.Protocol(name, seed=seed) for name in arrangements for seed in range(seeds)]
+    protocols = [accuracy.Protocol(name, donors=donors, seed=seed) for name in arrangements for seed in range(seeds)]
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         image_tokens, num_layers = _sizes(llm, samples)
         groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
         names = dict.fromkeys(setting for group in groups for setting in group.settings)
         settings = {name: name for name in names} | accuracy.name_settings([str(path) for path in schedules])
+        settings |= {f"shift-{path.name}": parse_policy(f"shift-{path}") for path in schedules}
         results = accuracy.run(llm, samples, settings, protocols, max_tokens=max_tokens, work=work)
     details, _ = accuracy.summarize(samples, results)
     rows: list[dict[str, Any]] = []
     for arrangement in arrangements:
         found = table(groups, [row for row in details if row["arrangement"] == arrangement])
-        rows += [{"arrangement": arrangement, **row} for row in found]
-        show(f"Policies, {arrangement.replace('_', ' ')}, {seeds} auxiliary prompts a question", found)
+        rows += [{"arrangement": arrangement, "donors": donors, **row} for row in found]
+        order = arrangement.replace("_", " ")
+        show(f"Policies, {order}, donors {donors}, {seeds} auxiliary prompts a question", found)
     head = environment("jax") | {
         "model": str(model or "tiny_vqa, shipped with the package"),
         "data": [path.name for path in data] or f"drawn for the shipped model, split {split}",

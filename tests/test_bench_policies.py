@@ -21,17 +21,18 @@ def test_groups(tmp_path):
         group.name: group.settings for group in groups_of([0.1], [0.25, 0.75], [path], image_tokens=80, num_layers=4)
     }
     at_ratio = groups["r = 0.1"]
-    assert at_ratio[:4] == ("0.1", "ends-0.1", "epic-8", "mpic-8")
+    assert at_ratio[:6] == ("0.1", "ends-0.1", "spread-0.1", "shift-0.1", "epic-8", "mpic-8")
     assert {"cacheblend-0.1", "cacheblend-lmcache-0.1", "kvshare-0.1", "kvshare-attn-0.1", "asked-0.1"} < set(at_ratio)
     # Policies that compute two or three of four layers whole cannot stay at a quarter of the rows.
-    assert groups["25 % of image rows"] == ("0.25", "ends-0.25", "epic-20", "mpic-20")
+    at_share = groups["25 % of image rows"]
+    assert at_share == ("0.25", "ends-0.25", "spread-0.25", "shift-0.25", "epic-20", "mpic-20")
     assert {"cacheblend-0", "cacheblend-lmcache-0.5", "asked-0.5"} < set(groups["75 % of image rows"])
     # The first layer computes what the second one needs.
-    assert groups["rows of falling"][:2] == ("falling.json", f"{(100 + 100 + 50) / 4 / 500:g}")
+    static = f"{(100 + 100 + 50) / 4 / 500:g}"
+    assert groups["rows of falling"][:3] == ("falling.json", "shift-falling.json", static)
     for settings in groups.values():
         for setting in settings:
-            if setting != "falling.json":
-                parse_policy(setting)
+            parse_policy(setting.replace("falling.json", str(path)))
 
 
 def test_table_has_a_row_for_each_setting_of_each_group():
@@ -66,7 +67,7 @@ def test_the_command(checkpoints, questions_tsv, tmp_path):
     assert half["image rows %"] == pytest.approx(rows["r = 0.5", "0.5"]["image rows %"], abs=3)
     assert half["image rows %"] == pytest.approx(50, abs=3)
     at_share = [row for (group, _), row in rows.items() if group == "90 % of image rows"]
-    assert len(at_share) == 9  # cacheblend looks at three layers, and has none left to save in
+    assert len(at_share) == 11  # cacheblend looks at three layers, and has none left to save in
     assert all(row["image rows %"] == pytest.approx(90, abs=8) for row in at_share)
     assert float(rows["no rows", "full"]["logit MSE"]) > float(rows["r = 0.5", "asked-0.5"]["logit MSE"])
 

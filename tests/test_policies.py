@@ -171,6 +171,8 @@ def test_what_reuse_may_be(tmp_path):
     schedule.save(tmp_path / "s.json")
     for reuse in (schedule, tmp_path / "s.json", str(tmp_path / "s.json")):
         assert parse_policy(reuse) == Scheduled(schedule)
+    assert parse_policy(f"shift-{tmp_path / 's.json'}") == Spread(schedule=schedule, shift=True)
+    assert parse_policy(f"spread-{tmp_path / 's.json'}") == Spread(schedule=schedule)
     for bad in (
         "",
         "all",

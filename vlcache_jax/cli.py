@@ -158,6 +158,9 @@ _Work = Annotated[
     pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
 ]
 _Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
+_Donors = Annotated[
+    str, typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
+]
 _Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")]
 _Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")]
@@ -179,9 +182,7 @@ def accuracy_command(
                      show_default=False),
     ] = None,
     auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
-    donors: Annotated[
-        str, typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
-    ] = "together",
+    donors: _Donors = "together",
     questions: _Questions = None,
     seeds: _Seeds = 1,
     max_tokens: _MaxTokens = 32,
@@ -245,6 +246,7 @@ def policies_command(
         list[str] | None,
         typer.Option(help="text_first, question_first; may be repeated. [default: both]", show_default=False),
     ] = None,
+    donors: _Donors = "together",
     seeds: _Seeds = 1,
     questions: _Questions = None,
     split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
@@ -270,6 +272,7 @@ def policies_command(
             shares=share or policies.SHARES,
             schedules=schedule,
             arrangements=arrangement or ("text_first", "question_first"),
+            donors=donors,
             seeds=seeds,
             questions=questions,
             split=split,

@@ -341,7 +341,7 @@ def parse_policy(reuse: Any) -> Policy:
     Args:
       reuse: "off", "exact", "full" (ratio 0), "full-two-pass", a ratio from 0 to 1 as a number or a decimal string,
         "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and others of `selection.NAMED`, the path
-        of a schedule file, a `Schedule` or a `Policy`.
+        of a schedule file, by itself or behind "spread-" or "shift-", a `Schedule` or a `Policy`.
 
     Raises:
       ValueError: something else.
@@ -362,6 +362,9 @@ def parse_policy(reuse: Any) -> Policy:
         from vlcache_jax import selection  # knows this module
 
         named: dict[str, Callable[[Fraction], Policy]] = {**_WITH_RATIO, **selection.NAMED}
+        name, _, path = reuse.partition("-")
+        if name in _WITH_SCHEDULE and path.endswith(".json"):
+            return _WITH_SCHEDULE[name](schedule=Schedule.load(path))
         name, _, ratio = reuse.rpartition("-")
         if name in named:
             with contextlib.suppress(InvalidOperation):
@@ -391,6 +394,7 @@ _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {
     "spread": Spread,
     "shift": functools.partial(Spread, shift=True),
 }
+_WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _NAMED: dict[str, Policy] = {
     "off": Off(),
     "exact": Exact(),

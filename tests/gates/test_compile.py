@@ -152,7 +152,6 @@ def test_moving_linked_keys_and_values(runner) -> None:
     assert moved.operations < 12
 
 
-
 def test_a_whole_prefill(runner) -> None:
     compiled = compile_prefill(runner, prefill_bounds(CONFIG.text.num_layers, shrinking=True))
     assert compiled.spills == 0
