@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vlcache_jax import LLM
-from vlcache_jax.analysis import answer_attention, attention_error, decompose, first_token_rank, key_distance, recompute
+from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.analysis import (
+    answer_attention,
+    attention_error,
+    decompose,
+    deviation,
+    first_token_rank,
+    key_distance,
+    recompute,
+)
 from vlcache_jax.benchmarks.accuracy import user_turn
 from vlcache_jax.cli import app
 from vlcache_jax.probe import Probe
@@ -32,7 +41,7 @@ def probe(llm):
 def runs(probe, textured_image):
     images = [textured_image(150, 120), textured_image(90, 200)]
     turn = lambda text, other: [{"role": "user", "content": user_turn(images, text, "text_first", other)}]  # noqa: E731
-    case = Case(turn("How many?", "Look here:"), turn("Please describe this image.", "It was dark."), (5, 77, 30, 8))
+    case = Case(turn("How many?", "Look here:"), [turn("Please describe this image.", "It was dark.")], (5, 77, 30, 8))
     return prepare(probe, case)
 
 
@@ -81,6 +90,32 @@ def test_where_the_answer_looks(probe, runs):
     assert first_token_rank(np.array([[[0.5, 0.1, 0.6, 0.2]]])) == pytest.approx(2 / 3)
 
 
+def test_deviation_and_what_all_tokens_of_an_image_share(runs):
+    found = deviation(runs)
+    assert max(found.k[0], found.v[0]) < 1e-9 < min(found.k[1:].min(), found.v[1:].min())
+    for share in (found.mean_k[1:], found.mean_v[1:]):
+        assert (share > 0).all()
+        assert (share < 1).all()
+    k, v = runs.cold.values
+    one, other = runs.placed.images
+    donor = k.at[:, one.tokens].add(0.5).at[:, other.tokens].add(-2.0), v * 3
+    moved = deviation(dataclasses.replace(runs, donor=donor))
+    np.testing.assert_allclose(moved.mean_k, 1, rtol=1e-5)
+    np.testing.assert_allclose(moved.v, 4, rtol=1e-5)
+    added = (0.25 * one.length + 4 * other.length) * k.shape[2] * k.shape[3]
+    images = np.flatnonzero(runs.placed.is_image)
+    np.testing.assert_allclose(moved.k, added / np.square(np.asarray(k[:, images])).sum((1, 2, 3)), rtol=1e-5)
+
+
+def test_images_that_were_cached_apart(llm, probe, textured_image):
+    images = [textured_image(150, 120), textured_image(90, 200)]
+    turn = lambda shown, other: [{"role": "user", "content": user_turn(shown, "What?", "text_first", other)}]  # noqa: E731
+    case = Case(turn(images, "Here:"), [turn(images[:1], "One."), turn(images[1:], "The other one.")], (5, 77, 30))
+    llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
+    [score] = llm.score([case.formal], [case.answer], reuse="full", keep_logits=True, use_tqdm=False)
+    np.testing.assert_allclose(prepare(probe, case).overridden.logits, score.logits, atol=1e-4)
+
+
 @pytest.mark.parametrize("command", ["errors", "attention"])
 def test_commands(checkpoints, questions_tsv, tmp_path, command):
     out = tmp_path / "figures" / f"{command}.png"
@@ -98,6 +133,7 @@ def test_commands(checkpoints, questions_tsv, tmp_path, command):
         assert all(np.isfinite(curve).all() and max(curve) > 0 for curve in curves.values())
         assert len(report["single tokens"]) == 2
         shares = report["share of answers that change, by layer"]
+        assert len(report["deviation of K, V, and the part that all tokens of an image share, by layer"]["K"]) == 3
         assert shares["reused in a layer and all before"][-1] == shares["reused in a layer and all behind"][0]
     else:
         assert report["images"] == 2

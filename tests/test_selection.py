@@ -31,7 +31,7 @@ def llm(request, checkpoints):
 def case(llm, textured_image):
     images = [textured_image(150, 120), textured_image(90, 200)]
     turn = lambda text, other: [{"role": "user", "content": user_turn(images, text, "text_first", other)}]  # noqa: E731
-    return Case(turn("How many?", "Look here:"), turn("Please describe this image.", "It was dark."), (5, 77, 30, 8))
+    return Case(turn("How many?", "Look here:"), [turn("Please describe this image.", "It was dark.")], (5, 77, 30, 8))
 
 
 def full_attention(q, k, length):
@@ -110,7 +110,7 @@ def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, name, ratio
     chosen = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")[:keep]
     expected = logits_by_hand(probe, runs, check, [chosen] * (layers - check - 1))
     llm.reset_mm_cache()
-    llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
     [found] = llm.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
     np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
     text = len(runs.placed.layout) - runs.placed.is_image.sum()
@@ -133,7 +133,7 @@ def test_sizes_of_a_schedule_with_chosen_members(llm, case):
     counts = [total * level // 500 for level in (250, 60)]
     expected = logits_by_hand(probe, runs, 1, [ranked[:count] for count in counts])
     llm.reset_mm_cache()
-    llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
     [found] = llm.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
     np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
     text = len(runs.placed.layout) - total
@@ -156,7 +156,7 @@ def test_two_passes_are_a_prompt_in_another_order(llm, case):
     donor = tuple(part[:, rows] for part in runs.donor)
     expected = probe.run(moved, np.tile(~is_image[order], (probe.num_layers, 1)), donor).logits
     llm.reset_mm_cache()
-    llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
     [found] = llm.score(case.formal, [case.answer], reuse="full-two-pass", keep_logits=True, use_tqdm=False)
     np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
     [single] = llm.score(case.formal, [case.answer], reuse="full", keep_logits=True, use_tqdm=False)
@@ -178,7 +178,7 @@ def test_deepstack_follows_the_rows(checkpoints, case, name):
         keep = int(Fraction("0.3") * runs.placed.is_image.sum())
         chosen = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")[:keep]
         expected = logits_by_hand(probe, runs, 1, [chosen])
-        engine.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+        engine.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
         [found] = engine.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
         np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
 
@@ -187,7 +187,7 @@ def test_deepstack_follows_the_rows(checkpoints, case, name):
 def test_all_rows_are_full_prefill(llm, case, name):
     """P1, and the answers of a call are those of single requests; a mixed call works too."""
     llm.reset_mm_cache()
-    llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     [whole] = llm.chat(case.formal, params, reuse=f"{name}-1", use_tqdm=False, verify=True)
     assert whole.verification.tokens_agree == 6
@@ -207,7 +207,7 @@ def test_nothing_compiles_after_warm_up(checkpoints, case, size):
     with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
         engine.warmup(reuse=policy, verbose=False)
         programs = engine._runner.num_programs
-        for conversation in (case.donor, case.formal):
+        for conversation in (*case.donors, case.formal):
             engine.chat(conversation, SamplingParams(max_tokens=2), reuse=policy, use_tqdm=False)
         assert engine._runner.num_programs == programs
 
@@ -215,7 +215,7 @@ def test_nothing_compiles_after_warm_up(checkpoints, case, size):
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, case):
     ladder = Ladder(rows=(32, 48), patches=(256, 512), sequences=(1, 4))
     with LLM(checkpoints("qwen3_vl"), max_model_len=256, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
-        engine.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+        engine.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
         with pytest.raises(ValueError, match="at most max_rows = 48"):
             engine.chat(case.formal, SamplingParams(max_tokens=1), reuse="cacheblend-0.2", use_tqdm=False)
         [after] = engine.chat(case.formal, SamplingParams(max_tokens=1), reuse="0.2", use_tqdm=False)

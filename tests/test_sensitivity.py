@@ -25,7 +25,7 @@ def case(llm, textured_image):
     [output] = llm.chat(
         formal, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True), reuse="off", use_tqdm=False
     )
-    return Case(formal, turn("Please describe this image.", "It was a dark night."), output.outputs[0].token_ids)
+    return Case(formal, [turn("Please describe this image.", "It was a dark night.")], output.outputs[0].token_ids)
 
 
 def test_the_probe_runs_as_the_engine_does(llm, case):
@@ -35,7 +35,7 @@ def test_the_probe_runs_as_the_engine_does(llm, case):
     [cold] = llm.score(case.formal, [case.answer], reuse="off", keep_logits=True, use_tqdm=False)
     scale = np.abs(cold.logits).max()
     np.testing.assert_allclose(runs.cold.logits, cold.logits, atol=2e-5 * scale)
-    llm.chat(case.donor, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
     [full] = llm.score(case.formal, [case.answer], reuse="full", keep_logits=True, use_tqdm=False)
     assert {image.match for image in full.cache.images} == {"approximate"}
     np.testing.assert_allclose(runs.overridden.logits, full.logits, atol=2e-5 * scale)
@@ -60,7 +60,7 @@ def test_fast_is_direct(llm, case):
 
 
 def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
-    other = Case(case.donor, case.formal, case.answer[:2])
+    other = Case(case.donors[0], [case.formal], case.answer[:2])
     whole = profile(llm, [case, other], max_level=40)
     work = tmp_path / "work.jsonl"
     profile(llm, [case], max_level=40, work=work)
@@ -77,8 +77,8 @@ def test_what_is_refused(llm, case):
         profile(llm, [])
     plain = [{"role": "user", "content": "Hello"}]
     with pytest.raises(ValueError, match="at least one image"):
-        profile(llm, [Case(plain, plain, (1, 2))])
+        profile(llm, [Case(plain, [plain], (1, 2))])
     with pytest.raises(ValueError, match="donor must show the target's images"):
-        profile(llm, [Case(case.formal, plain, case.answer)])
+        profile(llm, [Case(case.formal, [plain], case.answer)])
     with pytest.raises(ValueError, match="max_level must be"):
         Profiler(llm, 501)

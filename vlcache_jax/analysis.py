@@ -146,6 +146,37 @@ def key_distance(runs: Runs, span: ImageSpan) -> Array:
     return np.abs(donor - own).sum((2, 3))
 
 
+@dataclass(frozen=True, eq=False)
+class Deviation:
+    """How far the donor's K, V of images are from the cold run's, one entry a layer.
+
+    Attributes:
+      k, v: sum of squares of the difference, over that of what the cold run has; keys before rotation [L].
+      mean_k, mean_v: the part of it that all tokens of an image share, which `vlcache_jax.shift` can undo [L].
+    """
+
+    k: Array
+    v: Array
+    mean_k: Array
+    mean_v: Array
+
+
+def deviation(runs: Runs) -> Deviation:
+    """How far the donor's K, V are from the cold run's, and how much of that is one vector an image and head."""
+    found = []
+    for cold, donor in zip(runs.cold.values, runs.donor, strict=True):
+        size, total, shared = (np.zeros(len(cold)) for _ in range(3))
+        for span in runs.placed.images:
+            own = np.asarray(cold[:, span.tokens], np.float64)
+            apart = own - np.asarray(donor[:, span.tokens], np.float64)
+            size += np.square(own).sum((1, 2, 3))
+            total += np.square(apart).sum((1, 2, 3))
+            shared += span.length * np.square(apart.mean(1)).sum((1, 2))
+        found.append((total / size, shared / np.maximum(total, np.finfo(float).tiny)))
+    (k, mean_k), (v, mean_v) = found
+    return Deviation(k, v, mean_k, mean_v)
+
+
 def first_token_rank(weights: Array) -> Array:
     """Share of an image's tokens that get less attention than its first one [L, H] (MPIC, figure 12)."""
     return (weights[:, :, 1:] < weights[:, :, :1]).mean(-1)

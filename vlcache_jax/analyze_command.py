@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ _DATA = typer.Option(
 )
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
 _ARRANGEMENT = typer.Option(help="text_first or question_first.")
+_DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
 _OUT = typer.Option(help="Picture to write (png); the data go beside it (json).")
 _DTYPE = typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")
 _LEVELS = (0, 50, 150)  # in 1/500: the paper's r = 0, 0.1, 0.3
@@ -35,13 +37,15 @@ def errors_command(
     data: Annotated[list[pathlib.Path] | None, _DATA] = None,
     samples: Annotated[int, _SAMPLES] = 20,
     arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
+    donors: Annotated[str, _DONORS] = "together",
     tokens: Annotated[int, typer.Option(min=1, help="Image tokens of each sample to reuse alone.")] = 16,
     dtype: Annotated[str, _DTYPE] = "auto",
 ) -> None:
     """Errors of the attention outputs along the answer, and where they come from.
 
     At r = 0, 0.1 and 0.3 (VLCache, figure 2), with the first tokens of an image recomputed against the last ones
-    (figure 5); and the error of the logits taken apart by token and by layer.
+    (figure 5); the error of the logits taken apart by token and by layer; and how far K, V are from a cold run's, in
+    each layer.
 
     Example: vlcache analyze errors --out errors.png
     """
@@ -55,7 +59,8 @@ def errors_command(
         probe = Probe(llm)
         curves: dict[str, list[np.ndarray]] = {}
         parts = []
-        for case in _cases(llm, data, samples, arrangement):
+        deviations = []
+        for case in _cases(llm, data, samples, arrangement, donors):
             runs = prepare(probe, case)
             for level in _LEVELS:
                 for last in (False, True)[: 1 + bool(level)]:
@@ -64,6 +69,7 @@ def errors_command(
                     errors = analysis.attention_error(runs.placed, runs.cold, trace)
                     curves.setdefault(name, []).append(errors.mean(0))
             parts.append(analysis.decompose(probe, runs, tokens=tokens))
+            deviations.append(dataclasses.astuple(analysis.deviation(runs)))
         means = {name: _mean_along(found) for name, found in curves.items()}
         total = float(np.mean([part.total for part in parts]))
         effects = {
@@ -72,12 +78,16 @@ def errors_command(
             "reused in a layer and all behind": [part.behind for part in parts],
         }
         depths = {name: np.mean([effect.error for effect in found], axis=0) for name, found in effects.items()}
+        far = dict(zip(("K", "V", "of K shared", "of V shared"), np.mean(deviations, axis=0), strict=True))
         changed = {name: np.mean([effect.changed for effect in found], axis=0) for name, found in effects.items()}
         report = {
             "samples": samples,
             "error of attention outputs, by answer token": {name: mean.tolist() for name, mean in means.items()},
             "error of the logits, by layer": {name: errors.tolist() for name, errors in depths.items()},
             "share of answers that change, by layer": {name: shares.tolist() for name, shares in changed.items()},
+            "deviation of K, V, and the part that all tokens of an image share, by layer": {
+                name: values.tolist() for name, values in far.items()
+            },
             "error of single tokens, their sum scaled to all": float(
                 np.mean([part.token.error.mean() * part.num_image_tokens for part in parts])
             ),
@@ -85,7 +95,7 @@ def errors_command(
                 {"place": part.place.tolist(), "error": part.token.error.tolist(), "all": part.total} for part in parts
             ],
         }
-        figure, (left, middle, right) = _figure(3)
+        figure, (left, middle, right, last_axis) = _figure(4)
         for name, mean in means.items():
             left.plot(np.arange(len(mean)), mean, "o--" if "last" in name else "o-", markersize=3, label=name)
         left.set(xlabel="answer token", ylabel="error of attention outputs", title="Errors along the answer")
@@ -99,6 +109,10 @@ def errors_command(
         for part in parts:
             right.plot(part.place, part.token.error / max(part.total, 1e-30), ".", color="tab:blue", alpha=0.4)
         right.set(xlabel="place in its image", ylabel="own error / error of all", title="One token reused")
+        for name, values in far.items():
+            last_axis.plot(layers[1:], values[1:], "o--" if "shared" in name else "o-", markersize=3, label=name)
+        last_axis.set(xlabel="layer", ylabel="share of squares", title="Linked K, V against a cold run's")
+        last_axis.legend(fontsize=8)
         _save(figure, report, out)
 
 
@@ -134,6 +148,7 @@ def attention_command(
     data: Annotated[list[pathlib.Path] | None, _DATA] = None,
     samples: Annotated[int, _SAMPLES] = 20,
     arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
+    donors: Annotated[str, _DONORS] = "together",
     dtype: Annotated[str, _DTYPE] = "auto",
 ) -> None:
     """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8 and 12).
@@ -150,7 +165,7 @@ def attention_command(
         probe = Probe(llm)
         kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
         ranks, distances = [], []
-        for case in _cases(llm, data, samples, arrangement):
+        for case in _cases(llm, data, samples, arrangement, donors):
             runs = prepare(probe, case)
             for name, images in zip(kinds, analysis.answer_attention(probe, runs.placed, runs.cold), strict=True):
                 kinds[name] += [weights.mean(1) for weights in images]
@@ -193,14 +208,14 @@ def attention_command(
         _save(figure, report, out)
 
 
-def _cases(llm: LLM, data: list[pathlib.Path] | None, samples: int, arrangement: str) -> Sequence[Case]:
+def _cases(llm: LLM, data: list[pathlib.Path] | None, samples: int, arrangement: str, donors: str) -> Sequence[Case]:
     from vlcache_jax.benchmarks.accuracy import Protocol, load_samples, spread
     from vlcache_jax.sensitivity import cases_of
 
     if arrangement == "image_first":
         raise ValueError("arrangement must be text_first or question_first: behind equal text reuse has no error")
     chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
-    return cases_of(llm, chosen, Protocol(arrangement, auxiliary="neutral"), max_tokens=32)
+    return cases_of(llm, chosen, Protocol(arrangement, "neutral", donors), max_tokens=32)
 
 
 def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:

@@ -148,21 +148,24 @@ class Probe:
         logits, _ = self._head(runner._text["norm"], runner._head, padded)
         return np.asarray(logits)[:count]
 
-    def transplant(self, donor: Placed, trace: Trace, target: Placed) -> Values:
-        """The donor's K, V of images, moved to where the same images stand in the target.
+    def transplant(self, donors: Sequence[tuple[Placed, Trace]], target: Placed) -> Values:
+        """The donors' K, V of images, moved to where the same images stand in the target.
 
         Raises:
-          ValueError: the target's images are not the donor's, in their order.
+          ValueError: the target's images are not the donors', in their order.
         """
-        found = [(span.image.key, span.length) for span in donor.images]
+        images = [(span, trace) for donor, trace in donors for span in donor.images]
+        found = [(span.image.key, span.length) for span, _ in images]
         if found != [(span.image.key, span.length) for span in target.images]:
             raise ValueError(f"donor must show the target's images in their order, got {found}")
-        take = np.zeros(len(target.x), np.int32)
-        for mine, other in zip(target.images, donor.images, strict=True):
-            take[mine.tokens] = np.arange(other.start, other.start + other.length)
-        is_image = np.zeros(len(target.x), bool)
-        is_image[: len(target.layout)] = target.is_image
-        k, v = (jnp.where(is_image[:, None, None], part[:, take], 0) for part in trace.values)
+        text = self.config.text
+        shape = self.num_layers, len(target.x), text.num_kv_heads, text.head_dim
+        k = v = jnp.zeros(shape, self._runner.dtype)
+        for mine, (span, trace) in zip(target.images, images, strict=True):
+            k, v = (
+                whole.at[:, mine.tokens].set(part[:, span.tokens])
+                for whole, part in zip((k, v), trace.values, strict=True)
+            )
         return k, v
 
     def text_only(self, placed: Placed) -> npt.NDArray[np.bool_]:

@@ -40,12 +40,12 @@ class Case:
 
     Attributes:
       formal: the conversation that is answered.
-      donor: another one, with the same images in the same order, that fills the cache.
+      donors: others that fill the cache, with the same images in the same order, together or one after the other.
       answer: token ids of the cold run's greedy answer.
     """
 
     formal: Any
-    donor: Any
+    donors: Sequence[Any]
     answer: tuple[int, ...]
 
 
@@ -68,8 +68,8 @@ def prepare(probe: Probe, case: Case) -> Runs:
     placed = probe.place(case.formal, case.answer)
     if not placed.images:
         raise ValueError("a sample must show at least one image, got none")
-    other = probe.place(case.donor)
-    donor = probe.transplant(other, probe.run(other), placed)
+    others = [probe.place(donor) for donor in case.donors]
+    donor = probe.transplant([(other, probe.run(other)) for other in others], placed)
     return Runs(placed, donor, probe.run(placed), probe.run(placed, probe.text_only(placed), donor))
 
 
@@ -82,7 +82,7 @@ def direct(probe: Probe, runs: Runs, layer: int, level: int) -> float:
 
 
 def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tokens: int) -> list[Case]:
-    """The cases of samples: each is answered cold, and its donor is the protocol's auxiliary prompt.
+    """The cases of samples: each is answered cold, and its donors are the protocol's auxiliary prompts.
 
     Raises:
       ValueError: a sample without images.
@@ -95,10 +95,10 @@ def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tok
     formal = [protocol.formal(samples, i) for i in range(len(samples))]
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     outputs = llm.chat(formal, params, reuse="off", use_tqdm=False)
-    donors = [protocol.donor_prompts(samples, i)[0] for i in range(len(samples))]
+    donors = [protocol.donor_prompts(samples, i) for i in range(len(samples))]
     return [
-        Case(conversation, donor, output.outputs[0].token_ids)
-        for conversation, donor, output in zip(formal, donors, outputs, strict=True)
+        Case(conversation, prompts, output.outputs[0].token_ids)
+        for conversation, prompts, output in zip(formal, donors, outputs, strict=True)
     ]
 
 
