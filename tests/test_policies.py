@@ -100,6 +100,9 @@ def test_tokens_all_over_an_image():
     assert [len(found) for found in tokens] == [8, 8, 5, 0]
     assert shrinking.shift
     assert not plan.shift
+    few = layout("approximate", "approximate")
+    assert fresh(parse_policy("shift-0.05").plan(few, 2), 0) == TEXT | {2, 13}  # what moves the others
+    assert fresh(parse_policy("spread-0.05").plan(few, 2), 0) == fresh(parse_policy("shift-0").plan(few, 2), 0) == TEXT
     assert parse_policy("spread-0.3") == Spread(Fraction("0.3"))
     assert parse_policy("shift-0.3") == Spread(Fraction("0.3"), shift=True)
     assert (parse_policy("shift-0.3").name, Spread(schedule=schedule).name) == ("shift 0.3", "spread schedule 0.5750")

@@ -201,7 +201,8 @@ class Spread:
     """Tokens all over an image are computed in every layer, and may move the others: our own.
 
     floor(ratio x T) of T tokens, evenly spaced. What they differ from what was linked, in the mean, is how the new
-    context moves the image; with `shift` it is added to the tokens that are not computed (`vlcache_jax.shift`).
+    context moves the image; with `shift` it is added to the tokens that are not computed (`vlcache_jax.shift`), and at
+    least one token is computed.
 
     Attributes:
       ratio: of an image's tokens that are computed; not used with a schedule.
@@ -226,7 +227,8 @@ class Spread:
     def plan(self, layout: Layout, num_layers: int) -> Plan:
         def counts(tokens: int) -> list[int]:
             if self.schedule is None:
-                return [int(self.ratio * tokens)] * num_layers
+                least = int(self.shift and self.ratio > 0)  # nothing moves without
+                return [max(int(self.ratio * tokens), least)] * num_layers
             return _scheduled_counts(self.schedule, tokens, num_layers)
 
         plan = first_tokens(layout, num_layers, counts, spread_ranks)

@@ -145,7 +145,7 @@ class Runner:
         entering = rows[first, step.active[0]]
         x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), entering)
         pool, self._pool = self._pool_now(), None
-        shifts = [jax.device_put(shift.tokens(round_up(len(shift.slot), self._moved))) for shift in step.shifts]
+        shifts = [jax.device_put(shift.tokens(round_up(len(shift.slot), self._moved_rungs))) for shift in step.shifts]
         captured = []
         score = chosen = None
         for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
@@ -163,8 +163,8 @@ class Runner:
                 score = self._score_rows(selection, weights, x, pool[layer], own, score)
             for shift, tokens in zip(step.shifts, shifts, strict=True):
                 if layer:  # in the first layer nothing differs
-                    of_rows = shift.layer_rows(step.active[layer], size)
-                    self._shift(layer, weights, x, pool[layer], own, of_rows, tokens)
+                    row_image = shift.layer_rows(step.active[layer], size)
+                    self._shift(layer, weights, x, pool[layer], own, row_image, tokens)
             leaving = size if layer == check else keep
             x, *pool[layer], values = self._run(
                 ("layer", size, leaving, added is not None), weights, x, *pool[layer], own, added
@@ -198,7 +198,7 @@ class Runner:
             pool[:] = self._run(("move", len(tokens[0])), *pool, difference, *tokens, np.int32(layer))
 
     @property
-    def _moved(self) -> tuple[int, ...]:
+    def _moved_rungs(self) -> tuple[int, ...]:
         """Numbers of tokens that are moved together."""
         return tuple(sorted({*self.ladder.rows, *self.token_rungs}))
 
@@ -286,7 +286,7 @@ class Runner:
         for size in self.token_rungs:
             keys += [("stage", size)] + [("link", size)] * linking
         if shifting:
-            keys += [("differences", size) for size in ladder.rows] + [("move", size) for size in self._moved]
+            keys += [("differences", size) for size in ladder.rows] + [("move", size) for size in self._moved_rungs]
         return list(dict.fromkeys(keys))
 
     def warmup(

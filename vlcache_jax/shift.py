@@ -114,7 +114,7 @@ def make_shifts(
         tokens = np.flatnonzero(local[images] >= 0)
         yield Shift(
             local[images[rows]],
-            slot[tokens].astype(np.int32),
+            slot[tokens],
             position[:, tokens],
             local[images[tokens]],
             depth[tokens].astype(np.int32),
