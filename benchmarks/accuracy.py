@@ -589,7 +589,8 @@ def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
     arrangements = list(dict.fromkeys(row["arrangement"] for row in details))
     tasks = list(dict.fromkeys(row["task"] for row in details))
-    figure, axes = pyplot.subplots(2, len(arrangements), figsize=(4.2 * len(arrangements), 6.4), squeeze=False)
+    size = 4.2 * len(arrangements), 6.4
+    figure, axes = pyplot.subplots(2, len(arrangements), figsize=size, squeeze=False, sharex=True, sharey="row")
     for column, arrangement in enumerate(arrangements):
         for task in tasks:
             rows = [row for row in details if row["arrangement"] == arrangement and row["task"] == task]
