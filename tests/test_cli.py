@@ -25,10 +25,11 @@ def test_demo(run, tmp_path):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
     assert re.search(r"compiled \d+ programs", result.stdout)
-    assert "Right are 5 of 5 cold" in result.stdout
+    assert "Right are 5 of 5 cold, 3 linked and 5 moved" in result.stdout
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
-    assert page.count("<tr") == 1 + 4 * 5 + 1 + 2 * 5  # answers, then the times of both runs
+    assert page.count("<tr") == 1 + 5 * 5 + 1 + 3 * 5  # answers, then the times of all runs
+    assert page.count('wrong"') == 2
     assert "http" not in page  # nothing is loaded from elsewhere
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import html
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,9 +20,19 @@ from vlcache_jax.llm import LLM
 from vlcache_jax.outputs import Metrics, RequestOutput
 from vlcache_jax.sampling import SamplingParams
 
-REUSE = "0.1"
+REUSE = "shift-0.1"
+LINKED = "full"
+_NAMES = ("cold", "linked", "moved")
+_WAYS = (
+    "Behind other text, and beside a picture it was never seen with, its keys and values are linked as they are "
+    f"(reuse={LINKED}), or a tenth of its tokens is computed anew and the others are moved by what those differ "
+    f"(reuse={REUSE})."
+)
 _LADDER = Ladder(rows=(64, 256, 512), patches=(256, 512, 1024), sequences=(1, 4))
 _STEPS = ("decode_image", "preprocess", "encode", "link", "prefill", "decode")
+
+
+Runs = Mapping[str, Sequence[RequestOutput]]  # by name, one output a turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +81,18 @@ def run_demo(report: pathlib.Path) -> None:
             f"A small trained Qwen3-VL: loaded in {loaded:.1f} s, compiled {programs} programs in {seconds:.1f} s."
         )
         cold = [_ask(llm, turn, params, "off") for turn in TURNS]
-        for names in dict.fromkeys(turn.pictures for turn in TURNS):  # each list of pictures is seen once
-            _ask(llm, Turn(names, "", "What is the code?", ""), params, "exact")
-        reused = [_ask(llm, turn, params, REUSE) for turn in TURNS]
-    console.print(_table(cold, reused))
-    right = [sum(_text(o) == turn.answer for o, turn in zip(run, TURNS, strict=True)) for run in (cold, reused)]
+        for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
+            _ask(llm, Turn((name,), "", "What is the code?", ""), params, "exact")
+        reused = [[_ask(llm, turn, params, reuse) for turn in TURNS] for reuse in (LINKED, REUSE)]
+    runs = dict(zip(_NAMES, (cold, *reused), strict=True))
+    console.print(_table(runs))
+    right = [sum(_text(o) == turn.answer for o, turn in zip(run, TURNS, strict=True)) for run in runs.values()]
     console.print(
-        f"Right are {right[0]} of {len(TURNS)} cold and {right[1]} reused. An image behind the same text as before is "
-        f"reused exactly; behind other text, {float(REUSE):.0%} of its tokens are computed anew and the rest is "
-        "linked. How often that keeps the answer right is measured by `vlcache bench accuracy`."
+        f"Right are {right[0]} of {len(TURNS)} cold, {right[1]} linked and {right[2]} moved. Each picture was seen "
+        f"once, alone. Behind the same text it is reused exactly. {_WAYS} How often that keeps answers right is "
+        "measured by `vlcache bench policies`."
     )
-    report.write_text(_page(cold, reused), encoding="utf-8")
+    report.write_text(_page(runs), encoding="utf-8")
     console.print(f"Pictures, answers and times: {report.resolve()}", soft_wrap=True)
 
 
@@ -100,26 +111,25 @@ def _text(output: RequestOutput) -> str:
 _HEAD = ("", "", "rows", "ms", "match")
 
 
-def _rows(turn: Turn, cold: RequestOutput, reused: RequestOutput) -> list[tuple[str, ...]]:
-    """The prompt and the right answer, then both runs."""
-    matches = " and ".join(sorted({image.match for image in reused.cache.images}))
+def _rows(i: int, runs: Runs) -> list[tuple[str, ...]]:
+    """The prompt and the right answer of a turn, then all runs."""
+    turn = TURNS[i]
     prompt = f"{turn.before} [{', '.join(turn.pictures)}] {turn.question}".strip()
-    runs = (("cold", cold, ""), ("reused", reused, matches))
-    return [
-        ("prompt", prompt, "", "", ""),
-        ("right", turn.answer, "", "", ""),
-        *(
-            (name, _text(run), str(run.cache.rows[-1]), f"{1000 * run.metrics.ttft:.1f}", match)
-            for name, run, match in runs
-        ),
-    ]
+    rows: list[tuple[str, ...]] = [("prompt", prompt, "", "", ""), ("right", turn.answer, "", "", "")]
+    for name, outputs in runs.items():
+        output = outputs[i]
+        matches = " and ".join(sorted({image.match for image in output.cache.images} - {"miss"}))
+        milliseconds = f"{1000 * output.metrics.ttft:.1f}"
+        rows.append((name, _text(output), str(output.cache.rows[-1]), milliseconds, matches))
+    return rows
 
 
-def _table(cold: Sequence[RequestOutput], reused: Sequence[RequestOutput]) -> Table:
-    table = Table(*_HEAD, title="Answers, rows computed in the language model, time to the first token")
-    for triple in zip(TURNS, cold, reused, strict=True):
-        for row in _rows(*triple):
-            table.add_row(*map(escape, row), style="bold" if row[0] == "prompt" else "")
+def _table(runs: Runs) -> Table:
+    table = Table(*_HEAD, title="Answers, rows computed in the last layer, time to the first token")
+    for i, turn in enumerate(TURNS):
+        for row in _rows(i, runs):
+            wrong = row[0] in runs and row[1] != turn.answer
+            table.add_row(*map(escape, row), style="bold" if row[0] == "prompt" else "red" if wrong else "")
         table.add_section()
     return table
 
@@ -129,11 +139,11 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 figure { display: inline-block; margin: 0 1rem 1rem 0; } img { border: 1px solid #ccc; image-rendering: pixelated; }
 table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .3rem .6rem; border-bottom: 1px solid #ddd;
 text-align: left; vertical-align: top; } .bar { display: inline-block; height: .8rem; background: #4a7; }
-.cold .bar { background: #c64; } .prompt { font-weight: bold; } td.n { text-align: right; }
+.cold .bar { background: #c64; } .wrong td { color: #b00; } .prompt { font-weight: bold; } td.n { text-align: right; }
 """
 
 
-def _page(cold: Sequence[RequestOutput], reused: Sequence[RequestOutput]) -> str:
+def _page(runs: Runs) -> str:
     names = dict.fromkeys(name for turn in TURNS for name in turn.pictures)
     figures = "".join(
         f'<figure><img alt="{name}" height="192" src="data:image/png;base64,'
@@ -141,23 +151,22 @@ def _page(cold: Sequence[RequestOutput], reused: Sequence[RequestOutput]) -> str
         for name in names
     )
     rows = "".join(
-        f'<tr class="{row[0]}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for triple in zip(TURNS, cold, reused, strict=True)
-        for row in _rows(*triple)
+        f'<tr class="{row[0]}{wrong}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for i, turn in enumerate(TURNS)
+        for row in _rows(i, runs)
+        for wrong in [" wrong" * (row[0] in runs and row[1] != turn.answer)]
     )
-    longest = max(_seconds(output.metrics) for output in (*cold, *reused))
+    longest = max(_seconds(output.metrics) for outputs in runs.values() for output in outputs)
     times = "".join(
-        _times(f"{i}, {name}", output, longest)
-        for i, pair in enumerate(zip(cold, reused, strict=True), 1)
-        for name, output in zip(("cold", "reused"), pair, strict=True)
+        _times(f"{i + 1}, {name}", outputs[i], longest) for i in range(len(TURNS)) for name, outputs in runs.items()
     )
     head = "".join(f"<th>{name}</th>" for name in _HEAD)
     steps = "".join(f"<th>{step.replace('_', ' ')}</th>" for step in _STEPS)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>VLCache-JAX demo</title><style>{_STYLE}</style>'
-        f"<h1>The same pictures, cold and reused</h1><p>A small trained Qwen3-VL answers. <i>Reused</i>: each list of "
-        f"pictures was seen before in another prompt; behind the same text it is linked as it is, behind other text "
-        f"{float(REUSE):.0%} of its tokens are computed anew. The framed glyph of a picture is its code.</p>{figures}"
+        "<h1>The same pictures, cold and reused</h1><p>A small trained Qwen3-VL answers. Each picture was seen once "
+        f"before, alone, in another prompt. Behind the same text it is reused exactly. {_WAYS} The framed glyph of a "
+        f"picture is its code.</p>{figures}"
         f"<h2>Answers</h2><table><tr>{head}</tr>{rows}</table><h2>Milliseconds of each step</h2>"
         f"<table><tr><th>question</th>{steps}<th>sum</th></tr>{times}</table></html>\n"
     )
