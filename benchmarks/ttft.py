@@ -15,7 +15,7 @@ import os
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from PIL import Image
 from vlcache_jax.benchmarks import operations
 from vlcache_jax.benchmarks.prefill import ALLOCATOR, TEXT, VISION
 from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.policies import spread_ranks
 
 STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
 TEXT_AFTER = 6
@@ -141,6 +142,7 @@ def measure(
                 "r = 0": "full",
                 "r = 0.1": "0.1",
                 f"schedule, mean {falling.mean_text}": falling,
+                "shift, r = 0.02": "shift-0.02",
             }
             rng = np.random.default_rng(1)
             limits = {"max_pixels": 2 * tokens * cell**2}
@@ -175,7 +177,7 @@ def measure(
                 report, length = runs[0].cache, len(runs[0].prompt_token_ids)
                 ttft = statistics.median(run.metrics.ttft for run in runs)
                 baseline[name] = ttft
-                count = _operations(config, report, length)
+                count = _operations(config, report, length, spread_ranks if "shift" in name else np.arange)
                 row: dict[str, Any] = {"configuration": name}
                 for step in STEPS:
                     row[f"{step} ms"] = 1000 * statistics.median(getattr(run.metrics, step) for run in runs)
@@ -228,8 +230,8 @@ def _check(name: str, output: Any) -> None:
         raise ValueError(f"{name} must find its images as {expected}, got {found}")
 
 
-def _operations(config: Any, report: Any, length: int) -> int:
-    """Of a run, by its report: the rows of an image are its first ones, and text is computed whole."""
+def _operations(config: Any, report: Any, length: int, ranks: Callable[[int], Any]) -> int:
+    """Of a run, by its report: the rows of an image are the first in an order, and text is computed whole."""
     from vlcache_jax.plan import Plan
 
     layers = config.text.num_layers
@@ -238,7 +240,7 @@ def _operations(config: Any, report: Any, length: int) -> int:
     for image in reversed(report.images):
         start = first - image.tokens
         fresh = np.asarray(image.recomputed)
-        depth[start:first] = (np.arange(image.tokens)[:, None] < fresh).sum(1)
+        depth[start:first] = (ranks(image.tokens)[:, None] < fresh).sum(1)
         first = start - 2  # vision end, vision start
     depth[-1] = layers + 1
     plan = Plan(depth)
