@@ -35,10 +35,12 @@ class Group:
 
     Attributes:
       name: what they have in common.
+      reference: the setting that the others are compared with, VLCache's static ratio.
       settings: `reuse` of the engine; a schedule is called by the name of its file, also behind "shift-".
     """
 
     name: str
+    reference: str
     settings: tuple[str, ...]
 
 
@@ -62,10 +64,10 @@ def groups_of(
     """
     whole = {name: make(Fraction(0)).check_layer + 1 for name, make in NAMED.items()}  # layers computed first
     whole = {name: layers for name, layers in whole.items() if layers < num_layers}
-    groups = [Group("no rows", ("full", "full-two-pass"))]
+    groups = [Group("no rows", "full", ("full", "full-two-pass"))]
     for ratio in ratios:
         fixed = _fixed(f"{ratio:g}", ratio * image_tokens)
-        groups.append(Group(f"r = {ratio:g}", (*fixed, *(f"{name}-{ratio:g}" for name in whole))))
+        groups.append(Group(f"r = {ratio:g}", fixed[0], (*fixed, *(f"{name}-{ratio:g}" for name in whole))))
     targets: list[tuple[str, float, tuple[str, ...]]] = [
         (f"{100 * share:g} % of image rows", share, ()) for share in shares
     ]
@@ -78,7 +80,7 @@ def groups_of(
         for policy, layers in whole.items():
             if (ratio := (share * num_layers - layers) / (num_layers - layers)) >= 0:
                 settings.append(f"{policy}-{ratio:.4g}")
-        groups.append(Group(name, tuple(settings)))
+        groups.append(Group(name, f"{share:.4g}", tuple(settings)))
     return groups
 
 
@@ -87,13 +89,23 @@ def _fixed(ratio: str, tokens: float) -> list[str]:
     return [f"{name}{ratio}" for name in BY_RATIO] + [f"{name}-{round(tokens)}" for name in BY_COUNT]
 
 
-def table(groups: Sequence[Group], details: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each setting of each group, from the rows of `accuracy.summarize` under one protocol."""
+def table(
+    groups: Sequence[Group], details: Sequence[dict[str, Any]], runs: Sequence[dict[str, list[accuracy.Result]]]
+) -> list[dict[str, Any]]:
+    """One row for each setting of each group.
+
+    Args:
+      groups: the comparisons.
+      details: rows of `accuracy.summarize` under one protocol.
+      runs: results by setting, one entry for each auxiliary prompt.
+    """
+    right = {name: [[result.right for result in run[name]] for run in runs] for name in runs[0]}
     rows = []
     for group in groups:
         for setting in group.settings:
             own = [row for row in details if row["reuse"] == setting]
             worst = min(own, key=lambda row: row["difference"])
+            ahead = accuracy.paired(right[group.reference], right[setting])
             by_layer = 100 * np.mean([row["image rows by layer"] for row in own], axis=0)
             rows.append(
                 {
@@ -102,6 +114,7 @@ def table(groups: Sequence[Group], details: Sequence[dict[str, Any]]) -> list[di
                     "accuracy": float(np.mean([row["accuracy"] for row in own])),
                     "difference": float(np.mean([row["difference"] for row in own])),
                     "worst": f"{worst['difference']:+.1f} [{worst['low']:+.1f}, {worst['high']:+.1f}] {worst['task']}",
+                    "over static": f"{ahead['difference']:+.1f} [{ahead['low']:+.1f}, {ahead['high']:+.1f}]",
                     "logit MSE": f"{np.mean([row['logit MSE'] for row in own]):.2g}",
                     "agreement": float(np.mean([row["agreement"] for row in own])),
                     "image rows %": float(np.mean(by_layer)),
@@ -157,7 +170,8 @@ def measure(
     details, _ = accuracy.summarize(samples, results)
     rows: list[dict[str, Any]] = []
     for arrangement in arrangements:
-        found = table(groups, [row for row in details if row["arrangement"] == arrangement])
+        runs = [found for protocol, found in results.items() if protocol.arrangement == arrangement]
+        found = table(groups, [row for row in details if row["arrangement"] == arrangement], runs)
         rows += [{"arrangement": arrangement, "donors": donors, **row} for row in found]
         order = arrangement.replace("_", " ")
         show(f"Policies, {order}, donors {donors}, {seeds} auxiliary prompts a question", found)

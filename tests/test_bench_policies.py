@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vlcache_jax import LLM
+from vlcache_jax.benchmarks.accuracy import Result
 from vlcache_jax.benchmarks.policies import groups_of, table
 from vlcache_jax.cli import app
 from vlcache_jax.policies import parse_policy
@@ -21,6 +22,11 @@ def test_groups(tmp_path):
         group.name: group.settings for group in groups_of([0.1], [0.25, 0.75], [path], image_tokens=80, num_layers=4)
     }
     at_ratio = groups["r = 0.1"]
+    assert {group.reference for group in groups_of([0.1], [0.25], [], image_tokens=80, num_layers=4)} == {
+        "full",
+        "0.1",
+        "0.25",
+    }
     assert at_ratio[:6] == ("0.1", "ends-0.1", "spread-0.1", "shift-0.1", "epic-8", "mpic-8")
     assert {"cacheblend-0.1", "cacheblend-lmcache-0.1", "kvshare-0.1", "kvshare-attn-0.1", "asked-0.1"} < set(at_ratio)
     # Policies that compute two or three of four layers whole cannot stay at a quarter of the rows.
@@ -42,7 +48,16 @@ def test_table_has_a_row_for_each_setting_of_each_group():
         {**base, "reuse": setting, "task": task, "difference": lost, "image rows by layer": [0.5, lost / -10]}
         for group in groups for setting in group.settings for task, lost in (("grid", -1.0), ("count", -2.0))
     ]  # fmt: skip
-    rows = table(groups, details)
+    wrong, right = (
+        Result(0, "", False, 0.0, 1, 1, 8, [0, 0], 1.0, 0.1),
+        Result(0, "", True, 0.0, 1, 1, 8, [0], 1.0, 0.1),
+    )
+    names = [setting for group in groups for setting in group.settings]
+    runs = [{name: [wrong, wrong, right, right if name == "shift-0.5" else wrong] for name in names}] * 2
+    rows = table(groups, details, runs)
+    ahead = {row["reuse"]: row["over static"] for row in rows}
+    assert ahead.pop("shift-0.5") == "+25.0 [+0.0, +75.0]"
+    assert set(ahead.values()) == {"+0.0 [+0.0, +0.0]"}
     assert [row["group"] for row in rows] == [group.name for group in groups for _ in group.settings]
     assert rows[0]["difference"] == pytest.approx(-1.5)
     assert rows[0]["worst"] == "-2.0 [-3.0, +0.0] count"

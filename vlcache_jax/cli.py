@@ -257,8 +257,9 @@ def policies_command(
 ) -> None:  # fmt: skip
     """Compares all policies, at equal ratios and at equal shares of image rows.
 
-    Printed are the mean accuracy, its difference to the cold run, the worst task with its 95 % interval, the error of
-    the logits, how often the most likely token agrees, the image rows computed in each layer, and the time.
+    Printed are the mean accuracy, its difference to the cold run, the worst task with its 95 % interval, the difference
+    to a static ratio of the same rows, the error of the logits, how often the most likely token agrees, the image rows
+    computed in each layer, and the time.
 
     Example: vlcache bench policies --questions 100 --schedule schedule.json --out policies.json
     """
