@@ -431,17 +431,25 @@ def name_settings(settings: Sequence[str]) -> dict[str, Any]:
     """What the engine takes, by name. Schedule files are read, and called as they are without their folder.
 
     Raises:
-      ValueError: two have one name, or a file holds no schedule.
+      ValueError: two have one name, or `reuse` cannot be such a thing.
     """
+    from vlcache_jax.policies import parse_policy
     from vlcache_jax.schedule import Schedule
 
     named: dict[str, Any] = {}
     for setting in settings:
-        is_file = setting.endswith(".json")
-        name = pathlib.Path(setting).name if is_file else setting
+        policy = parse_policy(setting)
+        name: str = setting
+        value: Any = setting
+        if setting.endswith(".json"):
+            prefix, _, path = setting.partition("-")
+            if prefix in ("spread", "shift") and not pathlib.Path(setting).is_file():
+                name, value = f"{prefix}-{pathlib.Path(path).name}", policy
+            else:
+                name, value = pathlib.Path(setting).name, Schedule.load(setting)
         if name in named:
             raise ValueError(f"reuse must name each setting once, got {name!r} twice")
-        named[name] = Schedule.load(setting) if is_file else setting
+        named[name] = value
     return named
 
 

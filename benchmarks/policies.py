@@ -16,7 +16,6 @@ import numpy as np
 
 from vlcache_jax.benchmarks import accuracy
 from vlcache_jax.benchmarks.report import environment, show, write
-from vlcache_jax.policies import parse_policy
 from vlcache_jax.schedule import Schedule
 from vlcache_jax.selection import NAMED
 
@@ -164,8 +163,8 @@ def measure(
         image_tokens, num_layers = _sizes(llm, samples)
         groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
         names = dict.fromkeys(setting for group in groups for setting in group.settings)
-        settings = {name: name for name in names} | accuracy.name_settings([str(path) for path in schedules])
-        settings |= {f"shift-{path.name}": parse_policy(f"shift-{path}") for path in schedules}
+        files = [f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")]
+        settings = {name: name for name in names} | accuracy.name_settings(files)
         results = accuracy.run(llm, samples, settings, protocols, max_tokens=max_tokens, work=work)
     details, _ = accuracy.summarize(samples, results)
     rows: list[dict[str, Any]] = []

@@ -214,6 +214,15 @@ def test_an_image_with_more_rows_than_a_step_is_moved_by_its_first_step():
     assert sum(step.active[0] for step in steps) == 95
 
 
+def test_an_image_that_fits_in_a_step_is_in_one_whatever_comes_behind_it():
+    ladder = Ladder(rows=(512, 1024, 2048), patches=(16, 10_000), sequences=(4,))
+    for behind in (1, 6, 900, 1500):
+        request = shifted(4, (48, 48), behind, share=0.5)  # 1152 of 2304; alone they would be cut in 1024 and the rest
+        steps = prefill_steps([request], ladder, 10_000, LAYERS)
+        [shift] = [shift for step in steps for shift in step.shifts]
+        assert int((shift.row_image >= 0).sum()) == 1152, behind
+
+
 def test_many_images_are_moved_in_several_calls():
     wave = [shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)]
     steps = []

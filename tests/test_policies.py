@@ -102,6 +102,9 @@ def test_tokens_all_over_an_image():
     assert not plan.shift
     few = layout("approximate", "approximate")
     assert fresh(parse_policy("shift-0.05").plan(few, 2), 0) == TEXT | {2, 13}  # what moves the others
+    lowest = Spread(schedule=Schedule((3, 3, 3, 0), "m", "f"), shift=True).plan(few, 4)
+    assert [fresh(lowest, layer) - TEXT for layer in range(4)] == [{2, 13}, {2, 13}, {2, 13}, set()]
+    assert not parse_policy("shift-0").plan(few, 2).shift
     assert fresh(parse_policy("spread-0.05").plan(few, 2), 0) == fresh(parse_policy("shift-0").plan(few, 2), 0) == TEXT
     assert parse_policy("spread-0.3") == Spread(Fraction("0.3"))
     assert parse_policy("shift-0.3") == Spread(Fraction("0.3"), shift=True)
@@ -164,7 +167,7 @@ def test_the_last_token_is_always_computed():
         assert fresh(policy.plan(ends_in_an_image, 3), 2) == {0, 1, 11}
 
 
-def test_what_reuse_may_be(tmp_path):
+def test_what_reuse_may_be(tmp_path, monkeypatch):
     assert parse_policy("off") == Off()
     assert parse_policy("exact") == Exact()
     assert parse_policy("full") == parse_policy(0) == parse_policy("0.0") == StaticRatio(Fraction(0))
@@ -176,6 +179,13 @@ def test_what_reuse_may_be(tmp_path):
         assert parse_policy(reuse) == Scheduled(schedule)
     assert parse_policy(f"shift-{tmp_path / 's.json'}") == Spread(schedule=schedule, shift=True)
     assert parse_policy(f"spread-{tmp_path / 's.json'}") == Spread(schedule=schedule)
+    schedule.save(tmp_path / "shift-own.json")
+    monkeypatch.chdir(tmp_path)
+    assert parse_policy("shift-own.json") == Scheduled(schedule)
+    with pytest.raises(ValueError, match="schedule must be a Schedule or None, got 'x'"):
+        Spread(schedule="x")
+    with pytest.raises(ValueError, match=r"ratio from 0 to 1, as a Fraction, got 0\.1"):
+        Spread(0.1)
     for bad in (
         "",
         "all",

@@ -1,7 +1,8 @@
 """How requests are put together: waves that share the pool, and the steps that prefill a wave (host, numpy).
 
 The rows that a wave computes lie one after the other in slot order and are cut into steps of static sizes. A cut may
-fall inside a request or an image: a step's rows see all slots before them, so cutting is exact.
+fall inside a request or an image: a step's rows see all slots before them, so cutting is exact. Images whose linked K,
+V are moved are not cut, unless more of their tokens are computed than one step can.
 """
 
 from __future__ import annotations
@@ -161,8 +162,10 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
         if len(wanted) > ladder.max_sequences:  # the output head holds no more
             count = int(wanted[ladder.max_sequences])
         if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
-            # What moves an image must not depend on where a step ends, unless the image alone has more rows than that.
-            count = int(np.argmax(shifted[computed] == cut)) or count
+            # What moves an image must not depend on where a step ends, so its rows stay together: they begin the next
+            # step, or are this one, if need be the most that a step holds.
+            inside = shifted[computed] == cut
+            count = int(np.argmax(inside)) or min(int(inside.sum()), ladder.max_rows)
         mine, computed = computed[:count], computed[count:]
         rows = mine[np.argsort(-depth[mine], kind="stable")]
         selection = None

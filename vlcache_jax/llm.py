@@ -72,6 +72,7 @@ class LLM:
         "exact": it is linked where everything before it is the same too; answers are those of a cold run.
         "full", a ratio from 0 to 1, the path of a schedule file, a `Schedule`, "mpic-K" or another `Policy`: it is
         linked anywhere; of those behind another context, the named part is computed anew, and the output says so.
+        "shift-R", R a ratio or a schedule file: so too, and what is not computed is moved by what was.
         "off": every image is computed and nothing is kept.
       cache: sizes and rules of the image cache.
       kv_cache_bytes: size of the KV pool. By default most of the memory that weights and activations leave free.

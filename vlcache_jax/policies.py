@@ -200,9 +200,9 @@ class Ends:
 class Spread:
     """Tokens all over an image are computed in every layer, and may move the others: our own.
 
-    floor(ratio x T) of T tokens, evenly spaced. What they differ from what was linked, in the mean, is how the new
-    context moves the image; with `shift` it is added to the tokens that are not computed (`vlcache_jax.shift`), and at
-    least one token is computed.
+    floor(ratio x T) of T tokens, evenly spaced in their order, row by row. What they differ from what was linked, in
+    the mean, is how the new context moves the image; with `shift` it is added to the tokens that are not computed
+    (`vlcache_jax.shift`), and at least one token is computed where any is asked for.
 
     Attributes:
       ratio: of an image's tokens that are computed; not used with a schedule.
@@ -218,6 +218,8 @@ class Spread:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        if not isinstance(self.schedule, Schedule | None):
+            raise ValueError(f"schedule must be a Schedule or None, got {self.schedule!r}")
 
     @property
     def name(self) -> str:
@@ -226,13 +228,13 @@ class Spread:
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
         def counts(tokens: int) -> list[int]:
+            least = int(self.shift)  # one token tells how the others move
             if self.schedule is None:
-                least = int(self.shift and self.ratio > 0)  # nothing moves without
-                return [max(int(self.ratio * tokens), least)] * num_layers
-            return _scheduled_counts(self.schedule, tokens, num_layers)
+                return [max(int(self.ratio * tokens), least * (self.ratio > 0))] * num_layers
+            return _scheduled_counts(self.schedule, tokens, num_layers, least)
 
         plan = first_tokens(layout, num_layers, counts, spread_ranks)
-        return dataclasses.replace(plan, shift=self.shift)
+        return dataclasses.replace(plan, shift=self.shift and (self.ratio > 0 or self.schedule is not None))
 
 
 @dataclass(frozen=True)
@@ -255,9 +257,9 @@ class Scheduled:
         return first_tokens(layout, num_layers, lambda tokens: _scheduled_counts(self.schedule, tokens, num_layers))
 
 
-def _scheduled_counts(schedule: Schedule, tokens: int, num_layers: int) -> list[int]:
-    """Tokens that each layer computes; the first one, what the second one needs."""
-    count = [schedule.count(tokens, layer) for layer in range(num_layers)]
+def _scheduled_counts(schedule: Schedule, tokens: int, num_layers: int, least: int = 0) -> list[int]:
+    """Tokens that each layer computes, `least` where its level is above 0; the first one, what the second one needs."""
+    count = [max(schedule.count(tokens, i), least * (schedule.levels[i] > 0)) for i in range(num_layers)]
     return count[1:2] + count[1:] if num_layers > 1 else count
 
 
@@ -365,7 +367,7 @@ def parse_policy(reuse: Any) -> Policy:
 
         named: dict[str, Callable[[Fraction], Policy]] = {**_WITH_RATIO, **selection.NAMED}
         name, _, path = reuse.partition("-")
-        if name in _WITH_SCHEDULE and path.endswith(".json"):
+        if name in _WITH_SCHEDULE and path.endswith(".json") and not Path(reuse).is_file():
             return _WITH_SCHEDULE[name](schedule=Schedule.load(path))
         name, _, ratio = reuse.rpartition("-")
         if name in named:
@@ -380,14 +382,15 @@ def parse_policy(reuse: Any) -> Policy:
     raise ValueError(
         'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
         '"ends-R", "spread-R", "shift-R", "cacheblend-R", "kvshare-R", "asked-R", '
-        f"the path of a schedule file, a Schedule or a Policy, got {reuse!r}"
+        'the path of a schedule file, also behind "spread-" or "shift-", a Schedule or a Policy, '
+        f"got {reuse!r}"
     )
 
 
 def check_ratio(ratio: Fraction) -> None:
     """Raises a ValueError if it is none."""
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"reuse must be a ratio from 0 to 1, got {ratio}")
+    if not isinstance(ratio, numbers.Rational) or not 0 <= ratio <= 1:
+        raise ValueError(f"reuse must be a ratio from 0 to 1, as a Fraction, got {ratio!r}")
 
 
 _DIGITS = 30
