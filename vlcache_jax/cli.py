@@ -64,7 +64,7 @@ def ask_command(
                      show_default=False),
     ] = None,
     reuse: Annotated[
-        str, typer.Option(help='"exact", "off", "full", a ratio such as 0.1, "shift-0.02", "mpic-K" or a schedule file.')
+        str, typer.Option(help='"exact", "full", "off", a ratio such as 0.1, "shift-0.02", "mpic-K" or a schedule.')
     ] = "exact",
     twice: Annotated[bool, typer.Option("--twice", help="Ask once more, now that the images are known.")] = False,
 ) -> None:  # fmt: skip
