@@ -433,20 +433,18 @@ def name_settings(settings: Sequence[str]) -> dict[str, Any]:
     Raises:
       ValueError: two have one name, or `reuse` cannot be such a thing.
     """
-    from vlcache_jax.policies import parse_policy
-    from vlcache_jax.schedule import Schedule
+    from vlcache_jax.policies import Scheduled, Spread, parse_policy
 
     named: dict[str, Any] = {}
     for setting in settings:
-        policy = parse_policy(setting)
         name: str = setting
         value: Any = setting
-        if setting.endswith(".json"):
-            prefix, _, path = setting.partition("-")
-            if prefix in ("spread", "shift") and not pathlib.Path(setting).is_file():
+        match parse_policy(setting):
+            case Scheduled(schedule):
+                name, value = pathlib.Path(setting).name, schedule
+            case Spread() as policy if policy.schedule is not None:
+                prefix, _, path = setting.partition("-")
                 name, value = f"{prefix}-{pathlib.Path(path).name}", policy
-            else:
-                name, value = pathlib.Path(setting).name, Schedule.load(setting)
         if name in named:
             raise ValueError(f"reuse must name each setting once, got {name!r} twice")
         named[name] = value

@@ -195,6 +195,11 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
     assert named != accuracy.name_settings(["full", files[1]])  # so a file of finished parts is not mistaken
     with pytest.raises(ValueError, match=r"each setting once, got 's\.json' twice"):
         accuracy.name_settings(files)
+    moved = accuracy.name_settings(["shift-0.1", f"shift-{files[0]}", files[1]])
+    assert list(moved) == ["shift-0.1", "shift-s.json", "s.json"]
+    assert (moved["shift-s.json"].shift, moved["shift-s.json"].schedule.levels) == (True, (50,) * 3)
+    with pytest.raises(ValueError, match="reuse must be a ratio from 0 to 1"):
+        accuracy.name_settings(["shift-1.5"])
 
 
 def test_a_run(llm, tsv, tmp_path):

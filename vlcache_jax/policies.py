@@ -394,12 +394,8 @@ def check_ratio(ratio: Fraction) -> None:
 
 
 _DIGITS = 30
-_WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {
-    "ends": Ends,
-    "spread": Spread,
-    "shift": functools.partial(Spread, shift=True),
-}
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
+_WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
 _NAMED: dict[str, Policy] = {
     "off": Off(),
     "exact": Exact(),
