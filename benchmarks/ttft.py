@@ -15,7 +15,7 @@ import os
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -35,16 +35,22 @@ LEVELS = (60, 30, 15, 8, 4, 2)  # of the falling schedule, in 1/500; spread over
 def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
     """PNG files of coloured noise; `cell` is the side of the pixels that become one token."""
     rng = np.random.default_rng(0)
-    rows = int(np.sqrt(tokens))
-    while tokens % rows:
-        rows -= 1
+    rows, columns = _grid(tokens)
     images = []
     for _ in range(count):
-        noise = rng.integers(0, 256, (rows * 2, tokens // rows * 2, 3), dtype=np.uint8)
+        noise = rng.integers(0, 256, (rows * 2, columns * 2, 3), dtype=np.uint8)
         file = io.BytesIO()
         Image.fromarray(noise.repeat(cell // 2, axis=0).repeat(cell // 2, axis=1)).save(file, "PNG")
         images.append(file.getvalue())
     return images
+
+
+def _grid(tokens: int) -> tuple[int, int]:
+    """Rows and columns of the images, as nearly square as may be."""
+    rows = int(np.sqrt(tokens))
+    while tokens % rows:
+        rows -= 1
+    return rows, tokens // rows
 
 
 @contextlib.contextmanager
@@ -177,7 +183,8 @@ def measure(
                 report, length = runs[0].cache, len(runs[0].prompt_token_ids)
                 ttft = statistics.median(run.metrics.ttft for run in runs)
                 baseline[name] = ttft
-                count = _operations(config, report, length, spread_ranks if "shift" in name else np.arange)
+                ranks = spread_ranks(*_grid(tokens)) if "shift" in name else np.arange(tokens)
+                count = _operations(config, report, length, ranks)
                 row: dict[str, Any] = {"configuration": name}
                 for step in STEPS:
                     row[f"{step} ms"] = 1000 * statistics.median(getattr(run.metrics, step) for run in runs)
@@ -230,8 +237,8 @@ def _check(name: str, output: Any) -> None:
         raise ValueError(f"{name} must find its images as {expected}, got {found}")
 
 
-def _operations(config: Any, report: Any, length: int, ranks: Callable[[int], Any]) -> int:
-    """Of a run, by its report: the rows of an image are the first in an order, and text is computed whole."""
+def _operations(config: Any, report: Any, length: int, ranks: np.ndarray) -> int:
+    """Of a run, by its report: the rows of an image are the first by `ranks`, and text is computed whole."""
     from vlcache_jax.plan import Plan
 
     layers = config.text.num_layers
@@ -240,7 +247,7 @@ def _operations(config: Any, report: Any, length: int, ranks: Callable[[int], An
     for image in reversed(report.images):
         start = first - image.tokens
         fresh = np.asarray(image.recomputed)
-        depth[start:first] = (ranks(image.tokens)[:, None] < fresh).sum(1)
+        depth[start:first] = (ranks[:, None] < fresh).sum(1)
         first = start - 2  # vision end, vision start
     depth[-1] = layers + 1
     plan = Plan(depth)

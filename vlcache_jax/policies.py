@@ -200,7 +200,7 @@ class Ends:
 class Spread:
     """Tokens all over an image are computed in every layer, and may move the others: our own.
 
-    floor(ratio x T) of T tokens, evenly spaced in their order, row by row. What they differ from what was linked, in
+    floor(ratio x T) of T tokens, evenly over rows and columns. What they differ from what was linked, in
     the mean, is how the new context moves the image; with `shift` it is added to the tokens that are not computed
     (`vlcache_jax.shift`), and at least one token is computed where any is asked for.
 
@@ -291,36 +291,47 @@ def first_tokens(
     layout: Layout,
     num_layers: int,
     counts: Callable[[int], Sequence[int]],
-    ranks: Callable[[int], npt.NDArray[np.integer]] = np.arange,
+    ranks: Callable[[int, int], npt.NDArray[np.integer]] | None = None,
 ) -> Plan:
     """The plan that computes the first tokens of each approximate image.
 
     Args:
       counts: image tokens -> how many of them are computed in each layer, non-increasing, [num_layers].
-      ranks: image tokens -> the place of each in the order in which they come first.
+      ranks: rows and columns of an image -> the place of each token in the order in which they come first; None is the
+        order of the prompt.
     """
     depth = full_prefill(layout, num_layers).depth
     for span in layout.spans:
         if span.state == "exact":
             depth[span.tokens] = 0
         elif span.state == "approximate":
-            depth[span.tokens] = (ranks(span.length)[:, None] < np.asarray(counts(span.length))).sum(1)
+            if ranks is None:
+                rank = np.arange(span.length)
+            else:
+                columns = int(np.ptp(layout.positions[2, span.tokens])) + 1
+                rank = ranks(span.length // columns, columns)
+            depth[span.tokens] = (rank[:, None] < np.asarray(counts(span.length))).sum(1)
     depth[-1] = num_layers + 1  # the answer begins with its logits
     return Plan(depth)
 
 
-def spread_ranks(tokens: int) -> npt.NDArray[np.integer]:
-    """Each token's place in an order whose every beginning lies evenly: first, middle, quarters, ... (van der Corput).
+@functools.lru_cache(maxsize=256)
+def spread_ranks(rows: int, columns: int) -> npt.NDArray[np.integer]:
+    """Each token's place in an order whose every beginning lies evenly over the image [rows x columns].
 
-    So the tokens of a layer that computes fewer are among those of the layer before.
+    The cells that the points of the R2 sequence (Roberts, 2018: steps of 1/g and 1/g^2 for the plastic number g) meet,
+    in their order. So the tokens of a layer that computes fewer are among those of the layer before.
     """
-    bits = (tokens - 1).bit_length()
-    index = np.arange(1 << bits)
-    order = np.zeros_like(index)
-    for bit in range(bits):
-        order |= (index >> bit & 1) << (bits - 1 - bit)
+    tokens = rows * columns
+    point = np.arange(8 * tokens)
+    row = ((0.5 + point / _PLASTIC) % 1 * rows).astype(np.int64)
+    column = ((0.5 + point / _PLASTIC**2) % 1 * columns).astype(np.int64)
+    met, first = np.unique(row * columns + column, return_index=True)
+    when = np.full(tokens, len(point))  # what no point meets comes last
+    when[met] = first
     ranks = np.empty(tokens, np.int64)
-    ranks[order[order < tokens]] = np.arange(tokens)
+    ranks[np.argsort(when, kind="stable")] = np.arange(tokens)
+    ranks.setflags(write=False)
     return ranks
 
 
@@ -394,6 +405,7 @@ def check_ratio(ratio: Fraction) -> None:
 
 
 _DIGITS = 30
+_PLASTIC = 1.324717957244746  # the root of x^3 = x + 1
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
 _NAMED: dict[str, Policy] = {
