@@ -201,7 +201,7 @@ def user_turn(images: Sequence[Any], question: str, arrangement: str, other: str
             return [_text(other + "\n"), *shown, _text("\n" + question)]
         case "question_first":
             return [_text(question + "\n"), *shown]
-    raise ValueError(f"arrangement must be one of {ARRANGEMENTS}, got {arrangement!r}")
+    raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
 
 
 def number_name(number: int) -> str:
@@ -234,7 +234,16 @@ class Protocol:
             ("arrangement", ARRANGEMENTS), ("auxiliary", ("related", "neutral")), ("donors", ("together", "apart"))
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    @property
+    def case(self) -> Protocol:
+        """What it has in common with those that differ in their seed alone: it, with seed 0."""
+        return dataclasses.replace(self, seed=0)
+
+    @property
+    def title(self) -> str:
+        return f"{self.arrangement.replace('_', ' ')}, donors {self.donors}"
 
     def formal(self, samples: Sequence[Sample], i: int) -> list[dict[str, Any]]:
         """The conversation that is answered."""
@@ -473,7 +482,7 @@ def run(
     all_results: dict[Protocol, dict[str, list[Result]]] = {}
     groups: dict[Protocol, list[Protocol]] = {}
     for protocol in protocols:
-        groups.setdefault(dataclasses.replace(protocol, seed=0), []).append(protocol)
+        groups.setdefault(protocol.case, []).append(protocol)
         all_results[protocol] = {name: [] for name in (COLD, *settings)}
     with tqdm(total=len(protocols) * len(samples), desc="questions", file=sys.stderr) as bar:
         for chosen, group in itertools.product(parts, groups.values()):
@@ -527,6 +536,14 @@ def paired(cold: npt.ArrayLike, other: npt.ArrayLike, seed: int = 0) -> dict[str
     return {"difference": 100 * change.mean(), "low": 100 * low, "high": 100 * high, "p": float(p)}
 
 
+def by_case(results: dict[Protocol, dict[str, list[Result]]]) -> dict[Protocol, list[dict[str, list[Result]]]]:
+    """Results by setting of the protocols that differ in their seed alone, under what they have in common."""
+    cases: dict[Protocol, list[dict[str, list[Result]]]] = {}
+    for protocol, by_setting in results.items():
+        cases.setdefault(protocol.case, []).append(by_setting)
+    return cases
+
+
 def summarize(
     samples: Sequence[Sample], results: dict[Protocol, dict[str, list[Result]]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -538,10 +555,7 @@ def summarize(
     details: list[dict[str, Any]] = []
     totals: list[dict[str, Any]] = []
     tasks = list(dict.fromkeys(sample.task for sample in samples))
-    seeds: dict[Protocol, list[dict[str, list[Result]]]] = {}
-    for protocol, by_setting in results.items():
-        seeds.setdefault(dataclasses.replace(protocol, seed=0), []).append(by_setting)
-    for protocol, runs in seeds.items():
+    for protocol, runs in by_case(results).items():
         shown = {key: value for key, value in dataclasses.asdict(protocol).items() if key != "seed"}
         for name in runs[0]:
             rows = []
@@ -573,6 +587,7 @@ def summarize(
             totals.append(
                 {
                     "arrangement": protocol.arrangement,
+                    "donors": protocol.donors,
                     "reuse": name,
                     **{row["task"]: row["accuracy"] for row in rows},
                     "mean": float(np.mean([row["accuracy"] for row in rows])),
@@ -593,13 +608,13 @@ def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    arrangements = list(dict.fromkeys(row["arrangement"] for row in details))
+    cases = list(dict.fromkeys((row["arrangement"], row["donors"]) for row in details))
     tasks = list(dict.fromkeys(row["task"] for row in details))
-    size = 4.2 * len(arrangements), 6.4
-    figure, axes = pyplot.subplots(2, len(arrangements), figsize=size, squeeze=False, sharex=True, sharey="row")
-    for column, arrangement in enumerate(arrangements):
+    size = 4.2 * len(cases), 6.4
+    figure, axes = pyplot.subplots(2, len(cases), figsize=size, squeeze=False, sharex=True, sharey="row")
+    for column, case in enumerate(cases):
         for task in tasks:
-            rows = [row for row in details if row["arrangement"] == arrangement and row["task"] == task]
+            rows = [row for row in details if (row["arrangement"], row["donors"], row["task"]) == (*case, task)]
             reused = sorted((row for row in rows if row["reuse"] != COLD), key=lambda row: row["image rows"])
             share = [100 * row["image rows"] for row in reused]
             [line] = axes[0, column].plot(share, [row["difference"] for row in reused], "o-", label=task, markersize=3)
@@ -611,7 +626,7 @@ def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
                 color=line.get_color(),
             )
             axes[1, column].plot(share, [row["agreement"] for row in reused], "o-", markersize=3)
-        axes[0, column].set_title(arrangement.replace("_", " "))
+        axes[0, column].set_title(Protocol(case[0], donors=case[1]).title)
         axes[0, column].axhline(0, color="black", linewidth=0.5)
         axes[1, column].set_xlabel("image rows recomputed, %")
     axes[0, 0].set_ylabel("accuracy against cold, points")
@@ -656,18 +671,19 @@ def measure(
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)
     details, totals = summarize(samples, results)
-    for protocol in dict.fromkeys(dataclasses.replace(protocol, seed=0) for protocol in protocols):
-        rows = [row for row in totals if row["arrangement"] == protocol.arrangement]
+    for case in by_case(results):
+        shown = {"arrangement": case.arrangement, "donors": case.donors}
+        rows = [row for row in totals if shown.items() <= row.items()]
         show(
-            f"Accuracy, {protocol.arrangement.replace('_', ' ')} "
-            f"({protocol.auxiliary} auxiliary query, donors {protocol.donors})",
-            [{key: value for key, value in row.items() if key != "arrangement"} for row in rows],
+            f"Accuracy, {case.title} ({case.auxiliary} auxiliary query)",
+            [{key: value for key, value in row.items() if key not in shown} for row in rows],
         )
     show(
         "Against cold: points, 95 % interval of a paired bootstrap, McNemar's p",
         [
             {
                 "arrangement": row["arrangement"],
+                "donors": row["donors"],
                 "reuse": row["reuse"],
                 "task": row["task"],
                 "questions": row["questions"],

@@ -95,7 +95,7 @@ def table(
 
     Args:
       groups: the comparisons.
-      details: rows of `accuracy.summarize` under one protocol.
+      details: rows of `accuracy.summarize` of one case.
       runs: results by setting, one entry for each auxiliary prompt.
     """
     right = {name: [[result.right for result in run[name]] for run in runs] for name in runs[0]}
@@ -131,9 +131,7 @@ def measure(
     ratios: Sequence[float],
     shares: Sequence[float],
     schedules: Sequence[pathlib.Path] | None,
-    arrangements: Sequence[str],
-    donors: str,
-    seeds: int,
+    protocols: Sequence[accuracy.Protocol],
     questions: int | None,
     split: str,
     max_tokens: int,
@@ -141,7 +139,7 @@ def measure(
     work: pathlib.Path | None,
     out: pathlib.Path | None,
 ) -> None:
-    """Runs every comparison under each arrangement, prints the tables and writes them.
+    """Runs every comparison under each protocol, prints the tables and writes them.
 
     Without `schedules`, the shipped model is compared under its own.
 
@@ -158,7 +156,6 @@ def measure(
             if not 0 < value < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
     samples = accuracy.load_samples(data, questions=questions, split=split)
-    protocols = [accuracy.Protocol(name, donors=donors, seed=seed) for name in arrangements for seed in range(seeds)]
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         image_tokens, num_layers = _sizes(llm, samples)
         groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
@@ -168,17 +165,16 @@ def measure(
         results = accuracy.run(llm, samples, settings, protocols, max_tokens=max_tokens, work=work)
     details, _ = accuracy.summarize(samples, results)
     rows: list[dict[str, Any]] = []
-    for arrangement in arrangements:
-        runs = [found for protocol, found in results.items() if protocol.arrangement == arrangement]
-        found = table(groups, [row for row in details if row["arrangement"] == arrangement], runs)
-        rows += [{"arrangement": arrangement, "donors": donors, **row} for row in found]
-        order = arrangement.replace("_", " ")
-        show(f"Policies, {order}, donors {donors}, {seeds} auxiliary prompts a question", found)
+    for case, runs in accuracy.by_case(results).items():
+        shown = {"arrangement": case.arrangement, "donors": case.donors}
+        found = table(groups, [row for row in details if shown.items() <= row.items()], runs)
+        rows += [shown | row for row in found]
+        show(f"Policies, {case.title}, {len(runs)} auxiliary prompts a question", found)
     head = environment("jax") | {
         "model": str(model or "tiny_vqa, shipped with the package"),
         "data": [path.name for path in data] or f"drawn for the shipped model, split {split}",
         "questions": len(samples),
-        "auxiliary prompts": seeds,
+        "auxiliary prompts": len(protocols) // len(accuracy.by_case(results)),
         "image_tokens": image_tokens,
         "dtype": dtype,
         "details": details,

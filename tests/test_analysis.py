@@ -124,7 +124,7 @@ def test_commands(checkpoints, questions_tsv, tmp_path, command):
     assert result.exit_code == 0, result.output
     assert out.stat().st_size > 1000
     report = json.loads(out.with_suffix(".json").read_text())
-    assert report["samples"] == 2
+    assert (report["arrangement"], report["donors"], report["samples"]) == ("text_first", "together", 2)
     if command == "errors":
         curves = report["error of attention outputs, by answer token"]
         assert list(curves) == [

@@ -75,7 +75,9 @@ def test_the_command(checkpoints, questions_tsv, tmp_path):
     result = CliRunner().invoke(app, ["bench", "policies", *map(str, [model, *arguments])])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "o.json").read_text())
-    rows = {(row["group"], row["reuse"]): row for row in written["rows"]}
+    half = len(written["rows"]) // 2
+    assert [row["donors"] for row in written["rows"]] == ["together"] * half + ["apart"] * half
+    rows = {(row["group"], row["reuse"]): row for row in written["rows"] if row["donors"] == "together"}
     assert rows["no rows", "full"]["image rows %"] == 0
     assert written["details"][0]["reuse"] == "off"  # what the differences are to
     half = rows["rows of half", "half.json"]

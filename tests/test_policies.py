@@ -80,7 +80,6 @@ def test_both_ends():
     assert parse_policy("ends-0.3") == Ends(Fraction("0.3"))
     assert parse_policy("epic-16") == EPIC(16)
     assert parse_policy("full-two-pass") == TwoPass()
-    assert parse_policy("asked-0.05").name == "asked 0.05 from layer 1"
 
 
 def test_tokens_all_over_an_image():
@@ -115,7 +114,7 @@ def test_tokens_all_over_an_image():
     assert fresh(parse_policy("spread-0.05").plan(few, 2), 0) == fresh(parse_policy("shift-0").plan(few, 2), 0) == TEXT
     assert parse_policy("spread-0.3") == Spread(Fraction("0.3"))
     assert parse_policy("shift-0.3") == Spread(Fraction("0.3"), shift=True)
-    assert (parse_policy("shift-0.3").name, Spread(schedule=schedule).name) == ("shift 0.3", "spread schedule 0.5750")
+    assert (parse_policy("shift-0.3").name, Spread(schedule=schedule).name) == ("shift-0.3", "spread-schedule 0.5750")
     for changed in (shrinking.extended(3, 4), shrinking.wanting([3], 4), shrinking.computing(slice(2, 12), 4)):
         assert changed.shift
 
@@ -153,6 +152,18 @@ def test_a_schedule_shrinks():
     assert fresh(plan, 2) == TEXT | set(range(2, 6)) | set(range(13, 15))
     assert fresh(plan, 3) == TEXT
     assert Scheduled(schedule).name == "schedule 0.5000"
+
+
+@pytest.mark.parametrize(
+    "reuse",
+    [
+        "off", "exact", "full", "full-two-pass", "0.1", "mpic-2", "epic-3", "ends-0.3", "spread-0.02", "shift-0.02",
+        "asked-0.05", "cacheblend-0.1", "cacheblend-lmcache-0.1", "cacheblend-proto-0.1", "kvshare-0.1",
+        "kvshare-attn-0.1",
+    ],
+)  # fmt: skip
+def test_reports_call_policies_as_users_do(reuse):
+    assert parse_policy(reuse).name == reuse
 
 
 def test_counts_are_exact():

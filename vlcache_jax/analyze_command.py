@@ -81,6 +81,8 @@ def errors_command(
         far = dict(zip(("K", "V", "of K shared", "of V shared"), np.mean(deviations, axis=0), strict=True))
         changed = {name: np.mean([effect.changed for effect in found], axis=0) for name, found in effects.items()}
         report = {
+            "arrangement": arrangement,
+            "donors": donors,
             "samples": samples,
             "error of attention outputs, by answer token": {name: mean.tolist() for name, mean in means.items()},
             "error of the logits, by layer": {name: errors.tolist() for name, errors in depths.items()},
@@ -180,6 +182,8 @@ def attention_command(
         far = np.mean([[np.interp(grid, *_cumulative(layer)) for layer in found] for found in distances], axis=0)
         rank = np.mean([np.stack([r.mean(1), r.std(1)]) for r in ranks], axis=0)
         report = {
+            "arrangement": arrangement,
+            "donors": donors,
             "samples": samples,
             "images": len(distances),
             "share of tokens above 0.001, by layer": {

@@ -158,9 +158,7 @@ _Work = Annotated[
     pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
 ]
 _Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
-_Donors = Annotated[
-    str, typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
-]
+_DONORS = "together: the images fill the cache in one prompt; apart: each in its own; may be repeated."
 _Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")]
 _Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")]
@@ -182,7 +180,9 @@ def accuracy_command(
                      show_default=False),
     ] = None,
     auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
-    donors: _Donors = "together",
+    donors: Annotated[
+        list[str] | None, typer.Option(help=f"{_DONORS} [default: together]", show_default=False)
+    ] = None,
     questions: _Questions = None,
     seeds: _Seeds = 1,
     max_tokens: _MaxTokens = 32,
@@ -207,8 +207,9 @@ def accuracy_command(
             data or [],
             settings=reuse,
             protocols=[
-                accuracy.Protocol(name, auxiliary, donors, seed)
-                for name in arrangement or accuracy.ARRANGEMENTS
+                accuracy.Protocol(order, auxiliary, filled, seed)
+                for order in arrangement or accuracy.ARRANGEMENTS
+                for filled in donors or ["together"]
                 for seed in range(seeds)
             ],
             questions=questions,
@@ -246,7 +247,7 @@ def policies_command(
         list[str] | None,
         typer.Option(help="text_first, question_first; may be repeated. [default: both]", show_default=False),
     ] = None,
-    donors: _Donors = "together",
+    donors: Annotated[list[str] | None, typer.Option(help=f"{_DONORS} [default: both]", show_default=False)] = None,
     seeds: _Seeds = 1,
     questions: _Questions = None,
     split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
@@ -263,7 +264,7 @@ def policies_command(
 
     Example: vlcache bench policies --questions 100 --schedule schedule.json --out policies.json
     """
-    from vlcache_jax.benchmarks import policies
+    from vlcache_jax.benchmarks import accuracy, policies
 
     try:
         policies.measure(
@@ -272,9 +273,12 @@ def policies_command(
             ratios=ratio or policies.RATIOS,
             shares=share or policies.SHARES,
             schedules=schedule,
-            arrangements=arrangement or ("text_first", "question_first"),
-            donors=donors,
-            seeds=seeds,
+            protocols=[
+                accuracy.Protocol(order, donors=filled, seed=seed)
+                for order in arrangement or ("text_first", "question_first")
+                for filled in donors or ("together", "apart")
+                for seed in range(seeds)
+            ],
             questions=questions,
             split=split,
             max_tokens=max_tokens,

@@ -32,7 +32,7 @@ class Policy(Protocol):
     """How images are reused.
 
     Attributes:
-      name: in reports.
+      name: in reports; as `parse_policy` takes it, where there is such a word.
       links: whether records are used and made at all.
       approximates: whether K, V may be linked that were computed behind something else.
     """
@@ -86,7 +86,7 @@ class StaticRatio:
 
     @property
     def name(self) -> str:
-        return f"static {float(self.ratio):g}"
+        return f"{float(self.ratio):g}" if self.ratio else "full"
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
         return first_tokens(layout, num_layers, lambda tokens: [int(self.ratio * tokens)] * num_layers)
@@ -186,7 +186,7 @@ class Ends:
 
     @property
     def name(self) -> str:
-        return f"ends {float(self.ratio):g}"
+        return f"ends-{float(self.ratio):g}"
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
         def counts(tokens: int) -> tuple[int, int]:
@@ -224,7 +224,7 @@ class Spread:
     @property
     def name(self) -> str:
         size = f"{float(self.ratio):g}" if self.schedule is None else f"schedule {self.schedule.mean_text}"
-        return f"{'shift' if self.shift else 'spread'} {size}"
+        return f"{'shift' if self.shift else 'spread'}-{size}"
 
     def plan(self, layout: Layout, num_layers: int) -> Plan:
         def counts(tokens: int) -> list[int]:

@@ -128,7 +128,8 @@ class CacheBlend(_Selecting):
 
     @property
     def name(self) -> str:
-        return f"cacheblend {self.variant} {float(self.ratio):g}"
+        variant = "" if self.variant == "vlcache_baseline" else f"{self.variant}-"
+        return f"cacheblend-{variant}{float(self.ratio):g}"
 
     @property
     def check_layer(self) -> int:  # type: ignore[override]
@@ -164,7 +165,7 @@ class KVShare(_Selecting):
 
     @property
     def name(self) -> str:
-        return f"kvshare {self.selector} {float(self.ratio):g}"
+        return f"kvshare-{'attn-' if self.selector == 'attn_dist' else ''}{float(self.ratio):g}"
 
     @property
     def scored_layers(self) -> tuple[int, ...]:
@@ -209,7 +210,7 @@ class Asked(_Selecting):
     @property
     def name(self) -> str:
         size = f"{float(self.ratio):g}" if self.schedule is None else f"schedule {self.schedule.mean_text}"
-        return f"asked {size} from layer {self.check_layer}"
+        return f"asked-{size}" + (f" from layer {self.check_layer}" if self.check_layer > 1 else "")
 
     @property
     def scored_layers(self) -> tuple[int, ...]:
