@@ -470,14 +470,14 @@ def run(
     batch: int = 50,
     work: pathlib.Path | None = None,
 ) -> dict[Protocol, dict[str, list[Result]]]:
-    """Evaluates all samples under all protocols; what is in the file `work` is not run again.
+    """Evaluates all samples under all protocols; settings whose answers are in the file `work` are not run again.
 
     Returns:
       For each protocol and setting, one result a sample, in their order.
     """
     from tqdm import tqdm
 
-    log = WorkLog(work, _identity(llm, samples, settings, max_tokens))
+    log = WorkLog(work, _identity(llm, samples, max_tokens))
     parts = list(batches(samples, batch))
     all_results: dict[Protocol, dict[str, list[Result]]] = {}
     groups: dict[Protocol, list[Protocol]] = {}
@@ -488,15 +488,19 @@ def run(
         for chosen, group in itertools.product(parts, groups.values()):
             cold: Cold | None = None  # the same for all seeds
             for protocol in group:
-                key = json.dumps([dataclasses.asdict(protocol), chosen])
-                found = log.get(key)
-                if found is None:
+                keys = {
+                    name: json.dumps([dataclasses.asdict(protocol), chosen, repr(reuse)])
+                    for name, reuse in {COLD: COLD, **settings}.items()
+                }
+                missing = {name: reuse for name, reuse in settings.items() if log.get(keys[name]) is None}
+                if missing or log.get(keys[COLD]) is None:
                     cold = cold or answer_cold(llm, samples, protocol, chosen, max_tokens=max_tokens)
-                    answered = evaluate(llm, samples, settings, protocol, chosen, cold, max_tokens=max_tokens)
-                    found = {name: [dataclasses.astuple(r) for r in rows] for name, rows in answered.items()}
-                    log.add(key, found)
-                for name, rows in found.items():
-                    all_results[protocol][name] += [Result(*row) for row in rows]
+                    answered = evaluate(llm, samples, missing, protocol, chosen, cold, max_tokens=max_tokens)
+                    for name, rows in answered.items():
+                        if log.get(keys[name]) is None:
+                            log.add(keys[name], [dataclasses.astuple(row) for row in rows])
+                for name, key in keys.items():
+                    all_results[protocol][name] += [Result(*row) for row in log.get(key)]
                 bar.update(len(chosen))
     return {
         protocol: {name: sorted(rows, key=lambda result: result.sample) for name, rows in by_setting.items()}
@@ -504,8 +508,8 @@ def run(
     }
 
 
-def _identity(llm: LLM, samples: Sequence[Sample], settings: dict[str, Any], max_tokens: int) -> str:
-    digest = hashlib.sha256(repr((llm.fingerprint, sorted(settings.items(), key=str), max_tokens)).encode())
+def _identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
+    digest = hashlib.sha256(repr((llm.fingerprint, max_tokens)).encode())
     for sample in samples:
         digest.update(repr(dataclasses.astuple(sample)).encode())
     return digest.hexdigest()[:16]

@@ -202,7 +202,7 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
         accuracy.name_settings(["shift-1.5"])
 
 
-def test_a_run(llm, tsv, tmp_path):
+def test_a_run(llm, tsv, tmp_path, monkeypatch):
     samples = read_tsv(tsv)
     protocols = [Protocol(name) for name in accuracy.ARRANGEMENTS] + [Protocol("question_first", donors="apart")]
     settings = {"full": "full", "all": 1}
@@ -226,6 +226,16 @@ def test_a_run(llm, tsv, tmp_path):
     answered = llm.cache.stats()
     assert accuracy.run(llm, samples, settings, protocols, max_tokens=6, batch=3, work=work) == results
     assert llm.cache.stats() == answered
+    # So does one with another setting, which alone is run.
+    run = []
+    evaluate = accuracy.evaluate
+    monkeypatch.setattr(accuracy, "evaluate", lambda *args, **named: run.append([*args[2]]) or evaluate(*args, **named))
+    more = {"half": 0.5, **settings}
+    wider = accuracy.run(llm, samples, more, protocols[1:2], max_tokens=6, batch=3, work=work)[protocols[1]]
+    assert {name: wider[name] for name in ("off", "full", "all")} == results[protocols[1]]
+    assert len(wider["half"]) == 6
+    assert set(map(tuple, run)) == {("half",)}
+    answered = llm.cache.stats()
     accuracy.run(llm, samples[:2], settings, protocols[:1], max_tokens=6, batch=3, work=work)
     assert llm.cache.stats() != answered
 
