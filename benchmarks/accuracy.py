@@ -15,6 +15,7 @@ import binascii
 import csv
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import pathlib
@@ -28,14 +29,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 from scipy import stats
 
 from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax import SamplingParams
     from vlcache_jax.llm import LLM
+    from vlcache_jax.policies import Policy
 
 ARRANGEMENTS = ("image_first", "text_first", "question_first")
 COLD = "off"
@@ -104,12 +108,17 @@ def read_tsv(path: pathlib.Path) -> list[Sample]:
       ValueError: a column is missing, a row has no image or answer, or its image cannot be read.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t")
-        missing = {"index", "image", "question", "answer"} - set(reader.fieldnames or ())
-        if missing:
-            raise ValueError(f"{path} must have the columns index, image, question and answer, lacks {sorted(missing)}")
-        rows = list(reader)
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, delimiter="\t")
+            columns = set(reader.fieldnames or ())
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"data must be a readable TSV file in UTF-8, got {path}: {error}") from error
+    if missing := {"index", "image", "question", "answer"} - columns:
+        raise ValueError(
+            f"{path} must have the columns index, image, question and answer, lacks {', '.join(sorted(missing))}"
+        )
     if not rows:
         raise ValueError(f"{path} must have at least one row, has none")
     cells = {row["index"]: row["image"] or "" for row in rows}
@@ -136,6 +145,17 @@ def read_tsv(path: pathlib.Path) -> list[Sample]:
             )
         )
     return samples
+
+
+def behind(arrangement: str) -> str:
+    """The arrangement, if something stands before the images in it.
+
+    Raises:
+      ValueError: nothing does, so that reuse is exact, or there is no such arrangement.
+    """
+    if arrangement not in ARRANGEMENTS[1:]:
+        raise ValueError(f"arrangement must be {' or '.join(ARRANGEMENTS[1:])}, got {arrangement!r}")
+    return arrangement
 
 
 def load_samples(data: Sequence[pathlib.Path], *, questions: int | None = None, split: str = "test") -> list[Sample]:
@@ -166,7 +186,12 @@ def _images(cell: str, where: str) -> Iterator[bytes]:
         raise ValueError(f"image in {where} must be base64 or a list of base64: {error}") from error
     if not files or not all(files):
         raise ValueError(f"image in {where} must not be empty")
-    yield from files
+    for content in files:
+        try:
+            Image.open(io.BytesIO(content)).close()  # reads the head alone
+        except OSError as error:
+            raise ValueError(f"image in {where} must be a picture in base64: {error}") from error
+        yield content
 
 
 def _question(row: dict[str, str], options: Sequence[tuple[str, str]]) -> str:
@@ -337,17 +362,17 @@ def answer_cold(
 def evaluate(
     llm: LLM,
     samples: Sequence[Sample],
-    settings: dict[str, Any],
+    settings: dict[str, Policy],
     protocol: Protocol,
     chosen: Sequence[int],
     cold: Cold,
     *,
     max_tokens: int,
-) -> dict[str, list[Result]]:
-    """Answers some samples under every setting, each time from the cache that their donors filled.
+) -> Iterator[tuple[str, list[Result]]]:
+    """Answers some samples under every setting, one after the other, from the cache that their donors filled.
 
     Args:
-      settings: name -> `reuse` of the engine.
+      settings: by name.
       chosen: numbers of samples that share no image.
       cold: their answers without reuse.
 
@@ -360,21 +385,22 @@ def evaluate(
     llm.cache.flush()
     formal = [protocol.formal(samples, i) for i in chosen]
     expected = "exact" if protocol.arrangement == "image_first" and protocol.donors == "together" else "approximate"
-    results = {COLD: cold.results}
-    for name, reuse in settings.items():
-        scores, seconds = _score(llm, formal, cold.forced, reuse)
+    for name, policy in settings.items():
+        scores, seconds = _score(llm, formal, cold.forced, policy)
         for i, score in zip(chosen, scores, strict=True):
-            if any(image.match not in (expected, "exact") for image in score.cache.images):
-                raise ValueError(f"images of sample {samples[i].index} must be found as {expected}, got {score.cache}")
+            if found := {image.match for image in score.cache.images} - {expected, "exact"}:
+                raise ValueError(
+                    f"images of row {samples[i].index} under {name} must be found as {expected}, "
+                    f"got {', '.join(sorted(found))}"
+                )
         texts = list(cold.texts)
         # Where every token of the cold answer is the most likely one, it is the answer.
         other = [k for k, score in enumerate(scores) if not score.greedy.all()]
         if other:
-            answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=reuse, use_tqdm=False)
+            answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=policy, use_tqdm=False)
             for k, answer in zip(other, answers, strict=True):
                 texts[k] = answer.outputs[0].text
-        results[name] = _results(samples, chosen, scores, texts, cold.logits, seconds)
-    return results
+        yield name, _results(samples, chosen, scores, texts, cold.logits, seconds)
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
@@ -436,34 +462,37 @@ def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
         waiting = later
 
 
-def name_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """What the engine takes, by name. Schedule files are read, and called as they are without their folder.
+def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
+    """Policies by name. Schedule files are read, and called as they are without their folder.
 
     Raises:
-      ValueError: two have one name, or `reuse` cannot be such a thing.
+      ValueError: two have one name or are the same, or `reuse` cannot be such a thing.
     """
-    from vlcache_jax.policies import Scheduled, Spread, parse_policy
+    from vlcache_jax.policies import Scheduled, parse_policy
 
-    named: dict[str, Any] = {}
+    named: dict[str, Policy] = {}
+    policies: dict[Policy, str] = {}
     for setting in settings:
-        name: str = setting
-        value: Any = setting
-        match parse_policy(setting):
-            case Scheduled(schedule):
-                name, value = pathlib.Path(setting).name, schedule
-            case Spread() as policy if policy.schedule is not None:
+        name = setting
+        policy = parse_policy(setting)
+        if not policy.approximates:
+            raise ValueError(f"reuse must link images behind something else, to be compared with cold, got {setting!r}")
+        if getattr(policy, "schedule", None) is not None:
+            prefix, _, path = "", "", setting
+            if not isinstance(policy, Scheduled):
                 prefix, _, path = setting.partition("-")
-                name, value = f"{prefix}-{pathlib.Path(path).name}", policy
-        if name in named:
-            raise ValueError(f"reuse must name each setting once, got {name!r} twice")
-        named[name] = value
+            name = f"{prefix}-{pathlib.Path(path).name}".removeprefix("-")
+        if name in named or policy in policies:
+            raise ValueError(f"reuse must name each setting once, got {setting!r} after {policies.get(policy, name)!r}")
+        named[name] = policy
+        policies[policy] = setting
     return named
 
 
 def run(
     llm: LLM,
     samples: Sequence[Sample],
-    settings: dict[str, Any],
+    settings: dict[str, Policy],
     protocols: Sequence[Protocol],
     *,
     max_tokens: int = 32,
@@ -474,9 +503,14 @@ def run(
 
     Returns:
       For each protocol and setting, one result a sample, in their order.
+
+    Raises:
+      ValueError: a schedule of another model, or `work` is another kind of file.
     """
     from tqdm import tqdm
 
+    for policy in settings.values():
+        llm._check_policy(policy)
     log = WorkLog(work, _identity(llm, samples, max_tokens))
     parts = list(batches(samples, batch))
     all_results: dict[Protocol, dict[str, list[Result]]] = {}
@@ -489,16 +523,16 @@ def run(
             cold: Cold | None = None  # the same for all seeds
             for protocol in group:
                 keys = {
-                    name: json.dumps([dataclasses.asdict(protocol), chosen, repr(reuse)])
-                    for name, reuse in {COLD: COLD, **settings}.items()
+                    name: json.dumps([dataclasses.asdict(protocol), chosen, repr(policy)])
+                    for name, policy in {COLD: COLD, **settings}.items()
                 }
-                missing = {name: reuse for name, reuse in settings.items() if log.get(keys[name]) is None}
+                missing = {name: policy for name, policy in settings.items() if log.get(keys[name]) is None}
                 if missing or log.get(keys[COLD]) is None:
                     cold = cold or answer_cold(llm, samples, protocol, chosen, max_tokens=max_tokens)
-                    answered = evaluate(llm, samples, missing, protocol, chosen, cold, max_tokens=max_tokens)
-                    for name, rows in answered.items():
-                        if log.get(keys[name]) is None:
-                            log.add(keys[name], [dataclasses.astuple(row) for row in rows])
+                    if log.get(keys[COLD]) is None:
+                        log.add(keys[COLD], [dataclasses.astuple(row) for row in cold.results])
+                    for name, rows in evaluate(llm, samples, missing, protocol, chosen, cold, max_tokens=max_tokens):
+                        log.add(keys[name], [dataclasses.astuple(row) for row in rows])
                 for name, key in keys.items():
                     all_results[protocol][name] += [Result(*row) for row in log.get(key)]
                 bar.update(len(chosen))
@@ -509,7 +543,7 @@ def run(
 
 
 def _identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
-    digest = hashlib.sha256(repr((llm.fingerprint, max_tokens)).encode())
+    digest = hashlib.sha256(repr((llm.fingerprint, str(llm._runner.dtype), max_tokens)).encode())
     for sample in samples:
         digest.update(repr(dataclasses.astuple(sample)).encode())
     return digest.hexdigest()[:16]
@@ -637,7 +671,6 @@ def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     axes[1, 0].set_ylabel("most likely token agrees, %")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -671,6 +704,8 @@ def measure(
     if settings is None:
         settings = [*SETTINGS, *(map(str, SCHEDULES) if model is None else ())]
     named = name_settings(settings)
+    check_writable("out", out)
+    check_writable("figure", figure, PICTURES)
     samples = load_samples(data, questions=questions)
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)

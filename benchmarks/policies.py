@@ -16,6 +16,8 @@ import numpy as np
 
 from vlcache_jax.benchmarks import accuracy
 from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.files import check_writable
+from vlcache_jax.policies import parse_policy
 from vlcache_jax.schedule import Schedule
 from vlcache_jax.selection import NAMED
 
@@ -155,13 +157,18 @@ def measure(
         for value in values:
             if not 0 < value < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    if split not in ("profile", "test"):
+        raise ValueError(f"split must be profile or test, got {split!r}")
+    check_writable("out", out)
+    named = accuracy.name_settings([f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")])
     samples = accuracy.load_samples(data, questions=questions, split=split)
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
+        for policy in named.values():
+            llm._check_policy(policy)
         image_tokens, num_layers = _sizes(llm, samples)
         groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
         names = dict.fromkeys(setting for group in groups for setting in group.settings)
-        files = [f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")]
-        settings = {name: name for name in names} | accuracy.name_settings(files)
+        settings = {name: named.get(name) or parse_policy(name) for name in names}
         results = accuracy.run(llm, samples, settings, protocols, max_tokens=max_tokens, work=work)
     details, _ = accuracy.summarize(samples, results)
     rows: list[dict[str, Any]] = []

@@ -11,6 +11,8 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
+from vlcache_jax.files import write_whole
+
 
 def environment(*packages: str) -> dict[str, Any]:
     """Date, processor and the versions of those packages that are installed, for the head of a result."""
@@ -51,8 +53,7 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 def write(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path) -> None:
     """Writes the rows, with their head, to a JSON file; the same checks as `show`."""
     _check(rows)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"title": title, **head, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+    write_whole(out, json.dumps({"title": title, **head, "rows": list(rows)}, indent=1) + "\n")
     print(f"written to {out}")
 
 

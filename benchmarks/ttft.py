@@ -8,6 +8,7 @@ whole. The configurations take turns; the table has medians.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 import multiprocessing
@@ -25,6 +26,7 @@ from PIL import Image
 from vlcache_jax.benchmarks import operations
 from vlcache_jax.benchmarks.prefill import ALLOCATOR, TEXT, VISION
 from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.files import check_writable
 from vlcache_jax.policies import spread_ranks
 
 STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
@@ -90,11 +92,8 @@ def drawn_weights() -> Iterator[None]:
 def run(model: str | None, **settings: Any) -> None:
     """Runs `measure` in a process of its own, whose allocator keeps its pages."""
     os.environ.update(ALLOCATOR)  # read when a process starts
-    process = multiprocessing.get_context("spawn").Process(target=measure, args=(model,), kwargs=settings)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(process.exitcode)
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(measure, model, **settings).result()
 
 
 def measure(
@@ -124,6 +123,7 @@ def measure(
     """
     from vlcache_jax import LLM, SamplingParams, Schedule
 
+    check_writable("out", out)
     weights = drawn_weights() if random_weights else contextlib.nullcontext()
     with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as directory, weights:
         if model is None:

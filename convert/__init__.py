@@ -9,7 +9,21 @@ opens both kinds of directory; a converted one needs no transposing at load, and
 This folder knows the models and nothing else of the library.
 """
 
-from vlcache_jax.convert.stream import Progress as Progress
-from vlcache_jax.convert.stream import Report as Report
-from vlcache_jax.convert.stream import convert as convert
-from vlcache_jax.convert.stream import verify_weights as verify_weights
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlcache_jax.convert.stream import Progress as Progress
+    from vlcache_jax.convert.stream import Report as Report
+    from vlcache_jax.convert.stream import convert as convert
+    from vlcache_jax.convert.stream import verify_weights as verify_weights
+
+__all__ = ["Progress", "Report", "convert", "verify_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use: a command's --help need not wait for JAX.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vlcache_jax.convert import stream
+
+    return getattr(stream, name)

@@ -7,11 +7,12 @@ import enum
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlcache_jax.convert.stream import Progress, convert
+if TYPE_CHECKING:
+    from vlcache_jax.convert.stream import Progress
 
 
 class Dtype(enum.StrEnum):
@@ -49,6 +50,8 @@ def convert_command(
 
     Then: vlcache ask photo.jpg "What is this?" --model ./qwen3-vl-2b
     """
+    from vlcache_jax.convert.stream import convert
+
     try:
         with _progress() as progress:
             report = convert(source, destination, dtype=dtype, verify=verify, revision=revision, progress=progress)

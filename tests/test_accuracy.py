@@ -17,6 +17,7 @@ from vlcache_jax import LLM
 from vlcache_jax.benchmarks import accuracy
 from vlcache_jax.benchmarks.accuracy import Protocol, Result, Sample, batches, paired, read_tsv, summarize, user_turn
 from vlcache_jax.cli import app
+from vlcache_jax.policies import parse_policy
 from vlcache_jax.schedule import Schedule
 
 
@@ -79,10 +80,11 @@ def test_options_and_hints(tmp_path):
 @pytest.mark.parametrize(
     ("header", "row", "message"),
     [
-        (["index", "question", "answer"], ["0", "Q", "A"], "lacks \\['image'\\]"),
+        (["index", "question", "answer"], ["0", "Q", "A"], "lacks image"),
         (["index", "question", "answer", "image"], ["0", "Q", "A", ""], "image in row 0 .* must not be empty"),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "???"], "image in row 0 .* must be base64"),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "[1, 2"], "image in row 0 .* must be base64"),
+        (["index", "question", "answer", "image"], ["0", "Q", "A", "aaaa"], "image in row 0 .* must be a picture"),
         (["index", "question", "answer", "image"], ["0", "Q", "", "aaaa"], "answer in row 0 .* must be a text"),
         (["index", "question", "A", "answer", "image"], ["0", "Q", "x", "B", "aaaa"], "must be an option, got 'B'"),
     ],
@@ -90,6 +92,13 @@ def test_options_and_hints(tmp_path):
 def test_bad_files_are_refused(tmp_path, header, row, message):
     with pytest.raises(ValueError, match=message):
         read_tsv(write_tsv(tmp_path / "bad.tsv", header, row))
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path):
+    (tmp_path / "latin.tsv").write_bytes("index\té".encode("latin-1"))
+    for path in (tmp_path / "latin.tsv", tmp_path / "none.tsv", tmp_path):
+        with pytest.raises(ValueError, match=f"data must be a readable TSV file in UTF-8, got {path}: "):
+            read_tsv(path)
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
@@ -191,10 +200,15 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
     files = [str(tmp_path / folder / "s.json") for folder in "ab"]
     named = accuracy.name_settings(["full", files[0]])
     assert list(named) == ["full", "s.json"]
-    assert named["s.json"].levels == (50,) * 3
+    assert named["s.json"].schedule.levels == (50,) * 3
     assert named != accuracy.name_settings(["full", files[1]])  # so a file of finished parts is not mistaken
-    with pytest.raises(ValueError, match=r"each setting once, got 's\.json' twice"):
+    with pytest.raises(ValueError, match=r"each setting once, got '.*s\.json' after 's\.json'"):
         accuracy.name_settings(files)
+    with pytest.raises(ValueError, match=r"each setting once, got '0\.10' after '0\.1'"):
+        accuracy.name_settings(["0.1", "0.10"])
+    for exact in ("off", "exact"):
+        with pytest.raises(ValueError, match=f"reuse must link images behind something else, .* got '{exact}'"):
+            accuracy.name_settings(["full", exact])
     moved = accuracy.name_settings(["shift-0.1", f"shift-{files[0]}", files[1]])
     assert list(moved) == ["shift-0.1", "shift-s.json", "s.json"]
     assert (moved["shift-s.json"].shift, moved["shift-s.json"].schedule.levels) == (True, (50,) * 3)
@@ -205,7 +219,7 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
 def test_a_run(llm, tsv, tmp_path, monkeypatch):
     samples = read_tsv(tsv)
     protocols = [Protocol(name) for name in accuracy.ARRANGEMENTS] + [Protocol("question_first", donors="apart")]
-    settings = {"full": "full", "all": 1}
+    settings = {"full": parse_policy("full"), "all": parse_policy(1)}
     work = tmp_path / "work.jsonl"
     results = accuracy.run(llm, samples, settings, protocols, max_tokens=6, batch=3, work=work)
     for protocol, found in results.items():
@@ -230,7 +244,7 @@ def test_a_run(llm, tsv, tmp_path, monkeypatch):
     run = []
     evaluate = accuracy.evaluate
     monkeypatch.setattr(accuracy, "evaluate", lambda *args, **named: run.append([*args[2]]) or evaluate(*args, **named))
-    more = {"half": 0.5, **settings}
+    more = {"half": parse_policy(0.5), **settings}
     wider = accuracy.run(llm, samples, more, protocols[1:2], max_tokens=6, batch=3, work=work)[protocols[1]]
     assert {name: wider[name] for name in ("off", "full", "all")} == results[protocols[1]]
     assert len(wider["half"]) == 6
@@ -238,6 +252,17 @@ def test_a_run(llm, tsv, tmp_path, monkeypatch):
     answered = llm.cache.stats()
     accuracy.run(llm, samples[:2], settings, protocols[:1], max_tokens=6, batch=3, work=work)
     assert llm.cache.stats() != answered
+    other = {"s": parse_policy(Schedule((9, 9, 9, 9), "qwen3_vl", llm.fingerprint))}
+    with pytest.raises(ValueError, match="layers"):
+        accuracy.run(llm, samples, other, protocols, max_tokens=6, batch=3)
+
+
+def test_finished_parts_of_another_dtype_are_others(checkpoints, tsv, tmp_path):
+    identities = set()
+    for dtype in ("float32", "bfloat16"):
+        with LLM(checkpoints("qwen3_vl-tied"), dtype=dtype, max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+            identities.add(accuracy._identity(engine, read_tsv(tsv), 4))
+    assert len(identities) == 2
 
 
 def test_cold_answers_are_computed_once_for_all_auxiliary_prompts(llm, tsv, monkeypatch):
@@ -246,7 +271,7 @@ def test_cold_answers_are_computed_once_for_all_auxiliary_prompts(llm, tsv, monk
     answer = accuracy.answer_cold
     monkeypatch.setattr(accuracy, "answer_cold", lambda *args, **named: cold.append(args[2:]) or answer(*args, **named))
     protocols = [Protocol("text_first", seed=seed) for seed in range(3)]
-    results = accuracy.run(llm, samples, {"full": "full"}, protocols, max_tokens=4, batch=6)
+    results = accuracy.run(llm, samples, {"full": parse_policy("full")}, protocols, max_tokens=4, batch=6)
     assert len(cold) == len(list(batches(samples, 6)))
     assert results[protocols[0]]["off"] == results[protocols[2]]["off"]
     assert results[protocols[0]]["full"] != results[protocols[2]]["full"]

@@ -22,6 +22,7 @@ from vlcache_jax.analysis import (
 from vlcache_jax.benchmarks.accuracy import user_turn
 from vlcache_jax.cli import app
 from vlcache_jax.probe import Probe
+from vlcache_jax.schedule import Schedule
 from vlcache_jax.search import Scores
 from vlcache_jax.sensitivity import Case, prepare, squared_error
 
@@ -140,6 +141,12 @@ def test_commands(checkpoints, questions_tsv, tmp_path, command):
         for curve in report["attention on the first tokens, by layer and share of the image"]["scaled"]:
             assert curve[0] == 0
             assert curve[-1] == pytest.approx(1)
+    kept = Schedule((5, 5, 5), "qwen3_vl", "f")
+    kept.save(out.with_name("kept.json"))
+    for name, message in (("a", "out must end in .png"), ("kept.png", "out must have another name")):
+        wrong = CliRunner().invoke(app, ["analyze", command, "--out", str(out.with_name(name)), *arguments[4:]])
+        assert wrong.stderr.startswith(f"error: {message}")
+    assert Schedule.load(out.with_name("kept.json")) == kept
     refused = CliRunner().invoke(app, [*arguments, "--arrangement", "image_first"])
     assert refused.exit_code == 1
     assert "arrangement must be text_first or question_first" in refused.stderr

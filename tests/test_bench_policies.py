@@ -89,6 +89,22 @@ def test_the_command(checkpoints, questions_tsv, tmp_path):
     assert float(rows["no rows", "full"]["logit MSE"]) > float(rows["r = 0.5", "asked-0.5"]["logit MSE"])
 
 
+def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
+    Schedule((9,) * 4, "qwen3_vl", "f").save(tmp_path / "four.json")
+    for arguments, message in (
+        (["--schedule", str(tmp_path / "four.json")], "layers"),
+        (["--split", "tset"], "split must be profile or test, got 'tset'"),
+        (["--arrangement", "image_first"], "arrangement must be text_first or question_first, got 'image_first'"),
+        (["--donors", "none"], "donors must be one of together, apart, got 'none'"),
+        (["--out", str(tmp_path)], "out must be a file that can be written"),
+    ):
+        command = ["bench", "policies", str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv), *arguments]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1, result.output
+        assert result.stderr.splitlines()[-1].startswith("error: ")
+        assert message in result.stderr
+
+
 @pytest.mark.parametrize("name", ["--ratio", "--share"])
 def test_ratios_out_of_range_are_refused(name):
     result = CliRunner().invoke(app, ["bench", "policies", "nowhere", name, "1.5"])

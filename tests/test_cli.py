@@ -21,6 +21,19 @@ def test_help_teaches(run, command):
     assert command == "demo" or "Example" in result.stdout
 
 
+def test_help_tells_what_holds_without_an_option(run):
+    told = " ".join(run("bench", "accuracy", "--help").stdout.replace("│", " ").split())
+    for default in ("the shipped model", "together", "full, 0.02, 0.05, 0.1, 0.3"):
+        assert f"[default: ({default}" in told
+
+
+def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
+    result = run("demo", "--report", tmp_path)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: report must be a file that can be written, got {tmp_path}: ")
+
+
 def test_demo(run, tmp_path):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
@@ -44,6 +57,7 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     half = len(twice.stdout) // 2
     assert twice.stdout[:half] == twice.stdout[half:]
     assert re.search(r"miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
+    assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
     assert run("ask", *arguments, "--reuse", "most", "What?").stderr.startswith("error: reuse must be")
     small = run("ask", *arguments, "--max-pixels", "8000", tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output

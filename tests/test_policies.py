@@ -197,6 +197,8 @@ def test_what_reuse_may_be(tmp_path, monkeypatch):
         assert parse_policy(reuse) == Scheduled(schedule)
     assert parse_policy(f"shift-{tmp_path / 's.json'}") == Spread(schedule=schedule, shift=True)
     assert parse_policy(f"spread-{tmp_path / 's.json'}") == Spread(schedule=schedule)
+    assert parse_policy(f"asked-{tmp_path / 's.json'}").schedule == schedule
+    assert parse_policy("ends-1e-05") == Ends(Fraction(1, 100_000))
     schedule.save(tmp_path / "shift-own.json")
     monkeypatch.chdir(tmp_path)
     assert parse_policy("shift-own.json") == Scheduled(schedule)
@@ -219,6 +221,9 @@ def test_what_reuse_may_be(tmp_path, monkeypatch):
         object(),
         str(tmp_path),
         "1e999",
+        "0_1",
+        "shift-0.1 ",
+        "asked-",
         "1e-999999999",
     ):
         with pytest.raises(ValueError, match="reuse must be"):

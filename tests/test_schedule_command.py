@@ -64,7 +64,13 @@ def test_within_measured_times(run, checkpoints, scores, tmp_path):
     assert Schedule.load(out).levels == (150, 150, 0, 0)
     short = run(*arguments, "--microseconds", 39)
     assert short.exit_code == 1
-    assert "smallest levels, which cost 40, got 39" in short.stderr
+    assert "microseconds must allow at least full reuse, which takes 40, got 39" in short.stderr
+    ignored = run(*arguments, "--microseconds", 80, "--method", "greedy")
+    assert ignored.stderr.startswith("error: method and free-first must be given with a mean")
+    for content in ("[1]", '{"rows": 5, "microseconds": [1]}', '{"rows": ["a", 1], "microseconds": [1, 2]}'):
+        times.write_text(content)
+        assert "must" in (stderr := run(*arguments, "--microseconds", 80).stderr)
+        assert stderr.startswith("error: times must be a file of `vlcache schedule times`")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,8 @@ def test_within_measured_times(run, checkpoints, scores, tmp_path):
         (("--microseconds", "5"), "microseconds and times must be given together"),
         (("--mean", "-0.1"), "mean must be from 0 to 0.3"),
         (("--mean", "0.31"), "mean must be from 0 to 0.3"),
+        (("--mean", "1e-9999999"), "mean must be a number of at most 30 digits, got 1e-9999999"),
+        (("--mean", "0.1", "--picture", "levels.xyz"), "picture must end in .png or .pdf or .svg, got levels.xyz"),
         (("--mean", "0.1", "--method", "luck"), "method must be 'dp' or 'greedy', got 'luck'"),
     ],
 )
@@ -83,6 +91,21 @@ def test_what_solve_refuses(run, scores, tmp_path, arguments, message):
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {message}")
     assert not (tmp_path / "schedule.json").exists()
+
+
+def test_files_that_are_no_scores_are_refused(run, scores, tmp_path):
+    content = bytearray(scores.read_bytes())
+    content[len(content) // 2] ^= 255
+    (tmp_path / "flipped.npz").write_bytes(content)
+    np.save(tmp_path / "plain.npy", np.zeros(3))
+    with np.load(scores) as file:
+        fields = dict(file)
+    for name, changed in (("samples", np.array([1, 2])), ("values", np.array([["a"]]))):
+        np.savez(tmp_path / f"{name}.npz", **{**fields, name: changed})
+    for name in ("flipped.npz", "plain.npy", "samples.npz", "values.npz"):
+        result = run("solve", tmp_path / name, "--mean", "0.1", "--out", tmp_path / "schedule.json")
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: scores must be a file of `vlcache schedule profile`"), name
 
 
 def test_what_profile_refuses(run, checkpoints, questions_tsv, tmp_path):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlcache_jax.files import PICTURES, check_writable, write_whole
 from vlcache_jax.schedule_command import MODEL, open_model, say_errors
 
 if TYPE_CHECKING:
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from vlcache_jax.sensitivity import Case
 
 app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
-_DATA = typer.Option(
-    help="TSV file of VLMEvalKit; may be repeated. [default: drawn for the shipped model]", show_default=False
-)
+_DATA = typer.Option(help="TSV file of VLMEvalKit; may be repeated.", show_default="drawn for the shipped model")
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
 _ARRANGEMENT = typer.Option(help="text_first or question_first.")
 _DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
@@ -55,7 +54,7 @@ def errors_command(
     from vlcache_jax.probe import Probe
     from vlcache_jax.sensitivity import prepare
 
-    with say_errors(), open_model(model, dtype) as llm:
+    with say_errors(), _open(model, dtype, out) as llm:
         probe = Probe(llm)
         curves: dict[str, list[np.ndarray]] = {}
         parts = []
@@ -131,6 +130,7 @@ def sensitivity_command(
     from vlcache_jax.search import Scores
 
     with say_errors():
+        _check(out)
         loaded = Scores.load(scores)
         levels = [level for level in (50, 100, 150) if level <= loaded.max_level]
         report = {
@@ -163,7 +163,7 @@ def attention_command(
     from vlcache_jax.probe import Probe
     from vlcache_jax.sensitivity import prepare
 
-    with say_errors(), open_model(model, dtype) as llm:
+    with say_errors(), _open(model, dtype, out) as llm:
         probe = Probe(llm)
         kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
         ranks, distances = [], []
@@ -212,14 +212,27 @@ def attention_command(
         _save(figure, report, out)
 
 
+def _open(model: str | None, dtype: str, out: pathlib.Path) -> LLM:
+    _check(out)
+    return open_model(model, dtype)
+
+
+def _check(out: pathlib.Path) -> None:
+    """Raises a ValueError if the picture and its data cannot be written, or other data would be written over."""
+    check_writable("out", out, PICTURES)
+    data = out.with_suffix(".json")
+    check_writable("out", data)
+    if data.exists() and '"vlcache-schedule/' in data.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(f"out must have another name, as its data would replace the schedule {data}, got {out}")
+
+
 def _cases(llm: LLM, data: list[pathlib.Path] | None, samples: int, arrangement: str, donors: str) -> Sequence[Case]:
-    from vlcache_jax.benchmarks.accuracy import Protocol, load_samples, spread
+    from vlcache_jax.benchmarks.accuracy import Protocol, behind, load_samples, spread
     from vlcache_jax.sensitivity import cases_of
 
-    if arrangement == "image_first":
-        raise ValueError("arrangement must be text_first or question_first: behind equal text reuse has no error")
+    protocol = Protocol(behind(arrangement), "neutral", donors)
     chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
-    return cases_of(llm, chosen, Protocol(arrangement, "neutral", donors), max_tokens=32)
+    return cases_of(llm, chosen, protocol, max_tokens=32)
 
 
 def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:
@@ -249,9 +262,8 @@ def _figure(panels: int) -> Any:
 
 
 def _save(figure: Any, report: dict[str, Any], out: pathlib.Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(out, dpi=110)
     data = out.with_suffix(".json")
-    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_whole(data, json.dumps(report, indent=1) + "\n")
     typer.echo(f"written to {out} and {data}")

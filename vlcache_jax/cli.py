@@ -11,6 +11,7 @@ import typer
 from vlcache_jax.analyze_command import app as analyze_app
 from vlcache_jax.convert.command import convert_command
 from vlcache_jax.schedule_command import app as schedule_app
+from vlcache_jax.schedule_command import say_errors
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestOutput
@@ -42,7 +43,8 @@ def demo_command(
     """
     from vlcache_jax.demo import run_demo
 
-    run_demo(report)
+    with say_errors():
+        run_demo(report)
 
 
 @app.command("ask")
@@ -55,13 +57,13 @@ def ask_command(
     ],
     max_tokens: Annotated[int, typer.Option(help="Tokens to answer with at most.")] = 256,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy. [default: the checkpoint's own]", show_default=False)
+        float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
     max_pixels: Annotated[
         int | None,
-        typer.Option(help="Pixels of an image at most; larger ones are scaled down. [default: the checkpoint's own]",
-                     show_default=False),
+        typer.Option(help="Pixels of an image at most; larger ones are scaled down.",
+                     show_default="the checkpoint's own"),
     ] = None,
     reuse: Annotated[
         str, typer.Option(help='"exact", "full", "off", a ratio such as 0.1, "shift-0.02", "mpic-K" or a schedule.')
@@ -76,7 +78,9 @@ def ask_command(
     from vlcache_jax.images import read_image
 
     *images, question = words
-    try:
+    with say_errors():
+        if not images and pathlib.Path(question).is_file():
+            raise ValueError(f"the question must stand behind the images, got {question!r} alone, which is a file")
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         for image in images:  # what is wrong with an image is known before the model is loaded
             read_image(image, name=image).decode()
@@ -87,9 +91,6 @@ def ask_command(
                 [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
                 typer.echo(output.outputs[0].text)
                 typer.echo(_summary(output), err=True)
-    except (ValueError, OSError, MemoryError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _summary(output: RequestOutput) -> str:
@@ -107,7 +108,7 @@ def _summary(output: RequestOutput) -> str:
 def ttft_command(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint or hub id. [default: random weights, 12 layers x 768]", show_default=False),
+        typer.Argument(help="Checkpoint or hub id.", show_default="random weights, 12 layers x 768"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
     images: Annotated[int, typer.Option(min=1, help="Images in the prompt.")] = 4,
@@ -115,7 +116,7 @@ def ttft_command(
     text_before: Annotated[int, typer.Option(min=1, help="Text tokens before the images, new in each prompt.")] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration, taking turns.")] = 5,
     schedule: Annotated[
-        pathlib.Path | None, typer.Option(help="Schedule file. [default: falling levels]", show_default=False)
+        pathlib.Path | None, typer.Option(help="Schedule file.", show_default="falling levels")
     ] = None,
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
 ) -> None:  # fmt: skip
@@ -128,32 +129,29 @@ def ttft_command(
     """
     from vlcache_jax.benchmarks import ttft
 
-    ttft.run(
-        model,
-        dtype=dtype,
-        num_images=images,
-        tokens=tokens,
-        text_before=text_before,
-        repeats=repeats,
-        schedule=None if schedule is None else str(schedule),
-        out=out,
-    )
+    with say_errors():
+        ttft.run(
+            model,
+            dtype=dtype,
+            num_images=images,
+            tokens=tokens,
+            text_before=text_before,
+            repeats=repeats,
+            schedule=None if schedule is None else str(schedule),
+            out=out,
+        )
 
 
 # What `bench accuracy` and `bench policies` share.
-_Model = Annotated[
-    str | None, typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
-]
+_Model = Annotated[str | None, typer.Argument(help="Checkpoint or hub id.", show_default="the shipped model")]
 _Data = Annotated[
     list[pathlib.Path] | None,
     typer.Option(
-        help="TSV file of VLMEvalKit; may be repeated. [default: splits drawn for the shipped model]",
-        show_default=False,
+        help="TSV file of VLMEvalKit; may be repeated.",
+        show_default="splits drawn for the shipped model",
     ),
 ]
-_Questions = Annotated[
-    int | None, typer.Option(min=1, help="Questions of each file at most. [default: all]", show_default=False)
-]
+_Questions = Annotated[int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all")]
 _Work = Annotated[
     pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
 ]
@@ -170,18 +168,17 @@ def accuracy_command(
     data: _Data = None,
     reuse: Annotated[
         list[str] | None,
-        typer.Option(help='Setting to compare with cold; may be repeated. [default: full, 0.02, 0.05, 0.1, 0.3 and '
-                          'the schedules of the shipped model]',
-                     show_default=False),
+        typer.Option(help='Setting to compare with cold; may be repeated.',
+                     show_default="full, 0.02, 0.05, 0.1, 0.3 and the schedules of the shipped model"),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
-        typer.Option(help="image_first, text_first, question_first; may be repeated. [default: all]",
-                     show_default=False),
+        typer.Option(help="image_first, text_first, question_first; may be repeated.",
+                     show_default="all"),
     ] = None,
     auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
     donors: Annotated[
-        list[str] | None, typer.Option(help=f"{_DONORS} [default: together]", show_default=False)
+        list[str] | None, typer.Option(help=_DONORS, show_default="together")
     ] = None,
     questions: _Questions = None,
     seeds: _Seeds = 1,
@@ -201,15 +198,15 @@ def accuracy_command(
     """
     from vlcache_jax.benchmarks import accuracy
 
-    try:
+    with say_errors():
         accuracy.measure(
             model,
             data or [],
             settings=reuse,
             protocols=[
                 accuracy.Protocol(order, auxiliary, filled, seed)
-                for order in arrangement or accuracy.ARRANGEMENTS
-                for filled in donors or ["together"]
+                for order in dict.fromkeys(arrangement or accuracy.ARRANGEMENTS)
+                for filled in dict.fromkeys(donors or ["together"])
                 for seed in range(seeds)
             ],
             questions=questions,
@@ -219,9 +216,6 @@ def accuracy_command(
             out=out,
             figure=figure,
         )
-    except (ValueError, OSError, MemoryError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 @bench.command("policies")
@@ -230,24 +224,24 @@ def policies_command(
     data: _Data = None,
     ratio: Annotated[
         list[float] | None,
-        typer.Option(help="Every policy runs at it; may be repeated. [default: 0.02, 0.05, 0.1, 0.3]",
-                     show_default=False),
+        typer.Option(help="Every policy runs at it; may be repeated.",
+                     show_default="0.02, 0.05, 0.1, 0.3"),
     ] = None,
     share: Annotated[
         list[float] | None,
-        typer.Option(help="Share of image rows that every policy computes, over all layers; may be repeated. "
-                          "[default: 0.02, 0.05, 0.1, 0.4]", show_default=False),
+        typer.Option(help="Share of image rows that every policy computes, over all layers; may be repeated.",
+                     show_default="0.02, 0.05, 0.1, 0.4"),
     ] = None,
     schedule: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(help="Schedule file, compared with the others at its rows; may be repeated. "
-                          "[default: those of the shipped model]", show_default=False),
+        typer.Option(help="Schedule file, compared with the others at its rows; may be repeated.",
+                     show_default="those of the shipped model"),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
-        typer.Option(help="text_first, question_first; may be repeated. [default: both]", show_default=False),
+        typer.Option(help="text_first, question_first; may be repeated.", show_default="both"),
     ] = None,
-    donors: Annotated[list[str] | None, typer.Option(help=f"{_DONORS} [default: both]", show_default=False)] = None,
+    donors: Annotated[list[str] | None, typer.Option(help=_DONORS, show_default="both")] = None,
     seeds: _Seeds = 1,
     questions: _Questions = None,
     split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
@@ -266,7 +260,7 @@ def policies_command(
     """
     from vlcache_jax.benchmarks import accuracy, policies
 
-    try:
+    with say_errors():
         policies.measure(
             model,
             data or [],
@@ -274,9 +268,9 @@ def policies_command(
             shares=share or policies.SHARES,
             schedules=schedule,
             protocols=[
-                accuracy.Protocol(order, donors=filled, seed=seed)
-                for order in arrangement or ("text_first", "question_first")
-                for filled in donors or ("together", "apart")
+                accuracy.Protocol(accuracy.behind(order), donors=filled, seed=seed)
+                for order in dict.fromkeys(arrangement or accuracy.ARRANGEMENTS[1:])
+                for filled in dict.fromkeys(donors or ("together", "apart"))
                 for seed in range(seeds)
             ],
             questions=questions,
@@ -286,9 +280,6 @@ def policies_command(
             work=work,
             out=out,
         )
-    except (ValueError, OSError, MemoryError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 from vlcache_jax.assets import PICTURES, TINY_VQA
 from vlcache_jax.benchmarks.accuracy import user_turn
 from vlcache_jax.buckets import Ladder
+from vlcache_jax.files import check_writable, write_whole
 from vlcache_jax.llm import LLM
 from vlcache_jax.outputs import Metrics, RequestOutput
 from vlcache_jax.sampling import SamplingParams
@@ -70,7 +71,11 @@ def run_demo(report: pathlib.Path) -> None:
 
     Args:
       report: HTML file to write.
+
+    Raises:
+      ValueError: the file cannot be written.
     """
+    check_writable("report", report)
     console = Console()
     params = SamplingParams(max_tokens=32, temperature=0)
     start = time.perf_counter()
@@ -95,7 +100,7 @@ def run_demo(report: pathlib.Path) -> None:
         f"once, alone. Behind the same text it is reused exactly. {_WAYS} How often that keeps answers right is "
         "measured by `vlcache bench policies`."
     )
-    report.write_text(_page(runs), encoding="utf-8")
+    write_whole(report, _page(runs))
     console.print(f"Pictures, answers and times: {report.resolve()}", soft_wrap=True)
 
 

@@ -7,13 +7,13 @@ computed, exact images never, whatever the policy; it rules over approximate one
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
@@ -305,9 +305,8 @@ def first_tokens(
         if span.state == "exact":
             depth[span.tokens] = 0
         elif span.state == "approximate":
-            if ranks is None:
-                rank = np.arange(span.length)
-            else:
+            rank: npt.NDArray[np.integer] = np.arange(span.length)
+            if ranks is not None:
                 columns = int(np.ptp(layout.positions[2, span.tokens])) + 1
                 rank = ranks(span.length // columns, columns)
             depth[span.tokens] = (rank[:, None] < np.asarray(counts(span.length))).sum(1)
@@ -356,7 +355,7 @@ def parse_policy(reuse: Any) -> Policy:
     Args:
       reuse: "off", "exact", "full" (ratio 0), "full-two-pass", a ratio from 0 to 1 as a number or a decimal string,
         "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and others of `selection.NAMED`, the path
-        of a schedule file, by itself or behind "spread-" or "shift-", a `Schedule` or a `Policy`.
+        of a schedule file, by itself or behind "spread-", "shift-" or "asked-", a `Schedule` or a `Policy`.
 
     Raises:
       ValueError: something else.
@@ -376,24 +375,22 @@ def parse_policy(reuse: Any) -> Policy:
             return EPIC(int(reuse[5:]))
         from vlcache_jax import selection  # knows this module
 
-        named: dict[str, Callable[[Fraction], Policy]] = {**_WITH_RATIO, **selection.NAMED}
+        scheduled = {**_WITH_SCHEDULE, "asked": selection.Asked}
         name, _, path = reuse.partition("-")
-        if name in _WITH_SCHEDULE and path.endswith(".json") and not Path(reuse).is_file():
-            return _WITH_SCHEDULE[name](schedule=Schedule.load(path))
-        name, _, ratio = reuse.rpartition("-")
-        if name in named:
-            with contextlib.suppress(InvalidOperation):
-                return named[name](_fraction(ratio))
-        try:
-            return StaticRatio(_fraction(reuse))
-        except InvalidOperation:
-            pass
+        if name in scheduled and path.endswith(".json") and not Path(reuse).is_file():
+            return scheduled[name](schedule=Schedule.load(path))
+        named: dict[str, Callable[[Fraction], Policy]] = {"": StaticRatio, **_WITH_RATIO, **selection.NAMED}
+        for name, policy in named.items():
+            ratio = reuse.removeprefix(f"{name}-") if name else reuse
+            if (ratio != reuse or not name) and _DECIMAL.fullmatch(ratio):
+                return policy(_fraction(ratio))
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or Path(reuse).is_file())):
         return Scheduled(Schedule.load(reuse))
     raise ValueError(
         'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
-        '"ends-R", "spread-R", "shift-R", "cacheblend-R", "kvshare-R", "asked-R", '
-        'the path of a schedule file, also behind "spread-" or "shift-", a Schedule or a Policy, '
+        '"ends-R", "spread-R", "shift-R", "cacheblend-R", "cacheblend-lmcache-R", "cacheblend-proto-R", "kvshare-R", '
+        '"kvshare-attn-R", "asked-R", the path of a schedule file, also behind "spread-", "shift-" or "asked-", '
+        "a Schedule or a Policy, "
         f"got {reuse!r}"
     )
 
@@ -405,6 +402,7 @@ def check_ratio(ratio: Fraction) -> None:
 
 
 _DIGITS = 30
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
 _PLASTIC = 1.324717957244746  # the root of x^3 = x + 1
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}

@@ -11,6 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from vlcache_jax.files import write_whole
+
 FORMAT = "vlcache-schedule/1"
 UNIT = "1/500"
 UNITS = 500  # levels count in steps of 0.002 (VLCache eq. 9)
@@ -110,7 +112,7 @@ class Schedule:
         return schedule
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes a schedule file."""
+        """Writes a schedule file; it appears only when it is complete."""
         model = {"model_type": self.model_type, "num_layers": len(self.levels), "fingerprint": self.fingerprint}
         content = {
             "format": FORMAT,
@@ -121,7 +123,7 @@ class Schedule:
             "mean": self.mean_text,
             "made_by": dict(self.made_by),
         }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
     @property
     def mean_text(self) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vlcache_jax.search import Scores
 
 app = typer.Typer(name="schedule", no_args_is_help=True, help="Finds how much of a reused image each layer recomputes.")
-MODEL = typer.Argument(help="Checkpoint or hub id. [default: the shipped model]", show_default=False)
+MODEL = typer.Argument(help="Checkpoint or hub id.", show_default="the shipped model")
 
 
 @app.command("profile")
@@ -27,8 +27,8 @@ def profile_command(
     model: Annotated[str | None, MODEL] = None,
     data: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(help="TSV file of VLMEvalKit; may be repeated. [default: drawn for the shipped model]",
-                     show_default=False),
+        typer.Option(help="TSV file of VLMEvalKit; may be repeated.",
+                     show_default="drawn for the shipped model"),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Questions to measure on, spread over the files.")] = 40,
     arrangement: Annotated[str, typer.Option(help="text_first or question_first.")] = "text_first",
@@ -45,13 +45,13 @@ def profile_command(
     from tqdm import tqdm
 
     from vlcache_jax.assets import TINY_VQA
-    from vlcache_jax.benchmarks.accuracy import Protocol, load_samples, spread
+    from vlcache_jax.benchmarks.accuracy import Protocol, behind, load_samples, spread
+    from vlcache_jax.files import check_writable
     from vlcache_jax.sensitivity import cases_of, profile
 
     with say_errors():
-        if arrangement == "image_first":
-            raise ValueError("arrangement must be text_first or question_first: behind equal text reuse has no error")
-        protocol = Protocol(arrangement, auxiliary="neutral")
+        protocol = Protocol(behind(arrangement), auxiliary="neutral")
+        check_writable("out", out)
         source = model or TINY_VQA
         chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
         with open_model(source, dtype) as llm:
@@ -82,12 +82,15 @@ def solve_command(
     ] = None,
     image_tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that --times is used for.")] = 1024,
     text_rows: Annotated[int, typer.Option(min=1, help="Text tokens of that prompt.")] = 64,
-    method: Annotated[str, typer.Option(help="dp, exact, or greedy, the paper's.")] = "dp",
+    method: Annotated[str, typer.Option(help="dp (exact) or greedy (the paper's); with a mean.")] = "dp",
     distinct: Annotated[
         int, typer.Option(min=1, help="Different ratios at most; each is a shape to compile (dp).")
     ] = 6,
     free_first: Annotated[
-        bool, typer.Option("--free-first", help="The first layer costs nothing: it computes what the second needs.")
+        bool,
+        typer.Option(
+            "--free-first", help="The first layer costs nothing: it computes what the second needs; with a mean."
+        ),
     ] = False,
     noisy: Annotated[bool, typer.Option("--noisy", help="Take scores as measured, do not smooth them.")] = False,
     picture: Annotated[
@@ -98,6 +101,7 @@ def solve_command(
 
     Example: vlcache schedule solve scores.npz --mean 0.025 --out schedule.json --picture schedule.png
     """
+    from vlcache_jax.files import PICTURES, check_writable
     from vlcache_jax.search import LayerTimes, Scores, find_schedule, find_schedule_within
 
     with say_errors():
@@ -105,6 +109,10 @@ def solve_command(
             raise ValueError("mean or microseconds must be given, and not both")
         if (microseconds is None) != (times is None):
             raise ValueError("microseconds and times must be given together")
+        if microseconds is not None and (method != "dp" or free_first):
+            raise ValueError("method and free-first must be given with a mean, got microseconds")
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
         loaded = Scores.load(scores)
         if mean is not None:
             found = find_schedule(
@@ -144,12 +152,16 @@ def times_command(
 
     Example: vlcache schedule times Qwen/Qwen3-VL-8B-Instruct --out times.json
     """
-    with say_errors(), open_model(model, dtype) as llm:
-        measured = _layer_times(llm, repeats)
+    from vlcache_jax.files import check_writable, write_whole
+
+    with say_errors():
+        check_writable("out", out)
+        with open_model(model, dtype) as llm:
+            measured = _layer_times(llm, repeats)
         # Noise must not make more rows cheaper.
         rows = sorted(measured)
         microseconds = [max(measured[smaller] for smaller in rows if smaller <= size) for size in rows]
-        out.write_text(json.dumps({"rows": rows, "microseconds": microseconds}, indent=1) + "\n", encoding="utf-8")
+        write_whole(out, json.dumps({"rows": rows, "microseconds": microseconds}, indent=1) + "\n")
         for size, took in zip(rows, microseconds, strict=True):
             typer.echo(f"{size} rows: {took} us")
         typer.echo(f"written to {out}")
@@ -198,7 +210,6 @@ def _draw(scores: Scores, schedule: Schedule, path: pathlib.Path) -> None:
     right.bar(np.arange(scores.num_layers), [level / 500 for level in schedule.levels], color="tab:green")
     right.set(xlabel="layer", ylabel="ratio recomputed", title=f"Schedule, mean {schedule.mean_text}")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import zipfile
+import zlib
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -21,11 +22,14 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.files import write_whole
 from vlcache_jax.schedule import UNITS, Schedule
 
 MAX_LEVEL = 150  # 0.3, the largest ratio of the paper's grid
 _FORMAT = "vlcache-scores/1"
 _LATENCY_STEPS = 2000
+_DIGITS = 30
+_TIMES = ("rows", "microseconds")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +89,7 @@ class Scores:
             fingerprint=np.array(self.fingerprint),
             samples=np.array(self.samples),
         )
-        path = pathlib.Path(path)
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(buffer.getvalue())
-        part.replace(path)
+        write_whole(path, buffer.getvalue())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scores:
@@ -100,7 +101,7 @@ class Scores:
         try:
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
                 content = {name: file[name] for name in file.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"scores must be a file of `vlcache schedule profile`, got {path}: {error}") from error
         wanted = {"format", "values", "model_type", "fingerprint", "samples"}
         if set(content) != wanted or str(content["format"]) != _FORMAT:
@@ -112,8 +113,8 @@ class Scores:
                 str(content["fingerprint"]),
                 int(content["samples"]),
             )
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"scores must be a file of `vlcache schedule profile`, got {path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -282,8 +283,11 @@ def find_schedule(
       ValueError: a mean that is negative or beyond the grid.
     """
     try:
-        ratio = mean if isinstance(mean, Fraction) else Fraction(Decimal(str(mean)))
-    except (InvalidOperation, ValueError, OverflowError) as error:
+        number = mean if isinstance(mean, Fraction) else Decimal(str(mean))
+        if isinstance(number, Decimal) and number and not -_DIGITS <= number.adjusted() <= _DIGITS:
+            raise ValueError(f"mean must be a number of at most {_DIGITS} digits, got {mean}")
+        ratio = Fraction(number)
+    except (InvalidOperation, OverflowError) as error:
         raise ValueError(f"mean must be a number, got {mean!r}") from error
     most = Fraction(scores.max_level, UNITS)
     if not 0 <= ratio <= most:
@@ -326,8 +330,8 @@ class LayerTimes:
                 f"rows and microseconds must be lists of one length, got {self.rows} and {self.microseconds}"
             )
         for name, values, least in (("rows", self.rows, 1), ("microseconds", self.microseconds, 0)):
-            ordered = all(a <= b for a, b in itertools.pairwise(values))
-            if not ordered or not all(type(value) is int and value >= least for value in values):
+            numbers = all(type(value) is int and value >= least for value in values)
+            if not numbers or not all(a <= b for a, b in itertools.pairwise(values)):
                 raise ValueError(f"{name} must be ascending integers of at least {least}, got {values}")
 
     @classmethod
@@ -335,8 +339,10 @@ class LayerTimes:
         """Reads what `vlcache schedule times` wrote."""
         try:
             content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+            if not isinstance(content, dict) or not all(isinstance(content.get(name), list) for name in _TIMES):
+                raise ValueError(f"it must hold the lists {' and '.join(_TIMES)}")
             return cls(tuple(content["rows"]), tuple(content["microseconds"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"times must be a file of `vlcache schedule times`, got {path}: {error}") from error
 
     def costs(self, num_layers: int, max_level: int, *, image_tokens: int, text_rows: int) -> npt.NDArray[np.int64]:
@@ -373,6 +379,8 @@ def find_schedule_within(
       max_distinct, isotonic: see `find_schedule`.
     """
     costs = times.costs(scores.num_layers, scores.max_level, image_tokens=image_tokens, text_rows=text_rows)
+    if microseconds < (least := int(costs[:, 0].sum())):
+        raise ValueError(f"microseconds must allow at least full reuse, which takes {least}, got {microseconds}")
     unit = max(1, microseconds // _LATENCY_STEPS)
     values = (scores.isotonic() if isotonic else scores).values
     # The first layer computes what the second one needs: its rows come with the second one's level.

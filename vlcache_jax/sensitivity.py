@@ -10,6 +10,7 @@ K, V of image rows, layer by layer; then S_i(r) needs only the text rows of laye
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -260,10 +261,10 @@ def profile(
         raise ValueError("cases must not be empty")
     profiler = Profiler(llm, max_level)
     fingerprint = llm._checkpoint.source_digest
-    log = WorkLog(work, f"profile {fingerprint} {max_level}")
+    log = WorkLog(work, f"profile {fingerprint} {llm._runner.dtype} {max_level}")
     total = np.zeros((profiler.probe.num_layers, max_level + 1))
     for number, case in enumerate(cases):
-        key = repr((number, case.answer))
+        key = hashlib.sha256(repr((case.formal, case.donors, case.answer)).encode()).hexdigest()
         if (values := log.get(key)) is None:
             values = profiler.measure(case).tolist()
             log.add(key, values)

@@ -7,6 +7,8 @@ import os
 import pathlib
 from typing import Any
 
+from vlcache_jax.files import check_writable
+
 
 class WorkLog:
     """One JSON line for each finished part. A line that was cut off, or belongs to other work, counts for nothing.
@@ -14,20 +16,24 @@ class WorkLog:
     Args:
       path: of the file; None keeps parts in memory only.
       identity: of the work: the same parts of other work have another one.
+
+    Raises:
+      ValueError: the file cannot be written, or is another kind of file.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: str):
         self._path = None if path is None else pathlib.Path(path)
         self._identity = identity
         self._parts: dict[str, Any] = {}
-        if self._path is not None and self._path.exists():
-            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    found, key, value = json.loads(line)
-                except ValueError:
-                    continue
-                if found == identity:
-                    self._parts[key] = value
+        check_writable("work", path)
+        if self._path is not None and self._path.is_file():
+            lines = [line for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines() if line]
+            if lines and not lines[0].startswith('["'):
+                raise ValueError(f"work must be a file of finished parts, or a new one, got {path}")
+            for line in lines:
+                match _parse(line):
+                    case [str(found), str(key), value] if found == identity:
+                        self._parts[key] = value
 
     def get(self, key: str) -> Any:
         """A finished part, or None."""
@@ -40,3 +46,11 @@ class WorkLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(f"\n{json.dumps([self._identity, key, value])}\n")  # also after a line that was cut off
+
+
+def _parse(line: str) -> Any:
+    """What a line holds; None if it was cut off."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

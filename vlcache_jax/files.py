@@ -1,0 +1,53 @@
+"""Files that commands write: whether they can be is known before the work, and they appear whole."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def check_writable(name: str, path: str | os.PathLike[str] | None, suffixes: tuple[str, ...] = ()) -> None:
+    """Makes the folder of a file that will be written, and sees that it can be.
+
+    Args:
+      name: of the argument, for the error.
+      path: of the file; None is none.
+      suffixes: of which it must have one.
+
+    Raises:
+      ValueError: it cannot be written, or is called otherwise.
+    """
+    if path is None:
+        return
+    path = pathlib.Path(path)
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{name} must end in {' or '.join(suffixes)}, got {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() or path.is_dir():
+            path.open("ab").close()
+        elif not path.exists():  # a pipe would wait for its reader
+            part = _part(path)
+            part.touch()
+            part.unlink()
+    except OSError as error:
+        raise ValueError(f"{name} must be a file that can be written, got {path}: {error.strerror}") from error
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file that appears only when it is complete; makes its folder."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # a device or a pipe
+        path.write_bytes(data)
+        return
+    part = _part(path)
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _part(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(path.name + ".part")
