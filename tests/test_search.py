@@ -186,7 +186,7 @@ def test_a_schedule_within_a_time(microseconds):
 
 
 def test_a_time_too_short():
-    with pytest.raises(ValueError, match="smallest levels, which cost 180, got 179"):
+    with pytest.raises(ValueError, match="microseconds must allow at least full reuse, which takes 180, got 179"):
         find_schedule_within(falling(6), 179, TIMES, image_tokens=1000, text_rows=64)
 
 

@@ -284,11 +284,11 @@ def find_schedule(
     """
     try:
         number = mean if isinstance(mean, Fraction) else Decimal(str(mean))
-        if isinstance(number, Decimal) and number and not -_DIGITS <= number.adjusted() <= _DIGITS:
-            raise ValueError(f"mean must be a number of at most {_DIGITS} digits, got {mean}")
-        ratio = Fraction(number)
-    except (InvalidOperation, OverflowError) as error:
+    except InvalidOperation as error:
         raise ValueError(f"mean must be a number, got {mean!r}") from error
+    if isinstance(number, Decimal) and not (number.is_finite() and -_DIGITS <= number.adjusted() <= _DIGITS):
+        raise ValueError(f"mean must be a number of at most {_DIGITS} digits, got {mean}")
+    ratio = Fraction(number)
     most = Fraction(scores.max_level, UNITS)
     if not 0 <= ratio <= most:
         raise ValueError(f"mean must be from 0 to {float(most):g}, the largest ratio of the scores, got {mean}")
