@@ -189,7 +189,7 @@ def _images(cell: str, where: str) -> Iterator[bytes]:
     for content in files:
         try:
             Image.open(io.BytesIO(content)).close()  # reads the head alone
-        except OSError as error:
+        except (OSError, Image.DecompressionBombError) as error:
             raise ValueError(f"image in {where} must be a picture in base64: {error}") from error
         yield content
 
