@@ -478,10 +478,8 @@ def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
         if not policy.approximates:
             raise ValueError(f"reuse must link images behind something else, to be compared with cold, got {setting!r}")
         if getattr(policy, "schedule", None) is not None:
-            prefix, _, path = "", "", setting
-            if not isinstance(policy, Scheduled):
-                prefix, _, path = setting.partition("-")
-            name = f"{prefix}-{pathlib.Path(path).name}".removeprefix("-")
+            prefix = "" if isinstance(policy, Scheduled) else setting.partition("-")[0] + "-"
+            name = prefix + pathlib.Path(setting.removeprefix(prefix)).name
         if name in named or policy in policies:
             raise ValueError(f"reuse must name each setting once, got {setting!r} after {policies.get(policy, name)!r}")
         named[name] = policy

@@ -84,19 +84,20 @@ def test_both_ends():
 
 def test_tokens_all_over_an_image():
     assert np.argsort(spread_ranks(2, 5)).tolist() == [7, 0, 3, 6, 8, 1, 4, 5, 2, 9]
-    for rows, columns in ((1, 1), (1, 97), (97, 1), (5, 7), (16, 16), (20, 30), (32, 32)):
+    for shape in ((1, 1), (1, 2), (5, 1), (1, 97), (1000, 1)):
+        tokens = max(shape)
+        order = np.argsort(spread_ranks(*shape))
+        assert sorted(order.tolist()) == list(range(tokens))
+        for count in range(1, tokens + 1):  # no gap between chosen tokens is four times what it could be
+            gaps = np.diff([-1, *np.sort(order[:count]), tokens])
+            assert gaps.max() < 4 * max(1, tokens / count)
+    for rows, columns in ((5, 7), (16, 16), (20, 30), (32, 32)):
         order = np.argsort(spread_ranks(rows, columns))
         assert sorted(order.tolist()) == list(range(rows * columns))
         cells = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
         for count in (1, 2, 5, 20, rows * columns // 10, rows * columns // 2):
-            chosen = cells[order[:count]]
-            if not len(chosen):
-                continue
-            nearest = np.square(cells[:, None] - chosen).sum(-1).min(1) ** 0.5
-            # no hole is much wider than a square lattice, or in a line even steps, would leave
-            line = min(rows, columns) == 1
-            step = rows * columns / len(chosen) if line else (rows * columns / len(chosen)) ** 0.5
-            assert nearest.max() < (4 if line else 2) * max(1, step), (rows, columns, count)
+            nearest = np.square(cells[:, None] - cells[order[:count]]).sum(-1).min(1) ** 0.5
+            assert nearest.max() < 2 * max(1, (rows * columns / count) ** 0.5)  # no hole is two lattice steps wide
     plan = Spread(Fraction("0.3")).plan(layout("approximate", "approximate"), 2)
     assert fresh(plan, 0) == fresh(plan, 1) == TEXT | {9, 2, 5, 15}  # 7, 0, 3 of 2 x 5; 2 of 1 x 5
     schedule = Schedule((500, 400, 250, 0), "m", "f")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlcache_jax.files import PICTURES, check_writable, write_whole
+from vlcache_jax.schedule import FORMAT
 from vlcache_jax.schedule_command import MODEL, open_model, say_errors
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _check(out: pathlib.Path) -> None:
     check_writable("out", out, PICTURES)
     data = out.with_suffix(".json")
     check_writable("out", data)
-    if data.exists() and '"vlcache-schedule/' in data.read_text(encoding="utf-8", errors="replace"):
+    if data.is_file() and FORMAT in data.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"out must have another name, as its data would replace the schedule {data}, got {out}")
 
 

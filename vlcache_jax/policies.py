@@ -319,12 +319,14 @@ def spread_ranks(rows: int, columns: int) -> npt.NDArray[np.integer]:
     """Each token's place in an order whose every beginning lies evenly over the image [rows x columns].
 
     The cells that the points of the R2 sequence (Roberts, 2018: steps of 1/g and 1/g^2 for the plastic number g) meet,
-    in their order. So the tokens of a layer that computes fewer are among those of the layer before.
+    in their order; on a line, of the R1 sequence, whose g is the golden ratio. So the tokens of a layer that computes
+    fewer are among those of the layer before.
     """
     tokens = rows * columns
+    ratio = _GOLDEN if 1 in (rows, columns) else _PLASTIC
     point = np.arange(8 * tokens)
-    row = ((0.5 + point / _PLASTIC) % 1 * rows).astype(np.int64)
-    column = ((0.5 + point / _PLASTIC**2) % 1 * columns).astype(np.int64)
+    row = ((0.5 + point / ratio) % 1 * rows).astype(np.int64)
+    column = ((0.5 + point / ratio**2) % 1 * columns).astype(np.int64)
     met, first = np.unique(row * columns + column, return_index=True)
     when = np.full(tokens, len(point))  # what no point meets comes last
     when[met] = first
@@ -381,8 +383,8 @@ def parse_policy(reuse: Any) -> Policy:
             return scheduled[name](schedule=Schedule.load(path))
         named: dict[str, Callable[[Fraction], Policy]] = {"": StaticRatio, **_WITH_RATIO, **selection.NAMED}
         for name, policy in named.items():
-            ratio = reuse.removeprefix(f"{name}-") if name else reuse
-            if (ratio != reuse or not name) and _DECIMAL.fullmatch(ratio):
+            prefix = name and f"{name}-"
+            if reuse.startswith(prefix) and _DECIMAL.fullmatch(ratio := reuse.removeprefix(prefix)):
                 return policy(_fraction(ratio))
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or Path(reuse).is_file())):
         return Scheduled(Schedule.load(reuse))
@@ -403,6 +405,7 @@ def check_ratio(ratio: Fraction) -> None:
 
 _DIGITS = 30
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
+_GOLDEN = 1.618033988749895  # the root of x^2 = x + 1
 _PLASTIC = 1.324717957244746  # the root of x^3 = x + 1
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}

@@ -43,7 +43,6 @@ class WorkLog:
         """Writes a finished part, anything but None that JSON can hold."""
         self._parts[key] = value
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(f"\n{json.dumps([self._identity, key, value])}\n")  # also after a line that was cut off
 
