@@ -28,15 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from vlcache_jax.benchmarks import report
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK
-from vlcache_jax.buckets import Ladder
+from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.engine.runner import Runner
 from vlcache_jax.models import ModelConfig, Rows, abstract_model
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.qwen2_5_vl import VisionConfig as Qwen2VisionConfig
 from vlcache_jax.models.qwen3_vl import VisionConfig as Qwen3VisionConfig
 from vlcache_jax.pallas_kernels import attention, link
-from vlcache_jax.runner import Runner
+from vlcache_jax.study import report
 
 TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 SLOTS = 20480

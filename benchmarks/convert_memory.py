@@ -37,7 +37,7 @@ def make_source(directory: pathlib.Path, text: dict[str, Any], seed: int = 0) ->
     """Writes a checkpoint without ever holding it; returns its bytes, and those of the largest tensor."""
     from vlcache_jax.models.params import parameters, published_name
     from vlcache_jax.models.registry import load_config
-    from vlcache_jax.tiny import make_checkpoint
+    from vlcache_jax.testing import make_checkpoint
 
     make_checkpoint(directory, "qwen3_vl", dtype="bfloat16")
     (directory / "model.safetensors").unlink()
@@ -92,9 +92,9 @@ def measure(step: str, source: pathlib.Path, destination: pathlib.Path) -> dict[
     import transformers
 
     import vlcache_jax.convert.store
-    from vlcache_jax.checkpoint import open_checkpoint
     from vlcache_jax.convert import convert, verify_weights
     from vlcache_jax.convert.memory import PeakMemory
+    from vlcache_jax.engine.checkpoint import open_checkpoint
 
     jax.devices(), transformers.AutoConfig, vlcache_jax.convert.store  # everything lazy is now imported
     steps = {

@@ -34,9 +34,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlcache_jax.benchmarks import report
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
 from vlcache_jax.pallas_kernels import attention, dispatch, link
+from vlcache_jax.study import report
 
 Row = dict[str, Any]
 Case = tuple[str, Callable[[], Row]]  # a name, and what measures it
@@ -366,7 +366,7 @@ def ttft(plan: Plan) -> Iterator[Case]:
 
 def _checkpoint(plan: Plan, directory: str) -> None:
     """Configuration, tokenizer and processor; weights are drawn on the device."""
-    from vlcache_jax.tiny import make_checkpoint
+    from vlcache_jax.testing import make_checkpoint
 
     text, vision = ({}, {}) if plan.rehearse else (TEXT_8B, VISION_8B)
     make_checkpoint(directory, "qwen3_vl", text=text, vision=vision, weights=False)

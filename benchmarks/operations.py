@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from vlcache_jax.images import Grid
+from vlcache_jax.inputs.images import Grid
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.plan import Plan
+from vlcache_jax.reuse.plan import Plan
 
 
 def prefill(config: ModelConfig, plan: Plan) -> int:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks import accuracy
-from vlcache_jax.benchmarks.report import environment, show, write
+from vlcache_jax.benchmarks.accuracy import load_samples
 from vlcache_jax.files import check_writable
-from vlcache_jax.policies import parse_policy
-from vlcache_jax.schedule import Schedule
-from vlcache_jax.selection import NAMED
+from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.selection import NAMED
+from vlcache_jax.study import accuracy
+from vlcache_jax.study.report import environment, show, write
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
@@ -161,7 +162,7 @@ def measure(
         raise ValueError(f"split must be profile or test, got {split!r}")
     check_writable("out", out)
     named = accuracy.name_settings([f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")])
-    samples = accuracy.load_samples(data, questions=questions, split=split)
+    samples = load_samples(data, questions=questions, split=split)
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         for policy in named.values():
             llm._check_policy(policy)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks.report import environment, publish
+from vlcache_jax.study.report import environment, publish
 
 TEXT = {
     "hidden_size": 768,
@@ -95,8 +95,8 @@ class Torch:
         import torch
         from transformers import AutoModelForImageTextToText
 
-        from vlcache_jax.images import ImageProcessor
-        from vlcache_jax.prompt import PromptRenderer
+        from vlcache_jax.inputs.images import ImageProcessor
+        from vlcache_jax.inputs.prompt import PromptRenderer
 
         self.torch = torch
         self.model = AutoModelForImageTextToText.from_pretrained(
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     arguments = parser.parse_args()
 
-    from vlcache_jax.tiny import make_checkpoint
+    from vlcache_jax.testing import make_checkpoint
 
     head = environment("jax", "torch", "transformers") | {"model": {"text": TEXT, "vision": VISION}}
     rows = []

@@ -199,7 +199,7 @@ def main() -> None:
     import argparse
     import pathlib
 
-    from vlcache_jax.benchmarks import report
+    from vlcache_jax.study import report
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")

@@ -25,9 +25,9 @@ from PIL import Image
 
 from vlcache_jax.benchmarks import operations
 from vlcache_jax.benchmarks.prefill import ALLOCATOR, TEXT, VISION
-from vlcache_jax.benchmarks.report import environment, show, write
 from vlcache_jax.files import check_writable
-from vlcache_jax.policies import spread_ranks
+from vlcache_jax.reuse.policies import spread_ranks
+from vlcache_jax.study.report import environment, show, write
 
 STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
 TEXT_AFTER = 6
@@ -59,8 +59,8 @@ def _grid(tokens: int) -> tuple[int, int]:
 def drawn_weights() -> Iterator[None]:
     """Within, models need no weights: they are drawn on the device, as writing the files would take minutes."""
     from vlcache_jax import llm
-    from vlcache_jax.checkpoint import Checkpoint
     from vlcache_jax.convert.plan import as_dtype
+    from vlcache_jax.engine.checkpoint import Checkpoint
     from vlcache_jax.models.params import parameters
     from vlcache_jax.models.registry import load_config
 
@@ -127,7 +127,7 @@ def measure(
     weights = drawn_weights() if random_weights else contextlib.nullcontext()
     with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as directory, weights:
         if model is None:
-            from vlcache_jax.tiny import make_checkpoint
+            from vlcache_jax.testing import make_checkpoint
 
             model = directory
             make_checkpoint(directory, "qwen3_vl", text=TEXT, vision=VISION, tie_word_embeddings=True)
@@ -239,7 +239,7 @@ def _check(name: str, output: Any) -> None:
 
 def _operations(config: Any, report: Any, length: int, ranks: np.ndarray) -> int:
     """Of a run, by its report: the rows of an image are the first by `ranks`, and text is computed whole."""
-    from vlcache_jax.plan import Plan
+    from vlcache_jax.reuse.plan import Plan
 
     layers = config.text.num_layers
     depth = np.full(length, layers, np.int16)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlcache_jax.tiny import make_checkpoint
+from vlcache_jax.testing import make_checkpoint
 
 # The matrix precision is not pinned here: float32 models pin their own, and a global setting would hide a place that
 # forgets to. Each configuration differs from the others in depth, head ratio, head width, windows or DeepStack, and

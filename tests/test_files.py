@@ -7,7 +7,7 @@ import os
 import pytest
 
 from vlcache_jax.files import PICTURES, check_writable, write_whole
-from vlcache_jax.worklog import WorkLog
+from vlcache_jax.study.worklog import WorkLog
 
 
 def test_a_file_appears_whole(tmp_path, monkeypatch):

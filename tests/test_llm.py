@@ -359,9 +359,9 @@ def test_a_pool_too_small_names_the_figures(llm, family_checkpoint, conversation
 
 
 def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):
-    from vlcache_jax import checkpoint, memory
+    from vlcache_jax.engine import checkpoint, memory_plan
 
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 2**20)
     opened = checkpoint.open_checkpoint(family_checkpoint)
     monkeypatch.setattr(type(opened), "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(MemoryError, match=r"0\.00 GiB that are free .*: weights .* activations .* KV pool"):

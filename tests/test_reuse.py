@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 import vlcache_jax.cache.memory
-import vlcache_jax.engine
-import vlcache_jax.images
+import vlcache_jax.engine.engine
+import vlcache_jax.inputs.images
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder
-from vlcache_jax.plan import Plan
-from vlcache_jax.policies import MPIC, Scheduled, Spread, StaticRatio
+from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
 
 LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -214,7 +214,7 @@ def test_p2_the_same_context_is_exact_whatever_the_policy(llm, target, a, b):
 def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch, make):
     policy = make(falling(llm, 400, 300, 100, 20))
     early = logits(llm, target, reuse=policy)
-    prefill_steps = vlcache_jax.engine.prefill_steps
+    prefill_steps = vlcache_jax.engine.engine.prefill_steps
 
     def late(*args):
         return [
@@ -222,7 +222,7 @@ def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch, ma
             for step in prefill_steps(*args)
         ]
 
-    monkeypatch.setattr(vlcache_jax.engine, "prefill_steps", late)
+    monkeypatch.setattr(vlcache_jax.engine.engine, "prefill_steps", late)
     assert_close(logits(llm, target, reuse=policy), early)
 
 
@@ -287,7 +287,7 @@ def dense_reference(llm, conversation, policy):
     config = runner.config.text
     prompt = llm._renderer.from_conversation(conversation)
     [request] = linker.identify([prompt])
-    with vlcache_jax.linker.Batch(linker) as batch:
+    with vlcache_jax.engine.linker.Batch(linker) as batch:
         linked = batch.add(request, policy)
         layout, plan = linked.layout, linked.plan
         n = len(layout)
@@ -368,9 +368,9 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
     def forbidden(*_, **__):
         raise AssertionError("this was to be skipped")
 
-    monkeypatch.setattr(vlcache_jax.images, "_open", forbidden)
-    monkeypatch.setattr(vlcache_jax.images.ImageSource, "decode", forbidden)
-    monkeypatch.setattr(vlcache_jax.images.ImageProcessor, "patches", forbidden)
+    monkeypatch.setattr(vlcache_jax.inputs.images, "_open", forbidden)
+    monkeypatch.setattr(vlcache_jax.inputs.images.ImageSource, "decode", forbidden)
+    monkeypatch.setattr(vlcache_jax.inputs.images.ImageProcessor, "patches", forbidden)
     monkeypatch.setattr(llm._runner, "encode", forbidden)
     repeat = chat(llm, user("What is ", str(path), " and ", png(b), "?"))
     assert tokens(repeat) == tokens(first)
@@ -548,7 +548,7 @@ def test_uuids(llm, directory, a, b, monkeypatch):
         assert generate(trusting, a, "one").match == "miss"
         trusting.cache.flush()
         with monkeypatch.context() as context:
-            context.setattr(vlcache_jax.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
+            context.setattr(vlcache_jax.inputs.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
             assert generate(trusting, b, "one").match == "exact"  # nobody looked
         # Once pixels are needed, they must be those: under the first picture's key others would mislead everyone.
         trusting.cache.evict(a)
@@ -733,7 +733,7 @@ def test_an_exact_hit_needs_no_encoder_record(llm, a, monkeypatch):
     llm.cache.flush()
     llm._store.tier.delete(f"enc/{first[0].cache.images[0].key}")
     with monkeypatch.context() as context:
-        context.setattr(vlcache_jax.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
+        context.setattr(vlcache_jax.inputs.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
         again = chat(llm, user(png(a), "?"))
     assert tokens(again) == tokens(first)
     assert again[0].cache.images[0].encoder == "none"

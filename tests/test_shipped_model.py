@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.test_tiny_vqa import solve
+from tests.benchmarks.test_tiny_vqa import solve
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES, SCHEDULES, TINY_VQA
-from vlcache_jax.benchmarks.accuracy import load_samples, user_turn
+from vlcache_jax.benchmarks.accuracy import load_samples
 from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
-from vlcache_jax.demo import TURNS
-from vlcache_jax.schedule import Schedule
+from vlcache_jax.commands.demo import TURNS
+from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.study.accuracy import user_turn
 
 
 def test_the_model_is_a_small_directory_as_the_hub_has_them():

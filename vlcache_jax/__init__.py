@@ -3,25 +3,25 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlcache_jax.buckets import Ladder as Ladder
     from vlcache_jax.cache.config import CacheConfig as CacheConfig
+    from vlcache_jax.engine.ladder import Ladder as Ladder
+    from vlcache_jax.engine.sampling import SamplingParams as SamplingParams
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
-    from vlcache_jax.policies import MPIC as MPIC
-    from vlcache_jax.sampling import SamplingParams as SamplingParams
-    from vlcache_jax.schedule import Schedule as Schedule
+    from vlcache_jax.reuse.policies import MPIC as MPIC
+    from vlcache_jax.reuse.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CacheConfig": "vlcache_jax.cache.config",
     "LLM": "vlcache_jax.llm",
-    "Ladder": "vlcache_jax.buckets",
-    "MPIC": "vlcache_jax.policies",
+    "Ladder": "vlcache_jax.engine.ladder",
+    "MPIC": "vlcache_jax.reuse.policies",
     "RequestOutput": "vlcache_jax.outputs",
-    "SamplingParams": "vlcache_jax.sampling",
-    "Schedule": "vlcache_jax.schedule",
+    "SamplingParams": "vlcache_jax.engine.sampling",
+    "Schedule": "vlcache_jax.reuse.schedule",
     "Score": "vlcache_jax.outputs",
 }
 __all__ = ["LLM", "MPIC", "CacheConfig", "Ladder", "RequestOutput", "SamplingParams", "Schedule", "Score"]

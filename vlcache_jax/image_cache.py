@@ -8,9 +8,9 @@ from typing import Any
 
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.layout import ImageRef
-from vlcache_jax.linker import Linker
-from vlcache_jax.prompt import Prompt, PromptRenderer
+from vlcache_jax.engine.linker import Linker
+from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 
 Precompute = Callable[[list[Any], Mapping[str, int] | None, str | None], list[str]]
 

@@ -17,18 +17,21 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from vlcache_jax import memory
-from vlcache_jax.batching import ImageUse
-from vlcache_jax.buckets import Ladder, round_up
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.checkpoint import open_checkpoint
-from vlcache_jax.engine import Engine, Forced, Generation
+from vlcache_jax.engine import memory_plan
+from vlcache_jax.engine.batching import ImageUse
+from vlcache_jax.engine.checkpoint import open_checkpoint
+from vlcache_jax.engine.engine import Engine, Forced, Generation
+from vlcache_jax.engine.ladder import Ladder, round_up
+from vlcache_jax.engine.linker import Batch, Linked, Linker, Request
+from vlcache_jax.engine.runner import Runner, check_kernels
+from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
 from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.images import ImageProcessor, Patches, check_limits
-from vlcache_jax.layout import ImageRef, ImageSpan, make_layout
-from vlcache_jax.linker import Batch, Linked, Linker, Request
+from vlcache_jax.inputs.images import ImageProcessor, Patches, check_limits
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan, make_layout
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import (
     CacheReport,
@@ -40,13 +43,11 @@ from vlcache_jax.outputs import (
     Verification,
 )
 from vlcache_jax.pallas_kernels import dispatch
-from vlcache_jax.plan import Plan, full_prefill
-from vlcache_jax.policies import Policy, parse_policy
-from vlcache_jax.prompt import Prompt, PromptRenderer
-from vlcache_jax.runner import Runner, check_kernels
-from vlcache_jax.sampling import MAX_BANNED, SamplingParams
-from vlcache_jax.schedule import Schedule
-from vlcache_jax.selection import Choice, SelectingPolicy
+from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.reuse.plan import Plan, full_prefill
+from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.selection import Choice, SelectingPolicy
 
 Conversation = Sequence[Mapping[str, Any]]
 PromptLike = str | Mapping[str, Any]
@@ -146,15 +147,15 @@ class LLM:
         )
 
         if ladder is None:
-            ladder = memory.limit_rows(Ladder(), 4096 if on_cpu else 8192)
+            ladder = memory_plan.limit_rows(Ladder(), 4096 if on_cpu else 8192)
         if max_rows is not None:
-            ladder = memory.limit_rows(ladder, max_rows)
+            ladder = memory_plan.limit_rows(ladder, max_rows)
         longest = min(max_model_len or config.text.max_position_embeddings, config.text.max_position_embeddings)
         most_patches = self._processor.max_pixels // self._processor.patch_size**2
-        ladder = memory.limit_patches(
+        ladder = memory_plan.limit_patches(
             ladder, min(most_patches, longest * self._processor.merge_size**2), self._processor.merge_size
         )
-        num_slots = memory.plan_pool(
+        num_slots = memory_plan.plan_pool(
             config,
             self._checkpoint.dtype,
             device,

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from vlcache_jax.benchmarks.accuracy import number_name
 from vlcache_jax.benchmarks.tiny_vqa.conversations import MIXTURE, converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, ask
-from vlcache_jax.images import ImageProcessor
-from vlcache_jax.tiny import TOKEN_IDS, make_checkpoint
+from vlcache_jax.inputs.images import ImageProcessor
+from vlcache_jax.study.accuracy import number_name
+from vlcache_jax.testing import TOKEN_IDS, make_checkpoint
 
 _VOCABULARY = 512
 # Text and vision settings of the sizes; "small" is shipped.

@@ -20,14 +20,14 @@ import typer
 import typer.testing
 
 from vlcache_jax.benchmarks.convert_memory import TEXT, make_source
-from vlcache_jax.checkpoint import open_checkpoint
 from vlcache_jax.convert import convert, stream, verify_weights
 from vlcache_jax.convert.command import convert_command
 from vlcache_jax.convert.memory import PeakMemory
 from vlcache_jax.convert.plan import make_plan
 from vlcache_jax.convert.restore import StoredWeights
+from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.models.registry import load_config
-from vlcache_jax.tiny import make_checkpoint
+from vlcache_jax.testing import make_checkpoint
 
 
 def assert_same_bytes(a, b):

@@ -20,7 +20,7 @@ from vlcache_jax.convert.plan import (
 )
 from vlcache_jax.models.params import library_name, parameters
 from vlcache_jax.models.registry import load_config
-from vlcache_jax.tiny import make_checkpoint
+from vlcache_jax.testing import make_checkpoint
 
 
 def plan_of(directory):

@@ -19,7 +19,7 @@ from vlcache_jax.models.decoder import embed
 from vlcache_jax.models.params import library_name, parameters
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.rope import mrope_positions
-from vlcache_jax.tiny import TOKEN_IDS
+from vlcache_jax.testing import TOKEN_IDS
 
 # Arrays between the steps are numpy's: slicing a jax array would compile a program for each shape.
 Pool = list[tuple[np.ndarray, np.ndarray]]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.models import helper
-from vlcache_jax.tiny import TOKEN_IDS
+from vlcache_jax.testing import TOKEN_IDS
 
 # Text before, between and after three images that are not square; the last two are side by side.
 PARTS = (10, (3, 4), 5, (5, 3), (2, 7), 7)

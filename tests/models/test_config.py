@@ -11,7 +11,7 @@ import pytest
 
 from vlcache_jax.models import load_config
 from vlcache_jax.models.params import library_name, parameters, published_name
-from vlcache_jax.tiny import make_checkpoint
+from vlcache_jax.testing import make_checkpoint
 
 
 def edit(directory, **changes):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.helper import prompt
 from vlcache_jax.models import load_config, rope
-from vlcache_jax.tiny import TOKEN_IDS
+from vlcache_jax.testing import TOKEN_IDS
 
 IMAGE = TOKEN_IDS["<|image_pad|>"]
 

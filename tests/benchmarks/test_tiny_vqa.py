@@ -1,0 +1,298 @@
+"""The pictures, questions and training of the shipped model, and the model itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+
+from vlcache_jax.benchmarks.tiny_vqa.conversations import converse
+from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
+from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, write_splits
+from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, TASKS, ask
+from vlcache_jax.study.accuracy import ARRANGEMENTS, read_tsv
+
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
+
+
+def solve(question: str, pictures: list[Picture]) -> str:
+    """Another way to the answer: from the words of the question, by search over whole grids."""
+    words = question.lower()
+    for number, digit in NUMBERS.items():
+        words = words.replace(f"image {number}", f"image {digit}")
+    grids = [
+        [[str(p.glyphs.get((r, c), "nothing")) for c in range(p.size.columns)] for r in range(p.size.rows)]
+        for p in pictures
+    ]
+    named = re.match(r"in image (\d), (.*)", words)
+    asked = int(named[1]) - 1 if named else 0
+    picture, grid = pictures[asked], grids[asked]
+    if named:
+        words = named[2]
+
+    def at(place):
+        column, row = place.lower()
+        return grid[int(row) - 1]["abcde".index(column)]
+
+    def name(row, column):
+        return f"{'ABCDE'[column]}{row + 1}"
+
+    def find(glyph):
+        [place] = [(r, c) for r, row in enumerate(grid) for c, cell in enumerate(row) if cell == glyph]
+        return place
+
+    def only(kind):
+        [cell] = [cell for row in grid for cell in row if kind in cell.split()]
+        return cell.split()
+
+    def counted(grid, kind):
+        words = ["circle", "square", "triangle", "star", "cross", "ring"]
+        words += ["red", "green", "blue", "yellow", "purple", "orange"]
+        pairs = [set(cell.split()) for row in grid for cell in row]
+        named = [word for word in words if {kind, word} in pairs]
+        return f"{' '.join([kind, *named])}: {count(grid, kind)}"
+
+    count = lambda grid, kind: sum(kind in cell.split() for row in grid for cell in row)  # noqa: E731
+    kind_of = lambda text: {"crosses": "cross"}.get(text, text.removesuffix(" shapes").removesuffix("s"))  # noqa: E731
+    image = lambda number: f"image {list(NUMBERS)[number - 1]}"  # noqa: E731
+    listed = lambda text: re.split(", | and ", text)  # noqa: E731
+    if found := re.fullmatch(r"what is at (.* and .*)\?", words):
+        return ", ".join(f"{place.upper()} {at(place)}" for place in listed(found[1]))
+    if found := re.fullmatch(r"where are the (.*)\?", words):
+        return ", ".join(f"{glyph} {name(*find(glyph))}" for glyph in listed(found[1]))
+    if found := re.fullmatch(r"what colours are the (.*)\?", words):
+        return ", ".join(only(shape)[0] for shape in listed(found[1]))
+    if found := re.fullmatch(r"what (is|colour is) at (.*)\?", words):
+        return at(found[2]) if found[1] == "is" else at(found[2]).split()[0]
+    if found := re.fullmatch(r"what colour is the (.*)\?", words):
+        return only(found[1])[0]
+    if found := re.fullmatch(r"what shape is (.*)\?", words):
+        return only(found[1])[1]
+    if found := re.fullmatch(r"is there a (.*)\?", words):
+        return "yes" if any(found[1] in row for row in grid) else "no"
+    if words == "what is the code?":
+        return f"code {picture.code_glyph}"
+    if words == "where is the code?":
+        return f"code {name(*picture.code)}"
+    if found := re.fullmatch(r"what is where image (\d) has its code\?", words):
+        row, column = pictures[int(found[1]) - 1].code
+        place = name(row, column)
+        return f"{image(int(found[1]))} code {place}, {image(asked + 1)} {place} {grid[row][column]}"
+    if found := re.fullmatch(r"where is the code of image (\d)\?", words):
+        code = str(pictures[int(found[1]) - 1].code_glyph)
+        return f"{image(int(found[1]))} code {code}, {image(asked + 1)} {code} {name(*find(code))}"
+    if found := re.fullmatch(r"where is the (.*)\?", words):
+        return f"{found[1]} {name(*find(found[1]))}"
+    if found := re.fullmatch(r"how many (.*) are there\?", words):
+        return counted(grid, kind_of(found[1]))
+    if found := re.fullmatch(r"which has more (.*), image (\d) or image (\d)\?", words):
+        i, j = int(found[2]), int(found[3])
+        a, b = (count(grids[k - 1], kind_of(found[1])) for k in (i, j))
+        assert a != b
+        named = ", ".join(f"{image(k)} {counted(grids[k - 1], kind_of(found[1]))}" for k in (i, j))
+        return f"{named}, so {image(i if a > b else j)}"
+    found = re.fullmatch(r"is the code of image (\d) on image (\d)\?", words)
+    assert found, words
+    i, j = int(found[1]), int(found[2])
+    code = str(pictures[i - 1].code_glyph)
+    shown = "yes" if any(code in row for row in grids[j - 1]) else "no"
+    return f"{image(i)} code {code}, {image(j)} {code} {shown}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers(kind):
+    rng = np.random.default_rng(list(KINDS).index(kind))
+    asked = []
+    for _ in range(400):
+        sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=rng.integers(1, 5))]
+        pictures = draw_pictures(rng, sizes)
+        if question := ask(rng, pictures, [kind]):
+            asked.append(question)
+            assert question.answer == solve(question.text, pictures), question
+    assert len(asked) > 100
+    said = [q.answer.split(" ")[-1] for q in asked]
+    most = max(said.count(answer) for answer in said)
+    assert most / len(asked) < 0.55  # no answer is right by habit
+
+
+def test_a_kind_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"kinds must be of .* got \['poetry'\]"):
+        ask(np.random.default_rng(0), [], ["poetry"])
+
+
+@pytest.mark.parametrize("cell", [32, 48, 64])
+def test_glyphs_can_be_told_apart(cell):
+    """Each differs from each other in many pixels, framed or not, and a picture shows them where it says."""
+    images = []
+    for framed, glyph in itertools.product((False, True), GLYPHS):
+        place = (0, 0) if framed else (0, 1)
+        picture = Picture(Size(1, 2, cell), {(0, 0): glyph, (0, 1): glyph}, place)
+        images.append(render(picture)[:, :cell])
+    differing = [(a != b).any(-1).mean() for a, b in itertools.combinations(images, 2)]
+    assert min(differing) > 0.02
+    picture = Picture(Size(2, 3, cell), {(1, 2): GLYPHS[0]}, (1, 2))
+    shown = render(picture)
+    assert shown.shape == (2 * cell, 3 * cell, 3)
+    assert (shown[:cell] == BACKGROUND).all()
+    assert (shown[:, : 2 * cell] == BACKGROUND).all()
+    assert not (shown[cell:, 2 * cell :] == BACKGROUND).all()
+
+
+def test_splits(tmp_path):
+    paths = write_splits(tmp_path / "a", questions=12)
+    again = write_splits(tmp_path / "b", questions=12)
+    other = write_splits(tmp_path / "c", questions=12, split="train")
+    assert [path.name for path in paths] == [f"tiny_{task}_test.tsv" for task in TASKS]
+    assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
+    for task, path, another in zip(TASKS, paths, other, strict=True):
+        samples, others = read_tsv(path), read_tsv(another)
+        assert [sample.task for sample in samples] == [task] * 12
+        assert not {image for s in samples for image in s.images} & {image for s in others for image in s.images}
+    assert all(64 <= size.tokens <= 400 for size in SIZES)
+
+
+@pytest.fixture(scope="module")
+def training():
+    pytest.importorskip("torch")
+    from vlcache_jax.benchmarks.tiny_vqa import train
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def unfinished(training, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny_vqa") / "checkpoint"
+    training.new_checkpoint(directory, "small")
+    return directory
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_training_reads_what_the_chat_template_writes(training, unfinished, arrangement):
+    from transformers import AutoTokenizer
+
+    sampler = training.Sampler(unfinished)
+    tokenizer = AutoTokenizer.from_pretrained(unfinished)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        pictures = draw_pictures(rng, [Size(2, 3), Size(3, 2)][: rng.integers(1, 3)])
+        questions = [question for kind in KINDS if (question := ask(rng, pictures, [kind]))]
+        tokens = [picture.size.tokens for picture in pictures]
+        messages = converse(rng, tokens, questions, arrangement)
+        ids, answers = sampler._encode(messages, first_answer=0)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        for count in tokens:
+            text = text.replace("<|image_pad|>", "<|pad|>" * count, 1)
+        assert ids == tokenizer.encode(text.replace("<|pad|>", "<|image_pad|>"))
+        said = [
+            tokenizer.decode([i for i, a in zip(ids, answers, strict=True) if a == k]) for k in range(max(answers) + 1)
+        ]
+        assert said[-len(questions) :] == [f"{question.answer}<|im_end|>" for question in questions]
+
+
+@pytest.mark.parametrize(
+    ("question", "image"),
+    [
+        ("In image two, where is the red star?", 1),
+        ("In image one, what is where image three has its code?", -1),
+        ("Where is the red star?", -1),
+    ],
+)
+def test_which_image_a_question_is_about(training, question, image):
+    assert training._asked_about(question) == image
+
+
+def test_which_image_a_token_of_an_answer_is_about(training, unfinished):
+    sampler = training.Sampler(unfinished)
+    messages = [
+        {"role": "user", "content": "In image two, what is where image one has its code?"},
+        {"role": "assistant", "content": "image one code B2, image two B2 red ring"},
+        {"role": "user", "content": "In image two, what is at A1?"},
+        {"role": "assistant", "content": "nothing"},
+    ]
+    ids, answers = sampler._encode(messages, first_answer=0)
+    about = sampler._about(ids, answers, [-1, 1])
+    one, two = (ids.index(token, answers.index(0)) for token in sampler.numbers[:2])
+    first, second = answers.index(0), answers.index(1)
+    assert set(about[:one]) == {-1}
+    assert set(about[one:two]) == {0}
+    assert about[two - 1 : two + 2] == [0, 1, 1]
+    assert about[second - 2 : second] == [-1, 1]
+    assert all(about[i] == -1 for i in range(len(ids) - 1) if answers[i + 1] < 0)
+    assert first < one < two < second
+
+
+def test_groups_say_which_image_is_which(training, unfinished):
+    sampler = training.Sampler(unfinished)
+    stage = training.Stage((Size(1, 2), Size(2, 2)), (0.0, 1.0), 1.0)
+    group = sampler.group(stage, tokens=600, turns=3)
+    conversations = len(group.inputs["input_ids"])
+    assert group.inputs["mm_token_type_ids"].sum() == len(group.numbers) == len(group.labels)
+    assert group.numbers.unique().tolist() == [0, 1]
+    per_image = group.numbers.view(conversations, -1).diff()
+    assert (per_image != 0).sum() == conversations  # each conversation changes image once
+    assert len(group.kinds) == int(group.answer.max()) + 1
+    assert {-1, 0, 1} == set(group.about.flatten().tolist())
+
+
+def test_labels_of_image_tokens(training):
+    picture = Picture(Size(1, 2, 48), {(0, 1): GLYPHS[0]}, (0, 1))
+    labels = training._labels(picture).view(3, 6, -1)
+    colour, shape = list(training.COLOURS).index(GLYPHS[0].colour), training.SHAPES.index(GLYPHS[0].shape)
+    assert labels[1, 4].tolist() == [colour, shape, 0, 1, 1, 0]
+    assert labels[0, 0].tolist() == [-1, -1, 0, 0, 0, 1]
+
+
+def _train_in_process(rank, folder, store):
+    import torch.distributed as dist
+
+    from vlcache_jax.benchmarks.tiny_vqa import train
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    trainer = train.Trainer(folder, variant="small", seed=3, learning_rate=1e-3)
+    trainer.stage = 1
+    report = trainer.train_step(tokens=200, turns=2, groups=2)
+    total = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
+    (folder / f"{rank}.json").write_text(json.dumps([total, report["loss"], report["right"]]))
+    dist.destroy_process_group()
+
+
+def test_processes_share_a_step(training, tmp_path):
+    import torch.multiprocessing
+
+    training.new_checkpoint(tmp_path / "run" / "checkpoint", "small")
+    torch.multiprocessing.spawn(_train_in_process, (tmp_path / "run", tmp_path / "store"), nprocs=2)
+    first, second = (json.loads((tmp_path / "run" / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    alone = training.Trainer(tmp_path / "alone", variant="small", seed=3, learning_rate=1e-3)
+    losses = []
+    for rank in (0, 1):
+        alone.sampler.rng = np.random.default_rng([3, 0, rank])
+        losses.append(alone.forward(alone.sampler.group(training.CURRICULUM[1], 100, 2))[0].item())
+    assert first[1] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_training_goes_on_where_it_stopped(training, tmp_path, stage):
+    """The encoder alone, and the whole model."""
+
+    def steps(trainer, count):
+        return [trainer.train_step(tokens=300, turns=2, groups=1)["loss"] for _ in range(count)]
+
+    def make(name):
+        trainer = training.Trainer(tmp_path / name, variant="small", seed=3, learning_rate=1e-3)
+        trainer.stage = trainer.stage or stage
+        return trainer
+
+    whole = make("whole")
+    losses = steps(whole, 4)
+    first = make("parts")
+    assert steps(first, 2) == losses[:2]
+    first.save()
+    second = make("parts")
+    assert (second.step, second.stage) == (2, stage)
+    assert steps(second, 2) == losses[2:]
+    assert len(set(losses)) == 4

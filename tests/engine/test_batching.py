@@ -1,0 +1,245 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from vlcache_jax.engine.batching import Sequence, cut_waves, encoder_calls, prefill_steps
+from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.inputs.images import Patches
+from vlcache_jax.inputs.layout import ImageRef, make_layout
+from vlcache_jax.reuse.plan import Plan, full_prefill
+from vlcache_jax.reuse.policies import first_tokens
+
+LAYERS, SLOTS = 3, 500
+LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
+
+
+def image(h, w):
+    grid = (1, 2 * h, 2 * w)
+    return ImageRef("", grid, h * w, lambda: Patches(np.zeros((4 * h * w, 3, 4), np.uint8), grid))
+
+
+def sequence(*parts, new_slots=5, wanted=None):
+    """Numbers are text tokens, pairs the merged grid of an image."""
+    images, starts, count = [], [], 0
+    for part in parts:
+        if isinstance(part, tuple):
+            images.append(image(*part))
+            starts.append(count)
+        count += part[0] * part[1] if isinstance(part, tuple) else part
+    layout = make_layout(np.arange(100, 100 + count, dtype=np.int32), starts, images, 2)
+    return Sequence(layout, full_prefill(layout, LAYERS, wanted), new_slots)
+
+
+@pytest.fixture
+def wave():
+    sequences = [sequence(3, (2, 3), 4), sequence(11), sequence((1, 4), 1, (5, 6), 2), sequence(2)]
+    [wave] = cut_waves(sequences, 4, SLOTS)
+    return wave
+
+
+def test_every_row_is_computed_once_and_knows_its_place(wave):
+    steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
+    assert len(steps) > 1
+    expected = {}
+    for sequence in wave:
+        layout = sequence.layout
+        for i, token in enumerate(layout.token_ids):
+            expected[sequence.base + i] = (sequence.base, token, tuple(layout.positions[:, i]))
+    seen = {}
+    last = -1
+    for step in steps:
+        rows = step.rows
+        size = len(rows.slot)
+        assert step.bounds == (size,) * LAYERS + (min(size, 4),)
+        assert step.active == (int(np.count_nonzero(rows.slot < SLOTS)),) * LAYERS
+        assert size in LADDER.rows
+        sources = {
+            int(row): (p.image, int(i)) for p in step.placements for row, i in zip(p.place, p.image_row, strict=True)
+        }
+        assert sorted(sources) == list(range(len(sources)))
+        live = rows.slot < SLOTS
+        assert rows.slot[live].min() > last  # steps go in slot order, so a row sees what came before
+        last = rows.slot[live].max()
+        for i in np.flatnonzero(live):
+            slot = int(rows.slot[i])
+            assert slot not in seen
+            base, token, position = expected[slot]
+            assert (rows.k_start[i], rows.k_end[i]) == (base, slot + 1)
+            assert tuple(rows.position[:, i]) == position
+            owner = next(s for s in wave if s.base == base)
+            span = next(s for s in owner.layout.spans if s.start <= slot - base < s.start + s.length)
+            if span.image is None:
+                assert rows.source[i] == token
+            else:
+                assert sources[-1 - int(rows.source[i])] == (span.image, slot - base - span.start)
+            seen[slot] = True
+        dead = ~live
+        assert (rows.slot[dead] == SLOTS + np.flatnonzero(dead)).all()
+        assert not rows.k_end[dead].any()
+        assert not rows.source[dead].any()
+    assert sorted(seen) == sorted(expected)
+
+
+def test_wanted_rows_come_first(wave):
+    wanted = []
+    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+        for row, (sequence, index) in enumerate(step.wanted):
+            assert step.rows.slot[row] == sequence.base + index
+            wanted.append(sequence)
+            assert index == len(sequence.layout) - 1
+    assert wanted == wave
+
+
+def test_more_logits_than_the_head_holds_make_more_steps():
+    one = sequence(40, wanted=range(10, 39))
+    cut_waves([one], 4, SLOTS)
+    steps = prefill_steps([one], LADDER, SLOTS, LAYERS)
+    assert max(len(step.wanted) for step in steps) == 4
+    assert [index for step in steps for _, index in step.wanted] == list(range(10, 39))
+    assert sum((step.rows.slot < SLOTS).sum() for step in steps) == 40
+
+
+def test_waves_keep_the_order_and_the_limits():
+    rng = np.random.default_rng(1)
+    sequences = [sequence(int(n)) for n in rng.integers(1, 90, 60)]
+    waves = cut_waves(sequences, 4, 120)
+    assert [s for wave in waves for s in wave] == sequences
+    for wave in waves:
+        assert len(wave) <= 4
+        ends = np.cumsum([s.num_slots for s in wave])
+        assert ends[-1] <= 120
+        assert [s.base for s in wave] == [0, *ends[:-1].tolist()]
+
+
+def test_an_image_of_two_answers_is_encoded_once():
+    first = sequence(2, (2, 2), 1)
+    second = Sequence(first.layout, first.plan, 5)
+    cut_waves([first, second], 4, SLOTS)
+    [step] = prefill_steps([first, second], LADDER, SLOTS, LAYERS)
+    [placement] = step.placements
+    assert placement.image_row.tolist() == placement.place.tolist() == [0, 1, 2, 3]
+    assert step.rows.source[step.rows.source < 0].tolist() == [-1, -2, -3, -4] * 2
+
+
+def test_encoder_calls():
+    images = [image(1, 4), image(2, 2), image(2, 4), image(9, 9), image(1, 1)]  # 16, 16, 32, 324, 4 patches
+    calls = encoder_calls(images, 48)
+    assert [len(call) for call in calls] == [2, 1, 1, 1]
+    assert [i for call in calls for i in call] == images
+
+
+def test_layout_of_a_prompt_that_starts_and_ends_with_an_image():
+    layout = sequence((2, 3), 1, (1, 2)).layout
+    assert [(s.start, s.length, s.state) for s in layout.spans] == [(0, 6, "miss"), (6, 1, "text"), (7, 2, "miss")]
+    assert layout.positions.tolist() == [
+        [0, 0, 0, 0, 0, 0, 3, 4, 4], [0, 0, 0, 1, 1, 1, 3, 4, 4], [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    ]  # fmt: skip
+    assert layout.delta == 6 - 9
+
+
+def test_rows_that_drop_out_become_padding():
+    """Random plans: every layer's slice holds its own rows, and nothing that it would write besides."""
+    rng = np.random.default_rng(0)
+    sequences = [sequence(3, (2, 3), 4), sequence(9), sequence((1, 4), 1, (5, 6), 2), sequence(2)]
+    for one in sequences:
+        depth = rng.integers(0, LAYERS + 1, len(one.layout)).astype(np.int16)
+        depth[-1] = LAYERS + 1
+        one.plan = Plan(depth)
+    [wave] = cut_waves(sequences, 4, SLOTS)
+    written = [set() for _ in range(LAYERS)]
+    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+        assert list(step.bounds) == sorted(step.bounds, reverse=True)
+        for layer in range(LAYERS):
+            rows = step.layer_rows(layer)
+            assert len(rows.slot) == step.bounds[layer]
+            assert len(set(rows.slot.tolist())) == len(rows.slot)
+            live = rows.slot < SLOTS
+            assert live[: step.active[layer]].all()
+            assert not live[step.active[layer] :].any()
+            assert not rows.k_end[~live].any()
+            np.testing.assert_array_equal(rows.position[:, live], step.rows.position[:, : step.active[layer]])
+            assert not written[layer] & set(rows.slot[live].tolist())
+            written[layer] |= set(rows.slot[live].tolist())
+    for layer in range(LAYERS):
+        planned = {s.base + i for s in wave for i in np.flatnonzero(s.plan.depth > layer).tolist()}
+        assert written[layer] == planned
+
+
+def test_levels_run_one_after_the_other():
+    sequences = [sequence(3), sequence(4), sequence(5), sequence(6)]
+    sequences[1].level = 1
+    waves = cut_waves(sequences, 4, SLOTS)
+    assert waves == [[sequences[0], sequences[2], sequences[3]], [sequences[1]]]
+    assert sequences[1].base == 0
+
+
+def shifted(*parts, share):
+    """A request whose images are approximate, and of which the first tokens are computed in all layers but the last."""
+    plain = sequence(*parts)
+    images = plain.layout.images
+    starts, refs = [span.start for span in images], [span.image for span in images]
+    layout = make_layout(plain.layout.token_ids, starts, refs, 2, ["approximate"] * len(refs))
+    plan = first_tokens(layout, LAYERS, lambda tokens: [int(share * tokens)] * (LAYERS - 1) + [0])
+    return Sequence(layout, dataclasses.replace(plan, shift=True), 5)
+
+
+def test_a_step_does_not_end_inside_an_image_that_moves_others():
+    wave = [shifted(20, (4, 5), 3, (4, 6), 2, share=0.5), sequence(4, (4, 4)), shifted(2, (2, 2), 1, share=0.5)]
+    cut_waves(wave, 4, SLOTS)
+    moved = {}
+    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+        active = step.active[0]
+        for shift in step.shifts:
+            assert len(shift.row_image) == active
+            for number in np.unique(shift.image):
+                mine = shift.image == number
+                first = int(shift.slot[mine].min())
+                assert first not in moved
+                moved[first] = step.rows.slot[:active][shift.row_image == number].tolist()
+                one = next(s for s in wave if s.base <= first < s.base + s.num_slots)
+                span = next(span for span in one.layout.images if one.base + span.start == first)
+                assert shift.slot[mine].tolist() == list(range(first, first + span.length))
+                np.testing.assert_array_equal(shift.position[:, mine], one.layout.positions[:, span.tokens])
+                assert shift.depth[mine].tolist() == [2] * (span.length // 2) + [0] * (span.length - span.length // 2)
+    third = wave[2].base
+    assert moved == {20: [*range(20, 30)], 43: [*range(43, 55)], third + 2: [third + 2, third + 3]}
+
+
+def test_an_image_with_more_rows_than_a_step_is_moved_by_its_first_step():
+    [wave] = cut_waves([shifted(3, (10, 10), 2, share=0.9)], 4, SLOTS)
+    steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
+    assert [len(step.shifts) for step in steps] == [0, 1, 0, 0]
+    assert steps[1].rows.slot.tolist() == list(range(3, 35))
+    assert sum(step.active[0] for step in steps) == 95
+
+
+def test_an_image_that_fits_in_a_step_is_in_one_whatever_comes_behind_it():
+    ladder = Ladder(rows=(512, 1024, 2048), patches=(16, 10_000), sequences=(4,))
+    for behind in (1, 6, 900, 1500):
+        request = shifted(4, (48, 48), behind, share=0.5)  # 1152 of 2304; alone they would be cut in 1024 and the rest
+        steps = prefill_steps([request], ladder, 10_000, LAYERS)
+        [shift] = [shift for step in steps for shift in step.shifts]
+        assert int((shift.row_image >= 0).sum()) == 1152, behind
+
+
+def test_many_images_are_moved_in_several_calls():
+    wave = [shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)]
+    steps = []
+    for part in cut_waves(wave, 100, 1000):
+        steps += prefill_steps(part, Ladder(rows=(512,), patches=(16, 64), sequences=(100,)), 1000, LAYERS)
+    assert [len(np.unique(shift.image)) for step in steps for shift in step.shifts] == [64, 64, 64, 8]
+    steps = prefill_steps(wave[:4], Ladder(rows=(8, 16), patches=(16, 64), sequences=(100,)), 1000, LAYERS)
+    assert max(len(shift.slot) for step in steps for shift in step.shifts) <= 16
+
+
+def test_what_is_not_moved():
+    everything = shifted(3, (2, 3), 1, share=0.5)
+    layers = np.full(len(everything.layout), LAYERS, np.int16)
+    for request in (
+        shifted(3, (2, 3), 1, share=0),
+        Sequence(everything.layout, Plan(layers, shift=True), 5),
+        Sequence(everything.layout, Plan(everything.plan.depth), 5),
+        sequence(3, (2, 3), 1),
+    ):
+        assert not any(step.shifts for step in prefill_steps([request], LADDER, SLOTS, LAYERS))

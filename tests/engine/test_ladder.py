@@ -1,0 +1,39 @@
+import numpy as np
+import pytest
+
+from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
+
+
+def test_steps_hold_the_rows_with_little_padding():
+    rungs = Ladder().rows
+    rng = np.random.default_rng(0)
+    sizes = [*range(1, 300), *rng.integers(300, 30000, 500).tolist(), *rungs]
+    waste = []
+    for size in sizes:
+        steps = split_rows(size, rungs)
+        assert set(steps) <= set(rungs)
+        assert steps == sorted(steps, reverse=True)
+        assert sum(steps) - size < steps[-1]
+        if size > 1000:
+            waste.append(sum(steps) / size)
+    assert np.mean(waste) < 1.1
+    assert max(waste) < 4 / 3
+
+
+def test_a_step_too_many_is_not_taken():
+    assert split_rows(5000, (64, 1024, 4096, 8192)) == [4096, 1024]
+    assert split_rows(1900, (64, 128, 256, 512, 1024, 2048)) == [2048]
+    assert split_rows(20000, (64, 4096)) == [4096] * 5
+    assert split_rows(40, (64, 4096)) == [64]
+
+
+def test_round_up():
+    assert [round_up(n, (4, 16)) for n in (1, 4, 5, 16)] == [4, 4, 16, 16]
+    with pytest.raises(ValueError, match="at most 16, the last rung, got 17"):
+        round_up(17, (4, 16))
+
+
+@pytest.mark.parametrize("rungs", [(), (4, 4), (8, 4), (0, 4), (1.5,), (-1, 2)])
+def test_bad_rungs(rungs):
+    with pytest.raises(ValueError, match=r"ladder\.rows must be ascending positive integers"):
+        Ladder(rows=rungs)

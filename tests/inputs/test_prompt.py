@@ -1,0 +1,527 @@
+import base64
+import copy
+import io
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoImageProcessor, PreTrainedTokenizerFast
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.processing_utils import ProcessorMixin
+
+from vlcache_jax.inputs.images import ImageProcessor
+from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer
+
+# In the manner of the published template: a system turn of its own where none is given.
+QWEN2_5_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if loop.first and message['role'] != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' or 'image' in part or 'image_url' in part -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part['type'] == 'video' or 'video' in part -%}
+{{ '<|vision_start|><|video_pad|><|vision_end|>' }}
+{%- elif 'text' in part -%}
+{{ part['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+# No system turn of its own, parts through a macro, strict about roles.
+QWEN3_TEMPLATE = """\
+{%- macro render(content) -%}
+{%- if content is string -%}
+{{ content }}
+{%- else -%}
+{%- for part in content -%}
+{%- if 'image' in part or 'image_url' in part or part.type == 'image' -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- elif 'text' in part -%}
+{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' and not loop.first -%}
+{{ raise_exception('System message must be at the beginning.') }}
+{%- endif -%}
+{{ '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+]
+FAMILIES = {
+    "qwen2_5": (
+        Qwen2_5_VLProcessor,
+        QWEN2_5_TEMPLATE,
+        {"patch_size": 14, "min_pixels": 784 * 4, "max_pixels": 784 * 64},
+    ),
+    "qwen3": (Qwen3VLProcessor, QWEN3_TEMPLATE, {"patch_size": 16, "min_pixels": 1024 * 4, "max_pixels": 1024 * 64}),
+}
+
+
+def make_tokenizer(special=SPECIAL):
+    """Bytes 0-255 without merges, then the special tokens: 264 ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=[token for token in special if token not in ("<|im_end|>", "<|endoftext|>")],
+    )
+
+
+def make_oracle(base, image_processor, tokenizer, template):
+    """The family's processor without its video processor, which would need torchvision."""
+
+    class Oracle(base):
+        def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+            self.image_token, self.video_token = IMAGE_TOKEN, VIDEO_TOKEN
+            self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+            self.video_token_id = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    return Oracle(image_processor, tokenizer, template)
+
+
+class Family:
+    def __init__(self, name, directory):
+        base, template, settings = FAMILIES[name]
+        settings = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, **settings}
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(directory)
+        (directory / "chat_template.jinja").write_text(template)
+        (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+        self.renderer = PromptRenderer.from_pretrained(directory)
+        self.processor = ImageProcessor.from_pretrained(directory)
+        self.library_images = AutoImageProcessor.from_pretrained(directory, backend="pil")
+        self.library = make_oracle(base, self.library_images, tokenizer, template)
+
+    def expanded(self, prompt):
+        """Our ids, and what the library would call pixel_values."""
+        patches = [self.processor.patches(image.decode(), prompt.mm_processor_kwargs) for image in prompt.images]
+        counts = [self.processor.num_tokens(grid) for _, grid in patches]
+        token_ids, starts, lengths = self.renderer.expand(prompt.token_ids, counts)
+        return token_ids, starts, lengths, [self.processor.pixel_values(patch) for patch in patches]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    return Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return Family("qwen3", tmp_path_factory.mktemp("renderer")).renderer
+
+
+def picture(height, width, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+FIRST, SECOND, THIRD = picture(89, 109), picture(140, 84, 1), picture(60, 60, 2)
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def image(value):
+    return {"type": "image", "image": value}
+
+
+CONVERSATIONS = {
+    "text only": [{"role": "user", "content": "Hello, Wörld! 你好"}],
+    "image first": [{"role": "user", "content": [image(FIRST), text("What is this?")]}],
+    "image last": [{"role": "user", "content": [text("What is this? "), image(FIRST)]}],
+    "image alone": [{"role": "user", "content": [image(FIRST)]}],
+    "text between": [{"role": "user", "content": [text("a"), image(FIRST), text("\n b "), image(SECOND), text("c")]}],
+    "images side by side": [{"role": "user", "content": [image(FIRST), image(SECOND), image(THIRD), text("Which?")]}],
+    "the same image twice": [{"role": "user", "content": [image(FIRST), text("and"), image(FIRST)]}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [image(SECOND), text("?")]}],
+    "system of parts": [
+        {"role": "system", "content": [text("Be "), text("brief.")]},
+        {"role": "user", "content": "Hello <|im_end|> there"},
+    ],
+    "turns": [
+        {"role": "user", "content": [image(SECOND), text("First?")]},
+        {"role": "assistant", "content": "A picture."},
+        {"role": "user", "content": [text("And "), image(THIRD), text(" this?")]},
+        {"role": "assistant", "content": [text("Another.")]},
+        {"role": "user", "content": "  Which was nicer?\n"},
+    ],
+}
+
+
+# --- parity with the library -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_conversations_equal_the_librarys_processor(family, case):
+    prompt = family.renderer.from_conversation(CONVERSATIONS[case])
+    token_ids, starts, lengths, pixels = family.expanded(prompt)
+    expected = family.library.apply_chat_template(
+        copy.deepcopy(CONVERSATIONS[case]),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="np",
+    )
+    assert token_ids.dtype == starts.dtype == lengths.dtype == np.int32
+    np.testing.assert_array_equal(token_ids, expected["input_ids"][0])
+    is_image = np.zeros(len(token_ids), int)
+    for start, length in zip(starts, lengths, strict=True):
+        is_image[start : start + length] = 1
+    np.testing.assert_array_equal(is_image, expected["mm_token_type_ids"][0])
+    if pixels:
+        np.testing.assert_array_equal(np.concatenate(pixels), expected["pixel_values"])
+
+
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_prompts_equal_expansion_of_the_string(family, case):
+    images = [
+        part["image"] for m in CONVERSATIONS[case] for part in m["content"] if "image" in part and part != "image"
+    ]
+    rendered = family.renderer.from_conversation(CONVERSATIONS[case])
+    prompt = family.renderer.from_prompt({"prompt": rendered.text, "multi_modal_data": {"image": images}})
+    assert prompt.text == rendered.text
+    np.testing.assert_array_equal(prompt.token_ids, rendered.token_ids)
+    grids = [family.library_images(one, return_tensors="np")["image_grid_thw"][0] for one in images]
+    counts = iter([int(grid.prod()) // 4 for grid in grids])
+    long = re.sub(re.escape(IMAGE_TOKEN), lambda _: IMAGE_TOKEN * next(counts), prompt.text)
+    np.testing.assert_array_equal(family.expanded(prompt)[0], family.library.tokenizer(long)["input_ids"])
+
+
+def test_a_system_turn_is_added_where_the_template_has_one(tmp_path_factory):
+    prompts = {}
+    for name in FAMILIES:
+        renderer = Family(name, tmp_path_factory.mktemp(name)).renderer
+        prompts[name] = renderer.from_conversation([{"role": "user", "content": [image(FIRST), text("Hi")]}]).text
+    turn = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Hi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts["qwen3"] == turn
+    assert prompts["qwen2_5"] == "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + turn
+
+
+def test_limits_of_a_request_change_its_tokens(family):
+    messages = [{"role": "user", "content": [image(FIRST)]}]
+    prompt = family.renderer.from_conversation(messages, mm_processor_kwargs={"max_pixels": 8000})
+    area = (2 * family.processor.patch_size) ** 2
+    few, many = (family.expanded(p)[2].item() for p in (prompt, family.renderer.from_conversation(messages)))
+    assert few * area <= 8000 < many * area
+
+
+# --- shapes of messages ----------------------------------------------------------------------------------------------
+
+
+def test_every_shape_of_an_image_part_gives_the_same_prompt(renderer, tmp_path):
+    encoded = png(FIRST)
+    path = tmp_path / "image.png"
+    path.write_bytes(encoded)
+    coded = base64.b64encode(encoded).decode()
+    url = f"data:image/png;base64,{coded}"
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": url},
+        {"type": "image_url", "image_url": {"url": str(path)}},
+        {"type": "image", "image": path},
+        {"type": "image", "image": encoded},
+        {"type": "image", "url": url},
+        {"type": "image", "path": str(path)},
+        {"type": "image", "base64": coded},
+        {"type": "image", "base64": url},
+    ]
+    for part in parts:
+        prompt = renderer.from_conversation([{"role": "user", "content": [part, text("Hi")]}])
+        assert [source.encoded for source in prompt.images] == [encoded]
+        assert prompt.text.count(IMAGE_TOKEN) == 1
+    for value in (FIRST, np.array(FIRST)):
+        (source,) = renderer.from_conversation([{"role": "user", "content": [image(value)]}]).images
+        assert source.value is value
+
+
+def test_images_are_named_across_turns(renderer):
+    prompt = renderer.from_conversation(CONVERSATIONS["turns"], name="conversations[2]")
+    assert [source.name for source in prompt.images] == ["conversations[2] images[0]", "conversations[2] images[1]"]
+    assert prompt.uuids == (None, None)
+    assert prompt.mm_processor_kwargs == {}
+    assert prompt.token_ids.dtype == np.int32
+
+
+def user(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "must hold at least one message, got none"),
+        ("Hello", "must be a list of messages, got str"),
+        ({"role": "user", "content": "a"}, "must be a list of messages, got dict"),
+        (["Hello"], "messages[0] must be a dict with role and content, got str"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "tool", "content": "a"}],
+            "messages[1] must have the role system,",
+        ),
+        ([{"content": "a"}], "messages[0] must have the role system, user or assistant, got None"),
+        (
+            [{"role": ["user"], "content": "a"}],
+            "messages[0] must have the role system, user or assistant, got ['user']",
+        ),
+        ([{"role": "user", "content": "a", "name": "b"}], "messages[0] must hold only role, content, got 'name'"),
+        ([{"role": "user"}], "messages[0] must have a string or a non-empty list of parts as content, got None"),
+        ([{"role": "user", "content": []}], "messages[0] must have a string or a non-empty list of parts as content"),
+        ([{"role": "user", "content": image(FIRST)}], "messages[0] must have a string or a non-empty list of parts as"),
+        (user("Hello"), "messages[0] content[0] must be a dict of type text, image or image_url, got str"),
+        (user({"text": "a"}), "messages[0] content[0] must be a dict of type text, image or image_url, got type None"),
+        (
+            user(text("a"), {"type": "video", "video": "a.mp4"}),
+            "content[1] must be a dict of type text, image or image_u",
+        ),
+        (user({"type": "video_url", "video_url": {"url": "a"}}), "image or image_url, got type 'video_url'"),
+        (user({"type": "input_audio", "input_audio": {}}), "image or image_url, got type 'input_audio'"),
+        (user({"type": "text", "text": 5}), "messages[0] content[0] must have a string as text, got int"),
+        (user({"type": "text", "text": "a", "b": 1}), "messages[0] content[0] must hold only type, text, got 'b'"),
+        (user({**image(FIRST), "max_pixels": 5}), "must hold only type, image, url, path, base64, got 'max_pixels'"),
+        (user({"type": "image"}), "must hold exactly one of image, url, path, base64, got none"),
+        (user({**image(FIRST), "url": "a"}), "must hold exactly one of image, url, path, base64, got image, url"),
+        (user({"type": "image", "base64": "@"}), "images[0] must be valid base64, got '@'"),
+        (
+            user({"type": "image_url", "image_url": {"url": "a", "detail": "low"}}),
+            "image_url must hold only url, got 'de",
+        ),
+        (user({"type": "image_url", "image_url": {}}), "must have a string as image_url or as its url, got NoneType"),
+        (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, got 'url'"),
+        (user(image(FIRST), image("no/file.png")), "images[1] must be the path of a readable file, got 'no/file.png'"),
+        (
+            user(image("https://host/a.png")),
+            "images[0] must be local unless allow_remote_images=True, got 'https://host",
+        ),
+        (user(text(f"a{IMAGE_TOKEN}")), f"messages[0] content[0] must not contain {IMAGE_TOKEN}, which marks"),
+        ([{"role": "user", "content": f"a{VIDEO_TOKEN}"}], f"messages[0] must not contain {VIDEO_TOKEN}, which marks"),
+        (
+            user(text("<|image"), text("_pad|>")),
+            "must hold one <|image_pad|> for each image, got 1 placeholders for 0 im",
+        ),
+        (
+            [*user(text("a")), {"role": "system", "content": "b"}],
+            "must suit the checkpoint's chat template, which failed: ",
+        ),
+    ],
+)
+def test_conversations_are_checked(renderer, messages, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        renderer.from_conversation(messages, name="conversations[7]")
+    assert str(caught.value).startswith("conversations[7] ")
+
+
+def test_a_template_that_drops_an_image_is_found_out():
+    template = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    renderer = PromptRenderer(make_tokenizer(), template)
+    with pytest.raises(ValueError, match="got 0 placeholders for 1 images"):
+        renderer.from_conversation(user(image(FIRST)))
+
+
+def test_a_checkpoint_without_a_template_takes_prompts_only():
+    renderer = PromptRenderer(make_tokenizer())
+    assert renderer.from_prompt("Hello").text == "Hello"
+    with pytest.raises(
+        ValueError, match="conversation must be given as a prompt: this checkpoint has no chat template"
+    ):
+        renderer.from_conversation(user(text("Hello")))
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_may_be_a_string(renderer):
+    prompt = renderer.from_prompt("Hello")
+    assert (prompt.text, prompt.images, prompt.uuids, prompt.mm_processor_kwargs) == ("Hello", (), (), {})
+    assert renderer.tokenizer.decode(prompt.token_ids) == "Hello"
+
+
+def test_a_prompt_carries_images_uuids_and_limits(renderer):
+    prompt = renderer.from_prompt(
+        {
+            "prompt": f"a{IMAGE_TOKEN}b{IMAGE_TOKEN}",
+            "multi_modal_data": {"image": [FIRST, SECOND]},
+            "multi_modal_uuids": {"image": ["one", None]},
+            "mm_processor_kwargs": {"max_pixels": 9999},
+        },
+        name="prompts[4]",
+    )
+    assert [source.name for source in prompt.images] == ["prompts[4] images[0]", "prompts[4] images[1]"]
+    assert prompt.uuids == ("one", None)
+    assert prompt.mm_processor_kwargs == {"max_pixels": 9999}
+
+
+@pytest.mark.parametrize("value", [FIRST, np.array(FIRST), png(FIRST)])
+def test_one_image_needs_no_list(renderer, value):
+    data = {"prompt": IMAGE_TOKEN, "multi_modal_data": {"image": value}, "multi_modal_uuids": {"image": "one"}}
+    prompt = renderer.from_prompt(data)
+    assert prompt.images[0].value is value
+    assert prompt.uuids == ("one",)
+
+
+def prompt_with(count, images=(), **others):
+    return {"prompt": " ".join([IMAGE_TOKEN] * count) + ".", "multi_modal_data": {"image": list(images)}, **others}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (5, "must be a string or a dict, got int"),
+        ({}, "must hold a string as 'prompt', got NoneType"),
+        ({"prompt": 5}, "must hold a string as 'prompt', got int"),
+        ("", "must not be empty, got ''"),
+        (
+            {"prompt": "a", "images": []},
+            "must hold only prompt, multi_modal_data, multi_modal_uuids, mm_processor_kwargs,",
+        ),
+        ({"prompt": "a", "multi_modal_data": [FIRST]}, "multi_modal_data must be a dict with 'image', got list"),
+        ({"prompt": "a", "multi_modal_data": {"video": []}}, "multi_modal_data must hold only image, got 'video'"),
+        (prompt_with(1), "must hold one <|image_pad|> for each image, got 1 placeholders for 0 images"),
+        (prompt_with(2, [FIRST]), "must hold one <|image_pad|> for each image, got 2 placeholders for 1 images"),
+        (
+            prompt_with(1, [FIRST, SECOND]),
+            "must hold one <|image_pad|> for each image, got 1 placeholders for 2 images",
+        ),
+        (IMAGE_TOKEN, "must hold one <|image_pad|> for each image, got 1 placeholders for 0 images"),
+        (f"a{VIDEO_TOKEN}", "must hold no videos, got <|video_pad|>"),
+        (
+            {"prompt": IMAGE_TOKEN * 2, "multi_modal_data": {"image": [FIRST, SECOND]}},
+            "must have a token between two images, got two <|image_pad|> side by side",
+        ),
+        (
+            prompt_with(1, [None]),
+            "images[0] must be a path, bytes, a data: or http(s) URL, a PIL image or a uint8 array",
+        ),
+        (prompt_with(1, [b""]), "images[0] must not be empty"),
+        (
+            prompt_with(2, [FIRST, SECOND], multi_modal_uuids={"image": ["one"]}),
+            "must have one uuid for each image, got 1 for 2 images",
+        ),
+        (
+            prompt_with(1, [FIRST], multi_modal_uuids={"image": []}),
+            "must have one uuid for each image, got 0 for 1 images",
+        ),
+        (prompt_with(1, [FIRST], multi_modal_uuids={"image": [5]}), "uuids must be non-empty strings or None, got 5"),
+        (prompt_with(1, [FIRST], multi_modal_uuids={"image": [""]}), "uuids must be non-empty strings or None, got ''"),
+        (prompt_with(1, [FIRST], multi_modal_uuids=["one"]), "multi_modal_uuids must be a dict with 'image', got list"),
+        (
+            prompt_with(1, [FIRST], mm_processor_kwargs={"size": 5}),
+            "mm_processor_kwargs must hold only min_pixels and max_pixels, got 'size'",
+        ),
+        (
+            prompt_with(1, [FIRST], mm_processor_kwargs={"max_pixels": 0}),
+            "mm_processor_kwargs max_pixels must be a positive integer, got 0",
+        ),
+    ],
+)
+def test_prompts_are_checked(renderer, prompt, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        renderer.from_prompt(prompt, name="prompts[3]")
+    assert str(caught.value).startswith("prompts[3] ")
+
+
+# --- expansion -------------------------------------------------------------------------------------------------------
+
+
+def test_expansion_of_an_example(renderer):
+    pad = renderer.image_token_id
+    token_ids, starts, lengths = renderer.expand(np.array([1, pad, 2, 3, pad, 4], np.int32), [3, 2])
+    assert token_ids.tolist() == [1, pad, pad, pad, 2, 3, pad, pad, 4]
+    assert starts.tolist() == [1, 6]
+    assert lengths.tolist() == [3, 2]
+
+
+def test_expansion_without_images_changes_nothing(renderer):
+    token_ids, starts, lengths = renderer.expand(np.array([1, 2, 3], np.int32), [])
+    assert token_ids.tolist() == [1, 2, 3]
+    assert starts.shape == lengths.shape == (0,)
+
+
+def test_expansion_checks_its_counts(renderer):
+    pad = renderer.image_token_id
+    with pytest.raises(ValueError, match="counts must have one entry for each of 1 images, got 2"):
+        renderer.expand(np.array([1, pad]), [1, 2])
+    with pytest.raises(ValueError, match=r"counts must be positive, got \[0\]"):
+        renderer.expand(np.array([1, pad]), [0])
+    with pytest.raises(ValueError, match="token_ids must have a token between two images"):
+        renderer.expand(np.array([pad, pad]), [1, 2])
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_template_is_found_in_each_place(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert PromptRenderer.from_pretrained(tmp_path).chat_template is None
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "from settings"}))
+    assert PromptRenderer.from_pretrained(tmp_path).chat_template == "from settings"
+    (tmp_path / "chat_template.jinja").write_text("from jinja")
+    assert PromptRenderer.from_pretrained(tmp_path).chat_template == "from jinja"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
+    assert PromptRenderer.from_pretrained(str(tmp_path)).chat_template == "from json"
+
+
+def test_loading_refuses_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="directory must be a checkpoint's directory, got 'Qwen/Qwen3-VL-2B'"):
+        PromptRenderer.from_pretrained("Qwen/Qwen3-VL-2B")
+    with pytest.raises(ValueError, match="must hold a tokenizer"):
+        PromptRenderer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer must have the special token <\|image_pad\|>, got \["):
+        PromptRenderer(make_tokenizer(SPECIAL[:3]))
+
+
+def test_torch_is_not_needed(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(QWEN2_5_TEMPLATE)
+    script = f"""
+import sys
+sys.modules["torch"] = sys.modules["torchvision"] = None
+import numpy as np
+from vlcache_jax.inputs.prompt import PromptRenderer
+renderer = PromptRenderer.from_pretrained({str(tmp_path)!r})
+content = [{{"type": "image", "image": np.zeros((4, 5), np.uint8)}}, {{"type": "text", "text": "Hi"}}]
+prompt = renderer.from_conversation([{{"role": "user", "content": content}}])
+print(len(renderer.expand(prompt.token_ids, [5])[0]) - len(prompt.token_ids))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "4\n"

@@ -1,0 +1,93 @@
+"""Schedule files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from vlcache_jax.reuse.schedule import Schedule
+
+GOOD = {
+    "format": "vlcache-schedule/1",
+    "model": {"model_type": "qwen3_vl", "num_layers": 3, "fingerprint": "ab"},
+    "unit": "1/500",
+    "levels": [50, 10, 0],
+    "rounding": "floor",
+    "mean": "0.0400",
+    "made_by": {"method": "dp", "scores_sha256": "cd", "predicted_mse": 0.5, "samples": 40},
+}
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(GOOD))
+    schedule = Schedule.load(path)
+    assert (schedule.levels, schedule.model_type, schedule.fingerprint) == ((50, 10, 0), "qwen3_vl", "ab")
+    schedule.save(path)
+    assert json.loads(path.read_text()) == GOOD
+    assert Schedule.load(path) == schedule
+    assert Schedule.load(path, allow_other_model=True).allow_other_model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"format": "vlcache-schedule/2"},
+            "format of schedule .* must be 'vlcache-schedule/1', got 'vlcache-schedule/2'",
+        ),
+        ({"unit": "1/100"}, "unit of"),
+        ({"levels": [10, 50, 0]}, "must not increase"),
+        ({"levels": [50, 10]}, "levels of .* must be a list of num_layers = 3"),
+        ({"levels": [501, 10, 0]}, "integers from 0 to 500"),
+        ({"levels": [5.5, 1, 0]}, "integers from 0 to 500"),
+        ({"levels": [True, False, False]}, "integers from 0 to 500"),
+        ({"levels": "abc"}, "levels of"),
+        ({"rounding": "round"}, "rounding must be"),
+        ({"mean": "0.5"}, "mean of .* must be that of its levels, '0.0400', got '0.5'"),
+        ({"mean": 0.04}, "mean of"),
+        ({"extra": 1}, "must hold only .*, got extra"),
+        ({"model": {"model_type": "x", "num_layers": 3}}, "model of .* must hold fingerprint"),
+        ({"model": {"model_type": "x", "num_layers": "3", "fingerprint": "f"}}, "num_layers .* must be of type int"),
+        ({"model": []}, "model of .* must be an object"),
+        ({"made_by": {"method": "magic"}}, "made_by must name a method"),
+        ({"made_by": {"method": "dp", "x": 1}}, "made_by must hold only"),
+    ],
+)
+def test_bad_files(tmp_path, change, message):
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(GOOD | change))
+    with pytest.raises(ValueError, match=message):
+        Schedule.load(path)
+
+
+def test_files_that_are_none(tmp_path):
+    (tmp_path / "broken.json").write_text('{"format": ')
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "list.json").write_text("[]")
+    for name in ("missing.json", "broken.json", "binary.json", "list.json"):
+        with pytest.raises(ValueError, match="schedule"):
+            Schedule.load(tmp_path / name)
+
+
+def test_bad_schedules():
+    assert Schedule(np.array([5, 3]), "m", "f").levels == (5, 3)
+    for levels in (5, (0.5,), (), ("5",)):
+        with pytest.raises(ValueError, match="levels must be integers"):
+            Schedule(levels, "m", "f")
+    with pytest.raises(ValueError, match="made_by must name a method"):
+        Schedule((5,), "m", "f", made_by={"method": "mine"})
+
+
+def test_the_model_is_checked():
+    schedule = Schedule((5, 3), "qwen3_vl", "weights")
+    schedule.check_model("qwen3_vl", 2, "weights")
+    for model in (("qwen2_5_vl", 2, "weights"), ("qwen3_vl", 2, "others"), ("qwen3_vl", 3, "weights")):
+        with pytest.raises(ValueError, match="reuse must be a schedule"):
+            schedule.check_model(*model)
+    other = Schedule((5, 3), "qwen3_vl", "weights", allow_other_model=True)
+    other.check_model("qwen2_5_vl", 2, "others")
+    with pytest.raises(ValueError, match=r"3 layers"):
+        other.check_model("qwen3_vl", 3, "weights")

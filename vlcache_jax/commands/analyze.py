@@ -1,0 +1,271 @@
+"""`vlcache analyze`: figures about what reuse does inside a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlcache_jax.commands.schedule import MODEL, open_model, say_errors
+from vlcache_jax.files import PICTURES, check_writable, write_whole
+from vlcache_jax.reuse.schedule import FORMAT
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vlcache_jax.llm import LLM
+    from vlcache_jax.study.sensitivity import Case
+
+app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
+_DATA = typer.Option(help="TSV file of VLMEvalKit; may be repeated.", show_default="drawn for the shipped model")
+_SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
+_ARRANGEMENT = typer.Option(help="text_first or question_first.")
+_DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
+_OUT = typer.Option(help="Picture to write (png); the data go beside it (json).")
+_DTYPE = typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")
+_LEVELS = (0, 50, 150)  # in 1/500: the paper's r = 0, 0.1, 0.3
+
+
+@app.command("errors")
+def errors_command(
+    out: Annotated[pathlib.Path, _OUT],
+    model: Annotated[str | None, MODEL] = None,
+    data: Annotated[list[pathlib.Path] | None, _DATA] = None,
+    samples: Annotated[int, _SAMPLES] = 20,
+    arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
+    donors: Annotated[str, _DONORS] = "together",
+    tokens: Annotated[int, typer.Option(min=1, help="Image tokens of each sample to reuse alone.")] = 16,
+    dtype: Annotated[str, _DTYPE] = "auto",
+) -> None:
+    """Errors of the attention outputs along the answer, and where they come from.
+
+    At r = 0, 0.1 and 0.3 (VLCache, figure 2), with the first tokens of an image recomputed against the last ones
+    (figure 5); the error of the logits taken apart by token and by layer; and how far K, V are from a cold run's, in
+    each layer.
+
+    Example: vlcache analyze errors --out errors.png
+    """
+    import numpy as np
+
+    from vlcache_jax.study import analysis
+    from vlcache_jax.study.probe import Probe
+    from vlcache_jax.study.sensitivity import prepare
+
+    with say_errors(), _open(model, dtype, out) as llm:
+        probe = Probe(llm)
+        curves: dict[str, list[np.ndarray]] = {}
+        parts = []
+        deviations = []
+        for case in _cases(llm, data, samples, arrangement, donors):
+            runs = prepare(probe, case)
+            for level in _LEVELS:
+                for last in (False, True)[: 1 + bool(level)]:
+                    trace = analysis.recompute(probe, runs, level, last=last)
+                    name = f"r = {level / 500:g}" + (f", {'last' if last else 'first'} tokens" if level else "")
+                    errors = analysis.attention_error(runs.placed, runs.cold, trace)
+                    curves.setdefault(name, []).append(errors.mean(0))
+            parts.append(analysis.decompose(probe, runs, tokens=tokens))
+            deviations.append(dataclasses.astuple(analysis.deviation(runs)))
+        means = {name: _mean_along(found) for name, found in curves.items()}
+        total = float(np.mean([part.total for part in parts]))
+        effects = {
+            "reused in one layer only": [part.layer for part in parts],
+            "reused in a layer and all before": [part.until for part in parts],
+            "reused in a layer and all behind": [part.behind for part in parts],
+        }
+        depths = {name: np.mean([effect.error for effect in found], axis=0) for name, found in effects.items()}
+        far = dict(zip(("K", "V", "of K shared", "of V shared"), np.mean(deviations, axis=0), strict=True))
+        changed = {name: np.mean([effect.changed for effect in found], axis=0) for name, found in effects.items()}
+        report = {
+            "arrangement": arrangement,
+            "donors": donors,
+            "samples": samples,
+            "error of attention outputs, by answer token": {name: mean.tolist() for name, mean in means.items()},
+            "error of the logits, by layer": {name: errors.tolist() for name, errors in depths.items()},
+            "share of answers that change, by layer": {name: shares.tolist() for name, shares in changed.items()},
+            "deviation of K, V, and the part that all tokens of an image share, by layer": {
+                name: values.tolist() for name, values in far.items()
+            },
+            "error of single tokens, their sum scaled to all": float(
+                np.mean([part.token.error.mean() * part.num_image_tokens for part in parts])
+            ),
+            "single tokens": [
+                {"place": part.place.tolist(), "error": part.token.error.tolist(), "all": part.total} for part in parts
+            ],
+        }
+        figure, (left, middle, right, last_axis) = _figure(4)
+        for name, mean in means.items():
+            left.plot(np.arange(len(mean)), mean, "o--" if "last" in name else "o-", markersize=3, label=name)
+        left.set(xlabel="answer token", ylabel="error of attention outputs", title="Errors along the answer")
+        left.legend(fontsize=8)
+        layers = np.arange(probe.num_layers)
+        for label, values in depths.items():
+            middle.plot(layers, values, "o-", markersize=3, label=label)
+        middle.axhline(total, color="black", linestyle="--", linewidth=0.8, label="reused in all layers")
+        middle.set(xlabel="layer that reuses", ylabel="error of the logits", title="By depth")
+        middle.legend(fontsize=8)
+        for part in parts:
+            right.plot(part.place, part.token.error / max(part.total, 1e-30), ".", color="tab:blue", alpha=0.4)
+        right.set(xlabel="place in its image", ylabel="own error / error of all", title="One token reused")
+        for name, values in far.items():
+            last_axis.plot(layers[1:], values[1:], "o--" if "shared" in name else "o-", markersize=3, label=name)
+        last_axis.set(xlabel="layer", ylabel="share of squares", title="Linked K, V against a cold run's")
+        last_axis.legend(fontsize=8)
+        _save(figure, report, out)
+
+
+@app.command("sensitivity")
+def sensitivity_command(
+    scores: Annotated[pathlib.Path, typer.Argument(help="File of `vlcache schedule profile`.")],
+    out: Annotated[pathlib.Path, _OUT],
+) -> None:
+    """What each layer gains from recomputing at r = 0.1, 0.2 and 0.3 (VLCache, figure 3).
+
+    Example: vlcache analyze sensitivity scores.npz --out sensitivity.png
+    """
+    from vlcache_jax.commands.schedule import draw_scores
+    from vlcache_jax.study.search import Scores
+
+    with say_errors():
+        _check(out)
+        loaded = Scores.load(scores)
+        levels = [level for level in (50, 100, 150) if level <= loaded.max_level]
+        report = {
+            "samples": loaded.samples,
+            "full reuse": float(loaded.values[0, 0]),
+            **{f"r = {level / 500:g}": loaded.values[:, level].tolist() for level in levels},
+        }
+        figure, [axis] = _figure(1)
+        draw_scores(axis, loaded)
+        _save(figure, report, out)
+
+
+@app.command("attention")
+def attention_command(
+    out: Annotated[pathlib.Path, _OUT],
+    model: Annotated[str | None, MODEL] = None,
+    data: Annotated[list[pathlib.Path] | None, _DATA] = None,
+    samples: Annotated[int, _SAMPLES] = 20,
+    arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
+    donors: Annotated[str, _DONORS] = "together",
+    dtype: Annotated[str, _DTYPE] = "auto",
+) -> None:
+    """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8 and 12).
+
+    Example: vlcache analyze attention --out attention.png
+    """
+    import numpy as np
+
+    from vlcache_jax.study import analysis
+    from vlcache_jax.study.probe import Probe
+    from vlcache_jax.study.sensitivity import prepare
+
+    with say_errors(), _open(model, dtype, out) as llm:
+        probe = Probe(llm)
+        kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
+        ranks, distances = [], []
+        for case in _cases(llm, data, samples, arrangement, donors):
+            runs = prepare(probe, case)
+            for name, images in zip(kinds, analysis.answer_attention(probe, runs.placed, runs.cold), strict=True):
+                kinds[name] += [weights.mean(1) for weights in images]
+                if name == "scaled":
+                    ranks += [analysis.first_token_rank(weights) for weights in images]
+            distances += [analysis.key_distance(runs, span) for span in runs.placed.images]
+        grid = np.linspace(0, 1, 101)
+        along = {
+            name: np.mean([[np.interp(grid, *_cumulative(layer)) for layer in weights] for weights in found], axis=0)
+            for name, found in kinds.items()
+        }
+        far = np.mean([[np.interp(grid, *_cumulative(layer)) for layer in found] for found in distances], axis=0)
+        rank = np.mean([np.stack([r.mean(1), r.std(1)]) for r in ranks], axis=0)
+        report = {
+            "arrangement": arrangement,
+            "donors": donors,
+            "samples": samples,
+            "images": len(distances),
+            "share of tokens above 0.001, by layer": {
+                name: np.mean([(weights > 1e-3).mean(1) for weights in found], axis=0).tolist()
+                for name, found in kinds.items()
+            },
+            "attention on the first tokens, by layer and share of the image": {k: v.tolist() for k, v in along.items()},
+            "tokens that get less than the first one, mean over heads by layer": rank[0].tolist(),
+            "its standard deviation": rank[1].tolist(),
+            "distance of keys on the first tokens, by layer and share of the image": far.tolist(),
+        }
+        figure, axes = _figure(4)
+        for i in range(probe.num_layers):
+            colour = {"color": f"C{i % 10}", "label": f"layer {i}"}
+            values = np.sort(np.concatenate([weights[i] for weights in kinds["scaled"]]))
+            axes[0].plot(values, np.linspace(0, 1, len(values)), **colour)
+            axes[1].plot(grid, along["scaled"][i], **colour)
+            if i:
+                axes[3].plot(grid, far[i], **colour)
+        axes[0].set(xscale="log", xlabel="attention", ylabel="share of image tokens", title="First answer token")
+        axes[1].set(xlabel="first share of the image", ylabel="attention on it", title="In token order")
+        axes[2].errorbar(np.arange(probe.num_layers), rank[0], rank[1], fmt="o-", markersize=3)
+        axes[2].set(xlabel="layer", ylabel="tokens below the first one", title="Rank of an image's first token")
+        axes[3].set(xlabel="first share of the image", ylabel="of the distance of keys", title="Donor against cold")
+        axes[0].legend(fontsize=7)
+        _save(figure, report, out)
+
+
+def _open(model: str | None, dtype: str, out: pathlib.Path) -> LLM:
+    _check(out)
+    return open_model(model, dtype)
+
+
+def _check(out: pathlib.Path) -> None:
+    """Raises a ValueError if the picture and its data cannot be written, or other data would be written over."""
+    check_writable("out", out, PICTURES)
+    data = out.with_suffix(".json")
+    check_writable("out", data)
+    if data.is_file() and FORMAT in data.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(f"out must have another name, as its data would replace the schedule {data}, got {out}")
+
+
+def _cases(llm: LLM, data: list[pathlib.Path] | None, samples: int, arrangement: str, donors: str) -> Sequence[Case]:
+    from vlcache_jax.benchmarks.accuracy import load_samples
+    from vlcache_jax.study.accuracy import Protocol, behind, spread
+    from vlcache_jax.study.sensitivity import cases_of
+
+    protocol = Protocol(behind(arrangement), "neutral", donors)
+    chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
+    return cases_of(llm, chosen, protocol, max_tokens=32)
+
+
+def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean of curves of different lengths, at each place over those that reach it."""
+    import numpy as np
+
+    longest = max(map(len, curves))
+    return np.array([np.mean([curve[i] for curve in curves if i < len(curve)]) for i in range(longest)])
+
+
+def _cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of the tokens, from the first on, and of the sum that they hold."""
+    import numpy as np
+
+    total = max(float(values.sum()), 1e-30)
+    return np.linspace(0, 1, len(values) + 1), np.concatenate([[0], np.cumsum(values) / total])
+
+
+def _figure(panels: int) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 3.8), squeeze=False)
+    return figure, axes[0]
+
+
+def _save(figure: Any, report: dict[str, Any], out: pathlib.Path) -> None:
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    data = out.with_suffix(".json")
+    write_whole(data, json.dumps(report, indent=1) + "\n")
+    typer.echo(f"written to {out} and {data}")

@@ -1,0 +1,296 @@
+"""The command `vlcache`."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlcache_jax.commands.analyze import app as analyze_app
+from vlcache_jax.commands.schedule import app as schedule_app
+from vlcache_jax.commands.schedule import say_errors
+from vlcache_jax.convert.command import convert_command
+
+if TYPE_CHECKING:
+    from vlcache_jax.outputs import RequestOutput
+
+app = typer.Typer(
+    name="vlcache",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serves Qwen vision-language models in JAX. Start with `vlcache demo`: it needs no weights.",
+)
+app.command("convert")(convert_command)
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a table, and writes JSON.")
+app.add_typer(bench)
+app.add_typer(schedule_app)
+app.add_typer(analyze_app)
+
+
+@app.command("demo")
+def demo_command(
+    report: Annotated[pathlib.Path, typer.Option(help="HTML page to write.")] = pathlib.Path("vlcache-demo.html"),
+) -> None:
+    """Answers questions about pictures, cold and with the pictures reused, and writes a page about it.
+
+    Model and pictures ship with the package: a small Qwen3-VL, trained on grids of coloured glyphs. Printed are the
+    answers side by side, how many rows the language model computed, and times.
+
+    Example: vlcache demo --report demo.html
+    """
+    from vlcache_jax.commands.demo import run_demo
+
+    with say_errors():
+        run_demo(report)
+
+
+@app.command("ask")
+def ask_command(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[IMAGE]... QUESTION", help="Image files, and last the question in quotes.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", envvar="VLCACHE_MODEL", help="Checkpoint directory or hub id.")
+    ],
+    max_tokens: Annotated[int, typer.Option(help="Tokens to answer with at most.")] = 256,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(help="Pixels of an image at most; larger ones are scaled down.",
+                     show_default="the checkpoint's own"),
+    ] = None,
+    reuse: Annotated[
+        str, typer.Option(help='"exact", "full", "off", a ratio such as 0.1, "shift-0.02", "mpic-K" or a schedule.')
+    ] = "exact",
+    twice: Annotated[bool, typer.Option("--twice", help="Ask once more, now that the images are known.")] = False,
+) -> None:  # fmt: skip
+    """Asks a question about images.
+
+    Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
+    """
+    from vlcache_jax import LLM, SamplingParams
+    from vlcache_jax.inputs.images import read_image
+
+    *images, question = words
+    with say_errors():
+        if not images and pathlib.Path(question).is_file():
+            raise ValueError(f"the question must stand behind the images, got {question!r} alone, which is a file")
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        for image in images:  # what is wrong with an image is known before the model is loaded
+            read_image(image, name=image).decode()
+        content = [*({"type": "image", "path": image} for image in images), {"type": "text", "text": question}]
+        limits = {"max_pixels": max_pixels} if max_pixels is not None else None
+        with LLM(model, dtype=dtype, mm_processor_kwargs=limits, reuse=reuse) as llm:
+            for _ in range(1 + twice):
+                [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+                typer.echo(output.outputs[0].text)
+                typer.echo(_summary(output), err=True)
+
+
+def _summary(output: RequestOutput) -> str:
+    metrics, images = output.metrics, output.cache.images
+    found = ", ".join(f"{image.match} ({image.why.value})" if image.why else image.match for image in images)
+    return (
+        f"[{len(output.prompt_token_ids)} prompt tokens, {sum(image.tokens for image in images)} of images; "
+        f"first token after {metrics.ttft:.3f} s, {len(output.outputs[0].token_ids)} tokens in {metrics.decode:.2f} s; "
+        f"images: {found or 'none'}; {output.cache.rows[-1]} tokens computed, "
+        f"{output.num_cached_tokens + output.cache.approximate_tokens} reused]"
+    )
+
+
+@bench.command("ttft")
+def ttft_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint or hub id.", show_default="random weights, 12 layers x 768"),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    images: Annotated[int, typer.Option(min=1, help="Images in the prompt.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each image.")] = 1024,
+    text_before: Annotated[int, typer.Option(min=1, help="Text tokens before the images, new in each prompt.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration, taking turns.")] = 5,
+    schedule: Annotated[
+        pathlib.Path | None, typer.Option(help="Schedule file.", show_default="falling levels")
+    ] = None,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+) -> None:  # fmt: skip
+    """Measures the time to the first token: cold, encoder cached, and with K, V reused.
+
+    Images are noise, the text before them is new in each prompt. A repeat is compared with a cold run before anything
+    is timed.
+
+    Example: vlcache bench ttft --images 2 --tokens 256 --out ttft.json
+    """
+    from vlcache_jax.benchmarks import ttft
+
+    with say_errors():
+        ttft.run(
+            model,
+            dtype=dtype,
+            num_images=images,
+            tokens=tokens,
+            text_before=text_before,
+            repeats=repeats,
+            schedule=None if schedule is None else str(schedule),
+            out=out,
+        )
+
+
+# What `bench accuracy` and `bench policies` share.
+_Model = Annotated[str | None, typer.Argument(help="Checkpoint or hub id.", show_default="the shipped model")]
+_Data = Annotated[
+    list[pathlib.Path] | None,
+    typer.Option(
+        help="TSV file of VLMEvalKit; may be repeated.",
+        show_default="splits drawn for the shipped model",
+    ),
+]
+_Questions = Annotated[int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all")]
+_Work = Annotated[
+    pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
+]
+_Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
+_DONORS = "together: the images fill the cache in one prompt; apart: each in its own; may be repeated."
+_Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")]
+_Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")]
+
+
+@bench.command("accuracy")
+def accuracy_command(
+    model: _Model = None,
+    data: _Data = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(help='Setting to compare with cold; may be repeated.',
+                     show_default="full, 0.02, 0.05, 0.1, 0.3 and the schedules of the shipped model"),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(help="image_first, text_first, question_first; may be repeated.",
+                     show_default="all"),
+    ] = None,
+    auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
+    donors: Annotated[
+        list[str] | None, typer.Option(help=_DONORS, show_default="together")
+    ] = None,
+    questions: _Questions = None,
+    seeds: _Seeds = 1,
+    max_tokens: _MaxTokens = 32,
+    dtype: _Dtype = "auto",
+    work: _Work = None,
+    out: _Out = None,
+    figure: Annotated[pathlib.Path | None, typer.Option(help="Figure to write.", show_default=False)] = None,
+) -> None:  # fmt: skip
+    """Measures how reuse changes answers: each question cold and under every setting, in pairs.
+
+    An auxiliary prompt with the same images and another query fills the cache; then the question is answered. Printed
+    are the accuracy of each task, the mean, the worst task, how often the most likely token agrees with the cold
+    run's, and the error of the logits.
+
+    Example: vlcache bench accuracy --questions 100 --reuse full --reuse 0.1 --out accuracy.json
+    """
+    from vlcache_jax.benchmarks.accuracy import measure
+    from vlcache_jax.study import accuracy
+
+    with say_errors():
+        measure(
+            model,
+            data or [],
+            settings=reuse,
+            protocols=[
+                accuracy.Protocol(order, auxiliary, filled, seed)
+                for order in dict.fromkeys(arrangement or accuracy.ARRANGEMENTS)
+                for filled in dict.fromkeys(donors or ["together"])
+                for seed in range(seeds)
+            ],
+            questions=questions,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            work=work,
+            out=out,
+            figure=figure,
+        )
+
+
+@bench.command("policies")
+def policies_command(
+    model: _Model = None,
+    data: _Data = None,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option(help="Every policy runs at it; may be repeated.",
+                     show_default="0.02, 0.05, 0.1, 0.3"),
+    ] = None,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of image rows that every policy computes, over all layers; may be repeated.",
+                     show_default="0.02, 0.05, 0.1, 0.4"),
+    ] = None,
+    schedule: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(help="Schedule file, compared with the others at its rows; may be repeated.",
+                     show_default="those of the shipped model"),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(help="text_first, question_first; may be repeated.", show_default="both"),
+    ] = None,
+    donors: Annotated[list[str] | None, typer.Option(help=_DONORS, show_default="both")] = None,
+    seeds: _Seeds = 1,
+    questions: _Questions = None,
+    split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
+    max_tokens: _MaxTokens = 32,
+    dtype: _Dtype = "auto",
+    work: _Work = None,
+    out: _Out = None,
+) -> None:  # fmt: skip
+    """Compares all policies, at equal ratios and at equal shares of image rows.
+
+    Printed are the mean accuracy, its difference to the cold run, the worst task with its 95 % interval, the difference
+    to a static ratio of the same rows, the error of the logits, how often the most likely token agrees, the image rows
+    computed in each layer, and the time.
+
+    Example: vlcache bench policies --questions 100 --schedule schedule.json --out policies.json
+    """
+    from vlcache_jax.benchmarks import policies
+    from vlcache_jax.study import accuracy
+
+    with say_errors():
+        policies.measure(
+            model,
+            data or [],
+            ratios=ratio or policies.RATIOS,
+            shares=share or policies.SHARES,
+            schedules=schedule,
+            protocols=[
+                accuracy.Protocol(accuracy.behind(order), donors=filled, seed=seed)
+                for order in dict.fromkeys(arrangement or accuracy.ARRANGEMENTS[1:])
+                for filled in dict.fromkeys(donors or ("together", "apart"))
+                for seed in range(seeds)
+            ],
+            questions=questions,
+            split=split,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            work=work,
+            out=out,
+        )
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    # Advice of transformers for people who train with it; a word of ours says what is wrong.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    app()
+
+
+if __name__ == "__main__":
+    main()

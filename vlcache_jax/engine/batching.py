@@ -1,0 +1,276 @@
+"""How requests are put together: waves that share the pool, and the steps that prefill a wave (host, numpy).
+
+The rows that a wave computes lie one after the other in slot order and are cut into steps of static sizes. A cut may
+fall inside a request or an image: a step's rows see all slots before them, so cutting is exact. Images whose linked K,
+V are moved are not cut, unless more of their tokens are computed than one step can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.writer import Captured
+from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
+from vlcache_jax.models import Rows
+from vlcache_jax.outputs import Why
+from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.selection import Choice, Selection
+from vlcache_jax.reuse.shift import Shift, make_shifts, shifted_images
+
+Index = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class ImageUse:
+    """An image in one request.
+
+    Attributes:
+      span: where.
+      linked: record whose K, V are linked in; None: there is none.
+      captured: record that is filled with the K, V computed here; None: there is none.
+      has_encoder: whether its encoder rows were found.
+      why: it is not reused exactly.
+    """
+
+    span: ImageSpan
+    linked: Record | None = None
+    captured: Record | None = None
+    has_encoder: bool = False
+    why: Why | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt and what is generated after it, in consecutive slots of the pool.
+
+    Attributes:
+      layout, plan: of the prompt.
+      new_slots: slots needed beyond the prompt.
+      images: of the prompt.
+      level: sequences of a level can run when all below have run.
+      choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
+      base: first slot; set when the sequence joins a wave.
+    """
+
+    layout: Layout
+    plan: Plan
+    new_slots: int
+    images: abc.Sequence[ImageUse] = ()
+    level: int = 0
+    choice: Choice | None = None
+    base: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.layout) + self.new_slots
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Rows of an image that a step computes: row `image_row[i]` of the image is encoder row `place[i]` of the step."""
+
+    image: ImageRef
+    image_row: Index
+    place: Index
+
+
+@dataclass(frozen=True, eq=False)
+class Step[S: Sequence]:
+    """One prefill step.
+
+    Its rows are sorted by the layer at which they drop out, those that stay longest first, so that the rows of every
+    layer are a slice of those before it.
+
+    Attributes:
+      rows: padded to a rung.
+      active: rows that each layer computes, [L].
+      bounds: rungs that hold them, and last the rows leaving the last layer, [L + 1]; both non-increasing.
+      placements: the images whose rows are computed.
+      captured: rows whose K, V are kept, by image.
+      wanted: (sequence, index of the token in its prompt) of each row whose logits are wanted; they come first.
+      num_slots: of the pool.
+      selection: what is chosen on the device; `active` and `bounds` count the rows that are.
+      shifts: images whose linked K, V are moved.
+    """
+
+    rows: Rows
+    active: tuple[int, ...]
+    bounds: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    captured: tuple[Captured, ...]
+    wanted: tuple[tuple[S, int], ...]
+    num_slots: int
+    selection: Selection | None = None
+    shifts: tuple[Shift, ...] = ()
+
+    def layer_rows(self, layer: int) -> Rows:
+        """The rows that enter a layer.
+
+        A rung may reach beyond the layer's own rows, into those that have dropped out. They are turned into padding:
+        what they would write belongs to the linked K, V.
+        """
+        bound, active = self.bounds[layer], self.active[layer]
+        return pad_rows(Rows(*(field[..., :active] for field in self.rows)), bound, self.num_slots)
+
+
+def cut_waves[S: Sequence](sequences: abc.Iterable[S], max_sequences: int, num_slots: int) -> list[list[S]]:
+    """Sequences of one level that fit in the pool together, in their order; each gets its first slot."""
+    waves: list[list[S]] = []
+    used = num_slots
+    for sequence in sorted(sequences, key=lambda sequence: sequence.level):
+        alone = sequence.choice is not None or bool(waves and waves[-1][-1].choice)
+        is_full = used + sequence.num_slots > num_slots or len(waves[-1]) == max_sequences or alone
+        if is_full or waves[-1][-1].level != sequence.level:
+            waves.append([])
+            used = 0
+        sequence.base = used
+        used += sequence.num_slots
+        waves[-1].append(sequence)
+    return waves
+
+
+def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots: int, num_layers: int) -> list[Step[S]]:
+    """The steps that compute what the plans of a wave ask for, in slot order."""
+    length = [len(sequence.layout) for sequence in wave]
+    owner = np.repeat(np.arange(len(wave), dtype=np.int32), length)
+    index = np.concatenate([np.arange(n, dtype=np.int32) for n in length])  # of the token in its prompt
+    base = np.array([sequence.base for sequence in wave], np.int32)[owner]
+    place = np.concatenate([sequence.plan.slots for sequence in wave])
+    depth = np.concatenate([sequence.plan.depth for sequence in wave])
+    position = np.concatenate([sequence.layout.positions for sequence in wave], axis=1)
+    token = np.concatenate([sequence.layout.token_ids for sequence in wave])
+    images, image, image_row = _image_rows(wave, length)
+    shifted = shifted_images(wave, num_layers)
+    done = -1  # the last of these images whose first rows are in a step
+
+    steps = []
+    computed = np.flatnonzero(depth)
+    while len(computed):
+        choice = wave[0].choice
+        # What is chosen from must lie in one step.
+        count = len(computed)
+        size = split_rows(count, ladder.rows)[0] if choice is None else round_up(count, ladder.rows)
+        count = min(size, count)
+        wanted = np.flatnonzero(depth[computed[:count]] > num_layers)
+        if len(wanted) > ladder.max_sequences:  # the output head holds no more
+            count = int(wanted[ladder.max_sequences])
+        if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
+            # What moves an image must not depend on where a step ends, so its rows stay together: they begin the next
+            # step, or are this one, if need be the most that a step holds.
+            inside = shifted[computed] == cut
+            count = int(np.argmax(inside)) or min(int(inside.sum()), ladder.max_rows)
+        mine, computed = computed[:count], computed[count:]
+        rows = mine[np.argsort(-depth[mine], kind="stable")]
+        selection = None
+        active = tuple(int(np.count_nonzero(depth[rows] > layer)) for layer in range(num_layers))
+        if choice is not None:
+            check = choice.policy.check_layer
+            must = active[check + 1]
+            among = active[0] - must
+            keep = tuple(min(n, among) for n in choice.keep)
+            tokens = index[rows[: active[0]]]
+            selection = Selection(
+                choice.policy, must, among, keep, int(base[0]), choice.length, choice.question, tokens
+            )
+            active = (*active[: check + 1], *(must + n for n in keep))
+        bounds = [round_up(max(n, 1), ladder.rows) for n in active]
+        placements, source = _place(images, image[rows], image_row[rows], token[rows])
+        slot = base[rows] + place[rows]
+        moving = range(done + 1, 1 + max(done, int(shifted[rows].max())))
+        done += len(moving)
+        shifts = make_shifts(shifted, moving, rows, base + place, position, depth, ladder.max_rows)
+        outputs = rows[depth[rows] > num_layers]
+        steps.append(
+            Step(
+                rows=pad_rows(Rows(slot, position[:, rows], base[rows], slot + 1, source), bounds[0], num_slots),
+                active=active,
+                bounds=(*bounds, ladder.outputs(bounds[-1])),
+                placements=placements,
+                captured=tuple(_captured(wave, length, rows)),
+                wanted=tuple((wave[owner[row]], int(index[row])) for row in outputs),
+                num_slots=num_slots,
+                selection=selection,
+                shifts=tuple(shifts),
+            )
+        )
+    return steps
+
+
+def _captured(wave: abc.Sequence[Sequence], length: list[int], rows: npt.NDArray[np.int64]) -> abc.Iterator[Captured]:
+    """Which of `rows`, indices into the wave's tokens, belong to records to be filled."""
+    place = np.full(sum(length), -1)
+    place[rows] = np.arange(len(rows))
+    first = 0
+    for sequence, count in zip(wave, length, strict=True):
+        for use in sequence.images:
+            if use.captured is not None and not use.captured.is_settled:
+                start = first + use.span.start
+                mine = place[start : start + use.span.length]
+                tokens = np.flatnonzero(mine >= 0)
+                if len(tokens):
+                    yield Captured(use.captured, tokens, mine[tokens])
+        first += count
+
+
+def pad_rows(rows: Rows, size: int, num_slots: int) -> Rows:
+    """Padding rows write nowhere (distinct slots beyond the pool) and see nothing."""
+    missing = size - len(rows.slot)
+    padded = Rows(*(np.pad(field, [(0, 0)] * (field.ndim - 1) + [(0, missing)]) for field in rows))
+    padded.slot[size - missing :] = num_slots + np.arange(size - missing, size)
+    return padded
+
+
+def encoder_calls(images: abc.Iterable[ImageRef], most: int) -> list[list[ImageRef]]:
+    """Consecutive images that share an encoder call of up to `most` patches; a larger image has a call of its own."""
+    calls: list[list[ImageRef]] = []
+    used = most
+    for image in images:
+        patches = math.prod(image.grid)
+        if used + patches > most:
+            calls.append([])
+            used = 0
+        used += patches
+        calls[-1].append(image)
+    return calls
+
+
+def _image_rows(wave: abc.Sequence[Sequence], length: list[int]) -> tuple[list[ImageRef], Index, Index]:
+    """The wave's images, and for every row which image it belongs to (-1: text) and which row of it it is."""
+    images: list[ImageRef] = []
+    image = np.full(sum(length), -1, np.int32)
+    image_row = np.zeros(sum(length), np.int32)
+    known: dict[int, int] = {}  # requests share images
+    first = 0
+    for sequence in wave:
+        for span in sequence.layout.images:
+            number = known.setdefault(id(span.image), len(images))
+            if number == len(images):
+                images.append(span.image)
+            place = slice(first + span.start, first + span.start + span.length)
+            image[place] = number
+            image_row[place] = np.arange(span.length)
+        first += len(sequence.layout)
+    return images, image, image_row
+
+
+def _place(images: list[ImageRef], image: Index, image_row: Index, token: Index) -> tuple[tuple[Placement, ...], Index]:
+    """Numbers a step's image rows as its encoder rows; returns where they come from, and each row's source.
+
+    Answers to one prompt share the rows of its images.
+    """
+    is_image = image >= 0
+    pairs, place = np.unique(np.stack([image[is_image], image_row[is_image]]), axis=1, return_inverse=True)
+    source = token.copy()
+    source[is_image] = -1 - place
+    placements = []
+    for number in np.unique(pairs[0]):
+        mine = np.flatnonzero(pairs[0] == number).astype(np.int32)
+        placements.append(Placement(images[number], pairs[1, mine], mine))
+    return tuple(placements), source

@@ -1,0 +1,114 @@
+"""Will it fit: weights, KV pool and activations against the memory there is, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.models import ModelConfig
+
+GIB = 2**30
+MIN_SLOTS = 64  # a pool below this serves nobody
+SLOT_MULTIPLE = 8  # which the bulk copies of GPUs ask for
+
+
+def plan_pool(
+    config: ModelConfig,
+    dtype: np.dtype,
+    device: jax.Device,
+    ladder: Ladder,
+    *,
+    weights: int,
+    kv_cache_bytes: int | None,
+    max_model_len: int,
+) -> int:
+    """The slots of the KV pool.
+
+    Args:
+      weights: bytes of the weights.
+      kv_cache_bytes: bytes of the pool; None takes most of what is free, but no more than the ladder's sequences of
+        `max_model_len` tokens can use.
+
+    Raises:
+      MemoryError: it does not fit; the message has the figures.
+    """
+    slot = slot_bytes(config, dtype)
+    activations = _activations(config, dtype, ladder)
+    free = free_bytes(device)
+    if kv_cache_bytes is None:
+        # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
+        share = 0.25 if device.platform == "cpu" else 0.9
+        most = int(share * max(free - weights - activations, 0))
+        useful = max(MIN_SLOTS, ladder.max_sequences * max_model_len)
+        num_slots = min(most // slot, useful + -useful % SLOT_MULTIPLE)
+    else:
+        num_slots = kv_cache_bytes // slot
+    num_slots -= num_slots % SLOT_MULTIPLE
+    if num_slots < MIN_SLOTS or weights + activations + num_slots * slot > free:
+        wanted = "at least " + _gib(MIN_SLOTS * slot) if kv_cache_bytes is None else _gib(kv_cache_bytes)
+        raise MemoryError(
+            f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
+            f"activations about {_gib(activations)}, KV pool {wanted} ({slot} bytes a slot, {MIN_SLOTS} slots or more)"
+        )
+    return num_slots
+
+
+def slot_bytes(config: ModelConfig, dtype: np.dtype) -> int:
+    """Bytes of one token's K and V in all layers."""
+    text = config.text
+    return 2 * text.num_layers * text.num_kv_heads * text.head_dim * dtype.itemsize
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Bytes that can still be allocated on a device."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats is not None:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (pathlib.Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and limit.read_text().strip() != "max":  # a container's own limit
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+def limit_rows(ladder: Ladder, max_rows: int) -> Ladder:
+    """The ladder with steps of at most `max_rows` rows."""
+    rows = (*(rung for rung in ladder.rows if rung < max_rows), max_rows)
+    return dataclasses.replace(ladder, rows=rows)
+
+
+def limit_patches(ladder: Ladder, most: int, merge_size: int) -> Ladder:
+    """The ladder without rungs beyond the first that holds `most` patches."""
+    rungs = ladder.patches
+    kept = tuple(rung for below, rung in zip((0, *rungs), rungs, strict=False) if below < most)
+    for rung in kept:
+        if rung % merge_size**2:
+            raise ValueError(f"ladder.patches must be multiples of merge_size**2 = {merge_size**2}, got {rung}")
+    return dataclasses.replace(ladder, patches=kept)
+
+
+def _activations(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
+    """A generous estimate of what a step holds besides weights and pool."""
+    text, vision = config.text, config.vision
+    row = 4 * text.hidden_size + 3 * text.intermediate_size + 3 * (text.num_heads + text.num_kv_heads) * text.head_dim
+    patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
+    encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * ladder.max_rows
+    # K, V of three steps on their way to the host, and of records on their way to the device.
+    largest = max(ladder.max_rows, ladder.patches[-1] // vision.merge_size**2)
+    moving = slot_bytes(config, dtype) * (3 * ladder.max_rows + largest)
+    logits = 4 * 4 * ladder.max_sequences * text.vocab_size
+    return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + moving + logits
+
+
+def _gib(count: Any) -> str:
+    return f"{count / GIB:.2f} GiB"

@@ -1,0 +1,124 @@
+"""Where everything of a request lies: tokens, M-RoPE positions, image spans (host, numpy)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.inputs.images import Grid, Patches
+from vlcache_jax.models.rope import mrope_positions
+
+if TYPE_CHECKING:
+    from vlcache_jax.cache.record import Record
+
+
+State = Literal["text", "miss", "exact", "approximate"]
+
+
+class ImageRef:
+    """An image of a call. Requests of a call that show the same image share one.
+
+    Attributes:
+      key: entry key (`vlcache_jax.cache`).
+      grid: patches, see `vlcache_jax.inputs.images`.
+      num_tokens: image tokens it takes in the prompt.
+      encoder: record of its encoder rows, which may still be to be filled; None: none is kept.
+    """
+
+    def __init__(self, key: str, grid: Grid, num_tokens: int, load: Callable[[], Patches]):
+        self.key, self.grid, self.num_tokens = key, grid, num_tokens
+        self.encoder: Record | None = None
+        self._load = load
+
+    @functools.cached_property
+    def patches(self) -> Patches:
+        """Its pixels, decoded and cut when they are first asked for."""
+        return self._load()
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Consecutive tokens of one kind, `start` counted from the first token of the prompt.
+
+    An image is a "miss" (no K, V to link, so computed), "exact" (K, V were computed in this very context) or
+    "approximate" (in another one).
+    """
+
+    start: int
+    length: int
+    image: ImageRef | None
+    state: State
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSpan(Span):
+    """A span that is an image."""
+
+    image: ImageRef
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One prompt, image tokens expanded.
+
+    Attributes:
+      token_ids: int32 [n].
+      positions: M-RoPE triples, int32 [3, n].
+      delta: generated token i has position n + i + delta on all axes.
+      spans: cover the prompt in order.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    delta: int
+    spans: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def images(self) -> list[ImageSpan]:
+        """The spans that are images."""
+        return [span for span in self.spans if isinstance(span, ImageSpan)]
+
+    def extended(self, tokens: Sequence[int]) -> Layout:
+        """The same prompt with text tokens after it, as they would be generated."""
+        more = np.asarray(tokens, np.int32)
+        position = len(self) + self.delta + np.arange(len(more), dtype=np.int32)
+        return Layout(
+            np.concatenate([self.token_ids, more]),
+            np.concatenate([self.positions, np.tile(position, (3, 1))], axis=1),
+            self.delta,
+            (*self.spans, Span(len(self), len(more), None, "text")),
+        )
+
+
+def make_layout(
+    token_ids: npt.NDArray[np.int32],
+    starts: Sequence[int],
+    images: Sequence[ImageRef],
+    merge_size: int,
+    states: Sequence[State] | None = None,
+) -> Layout:
+    """The layout of expanded `token_ids` [n] whose k-th image begins at `starts[k]`; by default all are misses."""
+    grids = [(image.grid[1] // merge_size, image.grid[2] // merge_size) for image in images]
+    positions, delta = mrope_positions(len(token_ids), starts, grids)
+    spans: list[Span] = []
+    done = 0
+    for start, image, state in zip(starts, images, states or cast(list[State], ["miss"] * len(images)), strict=True):
+        if start > done:
+            spans.append(Span(done, start - done, None, "text"))
+        spans.append(ImageSpan(start, image.num_tokens, image, state))
+        done = start + image.num_tokens
+    if done < len(token_ids):
+        spans.append(Span(done, len(token_ids) - done, None, "text"))
+    return Layout(token_ids, positions, delta, tuple(spans))

@@ -1,0 +1,315 @@
+"""Prompts on the host: conversations and texts with images become token ids with a place for every image.
+
+A text is tokenised once, with a single `<|image_pad|>` for each image. How many tokens an image takes is known when its
+size is; `PromptRenderer.expand` then repeats the pads in the array of ids. Pads are special tokens, so this equals
+tokenising the text with the repeated pads, as the library's processors do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.inputs.images import ImageSource, check_limits, decode_base64, read_image
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IMAGE_TOKEN = "<|image_pad|>"
+VIDEO_TOKEN = "<|video_pad|>"
+
+_ROLES = ("system", "user", "assistant")
+_IMAGE_KEYS = ("image", "url", "path", "base64")
+_PROMPT_KEYS = ("prompt", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A request's text and images, checked but with nothing decoded.
+
+    Attributes:
+        text: as the model sees it, with one `<|image_pad|>` for each image.
+        token_ids: of `text`, int32 [n], not expanded.
+        images: in the order of their places.
+        uuids: the caller's own id of each image, or None.
+        mm_processor_kwargs: min_pixels and max_pixels of this request; empty means the engine's.
+    """
+
+    text: str = field(repr=False)
+    token_ids: npt.NDArray[np.int32] = field(repr=False)
+    images: tuple[ImageSource, ...] = ()
+    uuids: tuple[str | None, ...] = ()
+    mm_processor_kwargs: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_image(cls, source: ImageSource, image_token_id: int, limits: Mapping[str, int] | None) -> Prompt:
+        """An image and nothing else."""
+        ids = np.array([image_token_id], np.int32)
+        return cls(IMAGE_TOKEN, ids, (source,), (None,), check_limits(limits))
+
+
+class PromptRenderer:
+    """Makes prompts with a checkpoint's tokenizer and chat template.
+
+    Attributes:
+        tokenizer: a tokenizer of transformers.
+        chat_template: Jinja text, or None where only `from_prompt` is used.
+        allow_remote_images: whether http(s) URLs are fetched.
+        image_token_id: of `<|image_pad|>`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        *,
+        allow_remote_images: bool = False,
+    ):
+        special = tokenizer.get_added_vocab()
+        for token in (IMAGE_TOKEN, VIDEO_TOKEN):
+            if token not in special:
+                raise ValueError(f"tokenizer must have the special token {token}, got {sorted(special)}")
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.allow_remote_images = allow_remote_images
+        self.image_token_id: int = special[IMAGE_TOKEN]
+        self._video_token_id: int = special[VIDEO_TOKEN]
+
+    @classmethod
+    def from_pretrained(cls, directory: str | PathLike[str], *, allow_remote_images: bool = False) -> PromptRenderer:
+        """Reads the tokenizer and the chat template of a checkpoint.
+
+        The template is taken, as in the library's processors, from chat_template.json, else chat_template.jinja, else
+        the tokenizer's configuration.
+
+        Raises:
+            ValueError: no directory, no tokenizer in it, or a tokenizer without the image tokens.
+        """
+        if not Path(directory).is_dir():
+            raise ValueError(f"directory must be a checkpoint's directory, got {str(directory)!r}")
+        from transformers import AutoTokenizer  # seconds to import where torch is installed
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{directory} must hold a tokenizer: {error}") from error
+        template = tokenizer.chat_template
+        legacy = Path(directory, "chat_template.json")
+        if legacy.is_file():
+            template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+        if isinstance(template, dict):
+            template = template.get("default")
+        return cls(tokenizer, template, allow_remote_images=allow_remote_images)
+
+    def image(self, value: Any, name: str = "image") -> ImageSource:
+        """Takes hold of an image, see `images.read_image`."""
+        return read_image(value, allow_remote=self.allow_remote_images, name=name)
+
+    def from_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        name: str = "conversation",
+    ) -> Prompt:
+        """Renders a conversation up to where the assistant's next turn begins.
+
+        Args:
+            messages: of OpenAI's or Hugging Face's shape: `{"role": ..., "content": ...}`, the content a string or a
+                list of parts `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
+                `{"type": "image", "image" | "url" | "path" | "base64": ...}`.
+            mm_processor_kwargs: pixel limits of this request.
+            name: what error messages call the conversation, such as "conversations[2]".
+
+        Raises:
+            ValueError: an empty conversation, another role, key or type of part, an unreadable image, a text that holds
+                an image or video placeholder, or a template that does not give every image its place.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
+        if not messages:
+            raise ValueError(f"{name} must hold at least one message, got none")
+        if self.chat_template is None:
+            raise ValueError(f"{name} must be given as a prompt: this checkpoint has no chat template")
+        images: list[ImageSource] = []
+        rendered = [self._message(message, f"{name} messages[{i}]", name, images) for i, message in enumerate(messages)]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                rendered, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates come with checkpoints and raise what they like
+            raise ValueError(f"{name} must suit the checkpoint's chat template, which failed: {error}") from error
+        return self._prompt(cast(str, text), images, (None,) * len(images), mm_processor_kwargs, name)
+
+    def from_prompt(self, prompt: str | Mapping[str, Any], *, name: str = "prompt") -> Prompt:
+        """Takes a text as it is, with one `<|image_pad|>` at the place of each image.
+
+        Args:
+            prompt: the text, or `{"prompt": str, "multi_modal_data": {"image": image or list},
+                "multi_modal_uuids": {"image": id or list}, "mm_processor_kwargs": {...}}`.
+            name: what error messages call it, such as "prompts[2]".
+
+        Raises:
+            ValueError: an unknown key, an unreadable image, or as many placeholders as there are not images.
+        """
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, Mapping):
+            raise ValueError(f"{name} must be a string or a dict, got {type(prompt).__name__}")
+        _check_keys(prompt, _PROMPT_KEYS, name)
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must hold a string as 'prompt', got {type(text).__name__}")
+        images = [
+            self.image(image, f"{name} images[{i}]")
+            for i, image in enumerate(_of_images(prompt, "multi_modal_data", name) or ())
+        ]
+        uuids = _of_images(prompt, "multi_modal_uuids", name)
+        if uuids is None:
+            uuids = [None] * len(images)
+        if len(uuids) != len(images):
+            raise ValueError(f"{name} must have one uuid for each image, got {len(uuids)} for {len(images)} images")
+        for uuid in uuids:
+            if not (uuid is None or (isinstance(uuid, str) and uuid)):
+                raise ValueError(f"{name} uuids must be non-empty strings or None, got {uuid!r}")
+        return self._prompt(text, images, tuple(uuids), prompt.get("mm_processor_kwargs"), name)
+
+    def expand(
+        self, token_ids: npt.NDArray[np.int32], counts: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Repeats each image's pad as often as the image has tokens.
+
+        Args:
+            token_ids: with one pad for each image, int32 [n].
+            counts: tokens of each image.
+
+        Returns:
+            The ids, int32, and of each image where its pads start and how many they are, int32 [images].
+
+        Raises:
+            ValueError: as many pads as there are not counts, a count below 1, or two pads side by side.
+        """
+        places = self._places(token_ids, "token_ids")
+        lengths = np.asarray(counts, np.int32)
+        if lengths.shape != places.shape:
+            raise ValueError(f"counts must have one entry for each of {len(places)} images, got {len(lengths)}")
+        if np.any(lengths < 1):
+            raise ValueError(f"counts must be positive, got {lengths.tolist()}")
+        repeats = np.ones(len(token_ids), np.int64)
+        repeats[places] = lengths
+        starts = places + np.cumsum(lengths - 1) - (lengths - 1)
+        return np.repeat(np.asarray(token_ids, np.int32), repeats), starts.astype(np.int32), lengths
+
+    def _message(self, message: Any, name: str, conversation: str, images: list[ImageSource]) -> dict[str, Any]:
+        """Checks a message, appends its images to `images`, and returns it in the shape that templates know."""
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{name} must be a dict with role and content, got {type(message).__name__}")
+        _check_keys(message, ("role", "content"), name)
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES:
+            raise ValueError(f"{name} must have the role system, user or assistant, got {role!r}")
+        if isinstance(content, str):
+            return {"role": role, "content": _plain_text(content, name)}
+        if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+            raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {content!r:.80}")
+        parts: list[dict[str, str]] = []
+        for i, part in enumerate(content):
+            where = f"{name} content[{i}]"
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text":
+                _check_keys(part, ("type", "text"), where)
+                parts.append({"type": "text", "text": _plain_text(part.get("text"), where)})
+            elif kind in ("image", "image_url"):
+                image = f"{conversation} images[{len(images)}]"
+                value = _image_value(part, where, image)
+                images.append(self.image(value, image))
+                parts.append({"type": "image"})
+            else:
+                got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
+                raise ValueError(f"{where} must be a dict of type text, image or image_url, got {got}")
+        return {"role": role, "content": parts}
+
+    def _prompt(
+        self,
+        text: str,
+        images: Sequence[ImageSource],
+        uuids: tuple[str | None, ...],
+        mm_processor_kwargs: Mapping[str, int] | None,
+        name: str,
+    ) -> Prompt:
+        limits = check_limits(mm_processor_kwargs, f"{name} mm_processor_kwargs")
+        token_ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
+        if not len(token_ids):
+            raise ValueError(f"{name} must not be empty, got {text!r}")
+        if np.any(token_ids == self._video_token_id):
+            raise ValueError(f"{name} must hold no videos, got {VIDEO_TOKEN}")
+        places = self._places(token_ids, name)
+        if len(places) != len(images):
+            raise ValueError(
+                f"{name} must hold one {IMAGE_TOKEN} for each image, got {len(places)} placeholders "
+                f"for {len(images)} images"
+            )
+        return Prompt(text, token_ids, tuple(images), uuids, limits)
+
+    def _places(self, token_ids: npt.NDArray[np.int32], name: str) -> npt.NDArray[np.int64]:
+        places = np.flatnonzero(np.asarray(token_ids) == self.image_token_id)
+        if np.any(np.diff(places) == 1):  # their tokens would run together to one image
+            raise ValueError(f"{name} must have a token between two images, got two {IMAGE_TOKEN} side by side")
+        return places
+
+
+def _check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{name} must hold only {', '.join(known)}, got {key!r}")
+
+
+def _plain_text(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must have a string as text, got {type(text).__name__}")
+    for token in (IMAGE_TOKEN, VIDEO_TOKEN):
+        if token in text:
+            raise ValueError(f"{name} must not contain {token}, which marks the place of an image or video")
+    return text
+
+
+def _image_value(part: Mapping[str, Any], name: str, image: str) -> Any:
+    """What `read_image` takes, from an image part of either shape."""
+    if part["type"] == "image_url":
+        _check_keys(part, ("type", "image_url"), name)
+        value = part.get("image_url")
+        if isinstance(value, Mapping):
+            _check_keys(value, ("url",), f"{name} image_url")
+            value = value.get("url")
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
+        return value
+    _check_keys(part, ("type", *_IMAGE_KEYS), name)
+    given = [key for key in _IMAGE_KEYS if part.get(key) is not None]
+    if len(given) != 1:
+        raise ValueError(f"{name} must hold exactly one of {', '.join(_IMAGE_KEYS)}, got {', '.join(given) or 'none'}")
+    value = part[given[0]]
+    if given[0] == "base64" and isinstance(value, str) and not value.startswith("data:"):
+        return decode_base64(value, image)
+    return value
+
+
+def _of_images(prompt: Mapping[str, Any], key: str, name: str) -> list[Any] | None:
+    """The images, or their ids, under `key` of a prompt: None if absent; a single one is a list of one."""
+    data = prompt.get(key)
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} {key} must be a dict with 'image', got {type(data).__name__}")
+    _check_keys(data, ("image",), f"{name} {key}")
+    value = data.get("image")
+    if value is None:
+        return None
+    return list(value) if isinstance(value, (list, tuple)) else [value]

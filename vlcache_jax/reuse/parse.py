@@ -1,0 +1,83 @@
+"""From what users write as `reuse` to a policy."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from vlcache_jax.reuse.policies import EPIC, MPIC, Ends, Exact, Off, Policy, Scheduled, Spread, StaticRatio, TwoPass
+from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.selection import NAMED, Asked
+
+_DIGITS = 30
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
+_WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
+_WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
+_NAMED: dict[str, Policy] = {
+    "off": Off(),
+    "exact": Exact(),
+    "full": StaticRatio(Fraction(0)),
+    "full-two-pass": TwoPass(),
+}
+
+
+def parse_policy(reuse: Any) -> Policy:
+    """The policy that a user's `reuse` stands for.
+
+    Args:
+      reuse: "off", "exact", "full" (ratio 0), "full-two-pass", a ratio from 0 to 1 as a number or a decimal string,
+        "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and others of `selection.NAMED`, the path
+        of a schedule file, by itself or behind "spread-", "shift-" or "asked-", a `Schedule` or a `Policy`.
+
+    Raises:
+      ValueError: something else.
+    """
+    if isinstance(reuse, Schedule):
+        return Scheduled(reuse)
+    if isinstance(reuse, Policy) and not isinstance(reuse, type):
+        return reuse
+    if isinstance(reuse, (numbers.Real, Decimal)) and not isinstance(reuse, bool):
+        return StaticRatio(_fraction(reuse if isinstance(reuse, Fraction) else str(reuse)))
+    if isinstance(reuse, str):
+        if reuse in _NAMED:
+            return _NAMED[reuse]
+        if reuse.startswith("mpic-") and reuse[5:].isdecimal():
+            return MPIC(int(reuse[5:]))
+        if reuse.startswith("epic-") and reuse[5:].isdecimal():
+            return EPIC(int(reuse[5:]))
+        scheduled = {**_WITH_SCHEDULE, "asked": Asked}
+        name, _, path = reuse.partition("-")
+        if name in scheduled and path.endswith(".json") and not Path(reuse).is_file():
+            return scheduled[name](schedule=Schedule.load(path))
+        named: dict[str, Callable[[Fraction], Policy]] = {"": StaticRatio, **_WITH_RATIO, **NAMED}
+        for name, policy in named.items():
+            prefix = name and f"{name}-"
+            if reuse.startswith(prefix) and _DECIMAL.fullmatch(ratio := reuse.removeprefix(prefix)):
+                return policy(_fraction(ratio))
+    if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or Path(reuse).is_file())):
+        return Scheduled(Schedule.load(reuse))
+    raise ValueError(
+        'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
+        '"ends-R", "spread-R", "shift-R", "cacheblend-R", "cacheblend-lmcache-R", "cacheblend-proto-R", "kvshare-R", '
+        '"kvshare-attn-R", "asked-R", the path of a schedule file, also behind "spread-", "shift-" or "asked-", '
+        "a Schedule or a Policy, "
+        f"got {reuse!r}"
+    )
+
+
+def _fraction(value: str | Fraction) -> Fraction:
+    """The exact value of a decimal: 0.29 of 100 tokens are 29, where floating point says 28."""
+    if isinstance(value, Fraction):
+        return value
+    decimal = Decimal(value)
+    exponent = decimal.as_tuple().exponent  # a letter where the value is not finite
+    if not (isinstance(exponent, int) and exponent >= -_DIGITS and 0 <= decimal <= 1):
+        raise ValueError(f"reuse must be a ratio from 0 to 1 of at most {_DIGITS} digits, got {value}")
+    return Fraction(decimal)

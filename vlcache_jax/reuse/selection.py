@@ -1,0 +1,415 @@
+"""Rows chosen on the device: policies that compute the first layers whole and go on with what deviates most.
+
+The number of rows that go on is known before the run, so that shapes stay static; which ones they are is decided inside
+the compiled programs, from the difference between the K, V that were linked and those just computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vlcache_jax.inputs.layout import Layout
+from vlcache_jax.models import Rows
+from vlcache_jax.reuse.plan import Plan, full_prefill
+from vlcache_jax.reuse.policies import Policy, check_ratio
+from vlcache_jax.reuse.schedule import Schedule
+
+_BLOCK = 128  # rows whose attention is held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """What a layer's rows become before attention, and what was linked for them.
+
+    Attributes:
+      q: rotated queries, [N, H, D].
+      k, v: rotated keys and values of the rows, [N, K, D].
+      linked_k, linked_v: those of the pool at the rows' slots, before the layer runs, [N, K, D].
+      window: all keys of the request with the rows' own keys written, and with those of image rows as they were linked,
+        each [W, K, D].
+      place: of each row in the window, beyond it for padding, [N].
+      begin, end: places that a row sees, [N].
+      asks: rows of the prompt behind its last image, [N].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    linked_k: jax.Array
+    linked_v: jax.Array
+    window: tuple[jax.Array, jax.Array]
+    place: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    asks: jax.Array
+
+
+@runtime_checkable
+class SelectingPolicy(Policy, Protocol):
+    """A policy that chooses among the tokens of approximate images on the device.
+
+    All rows are computed up to and in layer `check_layer`. Of those with the highest scores, the next layer computes
+    the first of the numbers that `keep` returns, the layer after it the second, and so on; they must not increase.
+
+    Attributes:
+      check_layer: the last layer that computes all rows.
+      scored_layers: whose scores are added up, none behind the check layer.
+    """
+
+    @property
+    def check_layer(self) -> int: ...
+
+    @property
+    def scored_layers(self) -> tuple[int, ...]: ...
+
+    def keep(self, layout: Layout, num_layers: int) -> tuple[int, ...]: ...
+
+    def score(self, rows: Projected) -> jax.Array: ...
+
+
+class _Selecting:
+    """What the selecting policies share."""
+
+    links = True
+    approximates = True
+    ratio: Fraction
+    check_layer: int
+
+    def keep(self, layout: Layout, num_layers: int) -> tuple[int, ...]:
+        """floor(ratio x E) of the E tokens of approximate images, in every layer behind the check layer."""
+        return (int(self.ratio * _reused(layout)),) * (num_layers - 1 - self.check_layer)
+
+    def plan(self, layout: Layout, num_layers: int) -> Plan:
+        """The rows that are not chosen leave behind the check layer."""
+        if num_layers < self.check_layer + 2:
+            raise ValueError(f"reuse must leave layers behind layer {self.check_layer}, got a model of {num_layers}")
+        depth = full_prefill(layout, num_layers).depth
+        for span in layout.images:
+            if span.state == "exact":
+                depth[span.tokens] = 0
+            elif span.state == "approximate":
+                depth[span.tokens] = self.check_layer + 1
+        depth[-1] = num_layers + 1
+        return Plan(depth)
+
+
+def _reused(layout: Layout) -> int:
+    """Tokens of approximate images."""
+    return sum(span.length for span in layout.images if span.state == "approximate")
+
+
+@dataclass(frozen=True)
+class CacheBlend(_Selecting):
+    """The tokens whose K, V deviate most (CacheBlend).
+
+    Attributes:
+      ratio: of the reused tokens that go on behind the check layer.
+      variant: "vlcache_baseline": K and V of layers 0 to 2 (the baseline of the VLCache paper, Table 5); "lmcache":
+        keys of layer 1; "proto": values of layer 1 (the reference prototype). Squared L2 distances.
+    """
+
+    ratio: Fraction
+    variant: str = "vlcache_baseline"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if self.variant not in ("vlcache_baseline", "lmcache", "proto"):
+            raise ValueError(f"variant must be vlcache_baseline, lmcache or proto, got {self.variant!r}")
+
+    @property
+    def name(self) -> str:
+        variant = "" if self.variant == "vlcache_baseline" else f"{self.variant}-"
+        return f"cacheblend-{variant}{float(self.ratio):g}"
+
+    @property
+    def check_layer(self) -> int:  # type: ignore[override]
+        return 2 if self.variant == "vlcache_baseline" else 1
+
+    @property
+    def scored_layers(self) -> tuple[int, ...]:
+        return (0, 1, 2) if self.variant == "vlcache_baseline" else (1,)
+
+    def score(self, rows: Projected) -> jax.Array:
+        k, v = _squared_distance(rows.k, rows.linked_k), _squared_distance(rows.v, rows.linked_v)
+        return {"vlcache_baseline": k + v, "lmcache": k, "proto": v}[self.variant]
+
+
+@dataclass(frozen=True)
+class KVShare(_Selecting):
+    """The tokens whose deviation is looked at most (KVShare).
+
+    Attributes:
+      ratio: of the reused tokens that go on behind layer 1.
+      selector: "dhd": attention received, times the L1 distance of values (the paper's own); "attn_dist": how far the
+        attention that a token receives changes with the keys (as the VLCache paper words its baseline).
+    """
+
+    ratio: Fraction
+    selector: str = "dhd"
+    check_layer: int = 1
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if self.selector not in ("dhd", "attn_dist"):
+            raise ValueError(f"selector must be dhd or attn_dist, got {self.selector!r}")
+
+    @property
+    def name(self) -> str:
+        return f"kvshare-{'attn-' if self.selector == 'attn_dist' else ''}{float(self.ratio):g}"
+
+    @property
+    def scored_layers(self) -> tuple[int, ...]:
+        return (self.check_layer,)
+
+    def score(self, rows: Projected) -> jax.Array:
+        new, old = rows.window
+        if self.selector == "attn_dist":
+            changed = _column_sums(rows, lambda q, see: jnp.abs(_attention(q, new, see) - _attention(q, old, see)))
+            return changed.sum(1)
+        received = _column_sums(rows, lambda q, see: _attention(q, new, see))
+        kv_heads = rows.v.shape[1]
+        per_kv_head = received.reshape(len(received), kv_heads, -1).sum(2)
+        distance = jnp.abs(rows.v.astype(jnp.float32) - rows.linked_v.astype(jnp.float32)).sum(2)
+        return (per_kv_head * distance).sum(1)
+
+
+@dataclass(frozen=True)
+class Asked(_Selecting):
+    """The tokens that the question looks at and whose K, V deviate: our own.
+
+    Attention from the rows behind the last image, which are about to answer, times the L2 distance of K and V, in one
+    layer. How many rows go on is a ratio, or a schedule's levels: its sizes, with members chosen from the data.
+
+    Attributes:
+      ratio: of the reused tokens that go on behind the check layer; not used with a schedule.
+      check_layer: the layer that is looked at.
+      schedule: numbers of rows, layer by layer.
+    """
+
+    ratio: Fraction = Fraction(0)
+    check_layer: int = 1
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if not isinstance(self.check_layer, int) or self.check_layer < 1:
+            raise ValueError(
+                f"check_layer must be an integer of at least 1 (nothing deviates in layer 0), got {self.check_layer!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        size = f"{float(self.ratio):g}" if self.schedule is None else f"schedule {self.schedule.mean_text}"
+        return f"asked-{size}" + (f" from layer {self.check_layer}" if self.check_layer > 1 else "")
+
+    @property
+    def scored_layers(self) -> tuple[int, ...]:
+        return (self.check_layer,)
+
+    def keep(self, layout: Layout, num_layers: int) -> tuple[int, ...]:
+        if self.schedule is None:
+            return super().keep(layout, num_layers)
+        return tuple(self.schedule.count(_reused(layout), layer) for layer in range(self.check_layer + 1, num_layers))
+
+    def score(self, rows: Projected) -> jax.Array:
+        asking = dataclasses.replace(rows, end=jnp.where(rows.asks, rows.end, 0))
+        received = _column_sums(asking, lambda q, see: _attention(q, rows.window[0], see)).sum(1)
+        return received * jnp.sqrt(_squared_distance(rows.k, rows.linked_k) + _squared_distance(rows.v, rows.linked_v))
+
+
+# What `reuse` may name, before a dash and the ratio.
+NAMED: dict[str, Callable[[Fraction], SelectingPolicy]] = {
+    "cacheblend": CacheBlend,
+    "cacheblend-lmcache": functools.partial(CacheBlend, variant="lmcache"),
+    "cacheblend-proto": functools.partial(CacheBlend, variant="proto"),
+    "asked": Asked,
+    "kvshare": KVShare,
+    "kvshare-attn": functools.partial(KVShare, selector="attn_dist"),
+}
+
+
+def _squared_distance(new: jax.Array, old: jax.Array) -> jax.Array:
+    """[N, K, D] twice -> [N] float32."""
+    return jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2))
+
+
+def _attention(q: jax.Array, k: jax.Array, see: jax.Array) -> jax.Array:
+    """Softmax over the places a row sees: q [B, H, D], k [W, K, D], see [B, W] -> [B, H, W] float32."""
+    rows, heads, width = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum("bkgd,wkd->bkgw", grouped, k, preferred_element_type=jnp.float32) * width**-0.5
+    scores = jnp.where(see[:, None, None], scores, -jnp.inf)
+    highest = jnp.max(scores, -1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0))
+    total = weights.sum(-1, keepdims=True)
+    return (weights / jnp.where(total > 0, total, 1)).reshape(rows, heads, -1)
+
+
+def _column_sums(rows: Projected, weights: Any) -> jax.Array:
+    """What each row's key receives from all rows behind it and its own: [N, H]. Rows go in blocks."""
+    count, heads, _ = rows.q.shape
+    size = rows.window[0].shape[0]
+    place = jnp.arange(size)
+    blocks = -(-count // _BLOCK)
+    missing = blocks * _BLOCK - count
+    q = jnp.pad(rows.q, ((0, missing), (0, 0), (0, 0))).reshape(blocks, _BLOCK, heads, -1)
+    begin, end = (jnp.pad(edge, (0, missing)).reshape(blocks, _BLOCK, 1) for edge in (rows.begin, rows.end))
+
+    def add(total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        queries, first, last = block
+        return total + weights(queries, (place >= first) & (place < last)).sum(0), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros((heads, size), jnp.float32), (q, begin, end))
+    return total.T[jnp.minimum(rows.place, size - 1)]
+
+
+def make_choice(policy: Policy, layout: Layout, num_layers: int) -> Choice | None:
+    """How a request with this layout chooses; None if the policy does not, or there is nothing to choose from.
+
+    Raises:
+      ValueError: the numbers of rows are not such.
+    """
+    if not isinstance(policy, SelectingPolicy) or not (most := _reused(layout)):
+        return None
+    keep = policy.keep(layout, num_layers)
+    falling = all(a >= b for a, b in itertools.pairwise((most, *keep, 0)))
+    if len(keep) != num_layers - 1 - policy.check_layer or not falling:
+        raise ValueError(
+            f"{policy.name} must keep numbers of rows from {most} to 0 that do not increase, one a layer behind layer "
+            f"{policy.check_layer}, got {keep}"
+        )
+    last = layout.images[-1]
+    return Choice(policy, keep, len(layout), last.start + last.length)
+
+
+def project(
+    layer: Any,
+    x: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Rows,
+    is_image: jax.Array,
+    request: jax.Array,
+    size: int,
+) -> Projected:
+    """What the rows of a layer step become, and what the pool holds for them.
+
+    Args:
+      layer: the decoder layer.
+      x: hidden states that enter it, [N, M].
+      k, v: its pool before it runs, [S, K, D].
+      rows: of the step.
+      is_image: rows among which is chosen, [N].
+      request: its first slot, the length of its prompt, and the prompt's first token behind its last image, [3].
+      size: W, slots from there on that hold the request; at most S.
+    """
+    q, new_k, _, new_v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
+    slots = len(k)
+    start, length, question = request
+    first = jnp.minimum(start, slots - size)
+    place = jnp.where(rows.slot < slots, rows.slot - first, size + jnp.arange(len(x)))
+    window = jax.lax.dynamic_slice_in_dim(k, first, size)
+    write = functools.partial(window.at[place].set, mode="drop", unique_indices=True)
+    at = jnp.minimum(rows.slot, slots - 1)
+    linked_k, linked_v = k[at], v[at]
+    return Projected(
+        q,
+        new_k,
+        new_v,
+        linked_k,
+        linked_v,
+        (write(new_k), write(jnp.where(is_image[:, None, None], linked_k, new_k))),
+        place,
+        jnp.maximum(rows.k_start - first, 0),
+        jnp.where(rows.slot < start + length, jnp.maximum(rows.k_end - first, 0), 0),
+        (rows.slot >= start + question) & (rows.slot < start + length),
+    )
+
+
+def choose(
+    x: jax.Array,
+    rows: Rows,
+    score: jax.Array,
+    must: jax.Array,
+    among: jax.Array,
+    keep: jax.Array,
+    *,
+    size: int,
+    slots: int,
+) -> tuple[jax.Array, Rows, jax.Array]:
+    """The rows that go on: the first `must`, then those of the next `among` with the highest scores, highest first.
+
+    So what still later layers keep of them is a slice. Of equal scores the earlier row comes first.
+
+    Args:
+      x: hidden states, [N, M].
+      keep: how many of the candidates the next layer computes.
+      size: rows returned, at least must + keep; those beyond are padding.
+      slots: S of the pool.
+
+    Returns:
+      (x [size, M], rows, which rows they were [size])
+    """
+    index = jnp.arange(len(x))
+    is_candidate = (index >= must) & (index < must + among)
+    ranked = jnp.argsort(jnp.where(is_candidate, -score, jnp.inf), stable=True)
+    rank = jnp.zeros(len(x), jnp.int32).at[ranked].set(jnp.arange(len(x), dtype=jnp.int32))
+    order = jnp.argsort(jnp.where(index < must, index, jnp.where(is_candidate, must + rank, len(x) + index)))[:size]
+    rows = Rows(*(field[..., order] for field in rows))
+    return x[order], narrow(rows, must + keep, size=size, slots=slots), order
+
+
+def narrow(rows: Rows, active: jax.Array, *, size: int, slots: int) -> Rows:
+    """The first `active` rows, padded to `size`."""
+    real = jnp.arange(size) < active
+    first = Rows(*(jnp.where(real, field[..., :size], 0) for field in rows))
+    return first._replace(slot=jnp.where(real, first.slot, slots + jnp.arange(size, dtype=jnp.int32)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a request chooses rows: by which policy, how many, and how long the prompt is that decides.
+
+    Attributes:
+      keep: chosen rows in each layer behind the check layer.
+      question: the prompt's first token behind its last image.
+    """
+
+    policy: SelectingPolicy
+    keep: tuple[int, ...]
+    length: int
+    question: int
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What a prefill step chooses.
+
+    Attributes:
+      policy: chooses.
+      must, among, keep: see `choose`; `keep` in each layer behind the check layer.
+      start: the request's first slot.
+      length: of its prompt; rows behind it, of a continuation, have no say.
+      question: the prompt's first token behind its last image.
+      tokens: which token of the prompt each row is, [m + e].
+    """
+
+    policy: SelectingPolicy
+    must: int
+    among: int
+    keep: tuple[int, ...]
+    start: int
+    length: int
+    question: int
+    tokens: np.ndarray

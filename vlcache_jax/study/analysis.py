@@ -1,0 +1,187 @@
+"""What reuse does inside a model: errors that reach an answer, and where the answer looks.
+
+The procedures of VLCache's figures 2 and 5 and of MPIC's figures 4, 8 and 12, on dense runs (`probe`). Text before the
+images must vary between donor and formal prompt: behind equal text, K, V are equal and every error is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.inputs.layout import ImageSpan
+from vlcache_jax.models import Rows, bind
+from vlcache_jax.reuse.schedule import UNITS
+from vlcache_jax.study.probe import Placed, Probe, Trace
+from vlcache_jax.study.sensitivity import Runs, squared_error
+
+Array = npt.NDArray[np.float64]
+
+
+def attention_error(placed: Placed, reference: Trace, other: Trace) -> Array:
+    """How far each layer's attention output is from the reference's, where answer tokens come from [L, c].
+
+    Euclidean norm, after the output projection; column t is the row that predicts token t (VLCache, figure 2).
+    """
+    rows = slice(placed.prompt_length - 1, len(placed.layout) - 1)
+    mine, others = (np.asarray(trace.attended[:, rows], np.float64) for trace in (reference, other))
+    return np.linalg.norm(mine - others, axis=-1)
+
+
+def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Trace:
+    """The formal prompt with the first floor(level T / 500) tokens of each image its own in all layers, or the last."""
+    placed = runs.placed
+    mask = np.zeros(len(placed.layout), bool)
+    for span in placed.images:
+        count = level * span.length // UNITS
+        start = span.start + (span.length - count if last else 0)
+        mask[start : start + count] = True
+    return probe.run(placed, probe.text_only(placed) | mask, runs.donor)
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """What reuse does to an answer, given its tokens so far: one entry for each way of reusing.
+
+    Attributes:
+      error: mean square of the logits' error.
+      changed: whether any most likely token is another one.
+    """
+
+    error: Array
+    changed: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """The effect if only a part of what could be reused is reused.
+
+    Attributes:
+      num_image_tokens: in the prompt.
+      place: of each token that was tried alone, from its image's first on [k].
+      token: only that token is reused, in all layers [k]; what the sum of the errors lacks to the total comes from
+        tokens together.
+      layer: all tokens are reused, in one layer only [L].
+      until: all tokens are reused in a layer and all before it [L]; the last entry is full reuse.
+      behind: all tokens are reused in a layer and all behind it [L]; the first entry is full reuse.
+    """
+
+    num_image_tokens: int
+    place: npt.NDArray[np.int64]
+    token: Effect
+    layer: Effect
+    until: Effect
+    behind: Effect
+
+    @property
+    def total(self) -> float:
+        """Error of full reuse."""
+        return float(self.behind.error[0])
+
+
+def decompose(probe: Probe, runs: Runs, *, tokens: int = 64) -> Decomposition:
+    """Takes the error of full reuse apart, by token and by depth.
+
+    Args:
+      runs: of a case.
+      tokens: image tokens to try alone, evenly spaced over the images.
+    """
+    placed, layers = runs.placed, probe.num_layers
+    image = np.flatnonzero(placed.is_image)
+    chosen = image[np.unique(np.linspace(0, len(image) - 1, min(tokens, len(image))).astype(int))]
+
+    def effect(parts: Sequence[tuple[slice, npt.NDArray[np.int64]]]) -> Effect:
+        errors, changed = [], []
+        for where, what in parts:
+            write = np.ones((layers, len(placed.layout)), bool)
+            write[where, what] = False
+            logits = probe.run(placed, write, runs.donor).logits
+            errors.append(squared_error(logits, runs.cold.logits))
+            changed.append(bool((logits.argmax(-1) != runs.cold.logits.argmax(-1)).any()))
+        return Effect(np.array(errors), np.array(changed))
+
+    return Decomposition(
+        num_image_tokens=len(image),
+        place=np.concatenate([np.arange(span.length) for span in placed.images])[np.isin(image, chosen)],
+        token=effect([(slice(None), chosen[i : i + 1]) for i in range(len(chosen))]),
+        layer=effect([(slice(i, i + 1), image) for i in range(layers)]),
+        until=effect([(slice(i + 1), image) for i in range(layers)]),
+        behind=effect([(slice(i, None), image) for i in range(layers)]),
+    )
+
+
+def answer_attention(probe: Probe, placed: Placed, trace: Trace) -> tuple[list[Array], list[Array]]:
+    """Where the first token of the answer looks.
+
+    Returns:
+      For each image its weights [L, H, T], a softmax over its own tokens (MPIC, figure 4), of scores that are divided
+      by the root of the head's width, as attention has them, and of raw ones; both from the prompt's last row.
+    """
+    runner = probe._runner
+    size, n, row = len(placed.x), len(placed.layout), placed.prompt_length - 1
+    position = np.zeros((3, size), np.int32)
+    position[:, :n] = placed.layout.positions
+    rows = Rows(*(jnp.zeros(size, jnp.int32),) * 5)._replace(position=jnp.asarray(position))
+    scaled: list[list[Array]] = [[] for _ in placed.images]
+    raw: list[list[Array]] = [[] for _ in placed.images]
+    for i in range(probe.num_layers):
+        layer = bind(runner._layer_graph, runner._text["layers"][i])
+        q, k, _, _ = layer.self_attn.project(layer.input_layernorm(trace.inputs[i]), rows, keep=size)
+        query, keys = np.asarray(q[row], np.float64), np.asarray(k, np.float64)  # [H, D], [N, K, D]
+        keys = keys.repeat(len(query) // keys.shape[1], axis=1)
+        for span, mine, unscaled in zip(placed.images, scaled, raw, strict=True):
+            scores = np.einsum("hd,thd->ht", query, keys[span.tokens])
+            mine.append(_softmax(scores / query.shape[1] ** 0.5))
+            unscaled.append(_softmax(scores))
+    return [np.stack(part) for part in scaled], [np.stack(part) for part in raw]
+
+
+def key_distance(runs: Runs, span: ImageSpan) -> Array:
+    """L1 distance of an image's keys before rotation between donor and cold run [L, T] (MPIC, figure 8)."""
+    donor, own = (np.asarray(part[:, span.tokens], np.float64) for part in (runs.donor[0], runs.cold.values[0]))
+    return np.abs(donor - own).sum((2, 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Deviation:
+    """How far the donor's K, V of images are from the cold run's, one entry a layer.
+
+    Attributes:
+      k, v: sum of squares of the difference, over that of what the cold run has; keys before rotation [L].
+      mean_k, mean_v: the part of it that all tokens of an image share, which `vlcache_jax.reuse.shift` can undo [L].
+    """
+
+    k: Array
+    v: Array
+    mean_k: Array
+    mean_v: Array
+
+
+def deviation(runs: Runs) -> Deviation:
+    """How far the donor's K, V are from the cold run's, and how much of that is one vector an image and head."""
+    found = []
+    for cold, donor in zip(runs.cold.values, runs.donor, strict=True):
+        size, total, shared = (np.zeros(len(cold)) for _ in range(3))
+        for span in runs.placed.images:
+            own = np.asarray(cold[:, span.tokens], np.float64)
+            apart = own - np.asarray(donor[:, span.tokens], np.float64)
+            size += np.square(own).sum((1, 2, 3))
+            total += np.square(apart).sum((1, 2, 3))
+            shared += span.length * np.square(apart.mean(1)).sum((1, 2))
+        found.append((total / size, shared / np.maximum(total, np.finfo(float).tiny)))
+    (k, mean_k), (v, mean_v) = found
+    return Deviation(k, v, mean_k, mean_v)
+
+
+def first_token_rank(weights: Array) -> Array:
+    """Share of an image's tokens that get less attention than its first one [L, H] (MPIC, figure 12)."""
+    return (weights[:, :, 1:] < weights[:, :, :1]).mean(-1)
+
+
+def _softmax(scores: Array) -> Array:
+    exponents = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(exponents / exponents.sum(-1, keepdims=True))

@@ -1,0 +1,220 @@
+"""Prompts run one by one with everything kept that happens inside: for sensitivities and for the analysis of errors.
+
+All rows of a prompt pass through all layers, and a mask says for each layer whose K, V are their own; the others' are
+a donor's. So reuse can be taken apart in ways that serving never needs. Not fast, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.inputs.layout import ImageSpan, Layout, make_layout
+from vlcache_jax.models import Rows, bind, decoder, rope
+
+if TYPE_CHECKING:
+    from vlcache_jax.llm import LLM
+
+Values = tuple[jax.Array, jax.Array]  # keys before rotation and values, each [L, N, K, D]
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A prompt and a continuation, ready to run.
+
+    Attributes:
+      layout: of both, n tokens.
+      prompt_length: tokens before the continuation.
+      x: what enters the first layer, [N, M]; N is n rounded up.
+      deepstack: what is added to the outputs of the first layers, [J, N, M].
+    """
+
+    layout: Layout
+    prompt_length: int
+    x: jax.Array
+    deepstack: jax.Array
+
+    @property
+    def images(self) -> list[ImageSpan]:
+        return self.layout.images
+
+    @property
+    def is_image(self) -> npt.NDArray[np.bool_]:
+        """Which of the n tokens are an image's, [n]."""
+        mask = np.zeros(len(self.layout), bool)
+        for span in self.images:
+            mask[span.tokens] = True
+        return mask
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What happened in a run of n tokens, padded to N rows.
+
+    Attributes:
+      inputs: hidden states that enter each layer, [L, N, M].
+      values: what each row's K, V are or would be, see `Values`.
+      attended: output of each layer's attention, [L, N, M].
+      logits: float32 [c, V], those that predict the continuation's c tokens.
+    """
+
+    inputs: jax.Array
+    values: Values
+    attended: jax.Array
+    logits: npt.NDArray[np.float32]
+
+
+class Probe:
+    """Runs prompts of an engine.
+
+    Args:
+      llm: an open engine; its weights, tokenizer and image processor are used, its cache is not.
+    """
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self._runner = llm._runner
+        self.config = llm._runner.config
+        self._run = jax.jit(self._dense)
+        self._embed = jax.jit(self._embedded)
+        self._head = jax.jit(lambda norm, head, x: self._runner._logits(norm, head, x, count=len(x)))
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.text.num_layers
+
+    def place(self, conversation: Any, continuation: Sequence[int] = ()) -> Placed:
+        """Renders a conversation, encodes its images and appends a continuation."""
+        llm, runner = self._llm, self._runner
+        prompts = llm._conversations([conversation], None)
+        [request] = llm._linker.identify(prompts, None, lookup=False)
+        layout = make_layout(request.token_ids, request.starts, request.images, self.config.vision.merge_size)
+        prompt_length = len(layout)
+        if len(continuation):
+            layout = layout.extended(continuation)
+        size = round_up(len(layout), runner.ladder.rows)
+        source = np.zeros(size, np.int32)
+        source[: len(layout)] = layout.token_ids
+        width = self.config.text.hidden_size
+        encoded = np.zeros((1 + self.config.vision.num_deepstack, size, width), runner.dtype)
+        first = 0
+        for span in layout.images:
+            patches = span.image.patches
+            rows = np.asarray(runner.encode([patches.pixels], [patches.grid]))[:, : span.length]
+            encoded[:, first : first + span.length] = rows
+            source[span.tokens] = -1 - first - np.arange(span.length)
+            first += span.length
+        x, deepstack = self._embed(runner._text["embed_tokens"], encoded, source)
+        return Placed(layout, prompt_length, x, deepstack)
+
+    def run(self, placed: Placed, write: npt.NDArray[np.bool_] | None = None, donor: Values | None = None) -> Trace:
+        """Runs all rows through all layers.
+
+        Args:
+          placed: the prompt.
+          write: whose K, V are their own, [L, n]; None is everyone's (a cold run).
+          donor: K, V of the others, at their places in this prompt (`transplant`).
+        """
+        size, n = len(placed.x), len(placed.layout)
+        masks = np.ones((self.num_layers, size), bool)
+        if write is not None:
+            masks[:, :n] = write
+        text = self.config.text
+        if donor is None:
+            zeros = jnp.zeros((self.num_layers, size, text.num_kv_heads, text.head_dim), self._runner.dtype)
+            donor = (zeros, zeros)
+        position = np.zeros((3, size), np.int32)
+        position[:, :n] = placed.layout.positions
+        runner = self._runner
+        inputs, raw_k, v, attended, hidden = self._run(
+            runner._text, placed.x, placed.deepstack, position, masks, donor, np.int32(n)
+        )
+        wanted = np.arange(placed.prompt_length - 1, n - 1)
+        return Trace(inputs, (raw_k, v), attended, self.logits(hidden[wanted]))
+
+    def logits(self, hidden: jax.Array) -> npt.NDArray[np.float32]:
+        """Logits of hidden states that left the last layer."""
+        runner = self._runner
+        count = len(hidden)
+        size = max(64, 1 << max(0, count - 1).bit_length())
+        padded = jnp.zeros((size, hidden.shape[1]), hidden.dtype).at[:count].set(hidden)
+        logits, _ = self._head(runner._text["norm"], runner._head, padded)
+        return np.asarray(logits)[:count]
+
+    def transplant(self, donors: Sequence[tuple[Placed, Trace]], target: Placed) -> Values:
+        """The donors' K, V of images, moved to where the same images stand in the target.
+
+        Raises:
+          ValueError: the target's images are not the donors', in their order.
+        """
+        images = [(span, trace) for donor, trace in donors for span in donor.images]
+        found = [(span.image.key, span.length) for span, _ in images]
+        if found != [(span.image.key, span.length) for span in target.images]:
+            raise ValueError(f"donor must show the target's images in their order, got {found}")
+        text = self.config.text
+        shape = self.num_layers, len(target.x), text.num_kv_heads, text.head_dim
+        k = v = jnp.zeros(shape, self._runner.dtype)
+        for mine, (span, trace) in zip(target.images, images, strict=True):
+            k, v = (
+                whole.at[:, mine.tokens].set(part[:, span.tokens])
+                for whole, part in zip((k, v), trace.values, strict=True)
+            )
+        return k, v
+
+    def text_only(self, placed: Placed) -> npt.NDArray[np.bool_]:
+        """The mask under which every image is the donor's in every layer, [L, n]."""
+        return np.tile(~placed.is_image, (self.num_layers, 1))
+
+    def first_tokens(self, placed: Placed, count: Callable[[int], int]) -> npt.NDArray[np.bool_]:
+        """The first `count(T)` of the T tokens of each image, [n]."""
+        mask = np.zeros(len(placed.layout), bool)
+        for span in placed.images:
+            mask[span.start : span.start + count(span.length)] = True
+        return mask
+
+    # Programs.
+
+    def _embedded(self, table: Any, encoded: jax.Array, source: jax.Array) -> Any:
+        return decoder.embed(bind(self._runner._table_graph, table), encoded, source)
+
+    def _dense(
+        self,
+        text: Any,
+        x: jax.Array,
+        deepstack: jax.Array,
+        position: jax.Array,
+        write: jax.Array,
+        donor: Values,
+        n: jax.Array,
+    ) -> Any:
+        config, size = self.config.text, len(x)
+        index = jnp.arange(size, dtype=jnp.int32)
+        cos, sin = rope.text_rotation(
+            position, config.rope_theta, config.mrope_section, config.mrope_interleaved, x.dtype
+        )
+        inputs, keys, values, outputs = [], [], [], []
+        for i in range(self.num_layers):
+            layer = bind(self._runner._layer_graph, text["layers"][i])
+            # K, V of rows that do not write go nowhere: their slots are beyond the pool.
+            slot = jnp.where(write[i] & (index < n), index, size + index)
+            rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
+            k, v = rope.rotate(donor[0][i], cos, sin), donor[1][i]
+            inputs.append(x)
+            out, _, _, (raw_k, new_v) = layer.self_attn(
+                layer.input_layernorm(x), k, v, rows, keep=size, implementation=self._runner.implementation
+            )
+            x = x + out
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            if i < len(deepstack):
+                x = x + deepstack[i]
+            keys.append(raw_k)
+            values.append(new_v)
+            outputs.append(out)
+        return *(jnp.stack(part) for part in (inputs, keys, values, outputs)), x

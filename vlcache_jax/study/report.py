@@ -1,0 +1,69 @@
+"""What every measurement needs: the machine's description, a table and a JSON file."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from vlcache_jax.files import write_whole
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Date, processor and the versions of those packages that are installed, for the head of a result."""
+    model = platform.processor()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "processor": model,
+        "cores": os.cpu_count(),
+        "versions": {package: version for package in packages if (version := _version(package))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the rows as a table.
+
+    Raises:
+      ValueError: there are no rows, or they differ in their columns.
+    """
+    _check(rows)
+    cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(rows[0], *cells, strict=True)]
+    print(f"\n{title}")
+    for line in (list(rows[0]), ["-" * width for width in widths], *cells):
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def write(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path) -> None:
+    """Writes the rows, with their head, to a JSON file; the same checks as `show`."""
+    _check(rows)
+    write_whole(out, json.dumps({"title": title, **head, "rows": list(rows)}, indent=1) + "\n")
+    print(f"written to {out}")
+
+
+def publish(title: str, rows: Sequence[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
+    """Prints the rows as a table and, if `out` is given, writes them too."""
+    show(title, rows)
+    if out is not None:
+        write(title, rows, head, out)
+
+
+def _check(rows: Sequence[dict[str, Any]]) -> None:
+    if not rows or any(row.keys() != rows[0].keys() for row in rows):
+        raise ValueError(f"rows must be non-empty and have the same columns, got {list(rows)}")

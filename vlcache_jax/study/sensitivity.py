@@ -1,0 +1,274 @@
+"""How much each layer gains from recomputing: the scores that schedules are searched with (VLCache, eq. 5).
+
+S_i(r) is the error of the logits, against a cold run, if the K, V of images come from another prompt in every layer,
+and only layer i recomputes the first floor(r T) tokens of each image. Image tokens are carried up to layer i with the
+donor's K, V in all layers before; what they become there is what layer i writes.
+
+Measured fast and exactly: one run with the donor's K, V everywhere keeps the hidden states of text rows and the fresh
+K, V of image rows, layer by layer; then S_i(r) needs only the text rows of layers i and up, for many ratios at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.models import Rows, bind, rope
+from vlcache_jax.reuse.schedule import UNITS
+from vlcache_jax.study.probe import Placed, Probe, Trace, Values
+from vlcache_jax.study.search import MAX_LEVEL, Scores
+from vlcache_jax.study.worklog import WorkLog
+
+if TYPE_CHECKING:
+    from vlcache_jax.llm import LLM
+    from vlcache_jax.study.accuracy import Protocol, Sample
+
+_CANDIDATES = 32  # ratios that run together
+_ROUND = 32  # text rows are padded to a multiple of this
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A sample of the profile.
+
+    Attributes:
+      formal: the conversation that is answered.
+      donors: others that fill the cache, with the same images in the same order, together or one after the other.
+      answer: token ids of the cold run's greedy answer.
+    """
+
+    formal: Any
+    donors: Sequence[Any]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The runs of a case that every measurement starts from."""
+
+    placed: Placed
+    donor: Values
+    cold: Trace
+    overridden: Trace
+
+
+def prepare(probe: Probe, case: Case) -> Runs:
+    """Runs donor and formal prompt, and the formal prompt with the donor's K, V of images in every layer.
+
+    Raises:
+      ValueError: the images of the two prompts differ, or there are none.
+    """
+    placed = probe.place(case.formal, case.answer)
+    if not placed.images:
+        raise ValueError("a sample must show at least one image, got none")
+    others = [probe.place(donor) for donor in case.donors]
+    donor = probe.transplant([(other, probe.run(other)) for other in others], placed)
+    return Runs(placed, donor, probe.run(placed), probe.run(placed, probe.text_only(placed), donor))
+
+
+def direct(probe: Probe, runs: Runs, layer: int, level: int) -> float:
+    """S_i(r) of one case by a whole run of its own: the definition, for tests."""
+    write = probe.text_only(runs.placed)
+    write[layer] |= probe.first_tokens(runs.placed, lambda tokens: level * tokens // UNITS)
+    trace = probe.run(runs.placed, write, runs.donor)
+    return squared_error(trace.logits, runs.cold.logits)
+
+
+def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tokens: int) -> list[Case]:
+    """The cases of samples: each is answered cold, and its donors are the protocol's auxiliary prompts.
+
+    Raises:
+      ValueError: a sample without images.
+    """
+    from vlcache_jax.engine.sampling import SamplingParams
+
+    for sample in samples:
+        if not sample.images:
+            raise ValueError(f"sample {sample.index} must show at least one image, got none")
+    formal = [protocol.formal(samples, i) for i in range(len(samples))]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    outputs = llm.chat(formal, params, reuse="off", use_tqdm=False)
+    donors = [protocol.donor_prompts(samples, i) for i in range(len(samples))]
+    return [
+        Case(conversation, prompts, output.outputs[0].token_ids)
+        for conversation, prompts, output in zip(formal, donors, outputs, strict=True)
+    ]
+
+
+class Profiler:
+    """Measures S_i(r) of cases, fast.
+
+    Args:
+      llm: an open engine.
+      max_level: ratios 0, 1/500, ... up to this many 500ths.
+    """
+
+    def __init__(self, llm: LLM, max_level: int = MAX_LEVEL):
+        if not 1 <= max_level <= UNITS:
+            raise ValueError(f"max_level must be from 1 to {UNITS}, got {max_level}")
+        self.probe = Probe(llm)
+        self.max_level = max_level
+        self._layer = jax.jit(self._text_layer)
+
+    def measure(self, case: Case) -> npt.NDArray[np.float64]:
+        """S_i(n / 500) of one case, [L, max_level + 1]."""
+        return self.scores(prepare(self.probe, case))
+
+    def scores(self, runs: Runs) -> npt.NDArray[np.float64]:
+        """S_i(n / 500), [L, max_level + 1], from the runs of a case."""
+        probe, placed = self.probe, runs.placed
+        lengths = [span.length for span in placed.images]
+        counts = [tuple(level * length // UNITS for length in lengths) for level in range(self.max_level + 1)]
+        distinct = list(dict.fromkeys(counts))  # small images know few different ratios
+        base = squared_error(runs.overridden.logits, runs.cold.logits)
+        size = len(placed.x)
+        masks = np.zeros((len(distinct), size), bool)
+        for mask, count in zip(masks, distinct, strict=True):
+            for span, tokens in zip(placed.images, count, strict=True):
+                mask[span.start : span.start + tokens] = True
+        values = np.full((probe.num_layers, len(distinct)), base)
+        fresh = [k for k in range(len(distinct)) if any(distinct[k])]
+        for layer in range(1, probe.num_layers):  # K, V of layer 0 do not depend on context (P4)
+            for first in range(0, len(fresh), _CANDIDATES):
+                chosen = fresh[first : first + _CANDIDATES]
+                for k, logits in zip(chosen, self._candidates(runs, layer, masks[chosen]), strict=True):
+                    values[layer, k] = squared_error(logits, runs.cold.logits)
+        where = {count: k for k, count in enumerate(distinct)}
+        return values[:, [where[count] for count in counts]]
+
+    def _candidates(self, runs: Runs, layer: int, masks: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+        """Logits [R, c, V] if layer `layer` recomputes the rows of each mask [R, N], and no other layer does."""
+        probe, placed = self.probe, runs.placed
+        n, size = len(placed.layout), len(placed.x)
+        # Text before the first image sees no image: its K, V are what they are in every run.
+        first = placed.images[0].start
+        text = np.flatnonzero(~placed.is_image)
+        text = text[text >= first]
+        rows = np.full(-(-len(text) // _ROUND) * _ROUND, size, np.int32)
+        rows[: len(text)] = text
+        padded = np.zeros((_CANDIDATES, size), bool)
+        padded[: len(masks)] = masks
+        position = np.zeros((3, size), np.int32)
+        position[:, :n] = placed.layout.positions
+        overridden = runs.overridden
+        before = np.zeros(size, bool)
+        before[:first] = True
+        x = jnp.tile(overridden.inputs[layer][np.minimum(rows, size - 1)], (_CANDIDATES, 1))
+        nothing = np.zeros_like(padded)
+        for i in range(layer, probe.num_layers):
+            own, donor = ((part[0][i], part[1][i]) for part in (overridden.values, runs.donor))
+            x = self._layer(
+                probe._runner._text["layers"][i],
+                x,
+                own,
+                donor,
+                padded if i == layer else nothing,
+                before,
+                rows,
+                position,
+            )
+        wanted = np.searchsorted(text, np.arange(placed.prompt_length - 1, n - 1))
+        hidden = x.reshape(_CANDIDATES, len(rows), -1)[: len(masks), wanted]
+        return probe.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
+
+    def _text_layer(
+        self,
+        params: Any,
+        x: jax.Array,
+        own: tuple[jax.Array, jax.Array],
+        donor: tuple[jax.Array, jax.Array],
+        masks: jax.Array,
+        before: jax.Array,
+        rows: jax.Array,
+        position: jax.Array,
+    ) -> jax.Array:
+        """One layer over the text rows of all candidates, each with a pool of its own.
+
+        Args:
+          x: [R x n, M], hidden states of the n text rows of each of R candidates.
+          own, donor: keys before rotation and values of all rows, [N, K, D]: what the rows compute, and the donor's.
+          masks: image rows that are their own, [R, N].
+          before: rows of text before the images, [N].
+          rows: places of the n text rows in the prompt, N for padding.
+          position: M-RoPE triples of all rows, [3, N].
+        """
+        probe = self.probe
+        config, size, candidates = probe.config.text, position.shape[1], len(masks)
+        cos, sin = rope.text_rotation(
+            position, config.rope_theta, config.mrope_section, config.mrope_interleaved, x.dtype
+        )
+        is_own = (masks | before)[:, :, None, None]
+        k, v = (
+            jnp.where(is_own, mine, other).reshape(candidates * size, *mine.shape[1:])
+            for mine, other in (
+                (rope.rotate(own[0], cos, sin), rope.rotate(donor[0], cos, sin)),
+                (own[1], donor[1]),
+            )
+        )
+        start = (size * jnp.arange(candidates, dtype=jnp.int32))[:, None]
+        real = rows < size
+        beyond = candidates * size + jnp.arange(candidates * len(rows), dtype=jnp.int32)
+        slot = jnp.where(real, start + rows, beyond.reshape(candidates, -1)).reshape(-1)
+        end = jnp.where(real, start + rows + 1, 0).reshape(-1)
+        begin = jnp.where(real, start, 0).reshape(-1)
+        places = jnp.tile(position[:, jnp.minimum(rows, size - 1)], (1, candidates))
+        layer = bind(probe._runner._layer_graph, params)
+        x, _, _, _ = layer(
+            x,
+            k,
+            v,
+            Rows(slot, places, begin, end, slot),
+            keep=len(x),
+            implementation=probe._runner.implementation,
+        )
+        return x
+
+
+def squared_error(logits: npt.NDArray[np.float32], cold: npt.NDArray[np.float32]) -> float:
+    """Mean over positions and vocabulary."""
+    return float(np.mean(np.square(logits.astype(np.float64) - cold)))
+
+
+def profile(
+    llm: LLM,
+    cases: Sequence[Case],
+    *,
+    max_level: int = MAX_LEVEL,
+    work: str | os.PathLike[str] | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Scores:
+    """The scores of a model: S_i(r), the mean over cases.
+
+    Args:
+      llm: an open engine.
+      cases: samples, each of weight 1.
+      max_level: the largest ratio, in 500ths.
+      work: file of finished cases; a second call goes on from it.
+      progress: is told how many cases are done.
+
+    Raises:
+      ValueError: no cases, or one without images.
+    """
+    if not cases:
+        raise ValueError("cases must not be empty")
+    profiler = Profiler(llm, max_level)
+    fingerprint = llm._checkpoint.source_digest
+    log = WorkLog(work, f"profile {fingerprint} {llm._runner.dtype} {max_level}")
+    total = np.zeros((profiler.probe.num_layers, max_level + 1))
+    for number, case in enumerate(cases):
+        key = hashlib.sha256(repr((case.formal, case.donors, case.answer)).encode()).hexdigest()
+        if (values := log.get(key)) is None:
+            values = profiler.measure(case).tolist()
+            log.add(key, values)
+        total += values
+        progress(number + 1)
+    model_type = llm._runner.config.model_type
+    return Scores(total / len(cases), model_type, fingerprint, len(cases))
