@@ -9,36 +9,24 @@ The protocol stands in `vlcache_jax.study.accuracy`.
 from __future__ import annotations
 
 import pathlib
-import tempfile
 from collections.abc import Sequence
 
 from vlcache_jax.assets import SCHEDULES, TINY_VQA
-from vlcache_jax.benchmarks.tiny_vqa.splits import QUESTIONS, write_splits
+from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.llm import LLM
 from vlcache_jax.study.accuracy import (
     COLD,
     Protocol,
-    Sample,
     by_case,
     draw,
     name_settings,
-    read_tsv,
     run,
     summarize,
 )
 from vlcache_jax.study.report import environment, show, write
 
 SETTINGS = ("full", "0.02", "0.05", "0.1", "0.3")
-
-
-def load_samples(data: Sequence[pathlib.Path], *, questions: int | None = None, split: str = "test") -> list[Sample]:
-    """Samples of files, at most `questions` of each; without files, of splits drawn for the shipped model."""
-    if data:
-        return [sample for path in data for sample in read_tsv(path)[:questions]]
-    with tempfile.TemporaryDirectory(prefix="vlcache-splits-") as folder:
-        paths = write_splits(pathlib.Path(folder), questions=questions or QUESTIONS, split=split)
-        return [sample for path in paths for sample in read_tsv(path)]
 
 
 def measure(

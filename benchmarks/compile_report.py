@@ -213,12 +213,12 @@ def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu") -> 
 
 def compile_key(runner: Runner, name: str, *sizes: Any) -> Compiled:
     """Compiles one of the runner's programs."""
-    return compile_program(*getattr(runner, f"_define_{name}")(*sizes))
+    return compile_program(*getattr(runner.definitions, name)(*sizes))
 
 
 def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
     """Compiles a whole prefill as one program; `bounds` are the rows of each layer, and those that leave the last."""
-    layer = jax.jit(runner._layer, static_argnames="keep")  # traced once for each shape
+    layer = jax.jit(runner.definitions.layer_step, static_argnames="keep")  # traced once for each shape
 
     def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: Rows) -> Any:
         updated = []
@@ -229,7 +229,7 @@ def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
         return x, updated
 
     text = runner.config.text
-    _, (layer_params, x, k, _, rows, _), _ = runner._define_layer(bounds[0], bounds[0], False)
+    _, (layer_params, x, k, _, rows, _), _ = runner.definitions.layer(bounds[0], bounds[0], False)
     return compile_program(prefill, ([layer_params] * text.num_layers, x, [[k, k]] * text.num_layers, rows), 2)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks.accuracy import load_samples
+from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.files import check_writable
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
@@ -165,7 +165,7 @@ def measure(
     samples = load_samples(data, questions=questions, split=split)
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         for policy in named.values():
-            llm._check_policy(policy)
+            llm._parse_policy(policy)
         image_tokens, num_layers = _sizes(llm, samples)
         groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
         names = dict.fromkeys(setting for group in groups for setting in group.settings)

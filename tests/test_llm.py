@@ -172,7 +172,7 @@ def test_nothing_compiles_after_warmup(family_checkpoint, textured_image):
         count, _ = llm.warmup(verbose=False)
         assert count <= 80
         with open_llm(family_checkpoint, ladder=None, max_rows=8192, max_model_len=None) as default:
-            assert len(default._runner.keys()) <= 80
+            assert len(default._runner.programs.keys()) <= 80
         listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
         jax.monitoring.register_event_duration_secs_listener(listener)
         try:
@@ -201,7 +201,7 @@ def test_nothing_compiles_after_warmup(family_checkpoint, textured_image):
             assert compiled
         finally:
             jax.monitoring.unregister_event_duration_listener(listener)
-        assert llm._runner.num_programs == count
+        assert llm._runner.programs.num_programs == count
 
 
 def test_bf16(family_checkpoint, conversations):

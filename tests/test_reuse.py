@@ -310,17 +310,17 @@ def dense_reference(llm, conversation, policy):
         stored = [(use.span, use.linked.data[:, :, : use.span.length].copy()) for use in linked.uses]
         first = 0
         for use in linked.uses:
-            features.append(use.span.image.encoder.data[:, : use.span.length])
+            features.append(use.encoder.data[:, : use.span.length])
             source[use.span.tokens] = -1 - first - np.arange(use.span.length)
             first += use.span.length
-    table = bind(runner._table_graph, runner._text["embed_tokens"])
+    table = bind(runner.definitions.table_graph, runner._text["embed_tokens"])
     x, deepstack = decoder.embed(table, jnp.asarray(np.concatenate(features, axis=1)), jnp.asarray(source))
     slots = np.arange(n, dtype=np.int32)
     result = []
     for layer in range(config.num_layers):
         writes = np.where(plan.depth > layer, slots, n + slots)
         rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
-        module = bind(runner._layer_graph, runner._text["layers"][layer])
+        module = bind(runner.definitions.layer_graph, runner._text["layers"][layer])
         added = deepstack[layer] if layer < len(deepstack) else None
         if plan.shift:
             _, _, *own = map(np.asarray, module.self_attn.project(module.input_layernorm(x), rows, keep=n))
@@ -825,7 +825,7 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
     images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
     with open_llm(directory, max_rows=64) as llm:  # steps end inside images
         schedule = falling(llm, 500, 500, 100, 20)
-        assert llm.warmup(reuse=schedule, verbose=False)[0] == len(llm._runner._programs)
+        assert llm.warmup(reuse=schedule, verbose=False)[0] == llm._runner.programs.num_programs
         moving = Spread(schedule=schedule, shift=True)
         assert llm.warmup(reuse=moving, verbose=False)[0] > 0
         listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731

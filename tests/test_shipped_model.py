@@ -11,8 +11,8 @@ from PIL import Image
 from tests.benchmarks.test_tiny_vqa import solve
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES, SCHEDULES, TINY_VQA
-from vlcache_jax.benchmarks.accuracy import load_samples
 from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
+from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
 from vlcache_jax.commands.demo import TURNS
 from vlcache_jax.reuse.schedule import Schedule

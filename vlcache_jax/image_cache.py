@@ -9,10 +9,10 @@ from typing import Any
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.linker import Linker
+from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
-
-Precompute = Callable[[list[Any], Mapping[str, int] | None, str | None], list[str]]
+from vlcache_jax.outputs import RequestOutput
 
 
 class ImageCache:
@@ -22,9 +22,16 @@ class ImageCache:
     `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it.
     """
 
-    def __init__(self, store: Store, writer: Writer, linker: Linker, renderer: PromptRenderer, precompute: Precompute):
+    def __init__(
+        self,
+        store: Store,
+        writer: Writer,
+        linker: Linker,
+        renderer: PromptRenderer,
+        chat: Callable[..., list[RequestOutput]],
+    ):
         self._store, self._writer, self._linker, self._renderer = store, writer, linker, renderer
-        self._precompute = precompute
+        self._chat = chat
         self._is_closed = False
 
     def precompute(
@@ -53,7 +60,15 @@ class ImageCache:
         conversations = [
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
-        return self._precompute(conversations, mm_processor_kwargs, cache_salt)
+        outputs = self._chat(
+            conversations,
+            SamplingParams(temperature=0, max_tokens=1),
+            reuse="exact",
+            cache_salt=cache_salt,
+            mm_processor_kwargs=mm_processor_kwargs,
+            use_tqdm=False,
+        )
+        return [output.cache.images[0].key for output in outputs]
 
     def key(
         self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None

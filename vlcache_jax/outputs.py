@@ -1,24 +1,20 @@
-"""What the engine returns."""
+"""What a call returns."""
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-
-class Why(enum.Enum):
-    """Why an image was computed, or not reused as far as it could have been."""
-
-    reuse_off = "reuse_off"
-    unknown_image = "unknown_image"  # never seen, or long forgotten
-    other_context = "other_context"  # known, but computed behind something else
-    evicted = "evicted"  # known, but it had to make room
-    too_large = "too_large"  # the cache has no room for it
-    load_failed = "load_failed"  # known, but its record could not be filled or read
-    corrupt = "corrupt"  # known, but its record was found damaged
+from vlcache_jax.cache.why import Why as Why
+from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
+from vlcache_jax.engine.request import Logprob as Logprob
+from vlcache_jax.engine.request import Metrics as Metrics
+from vlcache_jax.engine.verification import Verification as Verification
+from vlcache_jax.reuse.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -73,56 +69,6 @@ class CacheReport:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """A request's answer beside the one of a cold run.
-
-    Attributes:
-      tokens_agree: tokens up to the first difference between both answers.
-      tokens: of the longer answer.
-      max_logit_difference: largest difference of any logit at the places of the answer's tokens, when both runs are
-        given these tokens.
-    """
-
-    tokens_agree: int
-    tokens: int
-    max_logit_difference: float
-
-
-@dataclass
-class Metrics:
-    """Seconds of each step. Steps that a wave's requests share count in full for each of them.
-
-    What is done once for several requests of a call, such as decoding an image, counts for the first of them.
-    `wave` tells which requests of the call ran together.
-    """
-
-    lookup: float = 0.0
-    decode_image: float = 0.0
-    preprocess: float = 0.0
-    encode: float = 0.0
-    transfer: float = 0.0
-    link: float = 0.0
-    prefill: float = 0.0
-    first_token: float = 0.0
-    decode: float = 0.0
-    wave: int = 0
-
-    @property
-    def ttft(self) -> float:
-        """Seconds of all steps up to the first token."""
-        before = self.lookup + self.decode_image + self.preprocess
-        return before + self.encode + self.transfer + self.link + self.prefill + self.first_token
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Log-probability of the chosen token, and those of the most likely ones, by token id."""
-
-    chosen: float
-    top: dict[int, float]
-
-
-@dataclass(frozen=True)
 class CompletionOutput:
     """One answer. `finish_reason` is "stop" (end token or stop string) or "length"."""
 
@@ -168,3 +114,92 @@ class Score:
     def total(self) -> float:
         """Log-probability of the whole continuation."""
         return float(self.logprobs.sum())
+
+
+class Reporter:
+    """Tells of requests that ran what their callers see.
+
+    Args:
+      num_layers: of the decoder.
+      token_rungs: to which an image's rows are padded on their way to the device.
+      text: gives an answer's text.
+    """
+
+    def __init__(self, num_layers: int, token_rungs: tuple[int, ...], text: Callable[[Generation], str]):
+        self._num_layers = num_layers
+        self._token_rungs = token_rungs
+        self._text = text
+
+    def output(self, linked: Linked, answers: list[Generation], verification: Verification | None) -> RequestOutput:
+        """Of a request and its answers."""
+        return RequestOutput(
+            prompt=linked.request.prompt.text,
+            prompt_token_ids=linked.layout.token_ids,
+            outputs=tuple(self._completion(i, answer) for i, answer in enumerate(answers)),
+            num_cached_tokens=_exact_tokens(answers[0]),
+            metrics=answers[0].metrics,
+            cache=self._report(linked, answers[0]),
+            verification=verification,
+        )
+
+    def score(self, linked: Linked, sequence: Forced) -> Score:
+        """Of a request and its scored continuation."""
+        return Score(
+            token_ids=tuple(sequence.layout.token_ids[len(linked.layout) :].tolist()),
+            logprobs=np.array(sequence.logprobs, np.float32),
+            greedy=np.array(sequence.greedy, np.bool_),
+            metrics=sequence.metrics,
+            cache=self._report(linked, sequence),
+            logits=np.stack(sequence.logits) if sequence.keep_logits else None,
+        )
+
+    def _completion(self, index: int, answer: Generation) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text=self._text(answer),
+            token_ids=tuple(answer.token_ids),
+            finish_reason=answer.finish_reason or "length",
+            logprobs=tuple(answer.logprobs) if answer.params.logprobs is not None else None,
+        )
+
+    def _report(self, linked: Linked, sequence: Generation | Forced) -> CacheReport:
+        images = tuple(self._image_report(i, use, sequence.plan) for i, use in enumerate(sequence.images))
+        approximate = sum(image.tokens - image.recomputed[-1] for image in images if image.match == "approximate")
+        return CacheReport(
+            images,
+            exact=approximate == 0,
+            policy=linked.policy,
+            rows=sequence.plan.rows(self._num_layers),
+            approximate_tokens=approximate,
+            request_key=linked.request_key,
+            request_known=linked.request_known,
+        )
+
+    def _image_report(self, index: int, use: ImageUse, plan: Plan) -> ImageReuse:
+        image = use.span.image
+        depth = plan.depth[use.span.tokens]
+        moved = use.linked.meta.nbytes if use.linked is not None else 0
+        encoder = "none"
+        if depth.any():
+            found = use.has_encoder and use.encoder is not None and use.encoder.is_ready
+            encoder = "host" if found else "computed"
+            if found and use.encoder is not None:
+                rows = round_up(int(np.flatnonzero(depth)[-1]) + 1, self._token_rungs)
+                moved += use.encoder.data[:, :rows].nbytes
+        return ImageReuse(
+            index=index,
+            key=image.key,
+            tokens=image.num_tokens,
+            encoder=encoder,
+            kv="none" if use.linked is None else "host",
+            match="miss" if use.linked is None else use.span.state,
+            recomputed=tuple(int(np.count_nonzero(depth > layer)) for layer in range(self._num_layers)),
+            bytes_moved=moved,
+            why=use.why,
+        )
+
+
+def _exact_tokens(sequence: Generation) -> int:
+    """Prompt tokens whose K, V were reused exactly."""
+    spans = [use.span for use in sequence.images if use.linked is not None and use.span.state == "exact"]
+    return sum(int(np.count_nonzero(sequence.plan.depth[span.tokens] == 0)) for span in spans)

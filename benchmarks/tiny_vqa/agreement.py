@@ -18,7 +18,7 @@ from PIL import Image
 
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import TINY_VQA
-from vlcache_jax.benchmarks.accuracy import load_samples
+from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.study.accuracy import ARRANGEMENTS, Protocol, Sample
 from vlcache_jax.study.report import environment, show, write
 

@@ -7,13 +7,16 @@ import base64
 import csv
 import io
 import pathlib
+import tempfile
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa.pictures import Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS, ask
+from vlcache_jax.study.accuracy import Sample, read_tsv
 
 QUESTIONS = 1000  # of a task
 # Shapes and numbers of pictures that are asked about, each equally often.
@@ -21,17 +24,28 @@ SIZES = (Size(4, 4), Size(4, 5), Size(5, 4), Size(5, 5), Size(4, 4, 48))
 _IMAGES = {"grid": (1, 2), "list": (1, 2), "count": (1, 2), "compare": (2,), "multihop": (2,)}
 
 
-def write_splits(folder: pathlib.Path, *, questions: int = QUESTIONS, split: str = "test") -> list[pathlib.Path]:
+def write_splits(
+    folder: pathlib.Path, *, questions: int = QUESTIONS, split: str = "test", images: int | None = None
+) -> list[pathlib.Path]:
     """Writes one file a task; equal names and numbers give equal files.
 
     Args:
       folder: is made if it does not exist.
       questions: of each task.
       split: name of the split; each has its own pictures, and none has those of training.
+      images: of each question; tasks that need more have no file. None is one or two, as the task allows.
+
+    Raises:
+      ValueError: `images` is not a positive integer.
     """
+    if images is not None and (isinstance(images, bool) or not isinstance(images, int) or images < 1):
+        raise ValueError(f"images must be a positive integer or None, got {images!r}")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for task, kinds in TASKS.items():
+        counts = _IMAGES[task] if images is None else (images,)
+        if counts[0] < _IMAGES[task][0]:
+            continue
         rng = np.random.default_rng([zlib.crc32(f"{split} {task}".encode()), 2026])
         path = folder / f"tiny_{task}_{split}.tsv"
         with open(path, "w", encoding="utf-8", newline="") as file:
@@ -40,8 +54,8 @@ def write_splits(folder: pathlib.Path, *, questions: int = QUESTIONS, split: str
             for index in range(questions):
                 question = None
                 while question is None:
-                    images = _IMAGES[task][int(rng.integers(len(_IMAGES[task])))]
-                    sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=images)]
+                    count = counts[int(rng.integers(len(counts)))]
+                    sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=count)]
                     pictures = draw_pictures(rng, sizes)
                     question = ask(rng, pictures, kinds)
                 files = [base64.b64encode(png(picture)).decode() for picture in pictures]
@@ -49,6 +63,15 @@ def write_splits(folder: pathlib.Path, *, questions: int = QUESTIONS, split: str
                 writer.writerow([index, task, question.text, question.answer, cell])
         paths.append(path)
     return paths
+
+
+def load_samples(data: Sequence[pathlib.Path], *, questions: int | None = None, split: str = "test") -> list[Sample]:
+    """Samples of files, at most `questions` of each; without files, of splits drawn for the shipped model."""
+    if data:
+        return [sample for path in data for sample in read_tsv(path)[:questions]]
+    with tempfile.TemporaryDirectory(prefix="vlcache-splits-") as folder:
+        paths = write_splits(pathlib.Path(folder), questions=questions or QUESTIONS, split=split)
+        return [sample for path in paths for sample in read_tsv(path)]
 
 
 def png(picture: Picture) -> bytes:
@@ -63,8 +86,9 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     parser.add_argument("--split", default="test")
+    parser.add_argument("--images", type=int, help="of each question; by default one or two, as the task allows")
     args = parser.parse_args()
-    for path in write_splits(args.out, questions=args.questions, split=args.split):
+    for path in write_splits(args.out, questions=args.questions, split=args.split, images=args.images):
         print(path)
 
 

@@ -154,6 +154,20 @@ def test_splits(tmp_path):
     assert all(64 <= size.tokens <= 400 for size in SIZES)
 
 
+@pytest.mark.parametrize(("images", "tasks"), [(1, ("grid", "list", "count")), (2, TASKS), (3, TASKS)])
+def test_splits_of_a_number_of_images(tmp_path, images, tasks):
+    paths = write_splits(tmp_path, questions=6, images=images)
+    assert [path.name for path in paths] == [f"tiny_{task}_test.tsv" for task in tasks]
+    assert {len(sample.images) for path in paths for sample in read_tsv(path)} == {images}
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.0, True, "2"])
+def test_splits_of_no_number_of_images(tmp_path, bad):
+    with pytest.raises(ValueError, match="images must be a positive integer or None, got"):
+        write_splits(tmp_path / "new", images=bad)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.fixture(scope="module")
 def training():
     pytest.importorskip("torch")

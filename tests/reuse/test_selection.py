@@ -49,7 +49,7 @@ def scores_by_hand(policy, probe, runs):
     n, is_image = len(placed.layout), placed.is_image
     total = np.zeros(n)
     for layer in policy.scored_layers:
-        module = bind(runner._layer_graph, runner._text["layers"][layer])
+        module = bind(runner.definitions.layer_graph, runner._text["layers"][layer])
         size = len(placed.x)
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions
@@ -206,10 +206,10 @@ def test_nothing_compiles_after_warm_up(checkpoints, case, size):
     ladder = Ladder(rows=(64, 128), patches=(256, 512), sequences=(1, 4))
     with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
         engine.warmup(reuse=policy, verbose=False)
-        programs = engine._runner.num_programs
+        programs = engine._runner.programs.num_programs
         for conversation in (*case.donors, case.formal):
             engine.chat(conversation, SamplingParams(max_tokens=2), reuse=policy, use_tqdm=False)
-        assert engine._runner.num_programs == programs
+        assert engine._runner.programs.num_programs == programs
 
 
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, case):

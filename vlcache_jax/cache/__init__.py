@@ -1,4 +1,9 @@
-"""What the same image means: the identity under which work is kept and found again.
+"""What the same image means, and what is kept for it.
+
+Pictures and contexts come in as digests (`keys`), computed K, V and encoder rows as device arrays (`writer`); records
+come out (`record`), pinned for as long as they are used. The `Store` owns all state and makes all decisions, tiers only
+keep things, and the `Writer` fills records when the answer no longer waits. Nothing here knows of layouts, plans,
+models or programs.
 
 An image is its pixels. Its *content key* digests the decoded RGB picture, all of it, with its height and width; two
 files that decode to the same pixels are one image, and a change of one pixel makes another. Decoding takes longer than
@@ -16,6 +21,5 @@ cannot learn from a hit what others have sent.
 Every key is a whole SHA-256 over length-framed, typed parts, so no two lists of parts digest the same bytes.
 
 Two kinds of *records* are kept (`record.py`): encoder rows, which are right in every context, and K, V of all layers,
-which belong to the context they were computed in; of these there are a few variants an image. The `Store` owns all
-state and makes all decisions, tiers only keep things, and the `Writer` fills records when the answer no longer waits.
+which belong to the context they were computed in; of these there are a few variants an image.
 """

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Meta, Part, Record, TierError
-from vlcache_jax.outputs import Why
+from vlcache_jax.cache.why import Why
 
 
 class BusyError(Exception):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.memory import MemoryTier
 from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.why import Why
 from vlcache_jax.inputs.images import Grid
-from vlcache_jax.outputs import Why
 
 _REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
 _REQUESTS = 4096  # lists of images; a hundred bytes an image

@@ -228,7 +228,7 @@ def _check(out: pathlib.Path) -> None:
 
 
 def _cases(llm: LLM, data: list[pathlib.Path] | None, samples: int, arrangement: str, donors: str) -> Sequence[Case]:
-    from vlcache_jax.benchmarks.accuracy import load_samples
+    from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
     from vlcache_jax.study.accuracy import Protocol, behind, spread
     from vlcache_jax.study.sensitivity import cases_of
 

@@ -45,7 +45,7 @@ def profile_command(
     from tqdm import tqdm
 
     from vlcache_jax.assets import TINY_VQA
-    from vlcache_jax.benchmarks.accuracy import load_samples
+    from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
     from vlcache_jax.files import check_writable
     from vlcache_jax.study.accuracy import Protocol, behind, spread
     from vlcache_jax.study.sensitivity import cases_of, profile

@@ -14,62 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Captured
 from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
-from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
+from vlcache_jax.engine.request import Sequence
+from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.models import Rows
-from vlcache_jax.outputs import Why
-from vlcache_jax.reuse.plan import Plan
-from vlcache_jax.reuse.selection import Choice, Selection
+from vlcache_jax.reuse.selection import Selection
 from vlcache_jax.reuse.shift import Shift, make_shifts, shifted_images
 
 Index = npt.NDArray[np.int32]
-
-
-@dataclass(eq=False)
-class ImageUse:
-    """An image in one request.
-
-    Attributes:
-      span: where.
-      linked: record whose K, V are linked in; None: there is none.
-      captured: record that is filled with the K, V computed here; None: there is none.
-      has_encoder: whether its encoder rows were found.
-      why: it is not reused exactly.
-    """
-
-    span: ImageSpan
-    linked: Record | None = None
-    captured: Record | None = None
-    has_encoder: bool = False
-    why: Why | None = None
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One prompt and what is generated after it, in consecutive slots of the pool.
-
-    Attributes:
-      layout, plan: of the prompt.
-      new_slots: slots needed beyond the prompt.
-      images: of the prompt.
-      level: sequences of a level can run when all below have run.
-      choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
-      base: first slot; set when the sequence joins a wave.
-    """
-
-    layout: Layout
-    plan: Plan
-    new_slots: int
-    images: abc.Sequence[ImageUse] = ()
-    level: int = 0
-    choice: Choice | None = None
-    base: int = 0
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.layout) + self.new_slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +100,7 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
     position = np.concatenate([sequence.layout.positions for sequence in wave], axis=1)
     token = np.concatenate([sequence.layout.token_ids for sequence in wave])
     images, image, image_row = _image_rows(wave, length)
-    shifted = shifted_images(wave, num_layers)
+    shifted = shifted_images([(sequence.layout, sequence.plan) for sequence in wave], num_layers)
     done = -1  # the last of these images whose first rows are in a step
 
     steps = []

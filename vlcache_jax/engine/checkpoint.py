@@ -36,6 +36,8 @@ from vlcache_jax.convert.source import locate
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Path, parameters
 from vlcache_jax.models.registry import load_config
+from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.reuse.schedule import Schedule
 
 type Device = jax.Device | jax.sharding.Sharding
 
@@ -74,6 +76,13 @@ class Checkpoint(abc.ABC):
         A directory of the hub and its conversion have the same one. The first use on a directory of the hub reads and
         hashes all its weights, on several threads; a converted checkpoint knows it.
         """
+
+    def check_policy(self, policy: Policy) -> Policy:
+        """The policy. Raises a ValueError if it goes by a schedule of another model."""
+        if isinstance(schedule := getattr(policy, "schedule", None), Schedule):
+            fingerprint = "" if schedule.allow_other_model else self.source_digest
+            schedule.check_model(self.config.model_type, self.config.text.num_layers, fingerprint)
+        return policy
 
     @abc.abstractmethod
     def load(self, device: Device | None = None) -> dict[str, Any]:

@@ -8,71 +8,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import abc
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.batching import Placement, Sequence, Step, cut_waves, encoder_calls, pad_rows, prefill_steps
+from vlcache_jax.engine.batching import Placement, Step, cut_waves, encoder_calls, pad_rows, prefill_steps
 from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.request import Forced, Generation, Logprob, Sequence
 from vlcache_jax.engine.runner import Runner
-from vlcache_jax.engine.sampling import MAX_BANNED, SamplerInputs, SamplingParams
+from vlcache_jax.engine.sampling import MAX_BANNED, SamplerInputs
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
 from vlcache_jax.models import Rows
-from vlcache_jax.outputs import Logprob, Metrics, Why
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Selection
 
 PATCHES_PER_CALL = 16384  # more patches in one encoder call save nothing and cost memory
-
-
-@dataclass(eq=False, kw_only=True)
-class Generation(Sequence):
-    """A prompt whose answer is generated.
-
-    Attributes:
-      params: resolved, see `SamplingParams.resolve`.
-      seed: of this answer.
-      end_tokens: tokens that end it.
-      has_stop_string: tells from the tokens so far whether the last one completes a stop string; None: no such strings.
-      lane: its number in the wave.
-      token_ids, logprobs: generated so far.
-      finish_reason: None while it runs.
-    """
-
-    params: SamplingParams
-    seed: int
-    end_tokens: frozenset[int]
-    has_stop_string: abc.Callable[[list[int]], bool] | None
-    lane: int = 0
-    metrics: Metrics = field(default_factory=Metrics)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def append(self, token: int) -> None:
-        self.token_ids.append(token)
-        count = len(self.token_ids)
-        stops = token in self.end_tokens or (self.has_stop_string is not None and self.has_stop_string(self.token_ids))
-        if stops and count >= self.params.min_tokens:
-            self.finish_reason = "stop"
-        elif count == self.new_slots:
-            self.finish_reason = "length"
-
-
-@dataclass(eq=False, kw_only=True)
-class Forced(Sequence):
-    """A prompt that ends in the continuation to be scored; its plan wants the logits that predict the continuation."""
-
-    keep_logits: bool
-    metrics: Metrics = field(default_factory=Metrics)
-    logprobs: list[np.float32] = field(default_factory=list)
-    greedy: list[np.bool_] = field(default_factory=list)
-    logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
 
 
 class Engine:
@@ -132,12 +86,13 @@ class Engine:
         steps = prefill_steps(wave, runner.ladder, runner.num_slots, runner.config.text.num_layers)
         last_use = {placement.image: i for i, step in enumerate(steps) for placement in step.placements}
         where: dict[ImageRef, tuple[jax.Array, int]] = {}  # image -> encoder output, its first row in it
+        kept = {use.span.image: use.encoder for sequence in wave for use in sequence.images if use.encoder is not None}
         encode = prefill = 0.0
         for i, step in enumerate(steps):
             start = time.perf_counter()
-            new = [p.image for p in step.placements if p.image not in where and not _is_kept(p.image)]
-            where.update(self._encode(new))
-            self._stage(step, where)
+            new = [p.image for p in step.placements if p.image not in where and not _holds(kept.get(p.image))]
+            where.update(self._encode(new, kept))
+            self._stage(step, where, kept)
             x, captured, chosen = runner.prefill(step)
             if captured:
                 k, v = zip(*captured, strict=True)
@@ -205,7 +160,9 @@ class Engine:
                 linking.append(self.runner.link(data, slot, sequence.layout.positions[:, span.tokens]))
         return transferring, linking
 
-    def _encode(self, images: abc.Iterable[ImageRef]) -> dict[ImageRef, tuple[jax.Array, int]]:
+    def _encode(
+        self, images: abc.Iterable[ImageRef], kept: abc.Mapping[ImageRef, Record]
+    ) -> dict[ImageRef, tuple[jax.Array, int]]:
         """Encodes images, several in a call; returns of each in which output and from which row on it stands."""
         where = {}
         for call in encoder_calls(images, min(PATCHES_PER_CALL, self.runner.ladder.patches[-1])):
@@ -213,11 +170,14 @@ class Engine:
             first = np.cumsum([0, *(image.num_tokens for image in call)]).tolist()
             for image, row in zip(call, first[:-1], strict=True):
                 where[image] = encoded, row
-                if image.encoder is not None and not image.encoder.is_settled:
-                    self.writer.encoder(image.encoder, encoded, row)
+                record = kept.get(image)
+                if record is not None and not record.is_settled:
+                    self.writer.encoder(record, encoded, row)
         return where
 
-    def _stage(self, step: Step[Any], where: abc.Mapping[ImageRef, tuple[jax.Array, int]]) -> None:
+    def _stage(
+        self, step: Step[Any], where: abc.Mapping[ImageRef, tuple[jax.Array, int]], kept: abc.Mapping[ImageRef, Record]
+    ) -> None:
         """Hands the step its encoder rows, one call for each encoder output or record that holds some of them."""
         placed: dict[int, tuple[jax.Array | np.ndarray, list[tuple[Placement, int]]]] = {}
         for placement in step.placements:
@@ -226,9 +186,8 @@ class Engine:
                 output, first = where[image]
                 placed.setdefault(id(output), (output, []))[1].append((placement, first))
             else:
-                assert image.encoder is not None
                 size = round_up(int(placement.image_row.max()) + 1, self.runner.token_rungs)  # what is needed, no more
-                placed[id(image)] = image.encoder.data[:, :size], [(placement, 0)]
+                placed[id(image)] = kept[image].data[:, :size], [(placement, 0)]
         for rows, placements in placed.values():
             place = self.runner.ladder.max_rows + np.arange(rows.shape[1], dtype=np.int32)  # nowhere
             for placement, first in placements:
@@ -318,7 +277,6 @@ class Engine:
         return inputs
 
 
-def _is_kept(image: ImageRef) -> bool:
-    """Whether a record holds its encoder rows, or will in a moment."""
-    record = image.encoder
+def _holds(record: Record | None) -> bool:
+    """Whether a record holds an image's encoder rows, or will in a moment."""
     return record is not None and (record.is_ready or (record.is_claimed and record.wait()))

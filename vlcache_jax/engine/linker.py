@@ -12,7 +12,7 @@ import collections
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,51 +21,17 @@ from vlcache_jax.cache.keys import alias_key, content_key, context_key, entry_ke
 from vlcache_jax.cache.memory import BusyError
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Handle, Picture, Store
+from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.batching import ImageUse
 from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.request import ImageUse, Linked, Metrics, Request
 from vlcache_jax.inputs.images import ImageProcessor, ImageSource, Patches
-from vlcache_jax.inputs.layout import ImageRef, Layout, State, make_layout
+from vlcache_jax.inputs.layout import ImageRef, State, make_layout
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.outputs import Metrics, Why
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy, make_plan
-from vlcache_jax.reuse.selection import Choice, make_choice
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """A checked request, its images identified.
-
-    Attributes:
-      prompt: as it came.
-      token_ids: int32 [n], image tokens expanded.
-      starts: where in them each image begins.
-      images: in order.
-      metrics: seconds so far.
-    """
-
-    prompt: Prompt
-    token_ids: npt.NDArray[np.int32]
-    starts: tuple[int, ...]
-    images: tuple[ImageRef, ...]
-    metrics: Metrics
-
-
-@dataclass(frozen=True, eq=False)
-class Linked:
-    """A request that is ready to run; see `batching.Sequence`."""
-
-    request: Request
-    layout: Layout
-    plan: Plan
-    uses: tuple[ImageUse, ...]
-    level: int
-    choice: Choice | None
-    policy: str
-    request_key: str | None
-    request_known: bool
+from vlcache_jax.reuse.selection import make_choice
 
 
 class Linker:
@@ -249,8 +215,8 @@ class Linker:
         for use, context, handle in zip(uses, contexts, handles, strict=False):
             image = use.span.image
             canonical = canonical and use.span.state != "approximate"
-            image.encoder = handle.encoder
-            if image.encoder is None and plan.depth[use.span.tokens].any():
+            use.encoder = handle.encoder
+            if use.encoder is None and plan.depth[use.span.tokens].any():
                 meta = self._encoder_meta(image)
                 wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
             if use.linked is None and variants[image.key] < self.store.config.variants:
@@ -262,7 +228,7 @@ class Linker:
         made = self.store.reserve([meta for meta, _ in wanted.values()])
         for (meta, use), record in zip(wanted.values(), made, strict=True):
             if meta.context is None:
-                use.span.image.encoder = record
+                use.encoder = record
             else:
                 use.captured = record
                 if record is None and use.why is not Why.other_context:
@@ -338,6 +304,37 @@ class Batch:
                 handle.release()
             for key in self.new_requests if kind is not None else ():
                 self._linker.store.forget_request(key)
+
+
+class Reported(Protocol):
+    """A result that tells of a request's run."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+
+def in_batches[T: Reported](
+    linker: Linker, requests: Sequence[Request], policy: Policy, run: Callable[[list[Linked]], list[T]]
+) -> list[T]:
+    """Plans and runs requests in their order, as many together as the cache can hold at once."""
+    results: list[T] = []
+    waves = 0
+    while len(results) < len(requests):
+        with Batch(linker) as batch:
+            group: list[Linked] = []
+            for request in requests[len(results) :]:
+                linked = batch.add(request, policy)
+                if linked is None:
+                    break
+                group.append(linked)
+            if not group:
+                raise RuntimeError("records are held by requests that have ended; reset_mm_cache() helps")
+            done = run(group)
+        for result in done:
+            result.metrics.wave += waves
+        waves = 1 + max(result.metrics.wave for result in done)
+        results += done
+    return results
 
 
 class _Identification:

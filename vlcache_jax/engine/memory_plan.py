@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +17,65 @@ from vlcache_jax.models import ModelConfig
 GIB = 2**30
 MIN_SLOTS = 64  # a pool below this serves nobody
 SLOT_MULTIPLE = 8  # which the bulk copies of GPUs ask for
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes that fit.
+
+    Attributes:
+      ladder: without rungs that are not needed.
+      num_slots: of the KV pool.
+      max_model_len: tokens of prompt and answer at most.
+    """
+
+    ladder: Ladder
+    num_slots: int
+    max_model_len: int
+
+
+def plan_memory(
+    config: ModelConfig,
+    dtype: np.dtype,
+    device: jax.Device,
+    ladder: Ladder | None,
+    *,
+    weights: int,
+    max_rows: int | None,
+    max_patches: int,
+    max_model_len: int | None,
+    kv_cache_bytes: int | None,
+) -> MemoryPlan:
+    """Plans an engine.
+
+    Args:
+      ladder: as wished; None is the default.
+      weights: bytes of the weights.
+      max_rows, max_model_len, kv_cache_bytes: see `LLM`.
+      max_patches: of an image.
+
+    Raises:
+      MemoryError: it does not fit.
+      ValueError: `max_model_len` is more than the model or the pool takes.
+    """
+    if ladder is None:
+        ladder = limit_rows(Ladder(), 4096 if device.platform == "cpu" else 8192)
+    if max_rows is not None:
+        ladder = limit_rows(ladder, max_rows)
+    most = config.text.max_position_embeddings
+    longest = min(max_model_len or most, most)
+    merge_size = config.vision.merge_size
+    ladder = limit_patches(ladder, min(max_patches, longest * merge_size**2), merge_size)
+    num_slots = plan_pool(
+        config, dtype, device, ladder, weights=weights, kv_cache_bytes=kv_cache_bytes, max_model_len=longest
+    )
+    fitting = min(longest, num_slots)
+    if max_model_len is not None and max_model_len > fitting:
+        raise ValueError(
+            f"max_model_len must be at most {fitting} (the model takes {most} tokens, the KV pool {num_slots}), "
+            f"got {max_model_len}"
+        )
+    return MemoryPlan(ladder, num_slots, fitting)
 
 
 def plan_pool(

@@ -5,17 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.inputs.images import Grid, Patches
 from vlcache_jax.models.rope import mrope_positions
-
-if TYPE_CHECKING:
-    from vlcache_jax.cache.record import Record
-
 
 State = Literal["text", "miss", "exact", "approximate"]
 
@@ -27,12 +23,10 @@ class ImageRef:
       key: entry key (`vlcache_jax.cache`).
       grid: patches, see `vlcache_jax.inputs.images`.
       num_tokens: image tokens it takes in the prompt.
-      encoder: record of its encoder rows, which may still be to be filled; None: none is kept.
     """
 
     def __init__(self, key: str, grid: Grid, num_tokens: int, load: Callable[[], Patches]):
         self.key, self.grid, self.num_tokens = key, grid, num_tokens
-        self.encoder: Record | None = None
         self._load = load
 
     @functools.cached_property

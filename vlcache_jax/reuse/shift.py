@@ -9,20 +9,19 @@ and stores a patch for it (Kamera, arXiv 2606.23581); here the patch is of rank 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows, rope
 from vlcache_jax.models.config import TextConfig
-
-if TYPE_CHECKING:
-    from vlcache_jax.engine.batching import Sequence as Request
+from vlcache_jax.reuse.plan import Plan
 
 IMAGES = 64  # images whose differences are held at once
 
@@ -62,18 +61,18 @@ class Shift:
         return slot, position, image, depth
 
 
-def shifted_images(requests: Sequence[Request], num_layers: int) -> Index:
+def shifted_images(requests: Iterable[tuple[Layout, Plan]], num_layers: int) -> Index:
     """Which image each token of a wave belongs to if the image is to be moved, -1 for none [n].
 
     An image is if its request's plan says so and computes some of its tokens, but not all of them in all layers.
     """
     numbers = []
     count = 0
-    for request in requests:
-        number = np.full(len(request.layout), -1, np.int32)
-        if request.plan.shift:
-            for span in request.layout.images:
-                depth = request.plan.depth[span.tokens]
+    for layout, plan in requests:
+        number = np.full(len(layout), -1, np.int32)
+        if plan.shift:
+            for span in layout.images:
+                depth = plan.depth[span.tokens]
                 if span.state == "approximate" and depth.any() and depth.min() < num_layers:
                     number[span.tokens] = count
                     count += 1

@@ -491,7 +491,7 @@ def run(
     from tqdm import tqdm
 
     for policy in settings.values():
-        llm._check_policy(policy)
+        llm._parse_policy(policy)
     log = WorkLog(work, _identity(llm, samples, max_tokens))
     parts = list(batches(samples, batch))
     all_results: dict[Protocol, dict[str, list[Result]]] = {}

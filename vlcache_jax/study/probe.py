@@ -84,7 +84,7 @@ class Probe:
         self.config = llm._runner.config
         self._run = jax.jit(self._dense)
         self._embed = jax.jit(self._embedded)
-        self._head = jax.jit(lambda norm, head, x: self._runner._logits(norm, head, x, count=len(x)))
+        self._head = jax.jit(lambda norm, head, x: self._runner.definitions.logits(norm, head, x, count=len(x)))
 
     @property
     def num_layers(self) -> int:
@@ -182,7 +182,7 @@ class Probe:
     # Programs.
 
     def _embedded(self, table: Any, encoded: jax.Array, source: jax.Array) -> Any:
-        return decoder.embed(bind(self._runner._table_graph, table), encoded, source)
+        return decoder.embed(bind(self._runner.definitions.table_graph, table), encoded, source)
 
     def _dense(
         self,
@@ -201,7 +201,7 @@ class Probe:
         )
         inputs, keys, values, outputs = [], [], [], []
         for i in range(self.num_layers):
-            layer = bind(self._runner._layer_graph, text["layers"][i])
+            layer = bind(self._runner.definitions.layer_graph, text["layers"][i])
             # K, V of rows that do not write go nowhere: their slots are beyond the pool.
             slot = jnp.where(write[i] & (index < n), index, size + index)
             rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)

@@ -220,7 +220,7 @@ class Profiler:
         end = jnp.where(real, start + rows + 1, 0).reshape(-1)
         begin = jnp.where(real, start, 0).reshape(-1)
         places = jnp.tile(position[:, jnp.minimum(rows, size - 1)], (1, candidates))
-        layer = bind(probe._runner._layer_graph, params)
+        layer = bind(probe._runner.definitions.layer_graph, params)
         x, _, _, _ = layer(
             x,
             k,

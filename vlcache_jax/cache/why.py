@@ -1,0 +1,17 @@
+"""The reasons that reports give."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Why(enum.Enum):
+    """Why an image was computed, or not reused as far as it could have been."""
+
+    reuse_off = "reuse_off"
+    unknown_image = "unknown_image"  # never seen, or long forgotten
+    other_context = "other_context"  # known, but computed behind something else
+    evicted = "evicted"  # known, but it had to make room
+    too_large = "too_large"  # the cache has no room for it
+    load_failed = "load_failed"  # known, but its record could not be filled or read
+    corrupt = "corrupt"  # known, but its record was found damaged

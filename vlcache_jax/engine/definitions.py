@@ -1,0 +1,269 @@
+"""What the runner's programs compute, for arguments of which shapes.
+
+A definition is a function, its abstract arguments, and which of them are donated. Every size in it follows from the
+ladder and from nothing else. Plain nested dicts cross into programs, never modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from vlcache_jax import pallas_kernels as kernels
+from vlcache_jax.engine import sampling
+from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.engine.sampling import SamplerInputs
+from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, rope
+from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.models.vision import Grid
+from vlcache_jax.reuse.selection import SelectingPolicy, choose, narrow, project
+from vlcache_jax.reuse.shift import IMAGES, differences, move
+
+MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
+
+Params = dict[str, Any]
+
+
+class Definitions:
+    """Defines each program by a method of its name, whose arguments are the program's static sizes.
+
+    Args:
+      config, params, normalization, num_slots, ladder, implementation: see `Runner`; of arrays only the shapes count.
+
+    Attributes:
+      token_rungs: numbers of an image's tokens.
+      moved_rungs: numbers of tokens that are moved together.
+      windows: sizes of the part of the pool that scores look at.
+      layer_graph, table_graph, norm_graph: what weights of a decoder layer, an embedding table and a norm are bound to.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        normalization: jax.Array,
+        *,
+        num_slots: int,
+        ladder: Ladder,
+        implementation: str | None,
+    ):
+        self.config = config
+        self.ladder = ladder
+        self.num_slots = num_slots
+        self.implementation = implementation
+        self.dtype = params["language_model"]["norm"]["scale"].dtype
+        self._visual, self._normalization = shapes((params["visual"], normalization))
+        self._text = shapes(params["language_model"])
+        self._head = shapes(params.get("lm_head", params["language_model"]["embed_tokens"]))
+        model = abstract_model(config, self.dtype)
+        text = model.language_model
+        self._tower_graph = nnx.graphdef(model.visual)
+        self.layer_graph = nnx.graphdef(text.layers[0])
+        self.table_graph = nnx.graphdef(text.embed_tokens)
+        self.norm_graph = nnx.graphdef(text.norm)
+        self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
+        self.moved_rungs = tuple(sorted({*ladder.rows, *self.token_rungs}))
+        self.windows = tuple(dict.fromkeys((*ladder.rows, num_slots)))
+
+    def shape_of(self, name: str) -> jax.ShapeDtypeStruct:
+        """Of the array that the program `name`, which takes nothing, makes."""
+        return jax.eval_shape(getattr(self, name)()[0])
+
+    def tables(self, grids: abc.Sequence[Grid], num_patches: int) -> dict[str, np.ndarray]:
+        """What the vision tower needs to know of the images of a call."""
+        return FAMILIES[self.config.model_type].encoder_tables(self.config.vision, grids, num_patches)
+
+    def pool(self) -> Any:
+        text = self.config.text
+        return lambda: jnp.zeros((self.num_slots, text.num_kv_heads, text.head_dim), self.dtype), (), ()
+
+    def encoder_rows(self) -> Any:
+        shape = 1 + self.config.vision.num_deepstack, self.ladder.max_rows, self.config.text.hidden_size
+        return lambda: jnp.zeros(shape, self.dtype), (), ()
+
+    def seen(self) -> Any:
+        return lambda: jnp.zeros((self.ladder.max_sequences, self.config.text.vocab_size), bool), (), ()
+
+    def mark_seen(self) -> Any:
+        pairs = jax.ShapeDtypeStruct((MARK_BLOCK,), jnp.int32)
+        return sampling.mark_seen, (self.shape_of("seen"), pairs, pairs), 0
+
+    def encode(self, size: int) -> Any:
+        def encode(params: Params, pixels: jax.Array, normalization: jax.Array, tables: Params) -> jax.Array:
+            return bind(self._tower_graph, params)(pixels, normalization, tables, implementation=self.implementation)
+
+        vision = self.config.vision
+        pixels = jax.ShapeDtypeStruct((size, vision.in_channels, vision.patch_size**2), jnp.uint8)
+        smallest = (1, vision.merge_size, vision.merge_size)
+        tables = self.tables([smallest], size)
+        return encode, (self._visual, pixels, self._normalization, shapes(tables)), ()
+
+    def stage(self, size: int) -> Any:
+        def stage(rows: jax.Array, encoded: jax.Array, place: jax.Array) -> jax.Array:
+            return rows.at[:, place].set(encoded, mode="drop", unique_indices=True)
+
+        rows = self.shape_of("encoder_rows")
+        encoded = jax.ShapeDtypeStruct((rows.shape[0], size, rows.shape[2]), self.dtype)
+        return stage, (rows, encoded, jax.ShapeDtypeStruct((size,), jnp.int32)), 0
+
+    def link(self, size: int) -> Any:
+        text = self.config.text
+
+        def link(pool: Any, data: jax.Array, slot: jax.Array, position: jax.Array) -> Any:
+            cos, sin = rope.text_rotation(
+                position, text.rope_theta, text.mrope_section, text.mrope_interleaved, self.dtype
+            )
+            write = functools.partial(kernels.link, implementation=self.implementation)
+            linked = [
+                [*write(k, v, data[layer, 0], data[layer, 1], slot, cos, sin)] for layer, (k, v) in enumerate(pool)
+            ]
+            return linked, jnp.zeros((), jnp.int32)
+
+        pool = [[self.shape_of("pool")] * 2] * text.num_layers
+        shape = text.num_layers, 2, size, text.num_kv_heads, text.head_dim
+        index = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return link, (pool, jax.ShapeDtypeStruct(shape, self.dtype), index, _rows(size).position), 0
+
+    def slice(self, size: int, less: int) -> Any:
+        return lambda x: x[:less], (jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype),), ()
+
+    def embed(self, size: int) -> Any:
+        def embed(table: Params, encoder_rows: jax.Array, rows: Rows) -> tuple[jax.Array, list[jax.Array]]:
+            x, deepstack = decoder.embed(bind(self.table_graph, table), encoder_rows, rows.source)
+            return x, list(deepstack)
+
+        return embed, (self._text["embed_tokens"], self.shape_of("encoder_rows"), _rows(size)), ()
+
+    def layer(self, size: int, keep: int, has_deepstack: bool) -> Any:
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        pool = self.shape_of("pool")
+        arguments = self._text["layers"][0], x, pool, pool, _rows(size), x if has_deepstack else None
+        # x can only be updated in place where the output has its shape.
+        return functools.partial(self.layer_step, keep=keep), arguments, (1, 2, 3) if keep == size else (2, 3)
+
+    def layer_step(
+        self,
+        params: Params,
+        x: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rows: Rows,
+        added: jax.Array | None,
+        *,
+        keep: int,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        layer = bind(self.layer_graph, params)
+        return layer(x, k, v, rows, added, keep=keep, capture=True, implementation=self.implementation)
+
+    def take(self, size: int, chosen: int, less: int) -> Any:
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        return lambda x, order: x[order[:less]], (x, jax.ShapeDtypeStruct((chosen,), jnp.int32)), ()
+
+    def narrow(self, size: int, less: int) -> Any:
+        narrowed = functools.partial(narrow, size=less, slots=self.num_slots)
+        return narrowed, (_rows(size), jax.ShapeDtypeStruct((), jnp.int32)), ()
+
+    def score_rows(self, size: int, window: int, policy: SelectingPolicy) -> Any:
+        def score(
+            params: Params,
+            x: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            rows: Rows,
+            is_image: jax.Array,
+            request: jax.Array,
+            before: jax.Array,
+        ) -> jax.Array:
+            layer = bind(self.layer_graph, params)
+            return before + policy.score(project(layer, x, k, v, rows, is_image, request, window))
+
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        pool = self.shape_of("pool")
+        flags, scores = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.bool_, jnp.float32))
+        request = jax.ShapeDtypeStruct((3,), jnp.int32)
+        weights = self._text["layers"][0]
+        return score, (weights, x, pool, pool, _rows(size), flags, request, scores), ()
+
+    def differences(self, size: int) -> Any:
+        def between(params: Params, x: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, row_image: jax.Array) -> Any:
+            return differences(bind(self.layer_graph, params), x, k, v, rows, row_image)
+
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        pool = self.shape_of("pool")
+        index = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return between, (self._text["layers"][0], x, pool, pool, _rows(size), index), ()
+
+    def move(self, size: int) -> Any:
+        text, pool = self.config.text, self.shape_of("pool")
+        difference = jax.ShapeDtypeStruct((IMAGES, text.num_kv_heads, text.head_dim), jnp.float32)
+        index, number = jax.ShapeDtypeStruct((size,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        arguments = pool, pool, (difference, difference), index, _rows(size).position, index, index, number
+        return functools.partial(move, text), arguments, (0, 1)
+
+    def choose(self, size: int, less: int) -> Any:
+        def chosen(x: jax.Array, rows: Rows, score: jax.Array, counts: jax.Array) -> Any:
+            return choose(x, rows, score, *counts, size=less, slots=self.num_slots)
+
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        score = jax.ShapeDtypeStruct((size,), jnp.float32)
+        return chosen, (x, _rows(size), score, jax.ShapeDtypeStruct((3,), jnp.int32)), ()
+
+    def head(self, size: int, count: int) -> Any:
+        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        head = functools.partial(self.logits, count=count)
+        return head, (self._text["norm"], self._head, x), ()
+
+    def logits(self, norm: Params, head: Params, x: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
+        logits = bind(self.table_graph, head).scores(bind(self.norm_graph, norm)(x[:count]))
+        return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def decode(self, count: int) -> Any:
+        layer = jax.jit(self.layer_step, static_argnames="keep")  # traced once, not once a layer
+
+        def decode(text: Params, head: Params, pool: list[list[jax.Array]], rows: Rows) -> Any:
+            x = bind(self.table_graph, text["embed_tokens"])(rows.source)
+            updated = []
+            for i, (k, v) in enumerate(pool):
+                x, k, v, _ = layer(text["layers"][i], x, k, v, rows, None, keep=count)
+                updated.append([k, v])
+            return *self.logits(text["norm"], head, x, count=count), updated
+
+        pool = [[self.shape_of("pool")] * 2] * self.config.text.num_layers
+        return decode, (self._text, self._head, pool, _rows(count)), 2
+
+    def sample(self, count: int) -> Any:
+        def of(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *rest), dtype)
+
+        inputs = SamplerInputs(
+            temperature=of(jnp.float32),
+            top_k=of(jnp.int32),
+            top_p=of(jnp.float32),
+            penalty=of(jnp.float32),
+            seed=of(jnp.uint32),
+            step=of(jnp.int32),
+            banned=of(jnp.int32, sampling.MAX_BANNED),
+            sequence=of(jnp.int32),
+            logprobs=of(jnp.bool_),
+        )
+        return sampling.sample, (of(jnp.float32, self.config.text.vocab_size), self.shape_of("seen"), inputs), 1
+
+    def score(self, count: int) -> Any:
+        logits = jax.ShapeDtypeStruct((count, self.config.text.vocab_size), jnp.float32)
+        return sampling.score, (logits, jax.ShapeDtypeStruct((count,), jnp.int32)), ()
+
+
+def shapes(tree: Any) -> Any:
+    """Abstract arrays like those of a tree."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _rows(size: int) -> Rows:
+    index = jax.ShapeDtypeStruct((size,), jnp.int32)
+    return Rows(index, jax.ShapeDtypeStruct((3, size), jnp.int32), index, index, index)

@@ -1,0 +1,158 @@
+"""The family of compiled programs: which there are, and one table of those that are compiled, by name and sizes.
+
+`compile` makes all that a policy can call for ahead, else each is compiled at its first use.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import time
+from collections import abc
+from typing import Any
+
+import jax
+import numpy as np
+
+from vlcache_jax.engine.definitions import Definitions
+from vlcache_jax.inputs.images import Patches
+from vlcache_jax.inputs.layout import ImageRef, make_layout
+from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.reuse.selection import SelectingPolicy
+
+Key = tuple[Any, ...]  # a program's name and its static sizes
+
+
+class Programs:
+    """Compiles definitions and keeps them.
+
+    Attributes:
+      kernels: in the programs compiled so far: which implementation runs each case, and why.
+    """
+
+    def __init__(self, definitions: Definitions):
+        self._definitions = definitions
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self.kernels: dict[Key, tuple[dispatch.Choice, ...]] = {}
+
+    def keys_for(self, policy: Policy) -> list[Key]:
+        """Every program that requests under a policy can call for."""
+        layers = self._definitions.config.text.num_layers
+        image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
+        layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
+        plan = policy.plan(layout, layers)
+        rows = list(plan.rows(layers))
+        selecting = policy if isinstance(policy, SelectingPolicy) else None
+        if selecting is not None:
+            for layer, kept in enumerate(selecting.keep(layout, layers), selecting.check_layer + 1):
+                rows[layer] += kept
+        shrinking = {layer for layer in range(layers - 1) if rows[layer + 1] < rows[layer]}
+        return self.keys(linking=policy.links, shrinking=shrinking, selecting=selecting, shifting=plan.shift)
+
+    def keys(
+        self,
+        *,
+        linking: bool = False,
+        shrinking: abc.Collection[int] = (),
+        selecting: SelectingPolicy | None = None,
+        shifting: bool = False,
+    ) -> list[Key]:
+        """Every program that prefill, decoding, sampling and scoring can call for.
+
+        Args:
+          linking: also linking.
+          shrinking: layers that fewer rows leave than enter, besides the last one. Any number may leave: a step that
+            ends inside an image may hold nothing but rows that drop out early.
+          selecting: also choosing rows on the device.
+          shifting: also moving linked K, V.
+        """
+        definitions = self._definitions
+        ladder, config = definitions.ladder, definitions.config
+        layers, deepstack = config.text.num_layers, config.vision.num_deepstack
+        keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
+        for size in ladder.rows:
+            keep = ladder.outputs(size)
+            keys += [("embed", size)]
+            keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
+            fewer = [rung for rung in ladder.rows if rung < size]
+            checked = None if selecting is None else selecting.check_layer  # is left through `choose`
+            keys += [("layer", size, rung, i < deepstack) for i in shrinking if i != checked for rung in fewer]
+            if shrinking and min(shrinking) < deepstack - 1:
+                keys += [("slice", size, rung) for rung in fewer]
+            for count in {min(count, keep) for count in ladder.sequences}:
+                keys += [("head", keep, count), ("sample", count), ("score", count)]
+            if selecting is not None:
+                lower = [rung for rung in ladder.rows if rung <= size]
+                keys += [("choose", size, rung) for rung in lower]
+                if any(layer > selecting.check_layer for layer in shrinking):
+                    keys += [("narrow", size, rung) for rung in lower]
+                if selecting.check_layer < deepstack - 1:
+                    keys += [("take", size, rung, less) for rung in lower for less in lower if less <= rung]
+                keys += [
+                    ("score_rows", size, window, selecting) for window in self._definitions.windows if window >= size
+                ]
+        for count in ladder.sequences:
+            keys += [("decode", count), ("sample", count)]
+        for size in ladder.patches:
+            keys += [("encode", size)]
+        for size in definitions.token_rungs:
+            keys += [("stage", size)] + [("link", size)] * linking
+        if shifting:
+            keys += [("differences", size) for size in ladder.rows] + [
+                ("move", size) for size in self._definitions.moved_rungs
+            ]
+        return list(dict.fromkeys(keys))
+
+    def compile(
+        self, keys: abc.Iterable[Key], progress: abc.Callable[[Key], None] = lambda key: None
+    ) -> tuple[int, float]:
+        """Compiles those of `keys` that are not yet; returns the number of programs and the seconds it took."""
+        start = time.perf_counter()
+        missing = self.missing(keys)
+        threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        try:
+            compiling = {threads.submit(self._lower(key).compile): key for key in missing}
+            for future in concurrent.futures.as_completed(compiling):
+                self._compiled[compiling[future]] = future.result()
+                progress(compiling[future])
+        finally:
+            threads.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun never will
+        return len(missing), time.perf_counter() - start
+
+    def missing(self, keys: abc.Iterable[Key]) -> list[Key]:
+        """Those of `keys` that are not compiled yet."""
+        return [key for key in keys if key not in self._compiled]
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def run(self, key: Key, *args: Any) -> Any:
+        """Calls a program, which is compiled first if it is not yet."""
+        if key not in self._compiled:
+            self._compiled[key] = self._lower(key).compile()
+        return self._compiled[key](*args)
+
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        name, *sizes = key
+        function, arguments, donated = getattr(self._definitions, name)(*sizes)
+        with dispatch.recorded() as choices:
+            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        if choices:
+            self.kernels[key] = tuple(dict.fromkeys(choices))
+        return lowered
+
+
+def _no_patches() -> Patches:
+    raise AssertionError("this image has no pixels")
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, unless the user has decided where or whether."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(home / "vlcache-jax" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

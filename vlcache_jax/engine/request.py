@@ -1,0 +1,181 @@
+"""What a request is on its way through the engine.
+
+A `Request` has its images identified. `Linked` knows what is linked and what is computed. What runs are `Sequence`s:
+one `Generation` for each answer, or one `Forced` whose continuation is scored.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.why import Why
+from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
+from vlcache_jax.inputs.prompt import Prompt
+from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.selection import Choice
+
+
+@dataclass
+class Metrics:
+    """Seconds of each step. Steps that a wave's requests share count in full for each of them.
+
+    What is done once for several requests of a call, such as decoding an image, counts for the first of them.
+    `wave` tells which requests of the call ran together.
+    """
+
+    lookup: float = 0.0
+    decode_image: float = 0.0
+    preprocess: float = 0.0
+    encode: float = 0.0
+    transfer: float = 0.0
+    link: float = 0.0
+    prefill: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+    wave: int = 0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds of all steps up to the first token."""
+        before = self.lookup + self.decode_image + self.preprocess
+        return before + self.encode + self.transfer + self.link + self.prefill + self.first_token
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A checked request, its images identified.
+
+    Attributes:
+      prompt: as it came.
+      token_ids: int32 [n], image tokens expanded.
+      starts: where in them each image begins.
+      images: in order.
+      metrics: seconds so far.
+    """
+
+    prompt: Prompt
+    token_ids: npt.NDArray[np.int32]
+    starts: tuple[int, ...]
+    images: tuple[ImageRef, ...]
+    metrics: Metrics
+
+
+@dataclass(eq=False)
+class ImageUse:
+    """An image in one request.
+
+    Attributes:
+      span: where.
+      linked: record whose K, V are linked in; None: there is none.
+      captured: record that is filled with the K, V computed here; None: there is none.
+      encoder: record of its encoder rows, which may still be to be filled; None: none is kept.
+      has_encoder: whether its encoder rows were found.
+      why: it is not reused exactly.
+    """
+
+    span: ImageSpan
+    linked: Record | None = None
+    captured: Record | None = None
+    encoder: Record | None = None
+    has_encoder: bool = False
+    why: Why | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Linked:
+    """A request that is ready to run; see `Sequence`."""
+
+    request: Request
+    layout: Layout
+    plan: Plan
+    uses: tuple[ImageUse, ...]
+    level: int
+    choice: Choice | None
+    policy: str
+    request_key: str | None
+    request_known: bool
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt and what is generated after it, in consecutive slots of the pool.
+
+    Attributes:
+      layout, plan: of the prompt.
+      new_slots: slots needed beyond the prompt.
+      images: of the prompt.
+      level: sequences of a level can run when all below have run.
+      choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
+      base: first slot; set when the sequence joins a wave.
+    """
+
+    layout: Layout
+    plan: Plan
+    new_slots: int
+    images: abc.Sequence[ImageUse] = ()
+    level: int = 0
+    choice: Choice | None = None
+    base: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.layout) + self.new_slots
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of the chosen token, and those of the most likely ones, by token id."""
+
+    chosen: float
+    top: dict[int, float]
+
+
+@dataclass(eq=False, kw_only=True)
+class Generation(Sequence):
+    """A prompt whose answer is generated.
+
+    Attributes:
+      params: resolved, see `SamplingParams.resolve`.
+      seed: of this answer.
+      end_tokens: tokens that end it.
+      has_stop_string: tells from the tokens so far whether the last one completes a stop string; None: no such strings.
+      lane: its number in the wave.
+      token_ids, logprobs: generated so far.
+      finish_reason: None while it runs.
+    """
+
+    params: SamplingParams
+    seed: int
+    end_tokens: frozenset[int]
+    has_stop_string: abc.Callable[[list[int]], bool] | None
+    lane: int = 0
+    metrics: Metrics = field(default_factory=Metrics)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def append(self, token: int) -> None:
+        self.token_ids.append(token)
+        count = len(self.token_ids)
+        stops = token in self.end_tokens or (self.has_stop_string is not None and self.has_stop_string(self.token_ids))
+        if stops and count >= self.params.min_tokens:
+            self.finish_reason = "stop"
+        elif count == self.new_slots:
+            self.finish_reason = "length"
+
+
+@dataclass(eq=False, kw_only=True)
+class Forced(Sequence):
+    """A prompt that ends in the continuation to be scored; its plan wants the logits that predict the continuation."""
+
+    keep_logits: bool
+    metrics: Metrics = field(default_factory=Metrics)
+    logprobs: list[np.float32] = field(default_factory=list)
+    greedy: list[np.bool_] = field(default_factory=list)
+    logits: list[npt.NDArray[np.float32]] = field(default_factory=list)

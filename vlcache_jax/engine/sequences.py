@@ -1,0 +1,198 @@
+"""From linked requests to the sequences that run, and from their tokens to text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections import abc
+from typing import Any, cast
+
+import numpy as np
+
+from vlcache_jax.engine.memory_plan import MemoryPlan
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked, Request
+from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
+from vlcache_jax.models import ModelConfig
+from vlcache_jax.reuse.selection import Choice
+
+
+class SequenceBuilder:
+    """Makes sequences of requests and checks that they can run.
+
+    Args:
+      config: of the model.
+      memory: what fits.
+      tokenizer: of the checkpoint.
+      generation: the checkpoint's own sampling parameters.
+      end_tokens: the checkpoint's.
+      seed: of answers whose sampling parameters name none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        memory: MemoryPlan,
+        tokenizer: Any,
+        generation: dict[str, Any],
+        end_tokens: frozenset[int],
+        seed: int,
+    ):
+        self._config = config
+        self._memory = memory
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._end_tokens = end_tokens
+        self._random = np.random.default_rng(seed)
+
+    def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int]]:
+        """The token ids of the continuations to be scored of `count` requests."""
+        if isinstance(given, str) or not isinstance(given, abc.Sequence):
+            raise ValueError(f"continuations must be a list, got {type(given).__name__}")
+        if len(given) != count:
+            raise ValueError(f"continuations must have one entry for each of {count} conversations, got {len(given)}")
+        return [self._continuation(one, f"continuations[{i}]") for i, one in enumerate(given)]
+
+    def _continuation(self, continuation: str | abc.Sequence[int], name: str) -> list[int]:
+        if isinstance(continuation, str):
+            tokens = self._tokenizer(continuation, add_special_tokens=False)["input_ids"]
+        else:
+            tokens = list(continuation) if isinstance(continuation, abc.Sequence | np.ndarray) else [None]
+            vocab_size = self._config.text.vocab_size
+            if not all(
+                type(token) is not bool and isinstance(token, (int, np.integer)) and 0 <= token < vocab_size
+                for token in tokens
+            ):
+                raise ValueError(f"{name} must be a text or token ids below {vocab_size}, got {continuation!r}")
+        if not tokens:
+            raise ValueError(f"{name} must hold at least one token, got none")
+        return [int(token) for token in tokens]
+
+    def sampling_params(
+        self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """Those of `count` requests, resolved; given are one for all, a list, or None: the checkpoint's own."""
+        if given is None or isinstance(given, SamplingParams):
+            given = [given or SamplingParams()] * count
+        if not isinstance(given, abc.Sequence):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}")
+        if len(given) != count:
+            raise ValueError(f"sampling_params must be one, or one for each of {count} requests, got {len(given)}")
+        resolved = []
+        for i, params in enumerate(given):
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"sampling_params[{i}] must be SamplingParams, got {type(params).__name__}")
+            resolved.append(params.resolve(self._generation))
+            ends, vocab_size = self._ends(params), self._config.text.vocab_size
+            if any(end >= vocab_size for end in ends):
+                raise ValueError(f"stop_token_ids must be below the vocabulary's {vocab_size}, got {sorted(ends)}")
+            if params.min_tokens and len(ends) > MAX_BANNED:
+                raise ValueError(f"stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {len(ends)}")
+        return resolved
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_tokens)
+
+    def new_slots(self, request: Request, params: SamplingParams) -> int:
+        """Slots for the longest answer that fits."""
+        return min(params.max_tokens, max(1, self._memory.max_model_len - len(request.token_ids)))
+
+    def answers(self, linked: Linked, params: SamplingParams) -> list[Generation]:
+        """The sequences that answer a request; the first captures its images."""
+        first = int(self._random.integers(2**32)) if params.seed is None else params.seed
+        return [
+            Generation(
+                linked.layout,
+                linked.plan,
+                new_slots=self.new_slots(linked.request, params),
+                images=_uses(linked, capture=i == 0),
+                level=linked.level,
+                choice=self._check_choice(linked, 1),
+                params=params,
+                seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
+                end_tokens=self._ends(params),
+                has_stop_string=self._stop_search(params.stop or ()),
+                metrics=dataclasses.replace(linked.request.metrics),
+            )
+            for i in range(params.n)
+        ]
+
+    def forced(self, linked: Linked, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
+        """The sequence that scores a continuation."""
+        length, layers = len(linked.layout), self._config.text.num_layers
+        wanted = range(length - 1, length + len(tokens) - 1)
+        return Forced(
+            linked.layout.extended(tokens),
+            linked.plan.extended(len(tokens), layers).wanting(wanted, layers),
+            new_slots=0,
+            images=_uses(linked, capture=capture),
+            level=linked.level,
+            choice=self._check_choice(linked, len(tokens)),
+            keep_logits=keep_logits,
+            metrics=dataclasses.replace(linked.request.metrics),
+        )
+
+    def _check_choice(self, linked: Linked, outputs: int) -> Choice | None:
+        """How the request chooses rows: from one prefill step, which has to hold all of its rows and logits."""
+        if linked.choice is not None:
+            rows = linked.plan.rows(1)[0] + (outputs - 1)
+            ladder = self._memory.ladder
+            if rows > ladder.max_rows or outputs > ladder.max_sequences:
+                raise ValueError(
+                    f"reuse {linked.policy} chooses among all rows of a prompt, so it must have at most max_rows = "
+                    f"{ladder.max_rows} of them and {ladder.max_sequences} scored tokens, got {rows} and {outputs}"
+                )
+        return linked.choice
+
+    def check_length(self, request: Request, new_slots: int) -> None:
+        """Raises a ValueError if a request and `new_slots` more do not fit."""
+        if len(request.token_ids) + new_slots > self._memory.max_model_len:
+            raise ValueError(
+                f"prompt and answer must fit in max_model_len = {self._memory.max_model_len} tokens (the KV pool has "
+                f"{self._memory.num_slots} slots), got a prompt of {len(request.token_ids)} and an answer of at least "
+                f"{new_slots}: {request.prompt.text[:40]!r}..."
+            )
+
+    def _stop_search(self, stop: abc.Sequence[str]) -> abc.Callable[[list[int]], bool] | None:
+        if not stop:
+            return None
+        # A character is at most four bytes and a token at least one, so a string that ends now lies in these tokens.
+        window = 4 * max(map(len, stop)) + 4
+        return lambda token_ids: self._stop_at(token_ids[-window:], stop) is not None
+
+    def _stop_at(self, token_ids: abc.Sequence[int], stop: abc.Sequence[str]) -> int | None:
+        """Where in their text the stop string begins that the last of the tokens completes."""
+        before, text = (
+            cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))
+            for ids in (list(token_ids[:-1]), list(token_ids))
+        )
+        known = len(before.rstrip("\ufffd"))  # a character that is not complete yet
+        places = [text.find(end, max(0, known - len(end) + 1)) for end in stop]
+        return min((place for place in places if place >= 0), default=None)
+
+    def text(self, answer: Generation) -> str:
+        """An answer's text, up to the stop string that ended it."""
+        text = cast(str, self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+        if answer.finish_reason == "stop" and answer.token_ids[-1] not in answer.end_tokens:
+            text = text[: self._stop_at(answer.token_ids, answer.params.stop or ())]
+        return text
+
+
+def _uses(linked: Linked, *, capture: bool) -> tuple[ImageUse, ...]:
+    """What a sequence does with its images; of several answers to a request one captures."""
+    return tuple(dataclasses.replace(use, captured=use.captured if capture else None) for use in linked.uses)
+
+
+def read_generation_config(directory: pathlib.Path, tokenizer: Any) -> tuple[dict[str, Any], frozenset[int]]:
+    """The checkpoint's defaults for sampling, and its end tokens."""
+    path = directory / "generation_config.json"
+    try:
+        generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        SamplingParams().resolve(generation)
+        ends = generation.get("eos_token_id", tokenizer.eos_token_id)
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        if not all(isinstance(end, int) for end in ends):
+            raise ValueError(f"eos_token_id must be token ids, got {ends!r}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold usable sampling parameters: {error}") from error
+    return generation, frozenset(ends)

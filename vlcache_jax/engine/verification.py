@@ -1,0 +1,93 @@
+"""Answers beside those of a cold run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlcache_jax.engine.engine import Engine
+from vlcache_jax.engine.request import Generation, Linked, Metrics
+from vlcache_jax.engine.sequences import SequenceBuilder
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan
+from vlcache_jax.reuse.plan import full_prefill
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A request's answer beside the one of a cold run.
+
+    Attributes:
+      tokens_agree: tokens up to the first difference between both answers.
+      tokens: of the longer answer.
+      max_logit_difference: largest difference of any logit at the places of the answer's tokens, when both runs are
+        given these tokens.
+    """
+
+    tokens_agree: int
+    tokens: int
+    max_logit_difference: float
+
+
+def verify(
+    engine: Engine, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
+) -> list[Verification]:
+    """Runs requests without the cache, and both ways with the answers' tokens forced."""
+    cold = [_without_cache(linked, engine.runner.config.text.num_layers) for linked in group]
+    again = [
+        dataclasses.replace(
+            answer,
+            layout=linked.layout,
+            plan=linked.plan,
+            images=(),
+            level=0,
+            metrics=Metrics(),
+            token_ids=[],
+            logprobs=[],
+            finish_reason=None,
+        )
+        for linked, answer in zip(cold, answers, strict=True)
+    ]
+    engine.generate(again, lambda _: None)
+    # An image whose record failed was computed instead: the plan that ran is the answer's.
+    warm = [
+        dataclasses.replace(linked, plan=answer.plan, uses=tuple(answer.images))
+        for linked, answer in zip(group, answers, strict=True)
+    ]
+    forced = [
+        [
+            builder.forced(one, answer.token_ids, keep_logits=True, capture=False)
+            for one, answer in zip(way, answers, strict=True)
+        ]
+        for way in (warm, cold)
+    ]
+    engine.score([sequence for way in forced for sequence in way], lambda _: None)
+    return [
+        _compare(answer.token_ids, other.token_ids, *(np.stack(sequence.logits) for sequence in both))
+        for answer, other, *both in zip(answers, again, *forced, strict=True)
+    ]
+
+
+def _without_cache(linked: Linked, num_layers: int) -> Linked:
+    """The same request, with every image to be decoded, encoded and computed."""
+    spans = tuple(
+        dataclasses.replace(span, image=_without_records(span.image), state="miss")
+        if isinstance(span, ImageSpan)
+        else span
+        for span in linked.layout.spans
+    )
+    layout = dataclasses.replace(linked.layout, spans=spans)
+    plan = full_prefill(layout, num_layers)
+    return dataclasses.replace(linked, layout=layout, plan=plan, uses=(), level=0)
+
+
+def _without_records(image: ImageRef) -> ImageRef:
+    return ImageRef(image.key, image.grid, image.num_tokens, lambda: image.patches)
+
+
+def _compare(tokens: list[int], cold_tokens: list[int], logits: np.ndarray, cold_logits: np.ndarray) -> Verification:
+    same = [a == b for a, b in zip(tokens, cold_tokens, strict=False)]
+    agree = same.index(False) if False in same else len(same)
+    difference = float(np.abs(logits - cold_logits).max())
+    return Verification(agree, max(len(tokens), len(cold_tokens)), difference)
