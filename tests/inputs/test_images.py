@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers import AutoImageProcessor
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
@@ -72,7 +72,9 @@ def encode(image, suffix="PNG", **options):
 
 
 def load_with_library(encoded):
-    return np.array(load_image("data:image/png;base64," + base64.b64encode(encoded).decode()))
+    """What the library's processor makes of a file: it loads it, and then makes it RGB."""
+    loaded = load_image("data:image/png;base64," + base64.b64encode(encoded).decode())
+    return convert_to_rgb(loaded, return_numpy=True)
 
 
 def pictures():
@@ -270,11 +272,39 @@ def test_pil_images_follow_the_librarys_processor(mode):
     ("mode", "suffix"),
     [(mode, "PNG") for mode in pictures() if mode not in ("CMYK", "YCbCr", "HSV", "PA")]
     + [("CMYK", "TIFF"), ("CMYK", "JPEG"), ("RGB", "JPEG"), ("L", "JPEG"), ("P", "GIF"), ("RGB", "BMP"), ("1", "TIFF")]
-    + [("YCbCr", "TIFF"), ("RGBA", "WEBP"), ("LA", "TIFF")],
+    + [("YCbCr", "TIFF"), ("RGBA", "WEBP"), ("LA", "TIFF"), ("P one clear", "GIF")]
+    + [("L transparent", "GIF")],
 )
 def test_files_follow_the_librarys_loader(mode, suffix):
     encoded = encode(pictures()[mode], suffix)
     np.testing.assert_array_equal(read_image(encoded).decode(), load_with_library(encoded))
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [("RGB transparent", "PNG"), ("L transparent", "PNG"), ("P one clear", "PNG"), ("P one clear", "GIF")],
+)
+def test_one_transparent_colour_of_a_file_is_painted_white(mode, suffix, tmp_path):
+    picture = pictures()[mode]
+    encoded = encode(picture, suffix)
+    path = tmp_path / "image"
+    path.write_bytes(encoded)
+    with Image.open(path) as opened:
+        clear = np.array(opened.convert("RGBA"))[..., 3] == 0
+    assert 0 < clear.sum() < clear.size
+    for value in (path, encoded, "data:image/png;base64," + base64.b64encode(encoded).decode()):
+        rgb = read_image(value).decode()
+        assert (rgb[clear] == 255).all()
+        np.testing.assert_array_equal(rgb, load_with_library(encoded))
+
+
+def test_of_an_animated_gif_the_first_frame_is_taken():
+    encoded = animated("GIF")
+    rgb = read_image(encoded).decode()
+    np.testing.assert_array_equal(rgb, load_with_library(encoded))
+    with Image.open(io.BytesIO(encoded)) as opened:
+        assert opened.n_frames == 3
+        np.testing.assert_array_equal(read_image(opened).decode(), rgb)
 
 
 def test_files_and_pictures_differ_where_the_library_differs(tmp_path):
@@ -358,17 +388,19 @@ REFUSED = {
         encode(Image.fromarray(np.ones((4, 5), np.float32)), "TIFF"),
         "must have 8 bits a channel, got mode F",
     ),
-    "animated GIF": (animated("GIF"), "must be a single picture, got an image of 3 frames"),
     "animated PNG": (animated("PNG"), "must be a single picture, got an image of 3 frames"),
     "animated WebP": (animated("WEBP"), "must be a single picture, got an image of 3 frames"),
-    "TIFF of pages": (animated("TIFF"), "must be a single picture, got an image of 3 frames"),
+    "TIFF of pages": (animated("TIFF"), "must be a single picture, got an image of several pages"),
     "bomb": (png_header(20000, 20000), "must be an image that Pillow can .*exceeds limit of 178956970 pixels"),
     "long": (png_header(2001, 10), "must have an aspect ratio of at most 200, got 10x2001"),
     "PIL int": (Image.new("I", (4, 5)), "must have 8 bits a channel, got mode I"),
     "PIL float": (Image.new("F", (4, 5)), "must have 8 bits a channel, got mode F"),
     "PIL 16 bit": (Image.new("I;16", (4, 5)), "must have 8 bits a channel, got mode I;16"),
     "PIL empty": (Image.new("RGB", (0, 5)), "must have at least 1x1 pixels, got 5x0"),
-    "PIL animated": (Image.open(io.BytesIO(animated("GIF"))), "must be a single picture, got an image of 3 frames"),
+    "PIL animated": (Image.open(io.BytesIO(animated("WEBP"))), "must be a single picture, got an image of 3 frames"),
+    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "unknown format, none of BMP, GIF"),
+    "PPM": (b"P6 2 2 255 " + bytes(12), "unknown format, none of BMP, GIF"),
+    "over the limit": (png_header(10000, 5001), "must have at most 50000000 pixels, got 5001x10000"),
     "PIL long": (Image.new("RGB", (1, 201)), "must have an aspect ratio of at most 200, got 201x1"),
     "PIL truncated": (
         Image.open(io.BytesIO(encode(Image.fromarray(textured(99, 99)))[:5000])),
@@ -377,6 +409,24 @@ REFUSED = {
     "array empty": (np.zeros((0, 5, 3), np.uint8), "must have at least 1x1 pixels, got 0x5"),
     "array long": (np.zeros((201, 1), np.uint8), "must have an aspect ratio of at most 200, got 201x1"),
 }
+
+
+HEADS = ("EPS", "PPM", "over the limit", "bomb", "long", "no width", "16-bit PNG", "animated PNG", "TIFF of pages")
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_what_the_head_of_a_file_decides_decodes_no_pixel(case, monkeypatch):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    value, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"^prompts.7. images.0. .*{message}"):
+        read_image(value, name="prompts[7] images[0]").size()
+
+
+@pytest.mark.parametrize("suffix", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+def test_the_head_tells_the_size(suffix, monkeypatch):
+    source = read_image(encode(Image.fromarray(textured(20, 30)), suffix))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    assert source.size() == (20, 30)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -394,7 +444,7 @@ def test_the_pixel_limit_is_our_own(monkeypatch):
             read_image(value).decode(max_pixels=599)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # a caller may lift Pillow's limit
     with pytest.raises(ValueError, match="image must have at most 178956970 pixels, got 20000x20000"):
-        read_image(png_header(20000, 20000)).decode()
+        read_image(png_header(20000, 20000)).decode(images.MOST_IMAGE_PIXELS)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)  # 600 pixels: Pillow warns, here an error
     np.testing.assert_array_equal(read_image(encode(picture)).decode(), textured(20, 30))
 

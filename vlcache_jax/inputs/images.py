@@ -1,8 +1,8 @@
 """Images on the host: from what a caller passes to the uint8 patches that the vision tower reads.
 
-Two phases. `read_image` takes hold of an image without decoding it, so that a cache can hash the encoded bytes and skip
-the rest; `ImageSource.decode` makes the RGB picture and finds everything that can be wrong with it. `ImageProcessor`
-then resizes and cuts the picture into patches, bit for bit as transformers' PIL image processor does. Patches stay
+Three phases. `read_image` takes hold of an image without decoding it, so that a cache can hash the encoded bytes and
+skip the rest; `ImageSource.size` reads the head of the file and refuses what the head decides; `ImageSource.decode`
+makes the RGB picture and finds everything else that can be wrong with it. `ImageProcessor` then resizes and cuts the picture into patches, bit for bit as transformers' PIL image processor does. Patches stay
 uint8, an eighth of the float32 rows that hold every pixel twice: `normalization_table` turns bytes into values later.
 """
 
@@ -29,8 +29,14 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-MAX_IMAGE_PIXELS = 2 * 89_478_485
-"""Larger pictures are refused before their pixels are decoded: the size at which Pillow refuses by default."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""Of files; whatever else Pillow reads stays closed, such as EPS, which runs another program."""
+
+MAX_IMAGE_PIXELS = 50_000_000
+"""Larger pictures are refused before their pixels are decoded, unless the engine is told otherwise."""
+
+MOST_IMAGE_PIXELS = 2 * 89_478_485
+"""The highest such limit: the size at which Pillow refuses."""
 
 MAX_ASPECT_RATIO = 200
 FETCH_SECONDS = 20.0
@@ -61,39 +67,59 @@ class ImageSource:
         """The encoded file; None for a PIL image or an array, which have none."""
         return self.value if isinstance(self.value, bytes) else None
 
+    def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
+        """Height and width as they stand in the head of the file, before EXIF turns the picture. Decodes no pixel.
+
+        Raises:
+            ValueError: see `decode`, but for what only the pixels show.
+        """
+        if isinstance(self.value, np.ndarray):
+            height, width = self.value.shape[:2]
+            _check_size(height, width, self.name, max_pixels)
+            return height, width
+        width, height = self._opened(self.value, max_pixels).size
+        return height, width
+
     def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> npt.NDArray[np.uint8]:
         """Returns the picture as RGB, uint8 [H, W, 3], in memory of its own.
 
-        Encoded files are turned upright by their EXIF orientation and lose alpha without blending, as in transformers'
-        `load_image`. PIL images and arrays are taken as they lie, with alpha or a transparent colour composited over
-        white, as in transformers' image processors.
+        As in transformers, encoded files are turned upright by their EXIF orientation and lose an alpha channel without
+        blending (`load_image`), and one transparent colour is painted white (image processors). PIL images and arrays
+        are taken as they lie, with alpha or a transparent colour composited over white. Of a GIF it is the first frame.
 
         Raises:
-            ValueError: corrupt, truncated, empty, 16- or 32-bit grey, animated, over `max_pixels`, or more than 200
-                times as long as wide.
+            ValueError: corrupt, truncated, empty, of another format than `FORMATS`, 16- or 32-bit grey, animated or of
+                several pages, over `max_pixels`, or more than 200 times as long as wide.
         """
         if isinstance(self.value, np.ndarray):
-            _check_size(self.value.shape[0], self.value.shape[1], self.name, max_pixels)
+            self.size(max_pixels)
             return _array_to_rgb(self.value)
+        image = self._opened(self.value, max_pixels)
         with self._explained():
-            image = _open(self.value) if isinstance(self.value, bytes) else self.value
+            return np.array(_picture_to_rgb(_upright(image) if self.encoded is not None else image))
+
+    def _opened(self, value: bytes | Image.Image, max_pixels: int) -> Image.Image:
+        with self._explained():
+            image = _open(value) if isinstance(value, bytes) else value
             width, height = image.size
             # A camera's MPO file holds previews and gain maps beside the photo: no animation.
-            frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+            several = image.format not in ("MPO", "GIF") and getattr(image, "is_animated", False)
+            # Counting a TIFF's pages would read them all.
+            count = "several pages" if image.format == "TIFF" else f"{getattr(image, 'n_frames', 1)} frames"
         _check_size(height, width, self.name, max_pixels)
-        if frames > 1:
-            raise ValueError(f"{self.name} must be a single picture, got an image of {frames} frames")
+        if several:
+            raise ValueError(f"{self.name} must be a single picture, got an image of {count}")
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             raise ValueError(f"{self.name} must have 8 bits a channel, got mode {image.mode}")
-        with self._explained():
-            return np.array(_file_to_rgb(image) if isinstance(self.value, bytes) else _picture_to_rgb(image))
+        return image
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # Pillow's decoders raise nearly anything on broken files
-            reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
+            unknown = f"unknown format, none of {', '.join(FORMATS)}"
+            reason = unknown if isinstance(error, UnidentifiedImageError) else error
             raise ValueError(
                 f"{self.name} must be an image that Pillow can read and convert to RGB, "
                 f"got {_describe(self.value)}: {reason}"
@@ -349,12 +375,14 @@ def _open(encoded: bytes) -> Image.Image:
     # Pillow warns at half of the size that it refuses; where warnings are errors that would be another limit.
     with _filter_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(encoded))
+        return Image.open(io.BytesIO(encoded), formats=FORMATS)
 
 
-def _file_to_rgb(image: Image.Image) -> Image.Image:
-    image = ImageOps.exif_transpose(image)
-    image.info.pop("transparency", None)  # without effect on RGB, but Pillow warns about it in palettes
+def _upright(image: Image.Image) -> Image.Image:
+    """A file's picture as the library hands it on: upright, RGB, without alpha, but with its transparent colour."""
+    ImageOps.exif_transpose(image, in_place=True)
+    if isinstance(image.info.get("transparency"), bytes):  # of a palette: the library drops it, and Pillow warns
+        del image.info["transparency"]
     return image.convert("RGB")
 
 
