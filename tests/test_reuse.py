@@ -286,7 +286,7 @@ def dense_reference(llm, conversation, policy):
     runner, linker = llm._runner, llm._linker
     config = runner.config.text
     prompt = llm._renderer.from_conversation(conversation)
-    [request] = linker.identify([prompt])
+    [request] = llm._identifier.identify([prompt])
     with vlcache_jax.engine.linker.Batch(linker) as batch:
         linked = batch.add(request, policy)
         layout, plan = linked.layout, linked.plan

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from vlcache_jax.cache.config import CacheConfig as CacheConfig
     from vlcache_jax.engine.ladder import Ladder as Ladder
     from vlcache_jax.engine.sampling import SamplingParams as SamplingParams
+    from vlcache_jax.engine.serving import RequestError as RequestError
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
@@ -19,12 +20,23 @@ _HOMES = {
     "LLM": "vlcache_jax.llm",
     "Ladder": "vlcache_jax.engine.ladder",
     "MPIC": "vlcache_jax.reuse.policies",
+    "RequestError": "vlcache_jax.engine.serving",
     "RequestOutput": "vlcache_jax.outputs",
     "SamplingParams": "vlcache_jax.engine.sampling",
     "Schedule": "vlcache_jax.reuse.schedule",
     "Score": "vlcache_jax.outputs",
 }
-__all__ = ["LLM", "MPIC", "CacheConfig", "Ladder", "RequestOutput", "SamplingParams", "Schedule", "Score"]
+__all__ = [
+    "LLM",
+    "MPIC",
+    "CacheConfig",
+    "Ladder",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "Schedule",
+    "Score",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.linker import Linker
+from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
@@ -26,11 +26,11 @@ class ImageCache:
         self,
         store: Store,
         writer: Writer,
-        linker: Linker,
+        identifier: Identifier,
         renderer: PromptRenderer,
         chat: Callable[..., list[RequestOutput]],
     ):
-        self._store, self._writer, self._linker, self._renderer = store, writer, linker, renderer
+        self._store, self._writer, self._identifier, self._renderer = store, writer, identifier, renderer
         self._chat = chat
         self._is_closed = False
 
@@ -146,5 +146,5 @@ class ImageCache:
             raise RuntimeError("this LLM is closed")
         source = self._renderer.image(image)
         prompt = Prompt.of_image(source, self._renderer.image_token_id, limits)
-        [request] = self._linker.identify([prompt], salt)
+        [request] = self._identifier.identify([prompt], salt)
         return request.images[0]

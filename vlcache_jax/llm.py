@@ -17,20 +17,19 @@ from tqdm import tqdm
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
+from vlcache_jax.calls import Call, Caller
 from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.engine.engine import Engine
+from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.linker import Linker, in_batches
+from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.memory_plan import plan_memory
 from vlcache_jax.engine.programs import use_compilation_cache
-from vlcache_jax.engine.request import Linked
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
-from vlcache_jax.engine.verification import Verification
-from vlcache_jax.engine.verification import verify as verify_answers
+from vlcache_jax.engine.sequences import SequenceBuilder, or_error, read_generation_config
 from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.inputs.images import ImageProcessor, check_limits
+from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageProcessor, check_limits, check_max_pixels
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
@@ -77,6 +76,8 @@ class LLM:
         `llm.kernels` says which run, and why.
       ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
       allow_remote_images: whether http(s) image URLs are fetched.
+      max_image_pixels: of a picture before it is scaled; larger ones are refused by the head of their file. While a
+        picture is decoded it takes seven bytes a pixel, and of all together about 512 MiB are decoded at a time.
       revision: branch, tag or commit of a model on the hub.
       seed: of answers whose sampling parameters name none.
 
@@ -100,12 +101,14 @@ class LLM:
         implementation: str | None = None,
         ladder: Ladder | None = None,
         allow_remote_images: bool = False,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
         revision: str | None = None,
         seed: int = 0,
     ):
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
         _check_arguments(cache, seed, kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
+        check_max_pixels(max_image_pixels)
         dispatch.check_name(implementation)
         device = jax.devices()[0]
         dispatch.check_device(implementation, device)
@@ -134,7 +137,7 @@ class LLM:
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
         )
-        self.max_model_len = memory.max_model_len
+        self.max_model_len = self._renderer.max_tokens = memory.max_model_len
         self._runner = Runner(
             config,
             self._checkpoint.load(device),
@@ -155,18 +158,22 @@ class LLM:
         self._writer = Writer(self._store)
         self._engine = Engine(self._runner, self._writer)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
-        self._linker = Linker(
-            config,
+        token_rungs = self._runner.token_rungs
+        self._identifier = Identifier(
             self._store,
-            self._writer,
             self._processor,
             self._renderer,
             fingerprint=lambda: self._checkpoint.fingerprint,
             dtype=self._runner.dtype,
-            token_rungs=self._runner.token_rungs,
+            max_patches=token_rungs[-1] * self._processor.merge_size**2,
+            max_pixels=max_image_pixels,
             threads=self._threads,
         )
-        self.cache = ImageCache(self._store, self._writer, self._linker, self._renderer, self.chat)
+        self._linker = Linker(config, self._store, self._writer, dtype=self._runner.dtype, token_rungs=token_rungs)
+        self._caller = Caller(
+            self._identifier, self._linker, self._engine, self._sequences, self._reporter, self._serving
+        )
+        self.cache = ImageCache(self._store, self._writer, self._identifier, self._renderer, self.chat)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -180,6 +187,7 @@ class LLM:
         verify: bool = False,
         mm_processor_kwargs: Mapping[str, int] | None = None,
         use_tqdm: bool = True,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Answers conversations.
 
@@ -193,19 +201,22 @@ class LLM:
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
           mm_processor_kwargs: min_pixels and max_pixels for the images of this call.
           use_tqdm: show a progress bar.
+          on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
+            the other rows are answered, and its output tells in `error`.
 
-        All new images of a call are decoded before it runs and held at 3 bytes a pixel: cut a very large job into
-        several.
         Texts are taken as they are: control tokens in them, such as `<|im_end|>`, act as such.
 
         Returns:
           One output for each conversation, in their order.
 
         Raises:
-          ValueError: a conversation, an image or a parameter is wrong; it names which. Nothing has run then.
+          RequestError: rows are wrong. All that arguments and heads of files tell are named at once, before anything
+            runs. A picture that breaks only when it is decoded, and logits that are not finite, stop the call after the
+            step under way; the error carries the `outputs` of the rows before. It is a ValueError.
+          ValueError: another argument is wrong. Nothing has run then.
         """
         prompts = self._conversations(conversations, mm_processor_kwargs)
-        return self._generate(prompts, sampling_params, reuse, cache_salt, verify, use_tqdm)
+        return self._generate(prompts, sampling_params, self._call(reuse, cache_salt, on_error), verify, use_tqdm)
 
     def generate(
         self,
@@ -216,6 +227,7 @@ class LLM:
         cache_salt: str | None = None,
         verify: bool = False,
         use_tqdm: bool = True,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Continues prompts as they are, without a chat template.
 
@@ -223,17 +235,17 @@ class LLM:
           prompts: a string or a dict, or a list of these. A dict holds "prompt", a text with one `<|image_pad|>` for
             each image, and may hold "multi_modal_data": {"image": [...]}, "multi_modal_uuids": {"image": [...]} and
             "mm_processor_kwargs": {...}.
-          sampling_params, reuse, cache_salt, verify, use_tqdm: see `chat`.
+          sampling_params, reuse, cache_salt, verify, use_tqdm, on_error: see `chat`.
 
         Returns:
           One output for each prompt, in their order.
 
         Raises:
-          ValueError: see `chat`.
+          RequestError, ValueError: see `chat`.
         """
-        listed = _listed_prompts(prompts)
-        rendered = [self._renderer.from_prompt(prompt, name=f"prompts[{i}]") for i, prompt in enumerate(listed)]
-        return self._generate(rendered, sampling_params, reuse, cache_salt, verify, use_tqdm)
+        render = self._renderer.from_prompt
+        rendered = [or_error(render, prompt, name=f"prompts[{i}]") for i, prompt in enumerate(_listed_prompts(prompts))]
+        return self._generate(rendered, sampling_params, self._call(reuse, cache_salt, on_error), verify, use_tqdm)
 
     def score(
         self,
@@ -245,39 +257,26 @@ class LLM:
         mm_processor_kwargs: Mapping[str, int] | None = None,
         keep_logits: bool = False,
         use_tqdm: bool = True,
+        on_error: str = "raise",
     ) -> list[Score]:
         """Log-probabilities of forced continuations.
 
         Args:
           conversations: see `chat`.
           continuations: one for each conversation, a text or token ids.
-          reuse, cache_salt, mm_processor_kwargs, use_tqdm: see `chat`.
+          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`.
           keep_logits: also return the logits that predict each token.
 
         Returns:
           One score for each conversation, in their order.
 
         Raises:
-          ValueError: see `chat`; also an empty continuation, or one that is not paired with a conversation.
+          RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
-        policy = self._parse_policy(reuse)
         prompts = self._conversations(conversations, mm_processor_kwargs)
-        forced = self._sequences.continuations(continuations, len(prompts))
-        with self._serving(), tqdm(total=len(prompts), desc="scoring", disable=not use_tqdm) as bar:
-            requests = self._linker.identify(prompts, cache_salt, lookup=policy.links)
-            for request, tokens in zip(requests, forced, strict=True):
-                self._sequences.check_length(request, len(tokens))
-            waiting = iter(forced)
-
-            def run(group: list[Linked]) -> list[Score]:
-                sequences = [
-                    self._sequences.forced(linked, next(waiting), keep_logits=keep_logits, capture=True)
-                    for linked in group
-                ]
-                self._engine.score(sequences, lambda _: bar.update())
-                return [self._reporter.score(*each) for each in zip(group, sequences, strict=True)]
-
-            return in_batches(self._linker, requests, policy, run)
+        call = self._call(reuse, cache_salt, on_error)
+        with tqdm(total=len(prompts), desc="scoring", disable=not use_tqdm) as bar:
+            return self._caller.score(prompts, continuations, call, keep_logits=keep_logits, progress=bar.update)
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Compiles every program ahead, so that no request waits for a compilation.
@@ -342,50 +341,42 @@ class LLM:
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:
         with self._lock:
-            if self._closed:
-                raise RuntimeError("this LLM is closed")
+            self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
 
     def _conversations(
         self, conversations: Conversation | Sequence[Conversation], mm_processor_kwargs: Mapping[str, int] | None
-    ) -> list[Prompt]:
+    ) -> list[Prompt | ValueError]:
         limits = check_limits(mm_processor_kwargs)
+        render = self._renderer.from_conversation
         return [
-            self._renderer.from_conversation(conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
+            or_error(render, conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
             for i, conversation in enumerate(_listed_conversations(conversations))
         ]
 
-    def _parse_policy(self, reuse: Reuse | None) -> Policy:
-        return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
-
     def _generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: list[Prompt | ValueError],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        reuse: Reuse | None,
-        salt: str | None,
+        call: Call,
         verify: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        policy = self._parse_policy(reuse)
         params = self._sequences.sampling_params(sampling_params, len(prompts))
-        with self._serving(), tqdm(
-            total=sum(own.n for own in params), desc="answering", disable=not use_tqdm
-        ) as bar:  # fmt: skip
-            requests = self._linker.identify(prompts, salt, lookup=policy.links)
-            for request, own in zip(requests, params, strict=True):
-                self._sequences.check_length(request, self._sequences.new_slots(request, own))
-            waiting = iter(params)
+        total = sum(own.n for own in params if isinstance(own, SamplingParams))
+        with tqdm(total=total, desc="answering", disable=not use_tqdm) as bar:
+            return self._caller.generate(prompts, params, call, verify=verify, progress=bar.update)
 
-            def run(group: list[Linked]) -> list[RequestOutput]:
-                answers = [self._sequences.answers(linked, next(waiting)) for linked in group]
-                self._engine.generate([answer for own in answers for answer in own], lambda _: bar.update())
-                compared: list[Verification | None] = [None] * len(group)
-                if verify:
-                    compared[:] = verify_answers(self._engine, self._sequences, group, [own[0] for own in answers])
-                return [self._reporter.output(*each) for each in zip(group, answers, compared, strict=True)]
+    def _call(self, reuse: Reuse | None, salt: str | None, on_error: str) -> Call:
+        self._check_open()
+        return Call(self._parse_policy(reuse), salt, on_error)
 
-            return in_batches(self._linker, requests, policy, run)
+    def _parse_policy(self, reuse: Reuse | None) -> Policy:
+        return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
 
 
 def _listed_conversations(conversations: Any) -> Sequence[Conversation]:

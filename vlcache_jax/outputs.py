@@ -70,7 +70,7 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop" (end token or stop string) or "length"."""
+    """One answer. `finish_reason` is "stop" (end token or stop string), "length" or "error"."""
 
     index: int
     text: str
@@ -81,7 +81,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answers to one request, in the place of the request in the call."""
+    """The answers to one request, in the place of the request in the call.
+
+    Attributes:
+      outputs: `n` answers; none if the request was wrong.
+      num_cached_tokens: prompt tokens whose K, V were reused exactly.
+      verification: if asked for.
+      error: why the request was not answered, or not to its end; None: it was.
+    """
 
     prompt: str
     prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
@@ -90,6 +97,7 @@ class RequestOutput:
     metrics: Metrics
     cache: CacheReport
     verification: Verification | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ class Score:
       logprobs: of each of them, given everything before it; float32 [n].
       greedy: whether each is the most likely token at its place; bool [n].
       logits: float32 [n, V], if asked for.
+      error: why the request was not scored, or what is wrong with its logits; None: nothing.
     """
 
     token_ids: tuple[int, ...]
@@ -109,11 +118,15 @@ class Score:
     metrics: Metrics
     cache: CacheReport
     logits: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    error: str | None = None
 
     @property
     def total(self) -> float:
         """Log-probability of the whole continuation."""
         return float(self.logprobs.sum())
+
+
+_NOTHING = CacheReport((), exact=False, policy="", rows=(), approximate_tokens=0)
 
 
 class Reporter:
@@ -140,7 +153,12 @@ class Reporter:
             metrics=answers[0].metrics,
             cache=self._report(linked, answers[0]),
             verification=verification,
+            error=self._error(linked, *answers),
         )
+
+    def failed_output(self, prompt: str, error: str) -> RequestOutput:
+        """Of a request that was wrong, and never ran."""
+        return RequestOutput(prompt, np.zeros(0, np.int32), (), 0, Metrics(), _NOTHING, error=error)
 
     def score(self, linked: Linked, sequence: Forced) -> Score:
         """Of a request and its scored continuation."""
@@ -150,8 +168,19 @@ class Reporter:
             greedy=np.array(sequence.greedy, np.bool_),
             metrics=sequence.metrics,
             cache=self._report(linked, sequence),
-            logits=np.stack(sequence.logits) if sequence.keep_logits else None,
+            logits=np.stack(sequence.logits) if sequence.keep_logits and sequence.logits else None,
+            error=self._error(linked, sequence),
         )
+
+    def failed_score(self, error: str) -> Score:
+        """Of a request that was wrong, and never ran."""
+        return Score((), np.zeros(0, np.float32), np.zeros(0, np.bool_), Metrics(), _NOTHING, error=error)
+
+    def _error(self, linked: Linked, *sequences: Generation | Forced) -> str | None:
+        """What ended a sequence of the request, under the request's name."""
+        name = linked.request.prompt.name
+        errors = [sequence.error for sequence in sequences if sequence.error is not None]
+        return next((error if error.startswith(name) else f"{name}: {error}" for error in errors), None)
 
     def _completion(self, index: int, answer: Generation) -> CompletionOutput:
         return CompletionOutput(

@@ -14,6 +14,7 @@ from vlcache_jax.cache.why import Why
 from vlcache_jax.inputs.images import Grid
 
 _REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
+_REFUSED = 4096  # files that are no pictures
 _REQUESTS = 4096  # lists of images; a hundred bytes an image
 
 
@@ -105,6 +106,7 @@ class Store:
         self._lock = threading.RLock()
         self._counts = CacheStats()
         self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._refused: OrderedDict[str, str] = OrderedDict()
         self._requests: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._lost: OrderedDict[str, Why] = OrderedDict()
         self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
@@ -121,6 +123,16 @@ class Store:
     def remember_picture(self, alias: str, picture: Picture) -> None:
         with self._lock:
             _remember(self._pictures, alias, picture)
+
+    def refusal(self, alias: str) -> str | None:
+        """Why the file under an alias is no picture, if that was found before."""
+        with self._lock:
+            return self._refused.get(alias)
+
+    def refuse(self, alias: str, why: str) -> None:
+        """Notes that a file cannot be decoded, so that nobody tries again."""
+        with self._lock:
+            _remember(self._refused, alias, why, _REFUSED)
 
     def remember_request(self, key: str, entries: Sequence[str]) -> bool:
         """Notes a request's list of images; whether the same list was there before."""
@@ -292,7 +304,7 @@ class Store:
         """Forgets every record, alias and request. Counters go on."""
         with self._lock:
             self.tier.close()
-            for memory in (self._pictures, self._requests, self._lost, self._variants):
+            for memory in (self._pictures, self._refused, self._requests, self._lost, self._variants):
                 memory.clear()
 
     def stats(self) -> CacheStats:

@@ -221,7 +221,7 @@ class Definitions:
 
     def logits(self, norm: Params, head: Params, x: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
         logits = bind(self.table_graph, head).scores(bind(self.norm_graph, norm)(x[:count]))
-        return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return logits, sampling.most_likely(logits)
 
     def decode(self, count: int) -> Any:
         layer = jax.jit(self.layer_step, static_argnames="keep")  # traced once, not once a layer

@@ -18,7 +18,7 @@ from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.batching import Placement, Step, cut_waves, encoder_calls, pad_rows, prefill_steps
 from vlcache_jax.engine.ladder import round_up
-from vlcache_jax.engine.request import Forced, Generation, Logprob, Sequence
+from vlcache_jax.engine.request import NOT_FINITE, Forced, Generation, Logprob, Sequence
 from vlcache_jax.engine.runner import Runner
 from vlcache_jax.engine.sampling import MAX_BANNED, SamplerInputs
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
@@ -44,7 +44,7 @@ class Engine:
     def generate(self, sequences: abc.Iterable[Generation], finished: abc.Callable[[Generation], object]) -> None:
         """Generates the answers; `finished` is called with each as it ends."""
         with self._clean_after_error():
-            for wave in self._waves(sequences):
+            for wave in self._waves(sequences, finished):
                 for lane, sequence in enumerate(wave):
                     sequence.lane = lane
                 if any(sequence.params.repetition_penalty != 1 for sequence in wave):
@@ -56,7 +56,7 @@ class Engine:
     def score(self, sequences: abc.Iterable[Forced], finished: abc.Callable[[Forced], object]) -> None:
         """Scores the continuations; `finished` is called with each as it ends."""
         with self._clean_after_error():
-            for wave in self._waves(sequences):
+            for wave in self._waves(sequences, finished):
                 for step, x in self._prefill(wave):
                     self._scores(step, x)
                 for sequence in wave:
@@ -70,12 +70,38 @@ class Engine:
             self.runner.reset()
             raise
 
-    def _waves[S: (Generation, Forced)](self, sequences: abc.Iterable[S]) -> list[list[S]]:
-        waves = cut_waves(sequences, self.runner.ladder.max_sequences, self.runner.num_slots)
-        for number, wave in enumerate(waves):
+    def _waves[S: (Generation, Forced)](
+        self, sequences: abc.Iterable[S], finished: abc.Callable[[S], object]
+    ) -> abc.Iterator[list[S]]:
+        """Sequences that run together; those that cannot run end here."""
+        for number, wave in enumerate(cut_waves(sequences, self.runner.ladder.max_sequences, self.runner.num_slots)):
             for sequence in wave:
                 sequence.metrics.wave = number
-        return waves
+                self._settle(sequence)
+                if sequence.error is not None:
+                    finished(sequence)
+            if running := [sequence for sequence in wave if sequence.error is None]:
+                yield running
+
+    def _settle(self, sequence: Generation | Forced) -> None:
+        """Decides what is linked and what is computed, and has the pixels that this takes.
+
+        A record that was not filled after all is no error: its image is computed. A picture that cannot be decoded is
+        one, and ends the sequence.
+        """
+        layers = self.runner.config.text.num_layers
+        for use in sequence.images:
+            if use.linked is not None and not use.linked.wait():
+                use.linked, use.why = None, Why.load_failed
+                sequence.plan = sequence.plan.computing(use.span.tokens, layers)
+        records = {use.span.image: use.encoder for use in sequence.images}
+        try:
+            for span in sequence.layout.images:
+                if sequence.plan.depth[span.tokens].any() and not _holds(records.get(span.image)):
+                    _ = span.image.patches
+        except ValueError as error:
+            sequence.fail(str(error))
+            self.writer.give_up([use.captured for use in sequence.images if use.captured is not None])
 
     def _prefill[S: (Generation, Forced)](self, wave: abc.Sequence[S]) -> abc.Iterator[tuple[Step[S], jax.Array]]:
         """Yields each step of which logits are wanted, with the hidden states of the rows that left the last layer."""
@@ -130,16 +156,7 @@ class Engine:
         sequence.plan = Plan(depth)
 
     def _link(self, wave: abc.Sequence[Sequence]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Writes the K, V of stored images into the pool; returns what to wait for: the transfers, and the linking.
-
-        A record that was not filled after all is no error: its image is computed.
-        """
-        for sequence in wave:
-            for use in sequence.images:
-                if use.linked is not None and not use.linked.wait():
-                    use.linked, use.why = None, Why.load_failed
-                    layers = self.runner.config.text.num_layers
-                    sequence.plan = sequence.plan.computing(use.span.tokens, layers)
+        """Writes the K, V of stored images into the pool; returns what to wait for: the transfers, and the linking."""
         # Answers to one prompt, and requests with the same image, share the transfer.
         users: dict[int, tuple[Record, list[tuple[Sequence, ImageSpan]]]] = {}
         for sequence in wave:
@@ -223,6 +240,8 @@ class Engine:
         for row, (sequence, _) in enumerate(step.wanted):
             sequence.logprobs.append(logprobs[row])
             sequence.greedy.append(greedy[row])
+            if not np.isfinite(logprobs[row]):
+                sequence.fail(NOT_FINITE)
             if kept is not None and sequence.keep_logits:
                 sequence.logits.append(kept[row].copy())
             sequence.metrics.first_token = time.perf_counter() - start
@@ -244,7 +263,7 @@ class Engine:
             return
         sampled = jax.device_get(self.runner.sample(logits, self._sampler_inputs(sequences, *logits.shape)))
         for row, sequence in enumerate(sequences):
-            if sequence.params.logprobs is not None:
+            if sequence.params.logprobs is not None and sampled.token[row] >= 0:
                 top = slice(sequence.params.logprobs)
                 pairs = zip(sampled.top_token[row, top].tolist(), sampled.top_logprob[row, top].tolist(), strict=True)
                 sequence.logprobs.append(Logprob(float(sampled.logprob[row]), dict(pairs)))

@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.keys import alias_key, content_key, context_key, entry_key, request_key
+from vlcache_jax.cache.keys import context_key, request_key
 from vlcache_jax.cache.memory import BusyError
 from vlcache_jax.cache.record import Meta, Record
-from vlcache_jax.cache.store import Handle, Picture, Store
+from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.ladder import round_up
-from vlcache_jax.engine.request import ImageUse, Linked, Metrics, Request
-from vlcache_jax.inputs.images import ImageProcessor, ImageSource, Patches
+from vlcache_jax.engine.request import ImageUse, Linked, Request
 from vlcache_jax.inputs.layout import ImageRef, State, make_layout
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy, make_plan
@@ -35,127 +31,22 @@ from vlcache_jax.reuse.selection import make_choice
 
 
 class Linker:
-    """Resolves the images of prompts.
+    """Plans requests whose images are identified.
 
     Args:
       config: of the model.
       store, writer: the cache.
-      processor, renderer: of the checkpoint.
-      fingerprint: of the weights; asked for when there is an image.
       dtype: of weights and records.
       token_rungs: to which records are padded.
-      threads: hash, decode and cut images.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        store: Store,
-        writer: Writer,
-        processor: ImageProcessor,
-        renderer: PromptRenderer,
-        *,
-        fingerprint: Callable[[], str],
-        dtype: np.dtype,
-        token_rungs: tuple[int, ...],
-        threads: Executor,
+        self, config: ModelConfig, store: Store, writer: Writer, *, dtype: np.dtype, token_rungs: tuple[int, ...]
     ):
         self.store, self.writer = store, writer
         self._config = config
-        self._processor, self._renderer = processor, renderer
-        self._fingerprint = fingerprint
         self._dtype = dtype
         self._token_rungs = token_rungs
-        self._threads = threads
-
-    # Identity.
-
-    def identify(self, prompts: Sequence[Prompt], salt: str | None = None, *, lookup: bool = True) -> list[Request]:
-        """Identifies all images, on several threads; each picture is decoded once, or not at all if it is known.
-
-        Args:
-          prompts: of a call.
-          salt: see `vlcache_jax.cache`.
-          lookup: whether the cache is asked; else every picture is decoded.
-
-        Raises:
-          ValueError: an image cannot be decoded or is too large, or its uuid is bound to another one, or the salt is no
-            string.
-        """
-        if salt is not None and not isinstance(salt, str):
-            raise ValueError(f"cache_salt must be a string or None, got {salt!r}")
-        if any(prompt.images for prompt in prompts):
-            self._fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
-        tasks: dict[object, _Identification] = {}
-        users: list[list[_Identification]] = []
-        for prompt in prompts:
-            users.append([])
-            for source, uuid in zip(prompt.images, prompt.uuids, strict=True):
-                settings = tuple(sorted(prompt.mm_processor_kwargs.items()))
-                task = _Identification(self, source, uuid, prompt.mm_processor_kwargs, salt, lookup)
-                users[-1].append(tasks.setdefault((task.source_id, uuid, settings), task))
-        list(self._threads.map(_Identification.run, tasks.values()))
-        if lookup:
-            self._bind(tasks.values(), salt)
-        images: dict[str, ImageRef] = {}
-        requests = []
-        counted: set[int] = set()
-        for prompt, mine in zip(prompts, users, strict=True):
-            metrics = Metrics()
-            for task in mine:
-                images.setdefault(task.image.key, task.image)
-                if id(task) not in counted:  # the request with which an image comes first pays for it
-                    counted.add(id(task))
-                    metrics.lookup += task.lookup
-                    metrics.decode_image += task.decode
-                    metrics.preprocess += task.preprocess
-            refs = tuple(images[task.image.key] for task in mine)
-            token_ids, starts, _ = self._renderer.expand(prompt.token_ids, [image.num_tokens for image in refs])
-            requests.append(Request(prompt, token_ids, tuple(starts.tolist()), refs, metrics))
-        return requests
-
-    def entry_key(self, picture: Picture, limits: Mapping[str, int], salt: str | None) -> str:
-        """Key of what is kept for a picture."""
-        return entry_key(
-            picture.content,
-            settings=self._processor.settings(limits),
-            fingerprint=self._fingerprint(),
-            codec=str(self._dtype),
-            salt=salt,
-        )
-
-    def image(
-        self, picture: Picture, name: str, limits: Mapping[str, int], salt: str | None, load: Callable[[], Patches]
-    ) -> ImageRef:
-        """The image that a picture becomes.
-
-        Raises:
-          ValueError: it has more patches than the engine takes.
-        """
-        grid = self._processor.grid(picture.height, picture.width, limits, name=name)
-        most = self._token_rungs[-1] * self._processor.merge_size**2
-        if (patches := int(np.prod(grid))) > most:
-            raise ValueError(
-                f"{name} must have at most {most} patches, got {patches}: "
-                "raise max_pixels, max_model_len or ladder.patches of the engine, or lower max_pixels of the request"
-            )
-        return ImageRef(self.entry_key(picture, limits, salt), grid, self._processor.num_tokens(grid), load)
-
-    def _bind(self, tasks: Iterable[_Identification], salt: str | None) -> None:
-        """Remembers what aliases stand for, after a check that no uuid stands for two pictures."""
-        aliases: dict[str, Picture] = {}
-        for task in tasks:
-            if task.uuid is not None:
-                alias = alias_key(task.uuid, salt)
-                bound = aliases.setdefault(alias, self.store.picture(alias) or task.picture)
-                if bound.content != task.picture.content:
-                    raise task.wrong_uuid()
-            if task.alias is not None:
-                aliases[task.alias] = task.picture
-        for alias, picture in aliases.items():
-            self.store.remember_picture(alias, picture)
-
-    # Planning.
 
     def plan(self, request: Request, policy: Policy, batch: Batch) -> Linked:
         """Looks a request up, plans it, and gives what it will compute a place in the cache.
@@ -179,7 +70,7 @@ class Linker:
                 "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
             ]
             layout = make_layout(
-                request.token_ids, request.starts, request.images, self._processor.merge_size, states or None
+                request.token_ids, request.starts, request.images, self._config.vision.merge_size, states or None
             )
             plan = make_plan(policy, layout, layers)
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
@@ -304,109 +195,3 @@ class Batch:
                 handle.release()
             for key in self.new_requests if kind is not None else ():
                 self._linker.store.forget_request(key)
-
-
-class Reported(Protocol):
-    """A result that tells of a request's run."""
-
-    @property
-    def metrics(self) -> Metrics: ...
-
-
-def in_batches[T: Reported](
-    linker: Linker, requests: Sequence[Request], policy: Policy, run: Callable[[list[Linked]], list[T]]
-) -> list[T]:
-    """Plans and runs requests in their order, as many together as the cache can hold at once."""
-    results: list[T] = []
-    waves = 0
-    while len(results) < len(requests):
-        with Batch(linker) as batch:
-            group: list[Linked] = []
-            for request in requests[len(results) :]:
-                linked = batch.add(request, policy)
-                if linked is None:
-                    break
-                group.append(linked)
-            if not group:
-                raise RuntimeError("records are held by requests that have ended; reset_mm_cache() helps")
-            done = run(group)
-        for result in done:
-            result.metrics.wave += waves
-        waves = 1 + max(result.metrics.wave for result in done)
-        results += done
-    return results
-
-
-class _Identification:
-    """Finds out which image a source is.
-
-    Attributes:
-      source_id: equal for sources that are the same for sure.
-      alias: key under which its picture is found again without decoding; None: it has no encoded bytes.
-      picture, image: the result.
-      lookup, decode, preprocess: seconds.
-    """
-
-    picture: Picture
-    image: ImageRef
-
-    def __init__(
-        self,
-        linker: Linker,
-        source: ImageSource,
-        uuid: str | None,
-        limits: Mapping[str, int],
-        salt: str | None,
-        lookup: bool,
-    ):
-        self.source, self.uuid = source, uuid
-        self._linker, self._limits, self._salt, self._lookup = linker, limits, salt, lookup
-        self._trusted = uuid if lookup and linker.store.config.trust_uuids else None
-        self.source_id: object = self._trusted or source.encoded or id(source.value)
-        self.alias: str | None = None
-        self.lookup = self.decode = self.preprocess = 0.0
-
-    def run(self) -> None:
-        start = time.perf_counter()
-        rgb = None
-        known = None
-        if self._lookup:
-            named = self._trusted if self._trusted is not None else self.source.encoded
-            self.alias = None if named is None else alias_key(named, self._salt)
-            known = self._linker.store.picture(self.alias) if self.alias is not None else None
-            self.lookup = time.perf_counter() - start
-        if known is None:
-            rgb = self._decode()
-            known = _picture(rgb)
-        self.picture = known
-        self.image = self._linker.image(known, self.source.name, self._limits, self._salt, self._patches)
-        if not (self._lookup and self._linker.store.knows(self.image.key)):
-            # The pixels will be needed, as far as one can tell now.
-            self.image.patches = self._patches() if rgb is None else self._cut(rgb)
-
-    def _decode(self) -> npt.NDArray[np.uint8]:
-        start = time.perf_counter()
-        rgb = self.source.decode()
-        self.decode += time.perf_counter() - start
-        return rgb
-
-    def _cut(self, rgb: npt.NDArray[np.uint8]) -> Patches:
-        start = time.perf_counter()
-        patches = self._linker._processor.patches(rgb, self._limits)
-        self.preprocess += time.perf_counter() - start
-        return patches
-
-    def _patches(self) -> Patches:
-        rgb = self._decode()
-        if self._trusted is not None and _picture(rgb) != self.picture:
-            raise self.wrong_uuid()  # kept under the other picture's key, it would mislead everyone
-        return self._cut(rgb)
-
-    def wrong_uuid(self) -> ValueError:
-        return ValueError(
-            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before"
-        )
-
-
-def _picture(rgb: npt.NDArray[np.uint8]) -> Picture:
-    return Picture(content_key(rgb), *rgb.shape[:2])

@@ -20,6 +20,8 @@ from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice
 
+NOT_FINITE = "logits must be finite, got NaN or inf: weights or an image's record may be damaged"
+
 
 @dataclass
 class Metrics:
@@ -113,6 +115,7 @@ class Sequence:
       level: sequences of a level can run when all below have run.
       choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
       base: first slot; set when the sequence joins a wave.
+      error: why it ended before it was done; None: it did not.
     """
 
     layout: Layout
@@ -122,10 +125,15 @@ class Sequence:
     level: int = 0
     choice: Choice | None = None
     base: int = 0
+    error: str | None = None
 
     @property
     def num_slots(self) -> int:
         return len(self.layout) + self.new_slots
+
+    def fail(self, error: str) -> None:
+        """Ends it."""
+        self.error = error
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,10 @@ class Generation(Sequence):
     finish_reason: str | None = None
 
     def append(self, token: int) -> None:
+        """Goes on with a token; a negative one says that there is none, because logits are not finite."""
+        if token < 0:
+            self.fail(NOT_FINITE)
+            return
         self.token_ids.append(token)
         count = len(self.token_ids)
         stops = token in self.end_tokens or (self.has_stop_string is not None and self.has_stop_string(self.token_ids))
@@ -168,6 +180,10 @@ class Generation(Sequence):
             self.finish_reason = "stop"
         elif count == self.new_slots:
             self.finish_reason = "length"
+
+    def fail(self, error: str) -> None:
+        super().fail(error)
+        self.finish_reason = "error"
 
 
 @dataclass(eq=False, kw_only=True)

@@ -112,7 +112,7 @@ class SamplerInputs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    token: Any  # int32 [B]
+    token: Any  # int32 [B]; -1 where logits are not finite
     logprob: Any  # float32 [B], of the token, before temperature, penalty and truncation
     top_logprob: Any  # float32 [B, MAX_LOGPROBS]
     top_token: Any  # int32 [B, MAX_LOGPROBS]
@@ -148,7 +148,16 @@ def sample(logits: jax.Array, seen: jax.Array, inputs: SamplerInputs) -> tuple[S
     drawn = jax.lax.cond((inputs.temperature > 0).any(), _draw, lambda x, _: jnp.argmax(x, axis=-1), x, inputs)
     token = jnp.where(inputs.temperature > 0, drawn, greedy).astype(jnp.int32)
     seen = seen.at[inputs.sequence, token].set(True, mode="drop")
-    return Sampled(token, logprobs[rows, token], top_logprob, top_token.astype(jnp.int32)), seen
+    return Sampled(_or_none(token, logits), logprobs[rows, token], top_logprob, top_token.astype(jnp.int32)), seen
+
+
+def most_likely(logits: jax.Array) -> jax.Array:
+    """The most likely token of each row of logits [B, V], int32 [B]; -1 where they are not finite."""
+    return _or_none(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits)
+
+
+def _or_none(token: jax.Array, logits: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), token, -1)
 
 
 def _draw(x: jax.Array, inputs: SamplerInputs) -> jax.Array:

@@ -11,8 +11,9 @@ from typing import Any, cast
 import numpy as np
 
 from vlcache_jax.engine.memory_plan import MemoryPlan
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked, Request
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
+from vlcache_jax.inputs.prompt import check_text
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
 
@@ -45,16 +46,17 @@ class SequenceBuilder:
         self._end_tokens = end_tokens
         self._random = np.random.default_rng(seed)
 
-    def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int]]:
-        """The token ids of the continuations to be scored of `count` requests."""
+    def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int] | ValueError]:
+        """The token ids of the continuations to be scored of `count` requests, or what is wrong with them."""
         if isinstance(given, str) or not isinstance(given, abc.Sequence):
             raise ValueError(f"continuations must be a list, got {type(given).__name__}")
         if len(given) != count:
             raise ValueError(f"continuations must have one entry for each of {count} conversations, got {len(given)}")
-        return [self._continuation(one, f"continuations[{i}]") for i, one in enumerate(given)]
+        return [or_error(self._continuation, one, f"continuations[{i}]") for i, one in enumerate(given)]
 
     def _continuation(self, continuation: str | abc.Sequence[int], name: str) -> list[int]:
         if isinstance(continuation, str):
+            check_text(continuation, name)
             tokens = self._tokenizer(continuation, add_special_tokens=False)["input_ids"]
         else:
             tokens = list(continuation) if isinstance(continuation, abc.Sequence | np.ndarray) else [None]
@@ -70,44 +72,54 @@ class SequenceBuilder:
 
     def sampling_params(
         self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
-        """Those of `count` requests, resolved; given are one for all, a list, or None: the checkpoint's own."""
+    ) -> list[SamplingParams | ValueError]:
+        """Those of `count` requests, resolved, or what is wrong with them.
+
+        Args:
+          given: one for all, a list, or None: the checkpoint's own.
+
+        Raises:
+          ValueError: it is none of these, or the one for all is wrong.
+        """
         if given is None or isinstance(given, SamplingParams):
-            given = [given or SamplingParams()] * count
+            return [self._resolved(given or SamplingParams(), "sampling_params")] * count
         if not isinstance(given, abc.Sequence):
             raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}")
         if len(given) != count:
             raise ValueError(f"sampling_params must be one, or one for each of {count} requests, got {len(given)}")
-        resolved = []
-        for i, params in enumerate(given):
-            if not isinstance(params, SamplingParams):
-                raise ValueError(f"sampling_params[{i}] must be SamplingParams, got {type(params).__name__}")
-            resolved.append(params.resolve(self._generation))
-            ends, vocab_size = self._ends(params), self._config.text.vocab_size
-            if any(end >= vocab_size for end in ends):
-                raise ValueError(f"stop_token_ids must be below the vocabulary's {vocab_size}, got {sorted(ends)}")
-            if params.min_tokens and len(ends) > MAX_BANNED:
-                raise ValueError(f"stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {len(ends)}")
+        return [or_error(self._resolved, params, f"sampling_params[{i}]") for i, params in enumerate(given)]
+
+    def _resolved(self, params: SamplingParams, name: str) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{name} must be SamplingParams, got {type(params).__name__}")
+        resolved = params.resolve(self._generation)
+        ends, vocab_size = self._ends(params), self._config.text.vocab_size
+        if any(end >= vocab_size for end in ends):
+            raise ValueError(f"{name} stop_token_ids must be below the vocabulary's {vocab_size}, got {sorted(ends)}")
+        if params.min_tokens and len(ends) > MAX_BANNED:
+            raise ValueError(f"{name} stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {len(ends)}")
         return resolved
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_tokens)
 
-    def new_slots(self, request: Request, params: SamplingParams) -> int:
-        """Slots for the longest answer that fits."""
-        return min(params.max_tokens, max(1, self._memory.max_model_len - len(request.token_ids)))
+    def new_slots(self, length: int, params: SamplingParams) -> int:
+        """Slots for the longest answer that fits behind a prompt of `length` tokens."""
+        return min(params.max_tokens, max(1, self._memory.max_model_len - length))
 
     def answers(self, linked: Linked, params: SamplingParams) -> list[Generation]:
         """The sequences that answer a request; the first captures its images."""
+        choice, error = self._choice(linked, 1)
         first = int(self._random.integers(2**32)) if params.seed is None else params.seed
         return [
             Generation(
                 linked.layout,
                 linked.plan,
-                new_slots=self.new_slots(linked.request, params),
+                new_slots=self.new_slots(len(linked.layout), params),
                 images=_uses(linked, capture=i == 0),
                 level=linked.level,
-                choice=self._check_choice(linked, 1),
+                choice=choice,
+                error=error,
                 params=params,
                 seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
                 end_tokens=self._ends(params),
@@ -120,6 +132,7 @@ class SequenceBuilder:
     def forced(self, linked: Linked, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
         """The sequence that scores a continuation."""
         length, layers = len(linked.layout), self._config.text.num_layers
+        choice, error = self._choice(linked, len(tokens))
         wanted = range(length - 1, length + len(tokens) - 1)
         return Forced(
             linked.layout.extended(tokens),
@@ -127,30 +140,31 @@ class SequenceBuilder:
             new_slots=0,
             images=_uses(linked, capture=capture),
             level=linked.level,
-            choice=self._check_choice(linked, len(tokens)),
+            choice=choice,
+            error=error,
             keep_logits=keep_logits,
             metrics=dataclasses.replace(linked.request.metrics),
         )
 
-    def _check_choice(self, linked: Linked, outputs: int) -> Choice | None:
-        """How the request chooses rows: from one prefill step, which has to hold all of its rows and logits."""
+    def _choice(self, linked: Linked, outputs: int) -> tuple[Choice | None, str | None]:
+        """How the request chooses rows, or why it cannot: one prefill step has to hold all of its rows and logits."""
         if linked.choice is not None:
             rows = linked.plan.rows(1)[0] + (outputs - 1)
             ladder = self._memory.ladder
             if rows > ladder.max_rows or outputs > ladder.max_sequences:
-                raise ValueError(
+                return None, (
                     f"reuse {linked.policy} chooses among all rows of a prompt, so it must have at most max_rows = "
                     f"{ladder.max_rows} of them and {ladder.max_sequences} scored tokens, got {rows} and {outputs}"
                 )
-        return linked.choice
+        return linked.choice, None
 
-    def check_length(self, request: Request, new_slots: int) -> None:
-        """Raises a ValueError if a request and `new_slots` more do not fit."""
-        if len(request.token_ids) + new_slots > self._memory.max_model_len:
+    def check_length(self, name: str, length: int, new_slots: int) -> None:
+        """Raises a ValueError if a prompt of `length` tokens and `new_slots` more do not fit."""
+        if length + new_slots > self._memory.max_model_len:
             raise ValueError(
-                f"prompt and answer must fit in max_model_len = {self._memory.max_model_len} tokens (the KV pool has "
-                f"{self._memory.num_slots} slots), got a prompt of {len(request.token_ids)} and an answer of at least "
-                f"{new_slots}: {request.prompt.text[:40]!r}..."
+                f"{name}: prompt and answer must fit in max_model_len = {self._memory.max_model_len} tokens (the KV "
+                f"pool has {self._memory.num_slots} slots), got a prompt of {length} and an answer of at least "
+                f"{new_slots}"
             )
 
     def _stop_search(self, stop: abc.Sequence[str]) -> abc.Callable[[list[int]], bool] | None:
@@ -176,6 +190,14 @@ class SequenceBuilder:
         if answer.finish_reason == "stop" and answer.token_ids[-1] not in answer.end_tokens:
             text = text[: self._stop_at(answer.token_ids, answer.params.stop or ())]
         return text
+
+
+def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwargs) -> T | ValueError:
+    """What a function returns, or the ValueError that it raises."""
+    try:
+        return function(*args, **named)
+    except ValueError as error:
+        return error
 
 
 def _uses(linked: Linked, *, capture: bool) -> tuple[ImageUse, ...]:

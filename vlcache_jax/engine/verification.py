@@ -32,8 +32,16 @@ class Verification:
 
 def verify(
     engine: Engine, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
+) -> list[Verification | None]:
+    """Runs requests without the cache, and both ways with the answers' tokens forced; None where there is no answer."""
+    good = [i for i, answer in enumerate(answers) if answer.error is None]
+    found = iter(_verify(engine, builder, [group[i] for i in good], [answers[i] for i in good]))
+    return [next(found) if i in good else None for i in range(len(group))]
+
+
+def _verify(
+    engine: Engine, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
 ) -> list[Verification]:
-    """Runs requests without the cache, and both ways with the answers' tokens forced."""
     cold = [_without_cache(linked, engine.runner.config.text.num_layers) for linked in group]
     again = [
         dataclasses.replace(

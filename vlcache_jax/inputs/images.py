@@ -2,8 +2,9 @@
 
 Three phases. `read_image` takes hold of an image without decoding it, so that a cache can hash the encoded bytes and
 skip the rest; `ImageSource.size` reads the head of the file and refuses what the head decides; `ImageSource.decode`
-makes the RGB picture and finds everything else that can be wrong with it. `ImageProcessor` then resizes and cuts the picture into patches, bit for bit as transformers' PIL image processor does. Patches stay
-uint8, an eighth of the float32 rows that hold every pixel twice: `normalization_table` turns bytes into values later.
+makes the RGB picture and finds everything else that can be wrong with it. `ImageProcessor` then resizes and cuts
+the picture into patches, bit for bit as transformers' PIL image processor does. Patches stay uint8, an eighth of the
+float32 rows that hold every pixel twice: `normalization_table` turns bytes into values later.
 """
 
 from __future__ import annotations
@@ -102,13 +103,14 @@ class ImageSource:
         with self._explained():
             image = _open(value) if isinstance(value, bytes) else value
             width, height = image.size
+            frames = ""
             # A camera's MPO file holds previews and gain maps beside the photo: no animation.
-            several = image.format not in ("MPO", "GIF") and getattr(image, "is_animated", False)
-            # Counting a TIFF's pages would read them all.
-            count = "several pages" if image.format == "TIFF" else f"{getattr(image, 'n_frames', 1)} frames"
+            if image.format not in ("MPO", "GIF") and getattr(image, "is_animated", False):
+                # To count a TIFF's pages, all of them would be read.
+                frames = "several pages" if image.format == "TIFF" else f"{image.n_frames} frames"  # type: ignore[attr-defined]
         _check_size(height, width, self.name, max_pixels)
-        if several:
-            raise ValueError(f"{self.name} must be a single picture, got an image of {count}")
+        if frames:
+            raise ValueError(f"{self.name} must be a single picture, got an image of {frames}")
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             raise ValueError(f"{self.name} must have 8 bits a channel, got mode {image.mode}")
         return image
@@ -190,6 +192,12 @@ def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwa
     if len(checked) == len(_LIMITS):
         _check_order(checked["min_pixels"], checked["max_pixels"], f"{name} ")
     return checked
+
+
+def check_max_pixels(value: Any) -> None:
+    """Raises a ValueError unless it can be the limit of a picture's pixels."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_IMAGE_PIXELS:
+        raise ValueError(f"max_image_pixels must be an integer from 1 to {MOST_IMAGE_PIXELS}, got {value!r}")
 
 
 class Patches(NamedTuple):

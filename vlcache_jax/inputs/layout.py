@@ -34,6 +34,10 @@ class ImageRef:
         """Its pixels, decoded and cut when they are first asked for."""
         return self._load()
 
+    def forget(self) -> None:
+        """Drops the pixels until they are asked for again."""
+        self.__dict__.pop("patches", None)
+
 
 @dataclass(frozen=True, eq=False)
 class Span:

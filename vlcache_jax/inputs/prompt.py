@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,7 @@ class Prompt:
         images: in the order of their places.
         uuids: the caller's own id of each image, or None.
         mm_processor_kwargs: min_pixels and max_pixels of this request; empty means the engine's.
+        name: what error messages call it, such as "conversations[2]".
     """
 
     text: str = field(repr=False)
@@ -47,6 +49,7 @@ class Prompt:
     images: tuple[ImageSource, ...] = ()
     uuids: tuple[str | None, ...] = ()
     mm_processor_kwargs: Mapping[str, int] = field(default_factory=dict)
+    name: str = "prompt"
 
     @classmethod
     def of_image(cls, source: ImageSource, image_token_id: int, limits: Mapping[str, int] | None) -> Prompt:
@@ -63,6 +66,7 @@ class PromptRenderer:
         chat_template: Jinja text, or None where only `from_prompt` is used.
         allow_remote_images: whether http(s) URLs are fetched.
         image_token_id: of `<|image_pad|>`.
+        max_tokens: of a prompt; texts that are longer for sure are refused before they are tokenised. None: any.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class PromptRenderer:
         self.allow_remote_images = allow_remote_images
         self.image_token_id: int = special[IMAGE_TOKEN]
         self._video_token_id: int = special[VIDEO_TOKEN]
+        self.max_tokens: int | None = None
 
     @classmethod
     def from_pretrained(cls, directory: str | PathLike[str], *, allow_remote_images: bool = False) -> PromptRenderer:
@@ -179,6 +184,8 @@ class PromptRenderer:
         for uuid in uuids:
             if not (uuid is None or (isinstance(uuid, str) and uuid)):
                 raise ValueError(f"{name} uuids must be non-empty strings or None, got {uuid!r}")
+            if uuid is not None:
+                check_text(uuid, f"{name} uuids")
         return self._prompt(text, images, tuple(uuids), prompt.get("mm_processor_kwargs"), name)
 
     def expand(
@@ -245,6 +252,12 @@ class PromptRenderer:
         name: str,
     ) -> Prompt:
         limits = check_limits(mm_processor_kwargs, f"{name} mm_processor_kwargs")
+        check_text(text, name)
+        if self.max_tokens is not None and len(text) > self.max_tokens * self._longest_token:
+            raise ValueError(
+                f"{name} must be short enough for max_model_len = {self.max_tokens} tokens, "
+                f"got a text of {len(text)} characters"
+            )
         token_ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
         if not len(token_ids):
             raise ValueError(f"{name} must not be empty, got {text!r}")
@@ -256,13 +269,30 @@ class PromptRenderer:
                 f"{name} must hold one {IMAGE_TOKEN} for each image, got {len(places)} placeholders "
                 f"for {len(images)} images"
             )
-        return Prompt(text, token_ids, tuple(images), uuids, limits)
+        return Prompt(text, token_ids, tuple(images), uuids, limits, name)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters that a token can stand for; added tokens may be longer than all others."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def _places(self, token_ids: npt.NDArray[np.int32], name: str) -> npt.NDArray[np.int64]:
         places = np.flatnonzero(np.asarray(token_ids) == self.image_token_id)
         if np.any(np.diff(places) == 1):  # their tokens would run together to one image
             raise ValueError(f"{name} must have a token between two images, got two {IMAGE_TOKEN} side by side")
         return places
+
+
+def check_text(text: Any, name: str, expected: str = "a string") -> None:
+    """Raises a ValueError unless it is a string of characters: half of a surrogate pair is none."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be {expected}, got {text!r:.80}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be text, got {text[error.start]!r} at character {error.start}, half of a surrogate pair"
+        ) from error
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:

@@ -94,7 +94,7 @@ class Probe:
         """Renders a conversation, encodes its images and appends a continuation."""
         llm, runner = self._llm, self._runner
         prompts = llm._conversations([conversation], None)
-        [request] = llm._linker.identify(prompts, None, lookup=False)
+        [request] = llm._identifier.identify(prompts, None, lookup=False)
         layout = make_layout(request.token_ids, request.starts, request.images, self.config.vision.merge_size)
         prompt_length = len(layout)
         if len(continuation):

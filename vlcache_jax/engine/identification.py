@@ -1,0 +1,391 @@
+"""Which images the prompts of a call show.
+
+First, for all rows: what hashes and heads of files decide, such as how many tokens an image takes. Then, in windows of
+rows, pixels: those of the next window are decoded while the one before is being answered. A picture that the cache
+knows is not decoded at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.keys import alias_key, content_key, entry_key
+from vlcache_jax.cache.store import Picture, Store
+from vlcache_jax.engine.request import Metrics, Request
+from vlcache_jax.inputs.images import Grid, ImageProcessor, ImageSource, Patches
+from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, check_text
+
+WINDOW_BYTES = 128 * 2**20  # of patches that one window of rows keeps in memory
+DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
+_PIXEL_BYTES = 7  # Pillow's picture and ours beside it
+
+
+class Identifier:
+    """Identifies images.
+
+    Args:
+      store: knows pictures.
+      processor, renderer: of the checkpoint.
+      fingerprint: of the weights; asked for when there is an image.
+      dtype: of weights and records.
+      max_patches: of an image.
+      max_pixels: of a picture, before it is scaled.
+      threads: hash, decode and cut images.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        processor: ImageProcessor,
+        renderer: PromptRenderer,
+        *,
+        fingerprint: Callable[[], str],
+        dtype: np.dtype,
+        max_patches: int,
+        max_pixels: int,
+        threads: Executor,
+    ):
+        self.store, self.processor, self.renderer = store, processor, renderer
+        self.max_pixels = max_pixels
+        self.threads = threads
+        self.decoding = _Budget(DECODING_BYTES)
+        self._fingerprint = fingerprint
+        self._dtype = dtype
+        self._max_patches = max_patches
+
+    def open(self, prompts: Sequence[Prompt | ValueError], salt: str | None = None, *, lookup: bool = True) -> Arrivals:
+        """Reads what hashes and heads of files tell of a call's images, on several threads.
+
+        Args:
+          prompts: of a call; errors are rows that are wrong already.
+          salt: see `vlcache_jax.cache`.
+          lookup: whether the cache is asked; else every picture is decoded.
+
+        Raises:
+          ValueError: the salt is no string.
+        """
+        if salt is not None:
+            check_text(salt, "cache_salt", "a string or None")
+        if any(isinstance(prompt, Prompt) and prompt.images for prompt in prompts):
+            self._fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
+        return Arrivals(self, prompts, salt, lookup)
+
+    def identify(
+        self, prompts: Sequence[Prompt | ValueError], salt: str | None = None, *, lookup: bool = True
+    ) -> list[Request]:
+        """Identifies all images of some prompts at once.
+
+        Raises:
+          ValueError: an image cannot be decoded or is too large, or its uuid is bound to another one, or the salt is no
+            string.
+        """
+        arrivals = self.open(prompts, salt, lookup=lookup)
+        for error in arrivals.errors.values():
+            raise error
+        requests = []
+        for _, request in itertools.chain.from_iterable(arrivals.windows(keep_patches=True)):
+            if isinstance(request, ValueError):
+                raise request
+            requests.append(request)
+        return requests
+
+    def entry_key(self, picture: Picture, limits: Mapping[str, int], salt: str | None) -> str:
+        """Key of what is kept for a picture."""
+        return entry_key(
+            picture.content,
+            settings=self.processor.settings(limits),
+            fingerprint=self._fingerprint(),
+            codec=str(self._dtype),
+            salt=salt,
+        )
+
+    def grid(self, height: int, width: int, limits: Mapping[str, int], name: str) -> Grid:
+        """The patches of a picture.
+
+        Raises:
+          ValueError: it has more than the engine takes, or the limits contradict the engine's.
+        """
+        try:
+            self.processor.with_limits(limits)
+        except ValueError as error:
+            raise ValueError(f"mm_processor_kwargs for {name} must suit the engine's: {error}") from error
+        grid = self.processor.grid(height, width, limits, name=name)
+        if (patches := int(np.prod(grid))) > self._max_patches:
+            raise ValueError(
+                f"{name} must have at most {self._max_patches} patches, got {patches}: lower max_pixels in the "
+                "request's mm_processor_kwargs, or open the engine with a larger max_model_len or ladder.patches"
+            )
+        return grid
+
+
+class Arrivals:
+    """The requests of a call, by their rows in it.
+
+    Attributes:
+      errors: by row, of those that are wrong as far as one can tell.
+      lengths: tokens of each other prompt, images expanded, by row.
+    """
+
+    def __init__(self, identifier: Identifier, prompts: Sequence[Prompt | ValueError], salt: str | None, lookup: bool):
+        self.errors: dict[int, ValueError] = {}
+        self.lengths: dict[int, int] = {}
+        self._identifier, self._salt, self._lookup = identifier, salt, lookup
+        self._prompts: dict[int, Prompt] = {}
+        self._tasks: dict[int, list[_Task]] = {}
+        self._images: dict[str, ImageRef] = {}
+        self._bound: dict[str, Picture] = {}
+        self._counted: set[int] = set()
+        tasks: dict[object, _Task] = {}
+        for row, prompt in enumerate(prompts):
+            if isinstance(prompt, ValueError):
+                self.errors[row] = prompt
+                continue
+            self._prompts[row] = prompt
+            self._tasks[row] = []
+            for source, uuid in zip(prompt.images, prompt.uuids, strict=True):
+                settings = tuple(sorted(prompt.mm_processor_kwargs.items()))
+                task = _Task(identifier, source, uuid, prompt.mm_processor_kwargs, salt, lookup)
+                self._tasks[row].append(tasks.setdefault((task.source_id, uuid, settings), task))
+        found = dict(zip(tasks.values(), identifier.threads.map(_Task.head, tasks.values()), strict=True))
+        for row, own in self._tasks.items():
+            wrong = next((error for task in own if (error := found[task]) is not None), None)
+            if wrong is None:
+                counts = [task.num_tokens for task in own]
+                self.lengths[row] = len(self._prompts[row].token_ids) + sum(counts) - len(counts)
+            else:
+                self.errors[row] = wrong
+
+    def windows(self, *, keep_patches: bool = False) -> Iterator[list[tuple[int, Request | ValueError]]]:
+        """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
+
+        When the next window is asked for, the patches of the one before are forgotten, unless they are to be kept.
+        """
+        cut = list(self._cut())
+        pairs = itertools.pairwise([*cut, []])
+        running = self._start(cut[0] if cut else [])
+        for rows, following in pairs:
+            coming = self._start(following)
+            yield [(row, self._finish(row, running)) for row in rows]
+            if not keep_patches:
+                needed = {task for row in following for task in self._tasks[row]}
+                for task in {task for row in rows for task in self._tasks[row]} - needed:
+                    task.forget()
+            running = coming
+
+    def _cut(self) -> Iterator[list[int]]:
+        """Arrivals that are identified together."""
+        rows: list[int] = []
+        used = 0
+        for row in self.lengths:
+            if row in self.errors:
+                continue
+            cost = sum(task.patch_bytes for task in set(self._tasks[row]))
+            if rows and used + cost > WINDOW_BYTES:
+                yield rows
+                rows, used = [], 0
+            rows.append(row)
+            used += cost
+        if rows:
+            yield rows
+
+    def _start(self, rows: Iterable[int]) -> dict[_Task, Future[ValueError | None]]:
+        tasks = dict.fromkeys(task for row in rows for task in self._tasks[row])
+        return {task: self._identifier.threads.submit(task.run) for task in tasks}
+
+    def _finish(self, row: int, running: Mapping[_Task, Future[ValueError | None]]) -> Request | ValueError:
+        own, prompt, metrics = self._tasks[row], self._prompts[row], Metrics()
+        for task in own:
+            error = running[task].result() or self._bind(task)
+            if error is not None:
+                return error
+            self._images.setdefault(task.image.key, task.image)
+            if id(task) not in self._counted:  # the request with which an image comes first pays for it
+                self._counted.add(id(task))
+                metrics.lookup += task.lookup
+                metrics.decode_image += task.decode
+                metrics.preprocess += task.preprocess
+        refs = tuple(self._images[task.image.key] for task in own)
+        counts = [image.num_tokens for image in refs]
+        token_ids, starts, _ = self._identifier.renderer.expand(prompt.token_ids, counts)
+        return Request(prompt, token_ids, tuple(starts.tolist()), refs, metrics)
+
+    def _bind(self, task: _Task) -> ValueError | None:
+        """Remembers what aliases stand for, after a check that no uuid stands for two pictures."""
+        store = self._identifier.store
+        if not self._lookup:
+            return None
+        if task.uuid is not None:
+            alias = alias_key(task.uuid, self._salt)
+            bound = self._bound.setdefault(alias, store.picture(alias) or task.picture)
+            if bound.content != task.picture.content:
+                return task.wrong_uuid()
+            store.remember_picture(alias, bound)
+        if task.alias is not None:
+            store.remember_picture(task.alias, task.picture)
+        return None
+
+
+class _Task:
+    """Finds out which image a source is.
+
+    Attributes:
+      source_id: equal for sources that are the same for sure.
+      alias: key under which its picture is found again without decoding; None: it has no encoded bytes.
+      num_tokens, patch_bytes: of the image; known from its head.
+      picture, image: the result.
+      lookup, decode, preprocess: seconds.
+    """
+
+    picture: Picture
+    image: ImageRef
+    num_tokens: int
+    patch_bytes: int
+
+    def __init__(
+        self,
+        identifier: Identifier,
+        source: ImageSource,
+        uuid: str | None,
+        limits: Mapping[str, int],
+        salt: str | None,
+        lookup: bool,
+    ):
+        self.source, self.uuid = source, uuid
+        self._identifier, self._limits, self._salt, self._lookup = identifier, limits, salt, lookup
+        self._trusted = uuid if lookup and identifier.store.config.trust_uuids else None
+        self.source_id: object = self._trusted or source.encoded or id(source.value)
+        self.alias: str | None = None
+        self.lookup = self.decode = self.preprocess = 0.0
+        self._known: Picture | None = None
+        self._is_identified = False
+        self._running = threading.Lock()  # two windows may ask at once
+
+    def head(self) -> ValueError | None:
+        """What is known without pixels; returns what is wrong with it."""
+        start = time.perf_counter()
+        try:
+            if self._lookup:
+                named = self._trusted if self._trusted is not None else self.source.encoded
+                self.alias = None if named is None else alias_key(named, self._salt)
+            if self.alias is not None:
+                self._known = self._identifier.store.picture(self.alias)
+                if (refused := self._identifier.store.refusal(self.alias)) is not None:
+                    raise ValueError(f"{self.source.name} {refused}")
+            if self._known is not None:
+                height, width = self._known.height, self._known.width
+            else:
+                height, width = self.source.size(self._identifier.max_pixels)
+            grid = self._identifier.grid(height, width, self._limits, self.source.name)
+        except ValueError as error:
+            return error
+        finally:
+            self.lookup = time.perf_counter() - start
+        processor = self._identifier.processor
+        self.num_tokens = processor.num_tokens(grid)
+        self.patch_bytes = int(np.prod(grid)) * 3 * processor.patch_size**2
+        return None
+
+    def run(self) -> ValueError | None:
+        """Identifies the image, and has its patches ready if they will be needed as far as one can tell now."""
+        with self._running:
+            try:
+                if not self._is_identified:
+                    self._identify()
+                    self._is_identified = True
+                elif not self._is_kept():
+                    _ = self.image.patches
+            except ValueError as error:
+                return error
+            return None
+
+    def forget(self) -> None:
+        """Drops the patches; whoever needs them decodes the picture again."""
+        if self._is_identified:
+            self.image.forget()
+
+    def wrong_uuid(self) -> ValueError:
+        return ValueError(
+            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before"
+        )
+
+    def _identify(self) -> None:
+        if self._known is not None:
+            self._become(self._known)
+            if not self._is_kept():
+                _ = self.image.patches
+            return
+        with self._decoded() as rgb:
+            self._become(_picture(rgb))
+            if not self._is_kept():
+                self.image.patches = self._cut(rgb)
+
+    def _become(self, picture: Picture) -> None:
+        identifier = self._identifier
+        self.picture = picture
+        grid = identifier.grid(picture.height, picture.width, self._limits, self.source.name)
+        key = identifier.entry_key(picture, self._limits, self._salt)
+        self.image = ImageRef(key, grid, identifier.processor.num_tokens(grid), self._patches)
+
+    def _is_kept(self) -> bool:
+        """Whether the pixels will not be needed, as far as one can tell now."""
+        return self._lookup and self._identifier.store.knows(self.image.key)
+
+    @contextmanager
+    def _decoded(self) -> Iterator[npt.NDArray[np.uint8]]:
+        height, width = self.source.size(self._identifier.max_pixels)
+        with self._identifier.decoding.take(height * width * _PIXEL_BYTES):
+            start = time.perf_counter()
+            try:
+                rgb = self.source.decode(self._identifier.max_pixels)
+            except ValueError as error:
+                if self.alias is not None and self._trusted is None:  # the same bytes are not decoded again
+                    self._identifier.store.refuse(self.alias, str(error).removeprefix(self.source.name).strip())
+                raise
+            self.decode += time.perf_counter() - start
+            yield rgb
+
+    def _cut(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        start = time.perf_counter()
+        patches = self._identifier.processor.patches(rgb, self._limits)
+        self.preprocess += time.perf_counter() - start
+        return patches
+
+    def _patches(self) -> Patches:
+        with self._decoded() as rgb:
+            if self._trusted is not None and _picture(rgb) != self.picture:
+                raise self.wrong_uuid()  # kept under the other picture's key, it would mislead everyone
+            return self._cut(rgb)
+
+
+class _Budget:
+    """Lets work begin as long as all that is under way stays within a number of bytes; alone, it may be larger."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, amount: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + amount <= self._most)
+            self._used += amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= amount
+                self._changed.notify_all()
+
+
+def _picture(rgb: npt.NDArray[np.uint8]) -> Picture:
+    return Picture(content_key(rgb), *rgb.shape[:2])
