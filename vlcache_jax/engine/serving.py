@@ -23,7 +23,7 @@ class RequestError(ValueError):
     """
 
     def __init__(self, errors: Mapping[int, str], outputs: Sequence[Any] = ()):
-        self.errors = dict(errors)
+        self.errors = dict(sorted(errors.items()))
         self.outputs = list(outputs)
         lines = list(self.errors.values())
         message = "\n".join(

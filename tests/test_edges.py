@@ -1,0 +1,420 @@
+"""What wrong rows, hostile pictures and damaged weights do to a call, and to the rows beside them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vlcache_jax.engine.identification as identification
+from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
+from vlcache_jax.inputs.images import ImageProcessor, ImageSource
+
+LADDER = Ladder(rows=(64, 256), patches=(64, 256, 1024), sequences=(1, 4))
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+SETTINGS = {"ladder": LADDER, "max_rows": 256, "max_model_len": 512, "kv_cache_bytes": 8 * 2**20, "dtype": "float32"}
+
+
+def user(*parts):
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def png(array):
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pictures(textured_image):
+    return [png(textured_image(64, 64 + 32 * (seed % 3), seed)) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoints):
+    return checkpoints("qwen3_vl-tied")
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with LLM(directory, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def forget(llm):
+    llm.reset_mm_cache()
+
+
+def chat(llm, conversations, params=GREEDY, **options):
+    return llm.chat(conversations, params, use_tqdm=False, **options)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# --- rows that arguments and heads tell to be wrong -------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrong_rows(pictures, tmp_path):
+    """Conversations, and by row what is wrong with them."""
+    big = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(big, "PNG")
+    conversations = [user("a"), user("b", pictures[0])] + [user("c")] * 9
+    wrong = {
+        2: (user("w " * 600), "prompt and answer must fit in max_model_len = 512 tokens"),
+        3: (user("x", tmp_path / "missing.png"), "images[0] must be the path of a readable file"),
+        4: (user("\ud800"), "must be text, got '\\ud800' at character"),
+        5: ([{"role": "robot", "content": "x"}], "messages[0] must have the role"),
+        6: (user("x", pictures[1], big.getvalue()), "images[1] must have at most 50000000 pixels, got 9000x9000"),
+        7: (user("x", b"%!PS-Adobe-3.0 EPSF-3.0"), "images[0] must be an image that Pillow can read"),
+        9: (user("x", png(np.zeros((2, 402), np.uint8))), "images[0] must have an aspect ratio of at most 200"),
+    }
+    for row, (conversation, _) in wrong.items():
+        conversations[row] = conversation
+    return conversations, {row: message for row, (_, message) in wrong.items()}
+
+
+def test_all_wrong_rows_are_named_before_anything_runs(llm, wrong_rows, monkeypatch):
+    conversations, wrong = wrong_rows
+    monkeypatch.setattr(ImageSource, "decode", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(llm._runner, "_run", lambda *_: pytest.fail("ran"))
+    params = [GREEDY] * len(conversations)
+    params[10] = SamplingParams(stop_token_ids=[10**6])
+    wrong = {**wrong, 10: "sampling_params[10] stop_token_ids must be below the vocabulary"}
+    with pytest.raises(RequestError, match=f"^{len(wrong)} requests are wrong:\n") as caught:
+        chat(llm, conversations, params)
+    assert caught.value.errors.keys() == wrong.keys()
+    assert caught.value.outputs == []
+    lines = str(caught.value).splitlines()[1:]
+    for (row, message), line in zip(wrong.items(), lines, strict=True):
+        assert message in line
+        assert line == caught.value.errors[row]
+        assert line.startswith((f"conversations[{row}]", f"sampling_params[{row}]"))
+
+
+def test_wrong_rows_come_back_and_the_others_are_answered(llm, wrong_rows):
+    conversations, wrong = wrong_rows
+    outputs = chat(llm, conversations, on_error="return")
+    assert len(outputs) == len(conversations)
+    good = [row for row in range(len(conversations)) if row not in wrong]
+    assert tokens([outputs[row] for row in good]) == [tokens(chat(llm, [conversations[row]]))[0] for row in good]
+    assert all(outputs[row].error is None for row in good)
+    for row, message in wrong.items():
+        assert message in outputs[row].error
+        assert outputs[row].outputs == ()
+        assert not outputs[row].cache.exact
+
+
+def test_other_calls_name_and_return_rows_too(llm, pictures):
+    prompts = ["a", {"prompt": "no place", "multi_modal_data": {"image": pictures[0]}}, "b", "\udfff"]
+    with pytest.raises(RequestError, match=r"(?s)2 requests are wrong:.*prompts\[1\] must hold one.*prompts\[3\] must"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error="return")
+    assert [output.error is None for output in outputs] == [True, False, True, False]
+    rows, texts = [user("a"), user("b"), user("c")], ["x", [10**6], "\ud800"]
+    with pytest.raises(RequestError, match=r"(?s)continuations\[1\] must be a text or token ids.*continuations\[2\]"):
+        llm.score(rows, texts, use_tqdm=False)
+    scores = llm.score(rows, texts, use_tqdm=False, on_error="return")
+    assert [score.error is None for score in scores] == [True, False, False]
+    assert scores[0].total == llm.score(rows[:1], texts[:1], use_tqdm=False)[0].total
+    assert len(scores[1].logprobs) == 0
+
+
+def test_one_wrong_row_is_one_line(llm):
+    with pytest.raises(RequestError, match=r"^conversations\[1\]: prompt and answer must fit") as caught:
+        chat(llm, [user("a"), user("w " * 600)])
+    assert "\n" not in str(caught.value)
+
+
+def test_many_wrong_rows_make_a_short_message(llm):
+    with pytest.raises(RequestError) as caught:
+        chat(llm, [user("\ud800")] * 100)
+    assert len(caught.value.errors) == 100
+    assert len(str(caught.value).splitlines()) == 22
+
+
+@pytest.mark.parametrize("options", [{"on_error": "ignore"}, {"on_error": None}, {"cache_salt": "\ud800"}])
+def test_what_all_rows_share_is_no_row(llm, options):
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} must be") as caught:
+        chat(llm, [user("a")], **options)
+    assert not isinstance(caught.value, RequestError)
+
+
+def test_limits_that_contradict_the_engine_name_the_image(llm, pictures):
+    limits = {"min_pixels": 2**40}
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs for conversations\[1\] images\[0\] must suit"):
+        chat(llm, [user("a"), user(pictures[0])], mm_processor_kwargs=limits)
+
+
+def test_a_text_that_is_too_long_for_sure_is_not_tokenised(llm, monkeypatch):
+    long = "a" * (20 << 20)
+    monkeypatch.setattr(type(llm._renderer.tokenizer), "__call__", lambda *_: pytest.fail("tokenised"))
+    with pytest.raises(RequestError, match=r"conversations\[0\] must be short enough for max_model_len = 512 tokens"):
+        chat(llm, [user(long)])
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "10", 2**40])
+def test_the_limit_of_pixels_is_checked_first(bad):
+    with pytest.raises(ValueError, match="max_image_pixels must be an integer from 1"):
+        LLM("no/such/model", max_image_pixels=bad)
+
+
+def test_the_limit_of_pixels_can_be_set(directory, pictures):
+    with LLM(directory, **SETTINGS, max_image_pixels=5000) as small:
+        outputs = chat(small, [user(pictures[0]), user(pictures[1])], on_error="return")
+        assert outputs[0].error is None
+        assert "must have at most 5000 pixels" in outputs[1].error
+
+
+# --- pictures that break when they are decoded ------------------------------------------------------------------------
+
+
+def test_a_broken_picture_ends_its_row_or_stops_the_call(llm, pictures):
+    rows = [user("a", pictures[0]), user("b"), user("c", pictures[1][:-600]), user("d", pictures[2]), user("e")]
+    expected = tokens(chat(llm, [rows[i] for i in (0, 1, 3, 4)]))
+    llm.reset_mm_cache()
+    outputs = chat(llm, rows, on_error="return")
+    assert tokens([outputs[i] for i in (0, 1, 3, 4)]) == expected
+    assert "conversations[2] images[0] must be an image that Pillow can read" in outputs[2].error
+    llm.reset_mm_cache()
+    with pytest.raises(RequestError, match=r"^conversations\[2\] images\[0\] must be an image that Pillow") as caught:
+        chat(llm, rows)
+    assert caught.value.errors.keys() == {2}
+    assert tokens(caught.value.outputs) == expected[:2]
+    assert llm.cache.stats().kv_records == 1  # what stands behind the broken row has not run
+
+
+def test_a_refused_picture_is_not_decoded_again(llm, pictures, monkeypatch):
+    decoded = []
+    decode = ImageSource.decode
+    monkeypatch.setattr(ImageSource, "decode", lambda self, *a: decoded.append(self.name) or decode(self, *a))
+    broken = user("a", pictures[1][:-600])
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"^conversations\[0\] images\[0\] must be an image that Pillow"):
+            chat(llm, [broken])
+    [output] = llm.generate(
+        {"prompt": "<|image_pad|>a", "multi_modal_data": {"image": pictures[1][:-600]}}, GREEDY, on_error="return"
+    )
+    assert output.error.startswith("prompts[0] images[0] must be an image that Pillow")
+    assert len(decoded) == 1
+    with pytest.raises(RequestError):  # another tenant learns nothing from it
+        chat(llm, [broken], cache_salt="other")
+    assert len(decoded) == 2
+
+
+def test_pixels_are_decoded_a_window_ahead_and_then_forgotten(directory, pictures, monkeypatch):
+    """One picture a window: while row i runs, that of row i + 1 is decoded, and no other."""
+    with LLM(directory, **SETTINGS, cache=CacheConfig(host_bytes=0)) as plain:
+        conversations = [user("a", picture) for picture in pictures]
+        expected = tokens(chat(plain, conversations))
+        monkeypatch.setattr(identification, "WINDOW_BYTES", 1)
+        events = []
+        lock = threading.Lock()
+        cut, generate = ImageProcessor.patches, plain._engine.generate
+
+        def note(event):
+            with lock:
+                events.append(event)
+
+        monkeypatch.setattr(ImageProcessor, "patches", lambda *args: (note("decoded"), cut(*args))[1])
+        monkeypatch.setattr(plain._engine, "generate", lambda *args: (generate(*args), note("ran")))
+        seen = []
+        identify = identification.Arrivals._finish
+        monkeypatch.setattr(
+            identification.Arrivals,
+            "_finish",
+            lambda *args: seen.append(identify(*args)) or seen[-1],
+        )
+        assert tokens(chat(plain, conversations)) == expected
+        assert events.count("ran") == events.count("decoded") == len(pictures)
+        for done in range(len(pictures)):
+            place = [i for i, event in enumerate(events) if event == "ran"][done]
+            assert events[:place].count("decoded") <= done + 2
+        assert not any("patches" in request.images[0].__dict__ for request in seen)
+
+
+def test_a_picture_in_two_windows_is_decoded_once(llm, pictures, monkeypatch):
+    monkeypatch.setattr(identification, "WINDOW_BYTES", 1)
+    decoded = []
+    decode = ImageSource.decode
+    monkeypatch.setattr(ImageSource, "decode", lambda self, *a: decoded.append(self.name) or decode(self, *a))
+    outputs = chat(llm, [user("a", pictures[i % 2]) for i in range(6)])
+    assert len(decoded) == 2
+    assert [output.cache.images[0].match for output in outputs] == ["miss", "miss", *["exact"] * 4]
+
+
+def test_a_text_request_does_not_wait_for_pixels(llm, pictures, monkeypatch):
+    expected = tokens(chat(llm, [user("text")]))
+    decoding, go_on = threading.Event(), threading.Event()
+    decode = ImageSource.decode
+
+    def slow(self, *args):
+        decoding.set()
+        assert go_on.wait(60)
+        return decode(self, *args)
+
+    monkeypatch.setattr(ImageSource, "decode", slow)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(chat(llm, [user("picture", pictures[0])])))
+    thread.start()
+    assert decoding.wait(60)
+    steps = []
+    run = llm._runner._run
+    monkeypatch.setattr(llm._runner, "_run", lambda key, *args: (steps.append(key[0]), run(key, *args))[1])
+    assert tokens(chat(llm, [user("text")])) == expected  # while the other call is still decoding
+    assert not answers
+    assert steps.count("embed") == 1
+    assert steps.count("decode") == GREEDY.max_tokens - 1
+    go_on.set()
+    thread.join(60)
+    assert answers[0][0].error is None
+
+
+def test_decoding_has_a_budget():
+    budget = identification._Budget(100)
+    running, most = [], []
+
+    def work(amount):
+        with budget.take(amount):
+            running.append(amount)
+            most.append(sum(running))
+            running.remove(amount)
+
+    with budget.take(60):
+        waiting = threading.Thread(target=work, args=(50,))
+        waiting.start()
+        waiting.join(0.05)
+        assert not most
+        work(40)
+    waiting.join(10)
+    assert most == [40, 50]
+    work(1000)  # alone, anything may run
+    assert most[-1] == 1000
+
+
+_PEAK = """
+import io, itertools, resource, sys, zlib, struct
+import numpy as np
+from PIL import Image
+from vlcache_jax.inputs.images import ImageProcessor, read_image
+
+def encoded(mode, width, height, suffix, cut=0):
+    file = io.BytesIO()
+    Image.new(mode, (width, height)).save(file, suffix)
+    return file.getvalue()[: -cut or None]
+
+bombs = []
+for mode, width, height, suffix, cut in eval(sys.argv[1]):
+    bombs.append(encoded(mode, width, height, suffix, cut))
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
+for bomb in bombs:
+    before = peak()
+    try:
+        read_image(bomb).decode()
+        print("accepted")
+    except ValueError:
+        print(peak() - before)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+"""
+
+
+def test_refused_pictures_take_little_memory():
+    bombs = [
+        ("1", 13000, 13000, "PNG", 0),
+        ("1", 13000, 13000, "TIFF", 0),
+        ("RGB", 7000, 7000, "PNG", 100),
+        ("RGB", 7000, 7000, "JPEG", 1000),
+        ("RGB", 7000, 7000, "BMP", 1000),
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", _PEAK, repr(bombs)], capture_output=True, text=True, timeout=120, check=True
+    )
+    peaks = result.stdout.split()
+    assert len(peaks) == len(bombs)
+    assert max(map(int, peaks)) <= 200
+
+
+# --- records and weights that fail ------------------------------------------------------------------------------------
+
+
+def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures, monkeypatch):
+    """Its record cannot be read, so it has to be computed, and there are no pixels."""
+    from vlcache_jax.cache.record import Record
+
+    def prompt(image):
+        return {
+            "prompt": "<|image_pad|>a",
+            "multi_modal_data": {"image": image},
+            "multi_modal_uuids": {"image": "known"},
+        }
+
+    with LLM(directory, **SETTINGS, cache=CacheConfig(trust_uuids=True)) as trusting:
+        [first] = trusting.generate(prompt(pictures[0]), GREEDY, use_tqdm=False)
+        text = tokens(trusting.generate("b", GREEDY, use_tqdm=False))
+        assert tokens(trusting.generate(prompt(b"broken"), GREEDY, use_tqdm=False)) == tokens([first])
+        monkeypatch.setattr(Record, "wait", lambda self: False)
+        monkeypatch.setattr("vlcache_jax.engine.engine._holds", lambda record: False)
+        outputs = trusting.generate([prompt(b"broken"), "b"], GREEDY, use_tqdm=False, on_error="return")
+        assert "prompts[0] images[0] must be an image that Pillow" in outputs[0].error
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert tokens(outputs[1:]) == text
+        with pytest.raises(RequestError, match=r"prompts\[1\] images\[0\] must be an image"):
+            trusting.generate(["b", prompt(b"broken")], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1, max_tokens=4, logprobs=2, seed=1)])
+def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeypatch):
+    rows = [user("a"), user("b"), user("c")]
+    expected = chat(llm, rows, params)
+    decode, steps = llm._runner.decode, itertools.count()
+
+    def damaged(given):
+        logits, greedy = decode(given)
+        if next(steps) == 1:  # the third token of the second row
+            logits = logits.at[1, 7].set(np.nan)
+            greedy = greedy.at[1].set(-1)
+        return logits, greedy
+
+    monkeypatch.setattr(llm._runner, "decode", damaged)
+    outputs = chat(llm, rows, params, on_error="return")
+    assert tokens([outputs[0], outputs[2]]) == tokens([expected[0], expected[2]])
+    assert outputs[1].error == (
+        "conversations[1]: logits must be finite, got NaN or inf: weights or an image's record may be damaged"
+    )
+    [answer] = outputs[1].outputs
+    assert answer.finish_reason == "error"
+    assert answer.token_ids == expected[1].outputs[0].token_ids[:2]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_damaged_weights_are_told(directory, value, temperature):
+    params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True)
+    with LLM(directory, **SETTINGS) as damaged:
+        norm = damaged._runner._text["norm"]
+        norm["scale"] = norm["scale"].at[3].set(value)
+        with pytest.raises(RequestError, match=r"^conversations\[0\]: logits must be finite, got NaN or inf"):
+            chat(damaged, [user("a")], params)
+        [output] = chat(damaged, [user("a")], params, on_error="return", verify=True)
+        assert output.outputs[0].token_ids == ()
+        assert output.outputs[0].text == ""
+        assert output.verification is None
+        with pytest.raises(RequestError, match=r"^conversations\[0\]: logits must be finite"):
+            damaged.score([user("a")], ["b"], use_tqdm=False)
