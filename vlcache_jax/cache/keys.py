@@ -58,6 +58,17 @@ def context_key(before: Sequence[str | npt.NDArray[np.int32]]) -> str:
     return _digest([part if isinstance(part, str) else part.astype("<i4").tobytes() for part in before])
 
 
+def owner_key(salt: str | None) -> str:
+    """Digest that stands for a salt beside what is kept under it: 64 hex digits.
+
+    Raises:
+      ValueError: the salt is no string.
+    """
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError(f"cache_salt must be a string or None, got {salt!r}")
+    return _digest("owner", salt)
+
+
 def request_key(entries: Sequence[str]) -> str:
     """Key of a request's images together, by their entry keys in order: 64 hex digits."""
     return _digest("request", entries)

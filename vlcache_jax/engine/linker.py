@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.keys import alias_key, content_key, context_key, entry_key, request_key
+from vlcache_jax.cache.keys import alias_key, content_key, context_key, entry_key, owner_key, request_key
 from vlcache_jax.cache.memory import BusyError
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Handle, Picture, Store
@@ -82,8 +82,7 @@ class Linker:
           ValueError: an image cannot be decoded or is too large, or its uuid is bound to another one, or the salt is no
             string.
         """
-        if salt is not None and not isinstance(salt, str):
-            raise ValueError(f"cache_salt must be a string or None, got {salt!r}")
+        owner = owner_key(salt)
         if any(prompt.images for prompt in prompts):
             self._fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
         tasks: dict[object, _Identification] = {}
@@ -111,7 +110,7 @@ class Linker:
                     metrics.preprocess += task.preprocess
             refs = tuple(images[task.image.key] for task in mine)
             token_ids, starts, _ = self._renderer.expand(prompt.token_ids, [image.num_tokens for image in refs])
-            requests.append(Request(prompt, token_ids, tuple(starts.tolist()), refs, metrics))
+            requests.append(Request(prompt, token_ids, tuple(starts.tolist()), refs, owner, metrics))
         return requests
 
     def entry_key(self, picture: Picture, limits: Mapping[str, int], salt: str | None) -> str:
@@ -185,7 +184,7 @@ class Linker:
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
-            made += self._reserve(uses, contexts, handles, plan)
+            made += self._reserve(uses, contexts, handles, plan, request.owner)
             for handle in handles:
                 handle.hold()
             level = batch.take(handles, made, [use.linked for use in uses])
@@ -199,7 +198,7 @@ class Linker:
             self.store.count(handle)
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles else None
-        known = key is not None and self.store.remember_request(key, keys)
+        known = key is not None and self.store.remember_request(key, keys, request.owner)
         if key is not None and not known:
             batch.new_requests.append(key)
         request.metrics.lookup += time.perf_counter() - start
@@ -207,8 +206,11 @@ class Linker:
             request, layout, plan, tuple(uses), level, make_choice(policy, layout, layers), policy.name, key, known
         )
 
-    def _reserve(self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan) -> list[Record]:
+    def _reserve(
+        self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan, owner: str
+    ) -> list[Record]:
         """Gives what a request will compute a place in the cache: encoder rows, and K, V."""
+        most = self.store.config.variants
         wanted: dict[str, tuple[Meta, ImageUse]] = {}
         variants: collections.Counter[str] = collections.Counter()
         canonical = True
@@ -217,11 +219,11 @@ class Linker:
             canonical = canonical and use.span.state != "approximate"
             use.encoder = handle.encoder
             if use.encoder is None and plan.depth[use.span.tokens].any():
-                meta = self._encoder_meta(image)
+                meta = self._encoder_meta(image, owner)
                 wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
-            if use.linked is None and variants[image.key] < self.store.config.variants:
+            if use.linked is None and (most is None or variants[image.key] < most):
                 variants[image.key] += 1
-                meta = self._kv_meta(image, context, canonical)
+                meta = self._kv_meta(image, owner, context, canonical)
                 wanted[meta.name] = meta, use
         if not wanted:
             return []
@@ -231,7 +233,7 @@ class Linker:
                 use.encoder = record
             else:
                 use.captured = record
-                if record is None and use.why is not Why.other_context:
+                if record is None and use.why not in (Why.other_context, Why.displaced):
                     use.why = Why.too_large
         return [record for record in made if record is not None]
 
@@ -247,14 +249,14 @@ class Linker:
             done = start + image.num_tokens
         return contexts
 
-    def _encoder_meta(self, image: ImageRef) -> Meta:
+    def _encoder_meta(self, image: ImageRef, owner: str) -> Meta:
         shape = 1 + self._config.vision.num_deepstack, self._padded(image), self._config.text.hidden_size
-        return Meta(image.key, None, True, image.grid, image.num_tokens, str(self._dtype), shape)
+        return Meta(image.key, owner, None, True, image.grid, image.num_tokens, str(self._dtype), shape)
 
-    def _kv_meta(self, image: ImageRef, context: str, canonical: bool) -> Meta:
+    def _kv_meta(self, image: ImageRef, owner: str, context: str, canonical: bool) -> Meta:
         text = self._config.text
         shape = text.num_layers, 2, self._padded(image), text.num_kv_heads, text.head_dim
-        return Meta(image.key, context, canonical, image.grid, image.num_tokens, str(self._dtype), shape)
+        return Meta(image.key, owner, context, canonical, image.grid, image.num_tokens, str(self._dtype), shape)
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)
@@ -404,7 +406,8 @@ class _Identification:
 
     def wrong_uuid(self) -> ValueError:
         return ValueError(
-            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before"
+            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before; "
+            "cache.release_uuid sets it free"
         )
 
 
