@@ -286,7 +286,7 @@ def test_what_comes_from_outside_memory_is_verified(meta, fault, why, caplog):
         assert (tier.meta(meta.name) is None) == (why is Why.corrupt)  # nobody reads it again
 
 
-def test_an_interrupted_load_lets_nobody_wait(caplog):
+def test_an_interrupted_load_lets_nobody_wait():
     store = Store(CacheConfig())
     with pytest.raises(KeyboardInterrupt):
         store.load(Outside(kv("a"), fail(KeyboardInterrupt())), "kv/a/c")
