@@ -435,14 +435,14 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
 
 
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2"])
-@pytest.mark.parametrize("host_bytes", ["1GiB", 100_000])
-def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes):
+@pytest.mark.parametrize(("host_bytes", "variants"), [("1GiB", 2), (100_000, None)])
+def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes, variants):
     images = [png(textured_image(60 + 30 * i, 150 - 20 * i, i)) for i in range(4)]
     requests = [user("x" * (i % 3), images[i * i % 4 if i % 5 else i % 4], f"Question {i}?") for i in range(24)]
     requests[7] = user("both ", images[2], images[1])
     requests[15] = user(images[3], "twice", images[3])
     encoded = []
-    with open_llm(directory, cache=CacheConfig(host_bytes=host_bytes)) as other:
+    with open_llm(directory, cache=CacheConfig(host_bytes=host_bytes, variants=variants)) as other:
         one_by_one = [chat(other, request, reuse=reuse)[0] for request in requests]
         other.reset_mm_cache()
         encode = other._runner.encode
@@ -543,7 +543,14 @@ def test_uuids(llm, directory, a, b, monkeypatch):
     with pytest.raises(ValueError, match=r"uuid of prompts\[0\] images\[0\] must stay with one picture, but 'one'"):
         generate(llm, b, "one")
     assert llm.cache.stats() == stored
-    assert generate(llm, b, "two").match == "miss"
+    assert not llm.cache.release_uuid("one", cache_salt="tenant")
+    with pytest.raises(ValueError, match=r"cache\.release_uuid sets it free"):
+        generate(llm, b, "one")
+    assert llm.cache.release_uuid("one")
+    assert not llm.cache.release_uuid("one")
+    assert generate(llm, b, "one").match == "miss"
+    assert generate(llm, b, "one").match == "exact"
+    assert generate(llm, a, "two").match == "exact"
     with open_llm(directory, cache=CacheConfig(trust_uuids=True)) as trusting:
         assert generate(trusting, a, "one").match == "miss"
         trusting.cache.flush()
@@ -557,6 +564,31 @@ def test_uuids(llm, directory, a, b, monkeypatch):
                 generate(trusting, other, "one")
         assert generate(trusting, a, "one").match == "miss"
         assert generate(trusting, a, "one").match == "exact"
+        assert trusting.cache.release_uuid("one")
+        assert generate(trusting, b, "one").match == "miss"
+
+
+def test_entry_keys_act_under_their_salt_only(llm, a):
+    [output] = chat(llm, user(a, "?"), cache_salt="tenant")
+    key = output.cache.images[0].key
+
+    def look(key, **salt):
+        with llm.cache.lookup(key, **salt) as handle:
+            return handle.encoder, handle.kv, handle.why and handle.why.value
+
+    def verbs(key, **salt):
+        counts = [verb(key, **salt) for verb in (llm.cache.pin, llm.cache.unpin, llm.cache.evict)]
+        return counts, look(key, **salt), llm.cache.request(output.cache.request_key, **salt)
+
+    nobody = [0, 0, 0], (None, None, "unknown_image"), None
+    for salt in ({}, {"cache_salt": ""}, {"cache_salt": "other"}):
+        assert verbs(key, **salt) == verbs("0" * 64, **salt) == nobody
+    own = {"cache_salt": "tenant"}
+    assert look(key, **own)[1].meta.entry == key
+    assert verbs(key, **own) == ([2, 2, 2], (None, None, "evicted"), (key,))
+    assert verbs(key) == nobody  # no hint either that it was there
+    with pytest.raises(ValueError, match="cache_salt must be a string or None, got 3"):
+        llm.cache.evict(key, cache_salt=3)
 
 
 def test_request_keys(llm, a, b):
@@ -602,12 +634,31 @@ def test_blended_rows_are_never_stored(llm, target, donors):
     assert {id(record): record.checksums() for record in llm._store.tier.records()} == before
 
 
-def test_two_variants_are_kept(llm, a):
-    for text in ("one ", "two ", "three "):
-        chat(llm, user(text, a))
-    assert len(kv_records(llm)) == 2
-    matches = [chat(llm, user(text, a))[0].cache.images[0].match for text in ("two ", "three ", "one ")]
-    assert matches == ["exact", "exact", "miss"]
+@pytest.mark.parametrize("variants", [None, 2])
+def test_an_image_shown_in_three_contexts_in_turn(llm, a, monkeypatch, variants):
+    monkeypatch.setattr(llm._store, "config", CacheConfig(variants=variants))
+    turns = [user(text, a) for text in ("one ", "two ", "three ")]
+    images = [output.cache.images[0] for turn in turns * 2 for output in chat(llm, turn)]
+    assert [image.why.value for image in images[:3]] == ["unknown_image", "other_context", "other_context"]
+    if variants is None:
+        assert [image.match for image in images[3:]] == ["exact"] * 3
+        assert [image.bytes_moved for image in images[3:]] == [record.data.nbytes for record in kv_records(llm)]
+    else:
+        assert [image.why.value for image in images[3:]] == ["displaced"] * 3
+    assert len(kv_records(llm)) == (variants or 3)
+    llm.reset_mm_cache()
+    chat(llm, user("one ", a, "two ", a, "three ", a))  # also in one request
+    assert len(kv_records(llm)) == (variants or 3)
+
+
+def test_an_earlier_image_is_part_of_the_context(llm, a, b):
+    chat(llm, user("See ", a, " and ", b))
+    other = a.copy()
+    other[0, 0, 0] ^= 1  # the text, and where everything lies, stay the same
+    [output] = chat(llm, user("See ", other, " and ", b))
+    assert [image.why.value for image in output.cache.images] == ["unknown_image", "other_context"]
+    [output] = chat(llm, user("See ", a, " and ", b))
+    assert [image.match for image in output.cache.images] == ["exact", "exact"]
 
 
 # Budgets, faults, and what a user can do.
@@ -717,15 +768,22 @@ def test_flush_waits_in_every_thread(llm, a, monkeypatch):
     assert llm.cache.stats().kv_records == 1
 
 
-def test_pins_end_with_what_they_pin(llm, a):
+def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
     chat(llm, user(a))
     assert llm.cache.pin(a) == 2
     assert llm.cache.pin(a) == 0
     llm.reset_mm_cache()
     assert llm.cache.stats().pinned == 0
     assert llm.cache.unpin(a) == 0
-    chat(llm, user(a))
-    assert llm.cache.pin(a) == llm.cache.unpin(a) == 2
+    [output] = chat(llm, user(a))
+    assert llm.cache.pin(a) == 2
+    assert llm.cache.stats().pinned_bytes == llm.cache.stats().bytes
+    assert llm.cache.unpin(a) == 2
+    monkeypatch.setattr(llm._store, "config", CacheConfig(pinned_share=0))
+    key = output.cache.images[0].key
+    with pytest.raises(ValueError, match=rf"image must fit in the 0 bytes that pinned_share leaves, got \d+ .* {key}"):
+        llm.cache.pin(a)
+    assert llm.cache.stats().pinned == 0
 
 
 def test_an_exact_hit_needs_no_encoder_record(llm, a, monkeypatch):
@@ -865,10 +923,18 @@ def test_bad_arguments(llm, a, directory):
             ask(llm, user(a), cache_salt=3)
     with pytest.raises(ValueError, match="context must be a string"):
         llm.cache.lookup(a, 3)
+    for uuid in ("", None, 3):
+        with pytest.raises(ValueError, match="uuid must be a non-empty string, got"):
+            llm.cache.release_uuid(uuid)
     for changes, message in (
         ({"host_bytes": -1}, "host_bytes must be bytes of at least 0"),
         ({"host_bytes": "4 potatoes"}, "host_bytes must be bytes of at least 0"),
-        ({"variants": 0}, "variants must be a positive integer"),
+        ({"variants": 0}, "variants must be a positive integer or None, got 0"),
+        ({"variants": True}, "variants must be a positive integer or None, got True"),
+        ({"pinned_share": 1.1}, "pinned_share must be a number from 0 to 1, got 1.1"),
+        ({"pinned_share": float("nan")}, "pinned_share must be a number from 0 to 1, got nan"),
+        ({"pinned_share": True}, "pinned_share must be a number from 0 to 1, got True"),
+        ({"pinned_share": "0.5"}, "pinned_share must be a number from 0 to 1, got '0.5'"),
     ):
         with pytest.raises(ValueError, match=message):
             CacheConfig(**changes)

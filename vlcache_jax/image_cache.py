@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vlcache_jax.cache.keys import alias_key, owner_key
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.inputs.images import Grid
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, check_text
 from vlcache_jax.outputs import RequestOutput
 
 
@@ -19,7 +21,8 @@ class ImageCache:
     """The images of an engine.
 
     Wherever a method takes an image, it takes what messages take: a path, bytes, a `data:` URL, a PIL image, an array.
-    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it.
+    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it. Where it also takes an entry key,
+    one that was made under another salt is like one that nobody knows.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class ImageCache:
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, int] | None = None,
     ) -> Handle:
-        """Finds and pins what is kept for an image, to be used in a `with`.
+        """Finds and pins what is kept for an image, to be used in a `with`. Takes an image or its entry key.
 
         Args:
           context: digest of what stands before it (`Record.meta.context`); None: any.
@@ -92,30 +95,42 @@ class ImageCache:
         if context is not None and not isinstance(context, str):
             raise ValueError(f"context must be a string or None, got {context!r}")
         self.flush()
-        found = self._image(image, cache_salt, mm_processor_kwargs)
-        return self._store.lookup(found.key, context or "", grid=found.grid, approximate=True)
+        entry, grid = self._entry(image, cache_salt, mm_processor_kwargs)
+        return self._store.lookup(entry, context or "", grid=grid, approximate=True)
 
     def pin(self, image: Any, **identity: Any) -> int:
         """Keeps an image's present records until `unpin` or until all are forgotten. Takes an image or its entry key.
 
         Returns:
           How many records were not pinned before.
+
+        Raises:
+          ValueError: the records do not fit in `CacheConfig.pinned_share` any more; none of them is pinned then.
         """
         self.flush()
-        return self._store.keep(self._entry(image, identity), True)
+        return self._store.keep(self._entry(image, **identity)[0], True)
 
     def unpin(self, image: Any, **identity: Any) -> int:
         """Takes `pin` back; returns of how many records."""
-        return self._store.keep(self._entry(image, identity), False)
+        return self._store.keep(self._entry(image, **identity)[0], False)
 
     def evict(self, image: Any, **identity: Any) -> int:
         """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key."""
         self.flush()
-        return self._store.evict(self._entry(image, identity))
+        return self._store.evict(self._entry(image, **identity)[0])
 
-    def request(self, key: str) -> tuple[str, ...] | None:
+    def request(self, key: str, *, cache_salt: str | None = None) -> tuple[str, ...] | None:
         """The entry keys of a request's images, by `CacheReport.request_key`."""
-        return self._store.request(key)
+        return self._store.request(key, owner_key(cache_salt))
+
+    def release_uuid(self, uuid: str, *, cache_salt: str | None = None) -> bool:
+        """Lets another picture come under an id of `multi_modal_uuids`; whether the id was bound to one.
+
+        What is kept for the picture that it was bound to stays.
+        """
+        check_text(uuid or None, "uuid", "a non-empty string")
+        owner_key(cache_salt)  # checks the salt
+        return self._store.pictures.pop(alias_key(uuid, cache_salt)) is not None
 
     def verify(self) -> list[str]:
         """Checks every record against its checksums and removes damaged ones; returns their names."""
@@ -136,10 +151,15 @@ class ImageCache:
         """The engine is closed; nothing can be asked any more."""
         self._is_closed = True
 
-    def _entry(self, image: Any, identity: Mapping[str, Any]) -> str:
+    def _entry(
+        self, image: Any, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+    ) -> tuple[str, Grid | None]:
+        """The entry key of an image and its grid, or an entry key as it came, unless it belongs to another salt."""
         if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
-            return image
-        return self.key(image, **identity)
+            is_own = self._store.is_owner(owner_key(cache_salt), image)
+            return image if is_own else "", None  # nothing is kept under ""
+        found = self._image(image, cache_salt, mm_processor_kwargs)
+        return found.key, found.grid
 
     def _image(self, image: Any, salt: str | None, limits: Mapping[str, int] | None) -> ImageRef:
         if self._is_closed:

@@ -4,7 +4,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from vlcache_jax.cache.keys import _digest, alias_key, content_key, entry_key
+from vlcache_jax.cache.keys import _digest, alias_key, content_key, context_key, entry_key, owner_key
 
 
 @pytest.fixture
@@ -128,6 +128,64 @@ def test_every_component_changes_the_entry_key(change):
 
 def test_entry_key_ignores_the_order_of_settings():
     assert make_entry_key(settings=dict(reversed(SETTINGS.items()))) == make_entry_key()
+
+
+def text(*token_ids):
+    return np.array(token_ids, np.int32)
+
+
+def test_context_key_tells_all_contexts_apart():
+    a, b = "a" * 64, "b" * 64
+    contexts = [
+        [],
+        [text()],
+        [text(), text()],
+        [text(0)],
+        [text(0, 0)],
+        [text(1)],
+        [text(256)],
+        [text(1, 2)],
+        [text(2, 1)],
+        [text(1), text(2)],
+        [a],
+        [a, a],
+        [a + a],
+        [a, b],
+        [b, a],
+        [a + b],
+        [np.frombuffer(a.encode(), np.int32)],  # an image is not the text of the same bytes
+        [text(1), a],
+        [a, text(1)],
+        [text(1), a, text(2)],
+        [text(2), a, text(1)],
+        [text(1, 2), a],
+        [text(1), a, text(), b],
+        [text(1), a, b],
+        [text(1), b, text(), a],
+        [text(1), b, text(2)],
+    ]
+    assert len({context_key(before) for before in contexts}) == len(contexts)
+
+
+def test_context_key_is_stable_across_processes_and_layouts():
+    def sized(letter, content):
+        return letter + len(content).to_bytes(8) + content
+
+    def listed(*parts):
+        return b"l" + len(parts).to_bytes(8) + b"".join(parts)
+
+    framed = listed(listed(sized(b"b", bytes([7, 0, 0, 0, 0, 1, 0, 0])), sized(b"s", b"k" * 64)))
+    expected = hashlib.sha256(framed).hexdigest()
+    for token_ids in (text(7, 256), text(7, 0, 256)[::2], np.array([7, 256], ">i4"), np.array([7, 256])):
+        assert context_key([token_ids, "k" * 64]) == expected
+
+
+def test_owner_key_tells_salts_apart_and_does_not_show_them():
+    keys = {owner_key(salt) for salt in (None, "", "a", "A", "None", "owner")}
+    assert len(keys) == 6
+    assert all(len(key) == 64 for key in keys)
+    with pytest.raises(ValueError, match="cache_salt must be a string or None, got 3"):
+        owner_key(3)
 
 
 def test_framing_tells_all_lists_of_parts_apart():

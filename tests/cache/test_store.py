@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import pathlib
 import subprocess
@@ -10,21 +11,24 @@ import sys
 import numpy as np
 import pytest
 
+import vlcache_jax.cache.store
 from vlcache_jax.cache.config import CacheConfig, parse_bytes
+from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.memory import BusyError, MemoryTier
-from vlcache_jax.cache.record import Meta, TierError
+from vlcache_jax.cache.record import DamagedError, Meta, TierError, verified
 from vlcache_jax.cache.store import Store
 from vlcache_jax.outputs import Why
 
 GRID = (1, 4, 4)
+OWNER = owner_key(None)
 
 
-def kv(entry, context="c", *, canonical=True, tokens=3, padded=4):
-    return Meta(entry, context, canonical, GRID, tokens, "float32", (2, 2, padded, 1, 8))
+def kv(entry, context="c", *, canonical=True, tokens=3, padded=4, owner=OWNER):
+    return Meta(entry, owner, context, canonical, GRID, tokens, "float32", (2, 2, padded, 1, 8))
 
 
-def enc(entry, tokens=3, padded=4):
-    return Meta(entry, None, True, GRID, tokens, "float32", (3, padded, 8))
+def enc(entry, tokens=3, padded=4, owner=OWNER):
+    return Meta(entry, owner, None, True, GRID, tokens, "float32", (3, padded, 8))
 
 
 def fill(store, *metas, value=1.0):
@@ -122,7 +126,7 @@ def test_a_reservation_is_all_or_nothing():
 
 
 def test_variants():
-    store = Store(CacheConfig())
+    store = Store(CacheConfig(variants=2))
     fill(store, kv("a", "first", canonical=False))
     assert not lookup(store, "a", "first").exact
     assert lookup(store, "a", "first", approximate=True).kv is not None
@@ -134,8 +138,172 @@ def test_variants():
     assert lookup(store, "a", "other").why is Why.other_context
     fill(store, kv("a", "fourth"))
     assert [record.meta.context for record in store.records("a")] == ["third", "fourth"]
+    assert lookup(store, "a", "second").why is Why.displaced
+    assert lookup(store, "a", "first").why is Why.displaced
+    assert lookup(store, "a", "other").why is Why.other_context
     fill(store, enc("a"))
     assert store.evict("a") == 3
+    assert lookup(store, "a", "third").why is Why.evicted
+    assert lookup(store, "a", "second").why is Why.displaced
+    assert lookup(store, "a", "other").why is Why.evicted
+
+
+@pytest.mark.parametrize("variants", [None, 2])
+def test_as_many_variants_stay_as_fit_and_the_reason_is_that_of_the_context(variants):
+    store = Store(CacheConfig(host_bytes=5 * kv("a").nbytes, variants=variants))
+    fill(store, *(kv("a", context) for context in "01"))
+    fill(store, *(kv("a", context) for context in "23"))
+    exact = [lookup(store, "a", context).exact for context in "0123"]
+    assert exact == [variants is None] * 2 + [True] * 2
+    assert lookup(store, "a", "new", approximate=True).kv.meta.context == "3"
+    fill(store, *(kv(entry) for entry in "wxyz"))  # one of five places is left to the image
+    assert [record.meta.context for record in store.records("a")] == ["3"]
+    lost = Why.evicted if variants is None else Why.displaced
+    reasons = [lookup(store, "a", context).why for context in ("0", "1", "2", "3", "new")]
+    assert reasons == [lost, lost, Why.evicted, None, Why.other_context]
+    fill(store, kv("a", "0"))
+    assert lookup(store, "a", "0").why is None
+    store.evict("a")
+    assert lookup(store, "a", "0").why is Why.evicted
+    store.clear()
+    assert lookup(store, "a", "0").why is Why.unknown_image
+
+
+def test_reasons_are_bounded(monkeypatch):
+    monkeypatch.setattr(vlcache_jax.cache.store, "_REMEMBERED", 9)
+    store = Store(CacheConfig(host_bytes=kv("a").nbytes))
+    for context in range(50):
+        fill(store, kv("a", str(context)))
+    assert len(store._lost._values) <= 9
+    assert lookup(store, "a", "48").why is Why.evicted
+    assert lookup(store, "a", "0").why is Why.other_context
+
+
+def test_pins_leave_room_for_others():
+    store = Store(CacheConfig(host_bytes=10 * kv("a").nbytes))
+    fill(store, kv("both"), kv("both", "d"))
+    assert store.keep("both", True) == 2
+    for i in range(20):
+        fill(store, kv(str(i)))
+        if i < 3:
+            assert store.keep(str(i), True) == 1
+        else:
+            with pytest.raises(ValueError, match=f"image must fit in the 0 bytes .*, got 512 bytes of entry {i}"):
+                store.keep(str(i), True)
+        assert lookup(store, str(i)).exact
+    assert (store.stats().pinned, store.stats().pinned_bytes) == (5, 5 * kv("a").nbytes)
+    assert store.stats().refused == 0
+    assert store.keep("both", True) == 0  # it is
+    assert store.keep("both", False) == 2
+    fill(store, kv("wide", padded=12))
+    with pytest.raises(ValueError, match="image must fit in the 1024 bytes"):
+        store.keep("wide", True)
+    fill(store, kv("19", "d"), kv("19", "e"))
+    with pytest.raises(ValueError, match="image must fit in the 1024 bytes"):  # all of an image, or nothing
+        store.keep("19", True)
+    assert store.stats().pinned_bytes == 3 * kv("a").nbytes
+    with store.lookup("wide", "c", grid=GRID, approximate=False):
+        assert (store.stats().pinned, store.stats().pinned_bytes) == (4, 3 * kv("a").nbytes)
+
+
+def test_owners():
+    store = Store(CacheConfig())
+    mine, theirs = OWNER, owner_key("theirs")
+    fill(store, kv("a", owner=mine), enc("a", owner=mine), kv("b", owner=theirs))
+    store.remember_request("request", ["b"], theirs)
+    for _ in range(2):  # the second time their records are gone
+        assert [store.is_owner(mine, entry) for entry in "abc"] == [True, False, False]
+        assert [store.is_owner(theirs, entry) for entry in "abc"] == [False, True, False]
+        assert [store.request("request", owner) for owner in (mine, theirs)] == [None, ("b",)]
+        assert store.request("other", mine) is None
+        store.evict("a")
+        store.evict("b")
+
+
+class Outside(MemoryTier):
+    """Stands for a place outside memory: lends copies, after `fault` has had its way with the second part."""
+
+    def __init__(self, meta, fault):
+        super().__init__(10_000)
+        self.fault = fault
+        rng = np.random.default_rng(0)
+        self.write(meta, {part: rng.normal(size=meta.shape[1:]).astype(np.float32) for part in meta.parts})
+
+    def read(self, name, parts):
+        for i, (part, array) in enumerate(super().read(name, parts)):
+            if (lent := self.fault(array.copy()) if i == 1 else array.copy()) is not None:
+                yield part, lent
+
+
+def flip(row):
+    def fault(array):
+        rows = array[-1] if array.ndim == 4 else array
+        rows[row].reshape(-1).view(np.uint8)[5] ^= 1
+        return array
+
+    return fault
+
+
+def fail(error):
+    def fault(array):
+        raise error
+
+    return fault
+
+
+@pytest.mark.parametrize("meta", [kv("a"), enc("a")], ids=["kv", "enc"])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (lambda array: array, None),
+        (flip(3), None),  # padding
+        (flip(0), Why.corrupt),
+        (flip(2), Why.corrupt),
+        (lambda array: array[..., :-1].copy(), Why.corrupt),
+        (lambda array: array.astype(np.float64), Why.corrupt),
+        (lambda array: None, Why.load_failed),
+        (fail(TierError("gone")), Why.load_failed),
+        (fail(MemoryError()), Why.load_failed),
+    ],
+)
+def test_what_comes_from_outside_memory_is_verified(meta, fault, why, caplog):
+    tier = Outside(meta, fault)
+    store = Store(CacheConfig())
+    with caplog.at_level("CRITICAL"):
+        record = store.load(tier, meta.name)
+    found = lookup(store, "a")
+    stats = store.stats()
+    assert (stats.corrupt, stats.failed) == (why is Why.corrupt, why is Why.load_failed)
+    if why is None:
+        assert (found.kv or found.encoder) is record
+        assert record.meta == tier.meta(meta.name)
+        np.testing.assert_array_equal(record.data, np.stack([part for _, part in tier.read(meta.name, meta.parts)]))
+    else:
+        assert (record, found.kv, found.encoder, stats.bytes) == (None, None, None, 0)
+        assert found.why is (why if meta.context else Why.unknown_image)
+        assert (tier.meta(meta.name) is None) == (why is Why.corrupt)  # nobody reads it again
+
+
+def test_an_interrupted_load_lets_nobody_wait():
+    store = Store(CacheConfig())
+    with pytest.raises(KeyboardInterrupt):
+        store.load(Outside(kv("a"), fail(KeyboardInterrupt())), "kv/a/c")
+    assert lookup(store, "a").kv is None
+    assert store.stats().bytes == 0
+
+
+def test_checksums_that_lack_are_damage():
+    meta = dataclasses.replace(kv("a"), checksums=(0,))
+    with pytest.raises(DamagedError, match=r"kv/a/c: \('kv', 1\) is damaged"):
+        verified(meta, ("kv", 1), np.zeros(meta.shape[1:], np.float32))
+
+
+def test_there_is_nothing_to_load():
+    tier = Outside(kv("a"), lambda array: array)
+    assert Store(CacheConfig()).load(tier, "kv/b/c") is None
+    store = Store(CacheConfig(host_bytes=0))
+    assert store.load(tier, "kv/a/c") is None
+    assert lookup(store, "a").why is Why.too_large
 
 
 def test_damage_is_found_and_padding_is_not_looked_at():
@@ -188,7 +356,7 @@ most = seen = 0
 for i in range(400):
     entry = str(random.randrange(40))
     padded = 256 * random.choice([1, 2, 4, 8, 16, 64])
-    meta = Meta(entry, str(random.randrange(3)), True, (1, 2, 2), padded - 5, "float32", (4, 2, padded, 4, 64))
+    meta = Meta(entry, "", str(random.randrange(3)), True, (1, 2, 2), padded - 5, "float32", (4, 2, padded, 4, 64))
     [record] = store.reserve([meta])
     if record is not None:
         record.data[:] = 1

@@ -16,10 +16,17 @@ stored values, and the version of the record format. A change in any of these lo
 converted or compared approximately.
 
 A *salt*, when a caller gives one, is part of alias and entry keys: callers with different salts share nothing and
-cannot learn from a hit what others have sent.
+cannot learn from a hit what others have sent. Entry keys are told in reports, so that knowing one proves nothing: each
+record names its *owner*, a digest of the salt (the salt itself is kept nowhere), and who asks for an entry key under
+another salt is answered as if nobody knew it.
 
 Every key is a whole SHA-256 over length-framed, typed parts, so no two lists of parts digest the same bytes.
 
 Two kinds of *records* are kept (`record.py`): encoder rows, which are right in every context, and K, V of all layers,
-which belong to the context they were computed in; of these there are a few variants an image.
+which belong to the context they were computed in; of these there are as many variants an image as the budget holds, or
+as the user allows. The least recently used records leave first. Those that a user pins stay, up to a share of the
+budget. Why K, V are gone is remembered for a while, for each context and for the image as a whole.
+
+What comes from outside memory is checked against its checksums before anyone uses it. A record that is damaged, or
+cannot be read, is a miss with a reason, never an error.
 """

@@ -15,24 +15,30 @@ class CacheConfig:
 
     Attributes:
       host_bytes: host memory for records, a number of bytes or a string such as "4GiB" or "500MB". 0 keeps nothing.
-      variants: how many K, V records of one image are kept, each computed behind another context.
+      variants: how many K, V records of one image are kept, each computed behind another context; None: as many as fit.
       trust_uuids: take a caller's `multi_modal_uuids` for the identity of an image without looking at the image. By
         default an id is bound to the content it first came with, and other content under it is an error.
+      pinned_share: of `host_bytes` that `pin` can keep, from 0 to 1; the rest is left to new images.
 
     Raises:
       ValueError: a value out of range.
     """
 
     host_bytes: int | str = "4GiB"
-    variants: int = 2
+    variants: int | None = None
     trust_uuids: bool = False
+    pinned_share: float = 0.5
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes, "host_bytes"))
-        if isinstance(self.variants, bool) or not isinstance(self.variants, int) or self.variants < 1:
-            raise ValueError(f"variants must be a positive integer, got {self.variants!r}")
+        is_count = isinstance(self.variants, int) and not isinstance(self.variants, bool) and self.variants > 0
+        if not (self.variants is None or is_count):
+            raise ValueError(f"variants must be a positive integer or None, got {self.variants!r}")
         if not isinstance(self.trust_uuids, bool):
             raise ValueError(f"trust_uuids must be a bool, got {self.trust_uuids!r}")
+        is_number = isinstance(self.pinned_share, (int, float)) and not isinstance(self.pinned_share, bool)
+        if not (is_number and 0 <= self.pinned_share <= 1):
+            raise ValueError(f"pinned_share must be a number from 0 to 1, got {self.pinned_share!r}")
 
 
 def parse_bytes(value: int | str, name: str) -> int:

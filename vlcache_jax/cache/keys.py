@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.inputs.prompt import check_text
+
 FORMAT_VERSION = 1
 """Version of what a record holds; it changes whenever older records must not be read any more."""
 
@@ -56,6 +58,17 @@ def context_key(before: Sequence[str | npt.NDArray[np.int32]]) -> str:
         before: in order, the token ids of each stretch of text and the entry key of each image.
     """
     return _digest([part if isinstance(part, str) else part.astype("<i4").tobytes() for part in before])
+
+
+def owner_key(salt: str | None) -> str:
+    """Digest that stands for a salt beside what is kept under it: 64 hex digits.
+
+    Raises:
+      ValueError: the salt is no text.
+    """
+    if salt is not None:
+        check_text(salt, "cache_salt", "a string or None")
+    return _digest("owner", salt)
 
 
 def request_key(entries: Sequence[str]) -> str:

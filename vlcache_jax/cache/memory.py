@@ -49,18 +49,18 @@ class MemoryTier:
             if self._records.get(place := _place(record.meta.name)) is record:
                 self._records.move_to_end(place)
 
-    def allocate(self, metas: Sequence[Meta], leaving: Iterable[Record] = ()) -> list[Record | None]:
+    def allocate(self, metas: Sequence[Meta], displaced: Sequence[Record] = ()) -> list[Record | None]:
         """Records to be filled, and then settled; None where one is larger than what is not pinned.
 
         Args:
           metas: of the new records.
-          leaving: records that have to leave in any case.
+          displaced: records that have to leave in any case.
 
         Raises:
           BusyError: records that would have to leave are held. Nothing has changed.
         """
         with self._lock:
-            gone = list(leaving)
+            gone = list(displaced)
             free = self.capacity - self.used + sum(record.meta.nbytes for record in gone)
             fits = []
             for meta in metas:
@@ -79,7 +79,7 @@ class MemoryTier:
             if any(record.held for record in gone):
                 raise BusyError
             for record in gone:
-                self.remove(record)
+                self.remove(record, Why.displaced if record in displaced else Why.evicted)
             return [self._insert(meta) if fit else None for meta, fit in zip(metas, fits, strict=True)]
 
     def _insert(self, meta: Meta) -> Record:

@@ -29,6 +29,7 @@ class Meta:
 
     Attributes:
       entry: the image's whole entry key.
+      owner: digest of the salt in it (`owner_key`).
       context: digest of what stood before the image when its K, V were computed; None for encoder rows, which do not
         depend on it.
       canonical: every row before and in the image was computed, or reused exactly.
@@ -39,6 +40,7 @@ class Meta:
     """
 
     entry: str
+    owner: str
     context: str | None
     canonical: bool
     grid: Grid
@@ -65,7 +67,10 @@ class Meta:
 
 
 class Tier(Protocol):
-    """A place that keeps records. Tiers never decide anything: the store does."""
+    """A place that keeps records. Tiers never decide anything: the store does.
+
+    What a tier outside host memory lends passes `verified` before anyone uses it; `Store.load` sees to that.
+    """
 
     def meta(self, name: str) -> Meta | None:
         """Of a complete record, or None."""
@@ -85,6 +90,29 @@ class Tier(Protocol):
 
 class TierError(Exception):
     """A record could not be read."""
+
+
+class DamagedError(TierError):
+    """A record was read, but is not what was written."""
+
+
+def verified(meta: Meta, part: Part, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A part of a record as it came from outside host memory, once it is known to be what was written.
+
+    Raises:
+      DamagedError: it is not.
+    """
+    is_whole = array.shape == meta.shape[1:] and array.dtype == meta.dtype
+    expected = dict(zip(meta.parts, meta.checksums, strict=False)).get(part)
+    if not is_whole or _checksum(meta, array) != expected:
+        raise DamagedError(f"{meta.name}: {part} is damaged")
+    return array
+
+
+def _checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
+    """Of a part, K and V [2, T, K, D] or rows [T, M], without padding."""
+    blocks = part[None] if meta.context is None else part
+    return functools.reduce(lambda crc, rows: zlib.crc32(rows.view(np.uint8), crc), blocks[:, : meta.tokens], 0)
 
 
 class Record:
@@ -145,11 +173,7 @@ class Record:
 
     def checksums(self) -> tuple[int, ...]:
         """Of each part as it is now."""
-        parts = self.data[:, None] if self.meta.context is None else self.data  # [parts, 1 or 2, T, ...]
-        return tuple(
-            functools.reduce(lambda crc, rows: zlib.crc32(rows.view(np.uint8), crc), part[:, : self.meta.tokens], 0)
-            for part in parts
-        )
+        return tuple(_checksum(self.meta, part) for part in self.data)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from vlcache_jax.cache.bounded import Bounded
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.memory import MemoryTier
-from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.record import DamagedError, Meta, Record, Tier, TierError, verified
 from vlcache_jax.cache.why import Why
 from vlcache_jax.inputs.images import Grid
+
+_log = logging.getLogger(__name__)
 
 _REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
 _REFUSED = 4096  # files that are no pictures
@@ -38,9 +42,10 @@ class CacheStats:
       stored, evicted: records.
       refused: records that found no room.
       clashes: look-ups that met another image's record.
-      corrupt: records that `verify` found damaged.
+      corrupt: records that were found damaged.
       failed: records that could not be filled.
       encoder_records, kv_records, pinned: records that are kept now.
+      pinned_bytes: of records that `pin` keeps.
       bytes, capacity: of host memory.
     """
 
@@ -57,6 +62,7 @@ class CacheStats:
     encoder_records: int = 0
     kv_records: int = 0
     pinned: int = 0
+    pinned_bytes: int = 0
     bytes: int = 0
     capacity: int = 0
 
@@ -98,80 +104,70 @@ class Handle:
 
 
 class Store:
-    """Finds, keeps and forgets records. Every method may be called from any thread."""
+    """Finds, keeps and forgets records. Every method may be called from any thread.
+
+    Attributes:
+      pictures: what an alias stands for.
+      refusals: why the file under an alias is no picture.
+    """
 
     def __init__(self, config: CacheConfig):
         self.config = config
         self.tier = MemoryTier(int(config.host_bytes), self._forget)
         self._lock = threading.RLock()
         self._counts = CacheStats()
-        self._pictures: OrderedDict[str, Picture] = OrderedDict()
-        self._refused: OrderedDict[str, str] = OrderedDict()
-        self._requests: OrderedDict[str, tuple[str, ...]] = OrderedDict()
-        self._lost: OrderedDict[str, Why] = OrderedDict()
+        self.pictures = Bounded[Picture](_REMEMBERED)
+        self.refusals = Bounded[str](_REFUSED)
+        self._requests = Bounded[tuple[str, tuple[str, ...]]](_REQUESTS)  # request key -> owner, images
+        # A record's name, or an entry key for all contexts together -> why there is none, and the owner.
+        self._lost = Bounded[tuple[Why, str]](_REMEMBERED)
         self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
 
-    # Identity.
+    # Requests.
 
-    def picture(self, alias: str) -> Picture | None:
-        """What an alias stands for, if it has been seen."""
-        with self._lock:
-            if (found := self._pictures.get(alias)) is not None:
-                self._pictures.move_to_end(alias)
-            return found
-
-    def remember_picture(self, alias: str, picture: Picture) -> None:
-        with self._lock:
-            _remember(self._pictures, alias, picture)
-
-    def refusal(self, alias: str) -> str | None:
-        """Why the file under an alias is no picture, if that was found before."""
-        with self._lock:
-            return self._refused.get(alias)
-
-    def refuse(self, alias: str, why: str) -> None:
-        """Notes that a file cannot be decoded, so that nobody tries again."""
-        with self._lock:
-            _remember(self._refused, alias, why, _REFUSED)
-
-    def remember_request(self, key: str, entries: Sequence[str]) -> bool:
+    def remember_request(self, key: str, entries: Sequence[str], owner: str) -> bool:
         """Notes a request's list of images; whether the same list was there before."""
-        with self._lock:
-            known = key in self._requests
-            _remember(self._requests, key, tuple(entries), _REQUESTS)
-            return known
+        return self._requests.put(key, (owner, tuple(entries)))
 
     def forget_request(self, key: str) -> None:
-        with self._lock:
-            self._requests.pop(key, None)
+        self._requests.pop(key)
 
-    def request(self, key: str) -> tuple[str, ...] | None:
-        """The entry keys of a request's images, by its request key."""
+    def request(self, key: str, owner: str) -> tuple[str, ...] | None:
+        """The entry keys of a request's images, by its request key; None if it is not this owner's."""
+        found, entries = self._requests.get(key) or (None, ())
+        return entries if found == owner else None
+
+    def is_owner(self, owner: str, entry: str) -> bool:
+        """Whether an entry key, of which something is known, was made under the owner's salt."""
         with self._lock:
-            return self._requests.get(key)
+            if records := self._records(entry):
+                return records[0].meta.owner == owner
+            lost = self._lost.get(entry)
+            return lost is not None and lost[1] == owner
 
     # Look-up.
 
-    def lookup(self, entry: str, context: str, *, grid: Grid, approximate: bool) -> Handle:
+    def lookup(self, entry: str, context: str, *, grid: Grid | None, approximate: bool) -> Handle:
         """Finds what is kept for an image and pins it. Records that are still being filled are found too.
 
         Args:
           entry: entry key of the image.
           context: digest of what stands before it.
-          grid: of the image; a record with another one is not its record.
+          grid: of the image; a record with another one is not its record. None: it is not known.
           approximate: whether K, V computed in another context may be returned.
         """
         with self._lock:
             encoder = self._get(f"enc/{entry}", grid)
-            same = self._get(f"kv/{entry}/{context}", grid)
+            same = self._get(name := f"kv/{entry}/{context}", grid)
             exact = same is not None and same.meta.canonical
-            variants = [record for record in self._variants.get(entry, ()) if record.meta.grid == grid]
+            variants = [record for record in self._variants.get(entry, ()) if grid in (None, record.meta.grid)]
             kv, why = same, None
             if not exact:
                 canonical = [record for record in variants if record.meta.canonical]
                 usable = (canonical or variants) if approximate else []
                 kv = usable[-1] if usable else None
-                why = Why.other_context if variants else self._lost.get(entry, Why.unknown_image)
+                lost = (self._lost.get(name) if same is None else None) or (None if variants else self._lost.get(entry))
+                why = lost[0] if lost else Why.other_context if variants else Why.unknown_image
             for record in (kv, encoder):  # the encoder's rows are of use for longer
                 if record is not None:
                     self.tier.touch(record)
@@ -185,9 +181,9 @@ class Store:
             self._counts.hits_approximate += handle.kv is not None and not handle.exact
             self._counts.misses += handle.kv is None
 
-    def _get(self, name: str, grid: Grid) -> Record | None:
+    def _get(self, name: str, grid: Grid | None) -> Record | None:
         record = self.tier.get(name)
-        if record is not None and record.meta.grid != grid:
+        if record is not None and grid not in (None, record.meta.grid):
             self._counts.clashes += 1
             return None
         return record
@@ -197,32 +193,62 @@ class Store:
     def reserve(self, metas: Sequence[Meta]) -> list[Record | None]:
         """Places for a request's new records, to be filled and settled by `publish`. None: there is no room for one.
 
-        The first canonical record of K, V of an image replaces those that are not canonical, and the oldest variant
-        makes room for a new one.
+        The first canonical record of K, V of an image replaces those that are not canonical, and where the variants of
+        an image are limited, the oldest one makes room for a new one.
 
         Raises:
           BusyError: records that would have to leave are held. Nothing has changed.
         """
         with self._lock:
-            leaving: list[Record] = []
+            new: defaultdict[str, list[Meta]] = defaultdict(list)
             for meta in metas:
                 if meta.context is not None:
-                    contexts = {other.context for other in metas if other.entry == meta.entry}
-                    others = [r for r in self._variants.get(meta.entry, []) if r.meta.context not in contexts]
-                    stale = [r for r in others if meta.canonical and not r.meta.canonical]
-                    others = [r for r in others if r not in stale]
-                    num_new = sum(other.entry == meta.entry and other.context is not None for other in metas)
-                    stale += others[: max(0, len(others) + num_new - self.config.variants)]
-                    leaving += [r for r in stale if not r.is_pinned and r not in leaving]
-            made = self.tier.allocate(metas, leaving)
+                    new[meta.entry].append(meta)
+            displaced: list[Record] = []
+            for entry, own in new.items():
+                displaced += _displaced(self._variants.get(entry, ()), own, self.config.variants)
+            made = self.tier.allocate(metas, displaced)
             for meta, record in zip(metas, made, strict=True):
                 if record is None:
                     self._counts.refused += 1
                 if meta.context is not None and record is None:
-                    _remember(self._lost, meta.entry, Why.too_large)
+                    self._lost.put(meta.entry, (Why.too_large, meta.owner))
                 elif meta.context is not None and record is not None:
                     self._variants.setdefault(meta.entry, []).append(record)
             return made
+
+    def load(self, tier: Tier, name: str) -> Record | None:
+        """Brings a record in from a tier outside host memory.
+
+        Returns:
+          The record, verified; None if there is no such record, or no room, or if it is damaged or cannot be read.
+
+        Raises:
+          BusyError: see `reserve`.
+        """
+        meta = tier.meta(name)
+        if meta is None or meta.name != name:
+            return None
+        [record] = self.reserve([replace(meta, checksums=())])
+        if record is None:
+            return None
+        record.is_claimed = True
+        try:
+            missing = set(meta.parts)
+            for part, array in tier.read(name, meta.parts):
+                record.data[meta.parts.index(part)] = verified(meta, part, array)
+                missing.discard(part)
+            if missing:
+                raise TierError(f"{name}: {missing} did not come")
+            self.publish(record)
+        except Exception as error:  # whatever it was, the answer does not depend on it
+            _log.warning("record %s could not be loaded", name, exc_info=True)
+            if isinstance(error, DamagedError):
+                self.withdraw(record, Why.corrupt)
+                tier.delete(name)
+        finally:
+            self.withdraw(record)  # unless it is settled by now
+        return record if record.is_ready else None
 
     def publish(self, record: Record) -> None:
         """The record is filled."""
@@ -232,14 +258,16 @@ class Store:
                 self._counts.stored += 1
                 if record.meta.context is not None:
                     self._lost.pop(record.meta.entry, None)
+                    self._lost.pop(record.meta.name, None)
 
-    def withdraw(self, record: Record) -> None:
-        """The record will not be filled; who waits for it computes instead."""
+    def withdraw(self, record: Record, why: Why = Why.load_failed) -> None:
+        """The record will not be filled, unless it is already; who waits for it computes instead."""
         with self._lock:
             if not record.is_settled:
                 record.settle(False)
-                self._counts.failed += 1
-                self.tier.remove(record, Why.load_failed)
+                self._counts.corrupt += why is Why.corrupt
+                self._counts.failed += why is not Why.corrupt
+                self.tier.remove(record, why)
 
     def cancel(self, record: Record) -> None:
         """The record is not wanted after all, unless it is filled already."""
@@ -256,9 +284,19 @@ class Store:
             record.pins += by
 
     def keep(self, entry: str, is_kept: bool) -> int:
-        """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes."""
+        """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes.
+
+        Raises:
+          ValueError: they do not fit in `CacheConfig.pinned_share`. None of them stays then.
+        """
         with self._lock:
             records = [record for record in self.records(entry) if record.is_kept is not is_kept]
+            asked = sum(record.meta.nbytes for record in records)
+            share = int(self.config.pinned_share * self.tier.capacity)
+            if is_kept and asked > (left := share - self._pinned_bytes()):
+                raise ValueError(
+                    f"image must fit in the {left} bytes that pinned_share leaves, got {asked} bytes of entry {entry}"
+                )
             for record in records:
                 record.is_kept = is_kept
             return len(records)
@@ -271,15 +309,19 @@ class Store:
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled."""
         with self._lock:
-            return entry in self._variants or self.tier.get(f"enc/{entry}") is not None
+            return bool(self._records(entry))
 
     def records(self, entry: str) -> list[Record]:
         """All records of an image that are complete."""
         with self._lock:
-            found = [*self._variants.get(entry, ())]
-            if (encoder := self.tier.get(f"enc/{entry}")) is not None:
-                found.append(encoder)
-            return [record for record in found if record.is_ready]
+            return [record for record in self._records(entry) if record.is_ready]
+
+    def _records(self, entry: str) -> list[Record]:
+        encoder = self.tier.get(f"enc/{entry}")
+        return [*self._variants.get(entry, ()), *([] if encoder is None else [encoder])]
+
+    def _pinned_bytes(self) -> int:
+        return sum(record.meta.nbytes for record in self.tier.records() if record.is_kept)
 
     def evict(self, entry: str) -> int:
         """Removes an image's records that nobody has pinned; returns how many."""
@@ -304,7 +346,7 @@ class Store:
         """Forgets every record, alias and request. Counters go on."""
         with self._lock:
             self.tier.close()
-            for memory in (self._pictures, self._refused, self._requests, self._lost, self._variants):
+            for memory in (self.pictures, self.refusals, self._requests, self._lost, self._variants):
                 memory.clear()
 
     def stats(self) -> CacheStats:
@@ -317,6 +359,7 @@ class Store:
                 encoder_records=len(records) - kv,
                 kv_records=kv,
                 pinned=sum(not record.is_free for record in records),
+                pinned_bytes=self._pinned_bytes(),
                 bytes=self.tier.used,
                 capacity=self.tier.capacity,
             )
@@ -325,18 +368,25 @@ class Store:
         """Called by the tier for each record that leaves."""
         if not record.is_claimed:
             record.settle(record.is_ready)  # nobody needs to fill it any more
-        self._counts.evicted += record.is_ready and why is Why.evicted
+        self._counts.evicted += record.is_ready and why in (Why.displaced, Why.evicted)
         if record.meta.context is not None:
             entry = record.meta.entry
             if why is not None:
-                _remember(self._lost, entry, why)
+                for lost in (record.meta.name, entry):
+                    self._lost.put(lost, (why, record.meta.owner))
             self._variants[entry].remove(record)
             if not self._variants[entry]:
                 del self._variants[entry]
 
 
-def _remember[V](memory: OrderedDict[str, V], key: str, value: V, most: int = _REMEMBERED) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    while len(memory) > most:
-        memory.popitem(last=False)
+def _displaced(variants: Sequence[Record], new: Sequence[Meta], most: int | None) -> list[Record]:
+    """The variants of an image that leave because of its new ones."""
+    contexts = {meta.context for meta in new}
+    staying = [record for record in variants if record.meta.context not in contexts]
+    leaving = []
+    if any(meta.canonical for meta in new):
+        leaving = [record for record in staying if not record.meta.canonical]
+        staying = [record for record in staying if record.meta.canonical]
+    if most is not None:
+        leaving += staying[: max(0, len(staying) + len(new) - most)]
+    return [record for record in leaving if not record.is_pinned]

@@ -11,7 +11,8 @@ class Why(enum.Enum):
     reuse_off = "reuse_off"
     unknown_image = "unknown_image"  # never seen, or long forgotten
     other_context = "other_context"  # known, but computed behind something else
-    evicted = "evicted"  # known, but it had to make room
+    displaced = "displaced"  # known in this context, but it made room for another context of the image (`variants`)
+    evicted = "evicted"  # known, but it had to make room (`host_bytes`), or was told to go
     too_large = "too_large"  # the cache has no room for it
     load_failed = "load_failed"  # known, but its record could not be filled or read
     corrupt = "corrupt"  # known, but its record was found damaged

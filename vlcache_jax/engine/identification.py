@@ -17,12 +17,12 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.keys import alias_key, content_key, entry_key
+from vlcache_jax.cache.keys import alias_key, content_key, entry_key, owner_key
 from vlcache_jax.cache.store import Picture, Store
 from vlcache_jax.engine.request import Metrics, Request
 from vlcache_jax.inputs.images import Grid, ImageProcessor, ImageSource, Patches
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, check_text
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 
 WINDOW_BYTES = 128 * 2**20  # of patches that one window of rows keeps in memory
 DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
@@ -73,11 +73,10 @@ class Identifier:
         Raises:
           ValueError: the salt is no string.
         """
-        if salt is not None:
-            check_text(salt, "cache_salt", "a string or None")
+        owner = owner_key(salt)
         if any(isinstance(prompt, Prompt) and prompt.images for prompt in prompts):
             self._fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
-        return Arrivals(self, prompts, salt, lookup)
+        return Arrivals(self, prompts, salt, owner, lookup)
 
     def identify(
         self, prompts: Sequence[Prompt | ValueError], salt: str | None = None, *, lookup: bool = True
@@ -135,10 +134,17 @@ class Arrivals:
       lengths: tokens of each other prompt, images expanded, by row.
     """
 
-    def __init__(self, identifier: Identifier, prompts: Sequence[Prompt | ValueError], salt: str | None, lookup: bool):
+    def __init__(
+        self,
+        identifier: Identifier,
+        prompts: Sequence[Prompt | ValueError],
+        salt: str | None,
+        owner: str,
+        lookup: bool,
+    ):
         self.errors: dict[int, ValueError] = {}
         self.lengths: dict[int, int] = {}
-        self._identifier, self._salt, self._lookup = identifier, salt, lookup
+        self._identifier, self._salt, self._owner, self._lookup = identifier, salt, owner, lookup
         self._prompts: dict[int, Prompt] = {}
         self._tasks: dict[int, list[_Task]] = {}
         self._images: dict[str, ImageRef] = {}
@@ -216,7 +222,7 @@ class Arrivals:
         refs = tuple(self._images[task.image.key] for task in own)
         counts = [image.num_tokens for image in refs]
         token_ids, starts, _ = self._identifier.renderer.expand(prompt.token_ids, counts)
-        return Request(prompt, token_ids, tuple(starts.tolist()), refs, metrics)
+        return Request(prompt, token_ids, tuple(starts.tolist()), refs, self._owner, metrics)
 
     def _bind(self, task: _Task) -> ValueError | None:
         """Remembers what aliases stand for, after a check that no uuid stands for two pictures."""
@@ -225,12 +231,12 @@ class Arrivals:
             return None
         if task.uuid is not None:
             alias = alias_key(task.uuid, self._salt)
-            bound = self._bound.setdefault(alias, store.picture(alias) or task.picture)
+            bound = self._bound.setdefault(alias, store.pictures.get(alias) or task.picture)
             if bound.content != task.picture.content:
                 return task.wrong_uuid()
-            store.remember_picture(alias, bound)
+            store.pictures.put(alias, bound)
         if task.alias is not None:
-            store.remember_picture(task.alias, task.picture)
+            store.pictures.put(task.alias, task.picture)
         return None
 
 
@@ -277,8 +283,8 @@ class _Task:
                 named = self._trusted if self._trusted is not None else self.source.encoded
                 self.alias = None if named is None else alias_key(named, self._salt)
             if self.alias is not None:
-                self._known = self._identifier.store.picture(self.alias)
-                if (refused := self._identifier.store.refusal(self.alias)) is not None:
+                self._known = self._identifier.store.pictures.get(self.alias)
+                if (refused := self._identifier.store.refusals.get(self.alias)) is not None:
                     raise ValueError(f"{self.source.name} {refused}")
             if self._known is not None:
                 height, width = self._known.height, self._known.width
@@ -314,7 +320,8 @@ class _Task:
 
     def wrong_uuid(self) -> ValueError:
         return ValueError(
-            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before"
+            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before; "
+            "cache.release_uuid sets it free"
         )
 
     def _identify(self) -> None:
@@ -348,7 +355,7 @@ class _Task:
                 rgb = self.source.decode(self._identifier.max_pixels)
             except ValueError as error:
                 if self.alias is not None and self._trusted is None:  # the same bytes are not decoded again
-                    self._identifier.store.refuse(self.alias, str(error).removeprefix(self.source.name).strip())
+                    self._identifier.store.refusals.put(self.alias, str(error).removeprefix(self.source.name).strip())
                 raise
             self.decode += time.perf_counter() - start
             yield rgb

@@ -76,7 +76,7 @@ class Linker:
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
-            made += self._reserve(uses, contexts, handles, plan)
+            made += self._reserve(uses, contexts, handles, plan, request.owner)
             for handle in handles:
                 handle.hold()
             level = batch.take(handles, made, [use.linked for use in uses])
@@ -90,7 +90,7 @@ class Linker:
             self.store.count(handle)
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles else None
-        known = key is not None and self.store.remember_request(key, keys)
+        known = key is not None and self.store.remember_request(key, keys, request.owner)
         if key is not None and not known:
             batch.new_requests.append(key)
         request.metrics.lookup += time.perf_counter() - start
@@ -98,8 +98,11 @@ class Linker:
             request, layout, plan, tuple(uses), level, make_choice(policy, layout, layers), policy.name, key, known
         )
 
-    def _reserve(self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan) -> list[Record]:
+    def _reserve(
+        self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan, owner: str
+    ) -> list[Record]:
         """Gives what a request will compute a place in the cache: encoder rows, and K, V."""
+        most = self.store.config.variants
         wanted: dict[str, tuple[Meta, ImageUse]] = {}
         variants: collections.Counter[str] = collections.Counter()
         canonical = True
@@ -108,11 +111,11 @@ class Linker:
             canonical = canonical and use.span.state != "approximate"
             use.encoder = handle.encoder
             if use.encoder is None and plan.depth[use.span.tokens].any():
-                meta = self._encoder_meta(image)
+                meta = self._encoder_meta(image, owner)
                 wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
-            if use.linked is None and variants[image.key] < self.store.config.variants:
+            if use.linked is None and (most is None or variants[image.key] < most):
                 variants[image.key] += 1
-                meta = self._kv_meta(image, context, canonical)
+                meta = self._kv_meta(image, owner, context, canonical)
                 wanted[meta.name] = meta, use
         if not wanted:
             return []
@@ -122,7 +125,7 @@ class Linker:
                 use.encoder = record
             else:
                 use.captured = record
-                if record is None and use.why is not Why.other_context:
+                if record is None and use.why not in (Why.other_context, Why.displaced):
                     use.why = Why.too_large
         return [record for record in made if record is not None]
 
@@ -138,14 +141,14 @@ class Linker:
             done = start + image.num_tokens
         return contexts
 
-    def _encoder_meta(self, image: ImageRef) -> Meta:
+    def _encoder_meta(self, image: ImageRef, owner: str) -> Meta:
         shape = 1 + self._config.vision.num_deepstack, self._padded(image), self._config.text.hidden_size
-        return Meta(image.key, None, True, image.grid, image.num_tokens, str(self._dtype), shape)
+        return Meta(image.key, owner, None, True, image.grid, image.num_tokens, str(self._dtype), shape)
 
-    def _kv_meta(self, image: ImageRef, context: str, canonical: bool) -> Meta:
+    def _kv_meta(self, image: ImageRef, owner: str, context: str, canonical: bool) -> Meta:
         text = self._config.text
         shape = text.num_layers, 2, self._padded(image), text.num_kv_heads, text.head_dim
-        return Meta(image.key, context, canonical, image.grid, image.num_tokens, str(self._dtype), shape)
+        return Meta(image.key, owner, context, canonical, image.grid, image.num_tokens, str(self._dtype), shape)
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)

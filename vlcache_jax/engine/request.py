@@ -58,6 +58,7 @@ class Request:
       token_ids: int32 [n], image tokens expanded.
       starts: where in them each image begins.
       images: in order.
+      owner: digest of the salt that it came under.
       metrics: seconds so far.
     """
 
@@ -65,6 +66,7 @@ class Request:
     token_ids: npt.NDArray[np.int32]
     starts: tuple[int, ...]
     images: tuple[ImageRef, ...]
+    owner: str
     metrics: Metrics
 
 
