@@ -14,6 +14,9 @@ class Bounded[V]:
         self._values: OrderedDict[str, V] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def get(self, key: str) -> V | None:
         with self._lock:
             if key in self._values:

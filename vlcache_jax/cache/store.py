@@ -257,8 +257,8 @@ class Store:
             if self.tier.get(record.meta.name) is record:  # it may have had to go already
                 self._counts.stored += 1
                 if record.meta.context is not None:
-                    self._lost.pop(record.meta.entry, None)
-                    self._lost.pop(record.meta.name, None)
+                    self._lost.pop(record.meta.entry)
+                    self._lost.pop(record.meta.name)
 
     def withdraw(self, record: Record, why: Why = Why.load_failed) -> None:
         """The record will not be filled, unless it is already; who waits for it computes instead."""
