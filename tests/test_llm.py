@@ -438,11 +438,33 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
         ("dtype", "int8", "dtype must be"),
         ("mm_processor_kwargs", {"size": 3}, "size"),
         ("implementation", "cuda", "implementation must be"),
+        ("allow_remote_images", "no", "allow_remote_images must be a bool, got 'no'"),
+        ("allowed_media_domains", "a.example", "allowed_media_domains must be a list of host names"),
+        ("allowed_local_media_path", True, "allowed_local_media_path must be a folder or None"),
+        ("max_image_bytes", "many", "max_image_bytes must be bytes"),
     ],
 )
 def test_bad_engine_arguments(family_checkpoint, argument, value, message):
     with pytest.raises(ValueError, match=message):
         open_llm(family_checkpoint, **{argument: value})
+
+
+def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"picture")
+    settings = {
+        "allow_remote_images": True,
+        "allowed_media_domains": ["pictures.example"],
+        "allowed_local_media_path": tmp_path / "..",
+        "max_image_bytes": "5B",
+    }
+    with open_llm(family_checkpoint, **settings) as llm:
+        for image, message in [
+            ("http://other.example/a.png", "allowed_media_domains"),
+            ("/etc/passwd", "allowed_local_media_path"),
+            (tmp_path / "a.png", "at most 5 bytes"),
+        ]:
+            with pytest.raises(ValueError, match=rf"conversations\[0\] images\[0\] must .*{message}"):
+                llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 
 def test_the_core_needs_little(family_checkpoint):

@@ -30,6 +30,7 @@ from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.engine.verification import Verification
 from vlcache_jax.engine.verification import verify as verify_answers
 from vlcache_jax.image_cache import ImageCache
+from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import ImageProcessor, check_limits
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
@@ -76,7 +77,12 @@ class LLM:
         "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case.
         `llm.kernels` says which run, and why.
       ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
-      allow_remote_images: whether http(s) image URLs are fetched.
+      allow_remote_images: whether http(s) image URLs are fetched, each within 20 seconds.
+      allowed_media_domains: the hosts that URLs and redirects may name; None is all. ".example.com" is all below it.
+        Only public addresses are reached; one in your own network must stand here as a number, and so in the URL.
+      allowed_local_media_path: images on disk must lie in this folder. "/" is everywhere; None or "" refuses paths,
+        as one should where messages come from others.
+      max_image_bytes: of a file, encoded bytes or a URL; a number or a string such as "64MiB".
       revision: branch, tag or commit of a model on the hub.
       seed: of answers whose sampling parameters name none.
 
@@ -100,12 +106,16 @@ class LLM:
         implementation: str | None = None,
         ladder: Ladder | None = None,
         allow_remote_images: bool = False,
+        allowed_media_domains: Sequence[str] | None = None,
+        allowed_local_media_path: str | os.PathLike[str] | None = "/",
+        max_image_bytes: int | str = "64MiB",
         revision: str | None = None,
         seed: int = 0,
     ):
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
         _check_arguments(cache, seed, kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
+        access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
         device = jax.devices()[0]
         dispatch.check_device(implementation, device)
@@ -118,9 +128,7 @@ class LLM:
         if implementation is not None:
             check_kernels(config, self._checkpoint.dtype, implementation)
         self._policy = self._checkpoint.check_policy(policy)
-        self._renderer = PromptRenderer.from_pretrained(
-            self._checkpoint.directory, allow_remote_images=allow_remote_images
-        )
+        self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
         _check_processor(self._processor, self._renderer, config)
         memory = plan_memory(
@@ -204,7 +212,7 @@ class LLM:
         Raises:
           ValueError: a conversation, an image or a parameter is wrong; it names which. Nothing has run then.
         """
-        prompts = self._conversations(conversations, mm_processor_kwargs)
+        prompts = _render(self._renderer, conversations, mm_processor_kwargs)
         return self._generate(prompts, sampling_params, reuse, cache_salt, verify, use_tqdm)
 
     def generate(
@@ -261,7 +269,7 @@ class LLM:
           ValueError: see `chat`; also an empty continuation, or one that is not paired with a conversation.
         """
         policy = self._parse_policy(reuse)
-        prompts = self._conversations(conversations, mm_processor_kwargs)
+        prompts = _render(self._renderer, conversations, mm_processor_kwargs)
         forced = self._sequences.continuations(continuations, len(prompts))
         with self._serving(), tqdm(total=len(prompts), desc="scoring", disable=not use_tqdm) as bar:
             requests = self._linker.identify(prompts, cache_salt, lookup=policy.links)
@@ -346,15 +354,6 @@ class LLM:
                 raise RuntimeError("this LLM is closed")
             yield
 
-    def _conversations(
-        self, conversations: Conversation | Sequence[Conversation], mm_processor_kwargs: Mapping[str, int] | None
-    ) -> list[Prompt]:
-        limits = check_limits(mm_processor_kwargs)
-        return [
-            self._renderer.from_conversation(conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
-            for i, conversation in enumerate(_listed_conversations(conversations))
-        ]
-
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
 
@@ -386,6 +385,16 @@ class LLM:
                 return [self._reporter.output(*each) for each in zip(group, answers, compared, strict=True)]
 
             return in_batches(self._linker, requests, policy, run)
+
+
+def _render(
+    renderer: PromptRenderer, conversations: Any, mm_processor_kwargs: Mapping[str, int] | None
+) -> list[Prompt]:
+    limits = check_limits(mm_processor_kwargs)
+    return [
+        renderer.from_conversation(conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
+        for i, conversation in enumerate(_listed_conversations(conversations))
+    ]
 
 
 def _listed_conversations(conversations: Any) -> Sequence[Conversation]:
