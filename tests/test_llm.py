@@ -328,6 +328,14 @@ def test_other_bad_arguments(llm, conversations, textured_image):
         chat("hello")
     with pytest.raises(ValueError, match='reuse must be "off"'):
         chat(conversations[0], reuse="most")
+    with pytest.raises(ValueError, match="verify must be a bool, got 'yes'"):
+        chat(conversations[0], verify="yes")
+    with pytest.raises(ValueError, match="use_tqdm must be a bool, got 0"):
+        llm.generate("Hello", use_tqdm=0)
+    with pytest.raises(ValueError, match="keep_logits must be a bool, got 1"):
+        score(conversations[:1], ["a"], keep_logits=1)
+    with pytest.raises(ValueError, match="verbose must be a bool, got 'no'"):
+        llm.warmup(verbose="no")
     with pytest.raises(ValueError, match="max_pixel"):
         chat(conversations[0], mm_processor_kwargs={"max_pixel": 1})
     with pytest.raises(ValueError, match=r"continuations\[0\] must hold at least one token"):

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
+from vlcache_jax.checks import check_flags
 from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.ladder import Ladder
@@ -212,6 +213,7 @@ class LLM:
         Raises:
           ValueError: a conversation, an image or a parameter is wrong; it names which. Nothing has run then.
         """
+        check_flags(verify=verify, use_tqdm=use_tqdm)
         prompts = _render(self._renderer, conversations, mm_processor_kwargs)
         return self._generate(prompts, sampling_params, reuse, cache_salt, verify, use_tqdm)
 
@@ -239,6 +241,7 @@ class LLM:
         Raises:
           ValueError: see `chat`.
         """
+        check_flags(verify=verify, use_tqdm=use_tqdm)
         listed = _listed_prompts(prompts)
         rendered = [self._renderer.from_prompt(prompt, name=f"prompts[{i}]") for i, prompt in enumerate(listed)]
         return self._generate(rendered, sampling_params, reuse, cache_salt, verify, use_tqdm)
@@ -268,6 +271,7 @@ class LLM:
         Raises:
           ValueError: see `chat`; also an empty continuation, or one that is not paired with a conversation.
         """
+        check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
         policy = self._parse_policy(reuse)
         prompts = _render(self._renderer, conversations, mm_processor_kwargs)
         forced = self._sequences.continuations(continuations, len(prompts))
@@ -299,6 +303,7 @@ class LLM:
         Returns:
           How many programs were compiled, and the seconds it took.
         """
+        check_flags(verbose=verbose)
         policy = self._parse_policy(reuse)
         with self._serving():
             programs = self._runner.programs
