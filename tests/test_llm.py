@@ -328,6 +328,14 @@ def test_other_bad_arguments(llm, conversations, textured_image):
         chat("hello")
     with pytest.raises(ValueError, match='reuse must be "off"'):
         chat(conversations[0], reuse="most")
+    with pytest.raises(ValueError, match="verify must be a bool, got 'yes'"):
+        chat(conversations[0], verify="yes")
+    with pytest.raises(ValueError, match="use_tqdm must be a bool, got 0"):
+        llm.generate("Hello", use_tqdm=0)
+    with pytest.raises(ValueError, match="keep_logits must be a bool, got 1"):
+        score(conversations[:1], ["a"], keep_logits=1)
+    with pytest.raises(ValueError, match="verbose must be a bool, got 'no'"):
+        llm.warmup(verbose="no")
     with pytest.raises(ValueError, match="max_pixel"):
         chat(conversations[0], mm_processor_kwargs={"max_pixel": 1})
     with pytest.raises(ValueError, match=r"continuations\[0\] must hold at least one token"):
@@ -438,11 +446,33 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
         ("dtype", "int8", "dtype must be"),
         ("mm_processor_kwargs", {"size": 3}, "size"),
         ("implementation", "cuda", "implementation must be"),
+        ("allow_remote_images", "no", "allow_remote_images must be a bool, got 'no'"),
+        ("allowed_media_domains", "a.example", "allowed_media_domains must be a list of host names"),
+        ("allowed_local_media_path", True, "allowed_local_media_path must be a folder or None"),
+        ("max_image_bytes", "many", "max_image_bytes must be bytes"),
     ],
 )
 def test_bad_engine_arguments(family_checkpoint, argument, value, message):
     with pytest.raises(ValueError, match=message):
         open_llm(family_checkpoint, **{argument: value})
+
+
+def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"picture")
+    settings = {
+        "allow_remote_images": True,
+        "allowed_media_domains": ["pictures.example"],
+        "allowed_local_media_path": tmp_path / "..",
+        "max_image_bytes": "5B",
+    }
+    with open_llm(family_checkpoint, **settings) as llm:
+        for image, message in [
+            ("http://other.example/a.png", "allowed_media_domains"),
+            ("/etc/passwd", "allowed_local_media_path"),
+            (tmp_path / "a.png", "at most 5 bytes"),
+        ]:
+            with pytest.raises(ValueError, match=rf"conversations\[0\] images\[0\] must .*{message}"):
+                llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 
 def test_the_core_needs_little(family_checkpoint):

@@ -9,11 +9,12 @@ from typing import Any
 from vlcache_jax.cache.keys import alias_key, owner_key
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
+from vlcache_jax.checks import check_text
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.images import Grid
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, check_text
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.outputs import RequestOutput
 
 

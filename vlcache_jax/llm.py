@@ -18,6 +18,7 @@ from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
+from vlcache_jax.checks import check_flags
 from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.identification import Identifier
@@ -29,6 +30,7 @@ from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, or_error, read_generation_config
 from vlcache_jax.image_cache import ImageCache
+from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageProcessor, check_limits, check_max_pixels
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
@@ -75,7 +77,12 @@ class LLM:
         "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case.
         `llm.kernels` says which run, and why.
       ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
-      allow_remote_images: whether http(s) image URLs are fetched.
+      allow_remote_images: whether http(s) image URLs are fetched, each within 20 seconds.
+      allowed_media_domains: the hosts that URLs and redirects may name; None is all. ".example.com" is all below it.
+        Only public addresses are reached; one in your own network must stand here as a number, and so in the URL.
+      allowed_local_media_path: images on disk must lie in this folder. "/" is everywhere; None or "" refuses paths,
+        as one should where messages come from others.
+      max_image_bytes: of a file, encoded bytes or a URL; a number or a string such as "64MiB".
       max_image_pixels: of a picture before it is scaled; larger ones are refused by the head of their file. While a
         picture is decoded it takes seven bytes a pixel, and of all together about 512 MiB are decoded at a time.
       revision: branch, tag or commit of a model on the hub.
@@ -101,6 +108,9 @@ class LLM:
         implementation: str | None = None,
         ladder: Ladder | None = None,
         allow_remote_images: bool = False,
+        allowed_media_domains: Sequence[str] | None = None,
+        allowed_local_media_path: str | os.PathLike[str] | None = "/",
+        max_image_bytes: int | str = "64MiB",
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         revision: str | None = None,
         seed: int = 0,
@@ -109,6 +119,7 @@ class LLM:
         cache = CacheConfig() if cache is None else cache
         _check_arguments(cache, seed, kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
         check_max_pixels(max_image_pixels)
+        access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
         device = jax.devices()[0]
         dispatch.check_device(implementation, device)
@@ -121,9 +132,7 @@ class LLM:
         if implementation is not None:
             check_kernels(config, self._checkpoint.dtype, implementation)
         self._policy = self._checkpoint.check_policy(policy)
-        self._renderer = PromptRenderer.from_pretrained(
-            self._checkpoint.directory, allow_remote_images=allow_remote_images
-        )
+        self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
         _check_processor(self._processor, self._renderer, config)
         memory = plan_memory(
@@ -215,7 +224,8 @@ class LLM:
             step under way; the error carries the `outputs` of the rows before. It is a ValueError.
           ValueError: another argument is wrong. Nothing has run then.
         """
-        prompts = self._conversations(conversations, mm_processor_kwargs)
+        check_flags(verify=verify, use_tqdm=use_tqdm)
+        prompts = _rendered(self._renderer, conversations, mm_processor_kwargs)
         return self._generate(prompts, sampling_params, self._call(reuse, cache_salt, on_error), verify, use_tqdm)
 
     def generate(
@@ -243,6 +253,7 @@ class LLM:
         Raises:
           RequestError, ValueError: see `chat`.
         """
+        check_flags(verify=verify, use_tqdm=use_tqdm)
         render = self._renderer.from_prompt
         rendered = [or_error(render, prompt, name=f"prompts[{i}]") for i, prompt in enumerate(_listed_prompts(prompts))]
         return self._generate(rendered, sampling_params, self._call(reuse, cache_salt, on_error), verify, use_tqdm)
@@ -273,7 +284,8 @@ class LLM:
         Raises:
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
-        prompts = self._conversations(conversations, mm_processor_kwargs)
+        check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
+        prompts = _rendered(self._renderer, conversations, mm_processor_kwargs)
         call = self._call(reuse, cache_salt, on_error)
         with tqdm(total=len(prompts), desc="scoring", disable=not use_tqdm) as bar:
             return self._caller.score(prompts, continuations, call, keep_logits=keep_logits, progress=bar.update)
@@ -290,6 +302,7 @@ class LLM:
         Returns:
           How many programs were compiled, and the seconds it took.
         """
+        check_flags(verbose=verbose)
         policy = self._parse_policy(reuse)
         with self._serving():
             programs = self._runner.programs
@@ -348,16 +361,6 @@ class LLM:
         if self._closed:
             raise RuntimeError("this LLM is closed")
 
-    def _conversations(
-        self, conversations: Conversation | Sequence[Conversation], mm_processor_kwargs: Mapping[str, int] | None
-    ) -> list[Prompt | ValueError]:
-        limits = check_limits(mm_processor_kwargs)
-        render = self._renderer.from_conversation
-        return [
-            or_error(render, conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
-            for i, conversation in enumerate(_listed_conversations(conversations))
-        ]
-
     def _generate(
         self,
         prompts: list[Prompt | ValueError],
@@ -377,6 +380,16 @@ class LLM:
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
+
+
+def _rendered(
+    renderer: PromptRenderer, conversations: Any, mm_processor_kwargs: Mapping[str, int] | None
+) -> list[Prompt | ValueError]:
+    limits = check_limits(mm_processor_kwargs)
+    return [
+        or_error(renderer.from_conversation, conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
+        for i, conversation in enumerate(_listed_conversations(conversations))
+    ]
 
 
 def _listed_conversations(conversations: Any) -> Sequence[Conversation]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import vlcache_jax.cache.store
-from vlcache_jax.cache.config import CacheConfig, parse_bytes
+from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.memory import BusyError, MemoryTier
 from vlcache_jax.cache.record import DamagedError, Meta, TierError, verified
@@ -42,17 +42,6 @@ def fill(store, *metas, value=1.0):
 def lookup(store, entry, context="c", approximate=False):
     with store.lookup(entry, context, grid=GRID, approximate=approximate) as handle:
         return handle
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [(5, 5), ("5", 5), ("4GiB", 2**32), ("1.5 mb", 1_500_000), ("2K", None), (0, 0), ("10 B", 10)]
-)
-def test_parse_bytes(text, count):
-    if count is None:
-        with pytest.raises(ValueError, match="host_bytes"):
-            parse_bytes(text, "host_bytes")
-    else:
-        assert parse_bytes(text, "host_bytes") == count
 
 
 def test_a_tier_keeps_what_it_is_given():

@@ -15,6 +15,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
+from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import ImageProcessor
 from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer
 
@@ -271,6 +272,29 @@ def test_every_shape_of_an_image_part_gives_the_same_prompt(renderer, tmp_path):
     for value in (FIRST, np.array(FIRST)):
         (source,) = renderer.from_conversation([{"role": "user", "content": [image(value)]}]).images
         assert source.value is value
+
+
+def test_every_shape_of_an_image_part_is_read_as_access_says(renderer, tmp_path):
+    path = tmp_path / "image.png"
+    path.write_bytes(b"picture")
+    narrow = PromptRenderer(
+        renderer.tokenizer,
+        renderer.chat_template,
+        access=Access(True, ["pictures.example"], allowed_local_media_path=None, max_image_bytes=5),
+    )
+    shapes = [
+        lambda value: {"type": "image_url", "image_url": {"url": value}},
+        lambda value: {"type": "image_url", "image_url": value},
+        *(lambda value, key=key: {"type": "image", key: value} for key in ("image", "url", "path")),
+    ]
+    cases = [(shape, str(path), "not allowed by allowed_local_media_path") for shape in shapes]
+    cases += [(shape, "http://other.example/", "its host is not in allowed_media_domains") for shape in shapes]
+    cases += [
+        (lambda _: {"type": "image", "base64": base64.b64encode(bytes(6)).decode()}, "", "at most 5 bytes, got 6")
+    ]
+    for shape, value, message in cases:
+        with pytest.raises(ValueError, match=message):
+            narrow.from_conversation([{"role": "user", "content": [shape(value)]}])
 
 
 def test_images_are_named_across_turns(renderer):

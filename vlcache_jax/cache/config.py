@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+from vlcache_jax.checks import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -39,18 +37,3 @@ class CacheConfig:
         is_number = isinstance(self.pinned_share, (int, float)) and not isinstance(self.pinned_share, bool)
         if not (is_number and 0 <= self.pinned_share <= 1):
             raise ValueError(f"pinned_share must be a number from 0 to 1, got {self.pinned_share!r}")
-
-
-def parse_bytes(value: int | str, name: str) -> int:
-    """A number of bytes from an integer or from a string with a unit (KB = 1000 bytes, KiB = 1024).
-
-    Raises:
-      ValueError: neither, or negative; it names `name`.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", value.upper())
-        if match and match[2] in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2]])
-    raise ValueError(f'{name} must be bytes of at least 0, as a number or like "4GiB" or "500MB", got {value!r}')

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.inputs.prompt import check_text
+from vlcache_jax.checks import check_text
 
 FORMAT_VERSION = 1
 """Version of what a record holds; it changes whenever older records must not be read any more."""

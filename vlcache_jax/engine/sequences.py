@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from vlcache_jax.checks import check_text
 from vlcache_jax.engine.memory_plan import MemoryPlan
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
-from vlcache_jax.inputs.prompt import check_text
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
 

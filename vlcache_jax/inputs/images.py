@@ -10,13 +10,10 @@ float32 rows that hold every pixel twice: `normalization_table` turns bytes into
 from __future__ import annotations
 
 import base64
-import http.client
 import io
 import math
+import string
 import threading
-import time
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +27,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from vlcache_jax.checks import shorten
+from vlcache_jax.inputs.access import LOCAL_ONLY, Access
+
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Of files; whatever else Pillow reads stays closed, such as EPS, which runs another program."""
 
@@ -40,8 +40,6 @@ MOST_IMAGE_PIXELS = 2 * 89_478_485
 """The highest such limit: the size at which Pillow refuses."""
 
 MAX_ASPECT_RATIO = 200
-FETCH_SECONDS = 20.0
-FETCH_BYTES = 64 * 1024**2
 
 Grid = tuple[int, int, int]
 """Patches of an image: (1, rows, columns)."""
@@ -128,18 +126,18 @@ class ImageSource:
             ) from error
 
 
-def read_image(value: Any, *, allow_remote: bool = False, name: str = "image") -> ImageSource:
+def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") -> ImageSource:
     """Takes hold of an image: reads or fetches a file, decodes nothing.
 
     Args:
         value: a path, encoded bytes, a base64 `data:` URL, an http(s) URL, a PIL image, or a uint8 array
             [H, W], [H, W, 3] (RGB) or [H, W, 4] (RGBA).
-        allow_remote: whether http(s) URLs are fetched.
+        access: what may be read from where.
         name: what error messages call the image.
 
     Raises:
-        ValueError: another type, shape or dtype; a file that is missing, empty or unreadable; a URL that is not
-            allowed, fails, or is larger than 64 MiB.
+        ValueError: another type, shape or dtype; a file that is missing, empty or unreadable; a URL that fails;
+            what `access` does not allow, or more bytes than it allows.
     """
     if isinstance(value, Image.Image):
         return ImageSource(name, value)
@@ -152,26 +150,17 @@ def read_image(value: Any, *, allow_remote: bool = False, name: str = "image") -
     if isinstance(value, bytes):
         encoded = value
     elif isinstance(value, str) and value[:5].lower() == "data:":
-        encoded = _decode_data_url(value, name)
+        encoded = _decode_data_url(value, access, name)
     elif isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
-        if not allow_remote:
-            raise ValueError(f"{name} must be local unless allow_remote_images=True, got {_describe(value)}")
-        encoded = _fetch(value, name)
+        encoded = access.fetch(value, name)
     elif isinstance(value, (str, PathLike)):
-        encoded = _read_file(value, name)
+        encoded = access.read_file(value, name)
     else:
         raise ValueError(f"{name} must be {_ACCEPTED}, got {_describe(value)}")
     if not encoded:
         raise ValueError(f"{name} must not be empty, got 0 bytes")
+    access.check_size(len(encoded), name)
     return ImageSource(name, encoded)
-
-
-def decode_base64(text: str, name: str) -> bytes:
-    """Decodes base64, line breaks allowed; anything else outside its alphabet is a ValueError."""
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except ValueError as error:
-        raise ValueError(f"{name} must be valid base64, got {_describe(text)}: {error}") from error
 
 
 def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwargs") -> dict[str, int]:
@@ -265,7 +254,7 @@ class ImageProcessor:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{directory} must describe its image processor in preprocessor_config.json or processor_config.json: "
-                f"{_short(str(error))}"
+                f"{shorten(str(error))}"
             ) from error
         if type(found).__name__ != "Qwen2VLImageProcessorPil":
             raise ValueError(
@@ -410,52 +399,16 @@ def _array_to_rgb(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.array(array, order="C")
 
 
-def _decode_data_url(url: str, name: str) -> bytes:
+def _decode_data_url(url: str, access: Access, name: str) -> bytes:
     header, comma, payload = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise ValueError(f"{name} must be a data URL of the form data:image/png;base64,..., got {_describe(url)}")
-    return decode_base64(payload, name)
-
-
-def _read_file(path: str | PathLike[str], name: str) -> bytes:
+    characters = len(payload) - sum(map(payload.count, string.whitespace))
+    access.check_size(3 * (characters // 4) - 2, name)  # before it is decoded; 2 characters may be padding
     try:
-        if Path(path).is_file():
-            return Path(path).read_bytes()
-        reason = "no such file"
-    except (OSError, TypeError, ValueError) as error:
-        reason = str(error)
-    raise ValueError(f"{name} must be the path of a readable file, got {_describe(path)}: {_short(reason)}")
-
-
-def _fetch(url: str, name: str) -> bytes:
-    opener = urllib.request.OpenerDirector()
-    # urllib's default opener would also follow a redirect to ftp.
-    for handler in (
-        urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPErrorProcessor,
-        urllib.request.UnknownHandler,
-    ):
-        opener.add_handler(handler())
-    deadline = time.monotonic() + FETCH_SECONDS
-    received = bytearray()
-    try:
-        request = urllib.request.Request(url, headers={"User-Agent": "vlcache-jax"})
-        with opener.open(request, timeout=FETCH_SECONDS) as response:
-            while chunk := response.read1(1 << 16):
-                received += chunk
-                if len(received) > FETCH_BYTES:
-                    raise ValueError(f"more than {FETCH_BYTES} bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"not complete after {FETCH_SECONDS} s")
-            if response.length:
-                raise http.client.IncompleteRead(bytes(received), response.length)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ValueError(f"{name} must be a URL that can be fetched, got {_describe(url)}: {error}") from error
-    return bytes(received)
+        return base64.b64decode(payload.encode("ascii").translate(None, string.whitespace.encode()), validate=True)
+    except ValueError as error:
+        raise ValueError(f"{name} must be valid base64, got {_describe(payload)}: {error}") from error
 
 
 def _describe(value: Any) -> str:
@@ -464,9 +417,5 @@ def _describe(value: Any) -> str:
     if isinstance(value, Image.Image):
         return f"a PIL image of mode {value.mode}"
     if isinstance(value, (str, PathLike)):
-        return _short(repr(str(value)))
-    return _short(f"{type(value).__name__} {value!r}")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:120]}... ({len(text)} characters)"
+        return shorten(repr(str(value)))
+    return shorten(f"{type(value).__name__} {value!r}")

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.inputs.images import ImageSource, check_limits, decode_base64, read_image
+from vlcache_jax.checks import check_text
+from vlcache_jax.inputs.access import LOCAL_ONLY, Access
+from vlcache_jax.inputs.images import ImageSource, check_limits, read_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +66,7 @@ class PromptRenderer:
     Attributes:
         tokenizer: a tokenizer of transformers.
         chat_template: Jinja text, or None where only `from_prompt` is used.
-        allow_remote_images: whether http(s) URLs are fetched.
+        access: what images may be read from where.
         image_token_id: of `<|image_pad|>`.
         max_tokens: of a prompt; texts that are longer for sure are refused before they are tokenised. None: any.
     """
@@ -74,7 +76,7 @@ class PromptRenderer:
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None = None,
         *,
-        allow_remote_images: bool = False,
+        access: Access = LOCAL_ONLY,
     ):
         special = tokenizer.get_added_vocab()
         for token in (IMAGE_TOKEN, VIDEO_TOKEN):
@@ -82,13 +84,13 @@ class PromptRenderer:
                 raise ValueError(f"tokenizer must have the special token {token}, got {sorted(special)}")
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.allow_remote_images = allow_remote_images
+        self.access = access
         self.image_token_id: int = special[IMAGE_TOKEN]
         self._video_token_id: int = special[VIDEO_TOKEN]
         self.max_tokens: int | None = None
 
     @classmethod
-    def from_pretrained(cls, directory: str | PathLike[str], *, allow_remote_images: bool = False) -> PromptRenderer:
+    def from_pretrained(cls, directory: str | PathLike[str], *, access: Access = LOCAL_ONLY) -> PromptRenderer:
         """Reads the tokenizer and the chat template of a checkpoint.
 
         The template is taken, as in the library's processors, from chat_template.json, else chat_template.jinja, else
@@ -111,11 +113,11 @@ class PromptRenderer:
             template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
         if isinstance(template, dict):
             template = template.get("default")
-        return cls(tokenizer, template, allow_remote_images=allow_remote_images)
+        return cls(tokenizer, template, access=access)
 
     def image(self, value: Any, name: str = "image") -> ImageSource:
         """Takes hold of an image, see `images.read_image`."""
-        return read_image(value, allow_remote=self.allow_remote_images, name=name)
+        return read_image(value, access=self.access, name=name)
 
     def from_conversation(
         self,
@@ -235,7 +237,7 @@ class PromptRenderer:
                 parts.append({"type": "text", "text": _plain_text(part.get("text"), where)})
             elif kind in ("image", "image_url"):
                 image = f"{conversation} images[{len(images)}]"
-                value = _image_value(part, where, image)
+                value = _image_value(part, where)
                 images.append(self.image(value, image))
                 parts.append({"type": "image"})
             else:
@@ -283,18 +285,6 @@ class PromptRenderer:
         return places
 
 
-def check_text(text: Any, name: str, expected: str = "a string") -> None:
-    """Raises a ValueError unless it is a string of characters: half of a surrogate pair is none."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be {expected}, got {text!r:.80}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} must be text, got {text[error.start]!r} at character {error.start}, half of a surrogate pair"
-        ) from error
-
-
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
     for key in given:
         if key not in known:
@@ -310,7 +300,7 @@ def _plain_text(text: Any, name: str) -> str:
     return text
 
 
-def _image_value(part: Mapping[str, Any], name: str, image: str) -> Any:
+def _image_value(part: Mapping[str, Any], name: str) -> Any:
     """What `read_image` takes, from an image part of either shape."""
     if part["type"] == "image_url":
         _check_keys(part, ("type", "image_url"), name)
@@ -327,7 +317,7 @@ def _image_value(part: Mapping[str, Any], name: str, image: str) -> Any:
         raise ValueError(f"{name} must hold exactly one of {', '.join(_IMAGE_KEYS)}, got {', '.join(given) or 'none'}")
     value = part[given[0]]
     if given[0] == "base64" and isinstance(value, str) and not value.startswith("data:"):
-        return decode_base64(value, image)
+        return f"data:;base64,{value}"
     return value
 
 

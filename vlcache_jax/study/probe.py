@@ -93,8 +93,8 @@ class Probe:
     def place(self, conversation: Any, continuation: Sequence[int] = ()) -> Placed:
         """Renders a conversation, encodes its images and appends a continuation."""
         llm, runner = self._llm, self._runner
-        prompts = llm._conversations([conversation], None)
-        [request] = llm._identifier.identify(prompts, None, lookup=False)
+        prompt = llm._renderer.from_conversation(conversation)
+        [request] = llm._identifier.identify([prompt], None, lookup=False)
         layout = make_layout(request.token_ids, request.starts, request.images, self.config.vision.merge_size)
         prompt_length = len(layout)
         if len(continuation):

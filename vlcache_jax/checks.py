@@ -1,0 +1,52 @@
+"""Arguments: what they must be, and how errors say what came."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def check_flags(**flags: Any) -> None:
+    """Sees that each is True or False. Anything else would count as one of them: "no" as True.
+
+    Raises:
+      ValueError: one is not; it names which.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be a bool, got {shorten(repr(value))}")
+
+
+def check_text(text: Any, name: str, expected: str = "a string") -> None:
+    """Raises a ValueError unless it is a string of characters: half of a surrogate pair is none."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be {expected}, got {shorten(repr(text))}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must be text, got {text[error.start]!r} at character {error.start}, half of a surrogate pair"
+        ) from error
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A number of bytes from an integer or from a string with a unit (KB = 1000 bytes, KiB = 1024).
+
+    Raises:
+      ValueError: neither, or negative; it names `name`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", value.upper())
+        if match and match[2] in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2]])
+    raise ValueError(f'{name} must be bytes of at least 0, as a number or like "4GiB" or "500MB", got {value!r}')
+
+
+def shorten(text: str) -> str:
+    """A text for an error message: its beginning and its length where it is long."""
+    return text if len(text) <= 200 else f"{text[:120]}... ({len(text)} characters)"
