@@ -282,6 +282,23 @@ def test_a_text_request_does_not_wait_for_pixels(llm, pictures, monkeypatch):
     assert answers[0][0].error is None
 
 
+def test_closing_ends_a_call_between_its_windows(directory, pictures, monkeypatch):
+    monkeypatch.setattr(identification, "WINDOW_BYTES", 1)
+    with LLM(directory, **SETTINGS) as closing:
+        finish = identification.Arrivals._finish
+
+        def close_then(arrivals, row, *args):
+            if row == 2:
+                closing.close()  # as another thread would, while pixels are decoded
+            return finish(arrivals, row, *args)
+
+        monkeypatch.setattr(identification.Arrivals, "_finish", close_then)
+        with pytest.raises(RuntimeError, match=r"^this LLM is closed$"):
+            chat(closing, [user("a", picture) for picture in pictures])
+        with pytest.raises(RuntimeError, match=r"^this LLM is closed$"):
+            chat(closing, [user("a", pictures[0])])
+
+
 def test_decoding_has_a_budget():
     budget = identification._Budget(100)
     running, most = [], []

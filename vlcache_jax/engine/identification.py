@@ -56,7 +56,7 @@ class Identifier:
     ):
         self.store, self.processor, self.renderer = store, processor, renderer
         self.max_pixels = max_pixels
-        self.threads = threads
+        self._threads = threads
         self.decoding = _Budget(DECODING_BYTES)
         self._fingerprint = fingerprint
         self._dtype = dtype
@@ -96,6 +96,15 @@ class Identifier:
                 raise request
             requests.append(request)
         return requests
+
+    def start[T](
+        self, work: Callable[[T], ValueError | None], given: Iterable[T]
+    ) -> dict[T, Future[ValueError | None]]:
+        """Has work done on each of the given, on several threads."""
+        try:
+            return {each: self._threads.submit(work, each) for each in given}
+        except RuntimeError as error:  # the threads have been shut down meanwhile
+            raise RuntimeError("this LLM is closed") from error
 
     def entry_key(self, picture: Picture, limits: Mapping[str, int], salt: str | None) -> str:
         """Key of what is kept for a picture."""
@@ -161,9 +170,9 @@ class Arrivals:
                 settings = tuple(sorted(prompt.mm_processor_kwargs.items()))
                 task = _Task(identifier, source, uuid, prompt.mm_processor_kwargs, salt, lookup)
                 self._tasks[row].append(tasks.setdefault((task.source_id, uuid, settings), task))
-        found = dict(zip(tasks.values(), identifier.threads.map(_Task.head, tasks.values()), strict=True))
+        heads = identifier.start(_Task.head, tasks.values())
         for row, own in self._tasks.items():
-            wrong = next((error for task in own if (error := found[task]) is not None), None)
+            wrong = next((error for task in own if (error := heads[task].result()) is not None), None)
             if wrong is None:
                 counts = [task.num_tokens for task in own]
                 self.lengths[row] = len(self._prompts[row].token_ids) + sum(counts) - len(counts)
@@ -204,8 +213,7 @@ class Arrivals:
             yield rows
 
     def _start(self, rows: Iterable[int]) -> dict[_Task, Future[ValueError | None]]:
-        tasks = dict.fromkeys(task for row in rows for task in self._tasks[row])
-        return {task: self._identifier.threads.submit(task.run) for task in tasks}
+        return self._identifier.start(_Task.run, dict.fromkeys(task for row in rows for task in self._tasks[row]))
 
     def _finish(self, row: int, running: Mapping[_Task, Future[ValueError | None]]) -> Request | ValueError:
         own, prompt, metrics = self._tasks[row], self._prompts[row], Metrics()
