@@ -8,7 +8,8 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before jax is imported: tests run on the CPU unless the caller says otherwise, and never reach for the network.
@@ -166,6 +167,14 @@ def textured_image() -> Callable[..., np.ndarray]:
         return np.clip(ramp + rng.normal(0, 40, (height, width, 3)), 0, 255).astype(np.uint8)
 
     return make
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, here and in processes started here, also where tests run behind a shell's `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
 import io
 import logging
@@ -387,6 +389,64 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
         chat(llm, user("What is ", str(path), " and ", png(b), "?"))
 
 
+def test_kept_encoder_rows_give_the_same_bits(llm, b, monkeypatch):
+    request = user("Now what is ", b, "?")
+    cold = logits(llm, request, reuse="off")
+    chat(llm, user("Elsewhere ", b))
+    llm.cache.flush()
+    monkeypatch.setattr(llm._runner, "encode", lambda *_: pytest.fail("encoded"))
+    [score] = llm.score([request], [FORCED], reuse="exact", keep_logits=True, use_tqdm=False)
+    assert [(image.encoder, image.kv) for image in score.cache.images] == [("host", "none")]
+    np.testing.assert_array_equal(score.logits, cold[0])
+
+
+@pytest.mark.parametrize("reuse", [0, 0.3, "shift-0.3", MPIC(5), "full-two-pass"])
+def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, donors, monkeypatch, reuse):
+    launched = []
+    run = llm._runner._run
+    monkeypatch.setattr(llm._runner, "_run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1])
+    [output] = chat(llm, target, reuse=reuse, params=SamplingParams(max_tokens=1, temperature=0))
+    assert [image.match for image in output.cache.images] == ["approximate"] * 2
+    layers = llm._checkpoint.config.text.num_layers
+    counts = collections.Counter(launched)
+    assert [counts[name] for name in ("link", "embed", "layer", "head")] == [2, 1, layers, 1]
+    assert not {"encode", "decode"} & counts.keys()
+    assert launched[:2] == ["link"] * 2  # before anything is computed
+
+
+@pytest.mark.parametrize("reuse", ["exact", 0, 0.3, "shift-0.3", MPIC(5)])
+def test_bytes_moved_are_those_of_the_records(llm, target, donors, monkeypatch, reuse):
+    moved = []
+    put, stage = llm._runner.put, llm._runner.stage
+    monkeypatch.setattr(llm._runner, "put", lambda data: (moved.append(data.nbytes), put(data))[1])
+
+    def staged(rows, place):
+        moved.extend([rows.nbytes] * isinstance(rows, np.ndarray))  # and not what was encoded on the device
+        return stage(rows, place)
+
+    monkeypatch.setattr(llm._runner, "stage", staged)
+
+    def ask(reuse):
+        moved.clear()
+        [output] = chat(llm, target, reuse=reuse)
+        assert sum(image.bytes_moved for image in output.cache.images) == sum(moved)
+        return output.cache.images
+
+    records = {True: {}, False: {}}
+    llm.cache.flush()
+    for record in llm._store.tier.records():
+        records[record.meta.context is None][record.meta.entry] = record.data.nbytes
+    for image in ask(reuse):
+        kv = records[False][image.key] if image.kv == "host" else 0
+        assert kv <= image.bytes_moved <= kv + records[True][image.key]
+        assert (image.bytes_moved > kv) == (image.encoder == "host") == any(image.recomputed)
+    assert {image.bytes_moved for image in ask("off")} == {0}
+    llm.reset_mm_cache()
+    assert {image.bytes_moved for image in ask(reuse)} == {0}  # a miss
+    for image in ask("exact"):
+        assert image.bytes_moved == records[False][image.key]
+
+
 def test_the_answer_reads_what_is_linked_and_nothing_else(llm, target, donors):
     before = {ratio: logits(llm, target, reuse=ratio) for ratio in (0, 0.3)}
     records = kv_records(llm)
@@ -497,6 +557,26 @@ def test_the_same_pixels_are_the_same_image(llm, directory, a):
     assert match(a, cache_salt="") == "miss"
     with open_llm(directory, dtype="bfloat16") as narrow:
         assert narrow.cache.key(a) != llm.cache.key(a)
+
+
+def test_an_earlier_image_is_context_too(llm, a, b):
+    """Behind another picture under the same token ids, K, V are others."""
+    other = 255 - a
+    first, exchanged = user("Compare ", a, " with ", b), user("Compare ", other, " with ", b)
+    [one] = chat(llm, first)
+    [two] = chat(llm, exchanged)
+    np.testing.assert_array_equal(one.prompt_token_ids, two.prompt_token_ids)
+    assert [image.why.value for image in two.cache.images] == ["unknown_image", "other_context"]
+    assert two.cache.images[1].key == one.cache.images[1].key
+    assert two.num_cached_tokens == 0
+    assert tokens([two]) == tokens(chat(llm, exchanged, reuse="off"))
+    for request in (first, exchanged):
+        [again] = chat(llm, request)
+        assert [image.match for image in again.cache.images] == ["exact", "exact"]
+        assert_close(logits(llm, request), logits(llm, request, reuse="off"))
+    chat(llm, user(third := a[::-1].copy()))
+    [mixed] = chat(llm, user("Compare ", third, " with ", b), reuse="full")
+    assert [image.match for image in mixed.cache.images] == ["approximate", "approximate"]
 
 
 def test_other_weights_are_another_image(llm, checkpoints, a):
@@ -753,19 +833,26 @@ def test_verification_captures_nothing(llm, a, monkeypatch):
 
 
 def test_flush_waits_in_every_thread(llm, a, monkeypatch):
-    go = threading.Event()
-    publish = llm._store.publish
+    go, waiting, found = threading.Event(), threading.Semaphore(0), []
+    publish, result = llm._store.publish, concurrent.futures.Future.result
     monkeypatch.setattr(llm._store, "publish", lambda record: (go.wait(), publish(record))[1])
     chat(llm, user("x", a))
-    threads = [threading.Thread(target=llm.cache.flush) for _ in range(3)]
+    monkeypatch.setattr(concurrent.futures.Future, "result", lambda job: (waiting.release(), result(job))[1])
+
+    def flush():
+        llm.cache.flush()
+        found.append(llm.cache.stats().kv_records)
+
+    threads = [threading.Thread(target=flush) for _ in range(3)]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
-    assert all(thread.is_alive() for thread in threads)
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert llm.cache.stats().kv_records == 1
+    try:
+        assert all(waiting.acquire(timeout=10) for _ in threads)  # each waits for the copy itself
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert found == [1, 1, 1]
 
 
 def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
@@ -878,7 +965,7 @@ def test_several_answers_and_scores_reuse_too(llm, a):
 
 def test_nothing_compiles_after_warmup(directory, textured_image):
     """Images of random sizes stored and linked, in every way."""
-    compiled = []
+    compiled, approximate = [], []
     rng = np.random.default_rng(0)
     images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
     with open_llm(directory, max_rows=64) as llm:  # steps end inside images
@@ -895,13 +982,21 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
                     chosen = [images[i] for i in rng.integers(0, 20, rng.integers(0, 4))]
                     parts = [part for image in chosen for part in ("x" * int(rng.integers(1, 30)), image)]
                     requests.append(user(*parts, "y" * int(rng.integers(1, 60))))
-                chat(llm, *requests[:5], reuse=reuse, verify=True)
+                for output in chat(llm, *requests[:5], reuse=reuse, verify=True):
+                    found = output.verification
+                    assert found.tokens == GREEDY.max_tokens
+                    if output.cache.exact:
+                        assert found.tokens_agree == found.tokens
+                        assert found.max_logit_difference < 1e-3
+                    else:
+                        approximate.append(found.max_logit_difference)
                 for request in requests[5:]:
                     chat(llm, request, reuse=reuse)
                     logits(llm, request, reuse=reuse)
             assert not compiled
         finally:
             jax.monitoring.unregister_event_duration_listener(listener)
+    assert max(approximate) > 1e-2
 
 
 def test_bad_arguments(llm, a, directory):

@@ -17,13 +17,13 @@ def check_flags(**flags: Any) -> None:
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise ValueError(f"{name} must be a bool, got {shorten(repr(value))}")
+            raise ValueError(f"{name} must be a bool, got {short(value)}")
 
 
 def check_text(text: Any, name: str, expected: str = "a string") -> None:
     """Raises a ValueError unless it is a string of characters: half of a surrogate pair is none."""
     if not isinstance(text, str):
-        raise ValueError(f"{name} must be {expected}, got {shorten(repr(text))}")
+        raise ValueError(f"{name} must be {expected}, got {short(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -47,6 +47,14 @@ def parse_bytes(value: int | str, name: str) -> int:
     raise ValueError(f'{name} must be bytes of at least 0, as a number or like "4GiB" or "500MB", got {value!r}')
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, most: int = 200) -> str:
     """A text for an error message: its beginning and its length where it is long."""
-    return text if len(text) <= 200 else f"{text[:120]}... ({len(text)} characters)"
+    return text if len(text) <= most else f"{text[: 3 * most // 5]}... ({len(text)} characters)"
+
+
+def short(value: Any, most: int = 120) -> str:
+    """A value as Python writes it, shortened; one that Python does not write is named by its type."""
+    try:
+        return shorten(repr(value), most)
+    except (ValueError, RecursionError):  # integers of thousands of digits; lists in lists in lists
+        return f"{type(value).__name__} too large to show"

@@ -46,6 +46,9 @@ class Config:
       stages: Blocks of K and of V in flight.
       splits: Programs that share the blocks of a tile.
       take_turns: Of two warpgroups, one multiplies while the other is at its softmax.
+
+    Raises:
+      ValueError: numbers that are not such.
     """
 
     warpgroups: int = 2
@@ -53,6 +56,10 @@ class Config:
     stages: int = 2
     splits: int = 1
     take_turns: bool = True
+
+    def __post_init__(self) -> None:
+        if self.warpgroups not in (1, 2) or self.block < 64 or self.block % 64 or min(self.stages, self.splits) < 1:
+            raise ValueError(f"config must have 1 or 2 warpgroups, a block in 64s, stages and splits, got {self}")
 
 
 def default_config(n: int, s: int, heads: int, kv_heads: int, width: int) -> Config:

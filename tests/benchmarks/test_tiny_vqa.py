@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+from vlcache_jax.benchmarks.tiny_vqa import splits
 from vlcache_jax.benchmarks.tiny_vqa.conversations import converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, write_splits
@@ -144,7 +145,7 @@ def test_glyphs_can_be_told_apart(cell):
 def test_splits(tmp_path):
     paths = write_splits(tmp_path / "a", questions=12)
     again = write_splits(tmp_path / "b", questions=12)
-    other = write_splits(tmp_path / "c", questions=12, split="train")
+    other = write_splits(tmp_path / "c", questions=12, split="profile")
     assert [path.name for path in paths] == [f"tiny_{task}_test.tsv" for task in TASKS]
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
     for task, path, another in zip(TASKS, paths, other, strict=True):
@@ -181,6 +182,26 @@ def unfinished(training, tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny_vqa") / "checkpoint"
     training.new_checkpoint(directory, "small")
     return directory
+
+
+def test_splits_show_no_picture_of_training(training, unfinished, tmp_path, monkeypatch):
+    """Both draw from so many pictures that none comes twice, of the same sizes."""
+    drawn = {splits: [], training: []}
+    for module, pictures in drawn.items():
+        draw = lambda *args, pictures=pictures: (found := draw_pictures(*args), pictures.extend(found))[0]  # noqa: E731
+        monkeypatch.setattr(module, "draw_pictures", draw)
+    write_splits(tmp_path, questions=20)
+    sampler = training.Sampler(unfinished)
+    for step in range(40):
+        sampler.rng = np.random.default_rng([1, step, 0])  # as in a step of training
+        sampler.group(training.CURRICULUM[-1], tokens=2000, turns=2)
+    shown, trained = (
+        [(p.size, p.code, tuple(sorted(p.glyphs.items()))) for p in pictures if p.size in SIZES]
+        for pictures in drawn.values()
+    )
+    assert {size for size, *_ in shown} == {size for size, *_ in trained} == set(SIZES)
+    assert min(len(shown), len(trained)) > 100
+    assert len({*shown, *trained}) == len(shown) + len(trained)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

@@ -157,6 +157,7 @@ def test_two_conversions_into_one_destination(checkpoints, tmp_path):
     assert open_checkpoint(tmp_path / "out").load()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_conversion_cleans_up(large, tmp_path):
     seen = []
 
@@ -211,6 +212,7 @@ def test_a_killed_conversion_leaves_nothing_that_opens(large, tmp_path):
     open_checkpoint(tmp_path / "out")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_on_the_command_cleans_up(large, tmp_path):
     process, _ = start_conversion(large[0], tmp_path / "out")
     process.send_signal(signal.SIGINT)

@@ -1,3 +1,7 @@
+import itertools
+from decimal import Decimal
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +10,9 @@ import pytest
 from vlcache_jax.engine.sampling import MAX_BANNED, SamplerInputs, SamplingParams, mark_seen, sample, score
 
 V = 50
+NUMBERS = (
+    "n", "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "repetition_penalty", "logprobs",
+)  # fmt: skip
 
 
 def inputs(count, **changes):
@@ -113,11 +120,28 @@ def test_score(logits):
         ("max_tokens", None), ("min_tokens", 257), ("min_tokens", -1), ("stop", [""]), ("stop", [3]),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1), ("repetition_penalty", 0),
         ("stop", 5), ("stop_token_ids", 5), ("n", 1025), ("logprobs", 21), ("logprobs", -1), ("logprobs", True),
+        ("stop", ["a"] * 65), ("stop", ["a" * 1025]), ("stop", np.array("a")), ("stop", itertools.repeat("a")),
+        ("stop_token_ids", range(4097)), ("stop_token_ids", itertools.count()), ("stop_token_ids", [-(10**5000)]),
+        ("temperature", Decimal("0.5")), ("temperature", Fraction(10**400)), ("top_p", float("nan")),
+        ("top_p", Fraction(1, 10**400)), ("repetition_penalty", np.float32("nan")),
+        *((name, sign * 10**digits) for name in NUMBERS for sign in (-1, 1) for digits in (400, 5000)),
     ],
+    ids=lambda value: repr(value)[:20] if isinstance(value, str) else type(value).__name__,
 )  # fmt: skip
 def test_bad_parameters(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be"):
+    with pytest.raises(ValueError, match=f"{field} must be") as caught:
         SamplingParams(**{field: value})
+    assert len(str(caught.value)) < 300
+
+
+def test_as_many_stops_as_there_may_be():
+    params = SamplingParams(stop=["a" * 1024] * 64, stop_token_ids=range(4096))
+    assert (params.stop, params.stop_token_ids) == (("a" * 1024,) * 64, tuple(range(4096)))
+
+
+def test_fractions_are_numbers():
+    params = SamplingParams(temperature=Fraction(1, 2), top_p=Fraction(9, 10)).resolve({})
+    assert (params.temperature, params.top_p) == (0.5, Fraction("0.9"))
 
 
 def test_numbers_of_numpy_and_no_stop():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,29 +229,43 @@ def test_too_few_threads_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyP
         attention(x, x, x, index, index, implementation="mosaic_gpu_interpreted")
 
 
-def test_the_table_of_fastest_cuts_is_read(tmp_path, monkeypatch) -> None:
-    usual = mosaic_gpu.default_config(512, 20480, 32, 8, 128)
-    entry = {"N": 512, "H": 32, "K": 8, "D": 128, "ms": 1.0, "default ms": 2.0}
-    entry["config"] = {"warpgroups": 1, "block": 64, "stages": 4, "splits": 7, "take_turns": False}
+@pytest.fixture
+def tuned(tmp_path, monkeypatch) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """(rows) -> None: writes a table of fastest cuts, which is read from then on."""
     monkeypatch.setattr(mosaic_gpu, "TUNED", tmp_path / "tuned.json")
-    (tmp_path / "tuned.json").write_text(json.dumps({"rows": [entry, entry | {"N": 64, "config": {"splits": 3}}]}))
-    mosaic_gpu._tuned.cache_clear()
-    try:
-        fastest = Config(1, 64, 4, 7, take_turns=False)
-        assert mosaic_gpu.default_config(512, 20480, 32, 8, 128) == fastest
-        assert mosaic_gpu.default_config(300, 20480, 32, 8, 128) == fastest
-        assert mosaic_gpu.default_config(100, 20480, 32, 8, 128).block == usual.block  # far below it
-        assert mosaic_gpu.default_config(300, 512, 32, 8, 128) == dataclasses.replace(fastest, splits=2)
-        assert mosaic_gpu.default_config(64, 20480, 32, 8, 128) == Config(splits=3)
-        assert mosaic_gpu.default_config(513, 20480, 32, 8, 128).block == usual.block  # beyond the table
-        assert mosaic_gpu.default_config(512, 20480, 32, 8, 64) != fastest
-    finally:
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        (tmp_path / "tuned.json").write_text(json.dumps({"rows": rows}))
         mosaic_gpu._tuned.cache_clear()
 
+    yield write
+    mosaic_gpu._tuned.cache_clear()
 
-def test_a_committed_table_is_valid() -> None:
-    for entries in mosaic_gpu._tuned().values():
-        for rows, config in entries:
-            assert rows > 0
-            assert config.block % 64 == 0
-            assert config.warpgroups in (1, 2)
+
+ENTRY = {"N": 512, "H": 32, "K": 8, "D": 128, "ms": 1.0, "default ms": 2.0}
+
+
+def test_the_table_of_fastest_cuts_is_read(tuned) -> None:
+    tuned([])
+    usual = mosaic_gpu.default_config(512, 20480, 32, 8, 128)
+    fastest = Config(1, 64, 4, 7, take_turns=False)
+    tuned([ENTRY | {"config": dataclasses.asdict(fastest)}, ENTRY | {"N": 64, "config": {"splits": 3}}])
+    assert mosaic_gpu.default_config(512, 20480, 32, 8, 128) == fastest
+    assert mosaic_gpu.default_config(300, 20480, 32, 8, 128) == fastest
+    assert mosaic_gpu.default_config(100, 20480, 32, 8, 128).block == usual.block  # far below it
+    assert mosaic_gpu.default_config(300, 512, 32, 8, 128) == dataclasses.replace(fastest, splits=2)
+    assert mosaic_gpu.default_config(64, 20480, 32, 8, 128) == Config(splits=3)
+    assert mosaic_gpu.default_config(513, 20480, 32, 8, 128).block == usual.block  # beyond the table
+    assert mosaic_gpu.default_config(512, 20480, 32, 8, 64) != fastest
+
+
+@pytest.mark.parametrize("wrong", [{"block": 96}, {"block": 0}, {"warpgroups": 3}, {"stages": 0}, {"splits": 0}])
+def test_a_table_of_cuts_that_cannot_be_is_refused(tuned, wrong) -> None:
+    tuned([ENTRY | {"config": wrong}])
+    with pytest.raises(ValueError, match="config must have 1 or 2 warpgroups"):
+        mosaic_gpu.default_config(512, 20480, 32, 8, 128)
+
+
+def test_the_table_of_this_tree_is_read() -> None:
+    rows = json.loads(mosaic_gpu.TUNED.read_text())["rows"] if mosaic_gpu.TUNED.exists() else []
+    assert sum(map(len, mosaic_gpu._tuned().values())) == len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from decimal import Decimal
 from fractions import Fraction
 
@@ -236,6 +237,34 @@ def test_what_reuse_may_be(tmp_path, monkeypatch):
     for bad in (-1, 1.5, True):
         with pytest.raises(ValueError, match="k must be"):
             MPIC(bad)
+
+
+@pytest.mark.parametrize(
+    ("reuse", "message"),
+    [
+        ("a" * 100_000, "reuse must be .* got 'aaa"),
+        ("a" * 100_000 + ".json", "schedule must be a readable JSON file, got 'aaa.*: File name too long"),
+        (pathlib.Path("a" * 5000), "schedule must be a readable JSON file, got 'aaa.*: File name too long"),
+        ("1" * 100_000 + "x", "reuse must be .* got '111"),
+        ("\ud800", r"reuse must be .* got '\\ud800'"),
+        ("\ud800.json", r"schedule must be .* got '\\ud800.json': .* surrogates not allowed"),
+        ("shift-\ud800.json", r"schedule must be .* got '\\ud800.json': .* surrogates not allowed"),
+        (pathlib.Path("a\0b"), r"schedule must be .* got 'a\\x00b': embedded null byte"),
+        ("mpic-" + "9" * 5000, "reuse must be mpic-K with a K of at most 30 digits, got 'mpic-999"),
+        ("epic-" + "9" * 31, "reuse must be epic-K with a K of at most 30 digits, got 'epic-999"),
+        ("0." + "3" * 5000, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 0.333"),
+        ("shift-1e" + "9" * 30, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 1e999"),
+        ("1e-" + "9" * 30, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 1e-999"),
+        (10**5000, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 1000"),
+        (Fraction(10**5000, 3), "reuse must be a ratio from 0 to 1, as a Fraction, got Fraction"),
+        (Decimal("sNaN"), "reuse must be a ratio from 0 to 1 of at most 30 digits, got sNaN"),
+    ],
+    ids=lambda value: repr(value)[:20] if isinstance(value, str) else type(value).__name__,
+)
+def test_values_beyond_measure_get_short_messages(reuse, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_policy(reuse)
+    assert len(str(caught.value)) < 1200
 
 
 def test_a_policy_that_leaves_out_what_it_must_not():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -72,9 +74,58 @@ def test_files_that_are_none(tmp_path):
             Schedule.load(tmp_path / name)
 
 
+def test_a_pipe_a_device_or_a_folder_is_not_read(tmp_path):
+    pipe, folder = tmp_path / "pipe.json", tmp_path / "folder.json"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR)
+    release = threading.Timer(5, os.close, [end])  # so that whoever reads it fails instead of waiting for ever
+    release.start()
+    for path in (pipe, folder, "/dev/null"):
+        with pytest.raises(ValueError, match=f"schedule must be .* got '{path}': it is a folder, a pipe or a device"):
+            Schedule.load(path)
+    release.cancel()
+    os.close(end)
+
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 200_000, "readable JSON file, got .*: maximum recursion depth"),
+        (json.dumps(GOOD).replace("[50", "[" + HUGE), "readable JSON file, got .*: Exceeds the limit"),
+        (json.dumps(GOOD).replace("[50", "[" + HUGE[:4000]), "integers from 0 to 500"),
+        (json.dumps(GOOD).replace('"num_layers": 3', f'"num_layers": {HUGE[:4000]}'), "list of num_layers = 999"),
+        (json.dumps(GOOD).replace("[50", "[1e999"), "integers from 0 to 500"),
+        (json.dumps(GOOD).ljust(2**20 + 1), "readable JSON file, got .*: it has more than 1048576 bytes"),
+        (json.dumps(GOOD | {"format": HUGE}), "format of schedule .*must be"),
+        (json.dumps(GOOD | {"rounding": HUGE}), "rounding must be"),
+        (json.dumps(GOOD | {"mean": HUGE}), "mean of schedule .*must be"),
+        (json.dumps(GOOD | {HUGE: 1}), "must hold only .*, got 999"),
+        (json.dumps({HUGE: 1}), "must hold .*, got only 999"),
+    ],
+    ids=lambda text: text[:25],
+)
+def test_files_beyond_measure_are_named_in_short_messages(tmp_path, content, message):
+    path = tmp_path / "schedule.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        Schedule.load(path)
+    assert f"'{path}'" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_the_largest_file_is_loaded(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(GOOD).ljust(2**20))
+    assert Schedule.load(path).levels == (50, 10, 0)
+
+
 def test_bad_schedules():
     assert Schedule(np.array([5, 3]), "m", "f").levels == (5, 3)
-    for levels in (5, (0.5,), (), ("5",)):
+    for levels in (5, (0.5,), (), ("5",), (10**5000,)):
         with pytest.raises(ValueError, match="levels must be integers"):
             Schedule(levels, "m", "f")
     with pytest.raises(ValueError, match="made_by must name a method"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
@@ -233,13 +234,24 @@ def test_the_worked_examples_of_the_specification():
     # A.7: the two largest deviations of six.
     deviation = np.sqrt([0, 0.1, 0.9, 0.3, 0.8, 0.2])
     v = jnp.asarray(deviation, jnp.float32)[:, None, None]
-    score = CacheBlend(Fraction(2, 5), "proto").score(projected(k=v, linked_k=v, v=v, linked_v=jnp.zeros_like(v)))
+    policy = CacheBlend(Fraction(2, 5), "proto")
+    score = policy.score(projected(k=v, linked_k=v, v=v, linked_v=jnp.zeros_like(v)))
     np.testing.assert_allclose(score, [0, 0.1, 0.9, 0.3, 0.8, 0.2], rtol=1e-6)
+    image = ImageRef("a", (1, 4, 6), 6, lambda: None)
+    [keep] = policy.keep(make_layout(np.zeros(8, np.int32), [1], [image], 2, ["approximate"]), 3)
+    assert keep == 2  # floor(0.4 x 6)
     # Rows: two that must go on, then the six candidates; two of them are kept, in their order.
     index = jnp.arange(8, dtype=jnp.int32)
     rows = Rows(index, jnp.tile(index, (3, 1)), index, index + 1, index)
     x, taken, order = choose(
-        index[:, None].astype(jnp.float32), rows, jnp.concatenate([jnp.full(2, 9.0), score]), 2, 6, 2, size=6, slots=100
+        index[:, None].astype(jnp.float32),
+        rows,
+        jnp.concatenate([jnp.full(2, 9.0), score]),
+        2,
+        6,
+        keep,
+        size=6,
+        slots=100,
     )
     assert order[:4].tolist() == [0, 1, 4, 6]  # S = {2, 4} of the candidates, the higher score first
     assert taken.slot.tolist() == [0, 1, 4, 6, 104, 105]
@@ -251,15 +263,23 @@ def test_the_worked_examples_of_the_specification():
 
 
 def test_attention_times_deviation():
-    """A.8, dhd: alpha = [.3, 1.1, .6] and distances [2, .5, 1.5] give [.6, .55, .9]."""
-    alpha, distance = jnp.array([0.3, 1.1, 0.6]), jnp.array([2.0, 0.5, 1.5])
-    import vlcache_jax.reuse.selection as selection
-
-    rows = projected(v=distance[:, None, None], linked_v=jnp.zeros((3, 1, 1)), window=(None, None))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "_column_sums", lambda *_: alpha[:, None])
-        score = KVShare(Fraction(1, 3)).score(rows)
-    np.testing.assert_allclose(score, [0.6, 0.55, 0.9], rtol=1e-6)
+    """A.8: two rows look at three keys; what each key receives, or how far that changes, and how far values are."""
+    new, old = [[0.2, 0.5, 0.3], [0.1, 0.6, 0.3]], [[0.5, 0.3, 0.2], [0.1, 0.7, 0.2]]
+    # Queries are unit vectors, so that scores are a key's entries; a third row, of padding, sees nothing.
+    q = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[:, None]
+    window = tuple(jnp.log(jnp.array(weights)).T[:, None] * 2**0.5 for weights in (new, old))
+    rows = projected(
+        q=q,
+        v=jnp.array([2.0, -0.5, 1.5])[:, None, None],
+        linked_v=jnp.zeros((3, 1, 1)),
+        window=window,
+        place=jnp.arange(3),
+        begin=jnp.zeros(3, jnp.int32),
+        end=jnp.array([3, 3, 0]),
+    )
+    # dhd: alpha = [.3, 1.1, .6] and distances [2, .5, 1.5].
+    np.testing.assert_allclose(KVShare(Fraction(1, 3)).score(rows), [0.6, 0.55, 0.9], rtol=1e-5)
+    np.testing.assert_allclose(KVShare(Fraction(1, 3), "attn_dist").score(rows), [0.3, 0.3, 0.2], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

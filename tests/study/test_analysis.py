@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.commands import analyze
 from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.accuracy import user_turn
@@ -117,48 +119,131 @@ def test_images_that_were_cached_apart(llm, probe, textured_image):
     np.testing.assert_allclose(prepare(probe, case).overridden.logits, score.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("command", ["errors", "attention"])
-def test_commands(checkpoints, questions_tsv, tmp_path, command):
-    out = tmp_path / "figures" / f"{command}.png"
-    arguments = ["analyze", command, "--out", str(out), str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv)]
-    result = CliRunner().invoke(app, [*arguments, "--samples", "2"])
+@pytest.fixture
+def drawn(monkeypatch):
+    """The lines of each panel that a command draws, by label; filled when it ends."""
+    panels = []
+    save = analyze._save
+
+    def keep(figure, *rest):
+        panels.extend({line.get_label(): line.get_ydata() for line in axis.lines} for axis in figure.axes)
+        save(figure, *rest)
+
+    monkeypatch.setattr(analyze, "_save", keep)
+    return panels
+
+
+def run(command, out, *arguments):
+    result = CliRunner().invoke(app, ["analyze", command, "--out", str(out), *map(str, arguments)])
     assert result.exit_code == 0, result.output
-    assert out.stat().st_size > 1000
-    report = json.loads(out.with_suffix(".json").read_text())
+    assert out.read_bytes().startswith(b"\x89PNG")
+    return json.loads(out.with_suffix(".json").read_text())
+
+
+def assert_falling(curves):
+    mean = {name: np.mean(curve) for name, curve in curves.items()}
+    for end in ("first", "last"):
+        assert mean["r = 0"] > mean[f"r = 0.1, {end} tokens"] > mean[f"r = 0.3, {end} tokens"]
+
+
+@pytest.fixture
+def of_cases(llm, probe, questions_tsv):
+    """The runs of the questions that the commands below are about."""
+    return [prepare(probe, case) for case in analyze._cases(llm, [questions_tsv], 2, "text_first", "together")]
+
+
+def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
+    arguments = checkpoints("qwen3_vl-tied"), "--data", questions_tsv, "--samples", 2, "--tokens", 4
+    report = run("errors", tmp_path / "figures" / "errors.png", *arguments)
     assert (report["arrangement"], report["donors"], report["samples"]) == ("text_first", "together", 2)
-    if command == "errors":
-        curves = report["error of attention outputs, by answer token"]
-        assert list(curves) == [
-            "r = 0", "r = 0.1, first tokens", "r = 0.1, last tokens", "r = 0.3, first tokens", "r = 0.3, last tokens",
-        ]  # fmt: skip
-        assert all(np.isfinite(curve).all() and max(curve) > 0 for curve in curves.values())
-        assert len(report["single tokens"]) == 2
-        shares = report["share of answers that change, by layer"]
-        assert len(report["deviation of K, V, and the part that all tokens of an image share, by layer"]["K"]) == 3
-        assert shares["reused in a layer and all before"][-1] == shares["reused in a layer and all behind"][0]
-    else:
-        assert report["images"] == 2
-        for curve in report["attention on the first tokens, by layer and share of the image"]["scaled"]:
-            assert curve[0] == 0
-            assert curve[-1] == pytest.approx(1)
+    curves = report["error of attention outputs, by answer token"]
+    ways = {"r = 0": (0, False)}
+    for level, ratio in ((50, 0.1), (150, 0.3)):
+        ways |= {f"r = {ratio}, {'last' if last else 'first'} tokens": (level, last) for last in (False, True)}
+    assert list(curves) == list(ways)
+    for name, (level, last) in ways.items():
+        errors = [
+            attention_error(runs.placed, runs.cold, recompute(probe, runs, level, last=last)).mean(0)
+            for runs in of_cases
+        ]
+        np.testing.assert_allclose(curves[name], np.mean(errors, axis=0), rtol=1e-4)
+        np.testing.assert_array_equal(drawn[0][name], curves[name])
+    assert_falling(curves)
+    parts = [decompose(probe, runs, tokens=4) for runs in of_cases]
+    by_layer = report["error of the logits, by layer"]
+    for name, effect in (
+        ("reused in one layer only", "layer"),
+        ("reused in a layer and all before", "until"),
+        ("reused in a layer and all behind", "behind"),
+    ):
+        found = [getattr(part, effect) for part in parts]
+        np.testing.assert_allclose(by_layer[name], np.mean([e.error for e in found], axis=0), rtol=1e-3, atol=1e-9)
+        np.testing.assert_array_equal(drawn[1][name], by_layer[name])
+        shares = report["share of answers that change, by layer"][name]
+        np.testing.assert_array_equal(shares, np.mean([e.changed for e in found], axis=0))
+    for single, part in zip(report["single tokens"], parts, strict=True):
+        assert single["place"] == part.place.tolist()
+        np.testing.assert_allclose(single["error"], part.token.error, rtol=1e-3)
+    far = report["deviation of K, V, and the part that all tokens of an image share, by layer"]
+    np.testing.assert_allclose(
+        far["K"], np.mean([deviation(runs).k for runs in of_cases], axis=0), rtol=1e-3, atol=1e-9
+    )
+    np.testing.assert_array_equal(drawn[3]["K"], far["K"][1:])
+
+
+def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
+    arguments = checkpoints("qwen3_vl-tied"), "--data", questions_tsv, "--samples", 2
+    report = run("attention", tmp_path / "attention.png", *arguments)
+    assert report["images"] == sum(len(runs.placed.images) for runs in of_cases)
+    weights = [image for runs in of_cases for image in answer_attention(probe, runs.placed, runs.cold)[0]]
+    ranks = [first_token_rank(image).mean(1) for image in weights]
+    np.testing.assert_allclose(
+        report["tokens that get less than the first one, mean over heads by layer"], np.mean(ranks, axis=0), atol=1e-6
+    )
+    along = report["attention on the first tokens, by layer and share of the image"]
+    for layer, curve in enumerate(along["scaled"]):
+        np.testing.assert_array_equal(drawn[1][f"layer {layer}"], curve)
+        # At a quarter, a half, and so on of an image lies a whole number of its 12 tokens.
+        expected = np.mean([np.cumsum(image[layer].mean(0))[[2, 5, 8, 11]] for image in weights], axis=0)
+        np.testing.assert_allclose(np.array(curve)[[25, 50, 75, 100]], expected, rtol=1e-4)
+        assert curve[0] == 0
+    distances = [np.cumsum(key_distance(runs, span), axis=1) for runs in of_cases for span in runs.placed.images]
+    far = np.mean([distance[1:, [5, 11]] / distance[1:, 11:] for distance in distances], axis=0)
+    curves = report["distance of keys on the first tokens, by layer and share of the image"]
+    np.testing.assert_allclose(np.array(curves)[1:, [50, 100]], far, rtol=1e-3)
+    np.testing.assert_array_equal(drawn[3]["layer 1"], curves[1])
+
+
+@pytest.mark.parametrize("command", ["errors", "attention"])
+def test_what_commands_refuse(checkpoints, questions_tsv, tmp_path, command):
+    arguments = [str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv)]
     kept = Schedule((5, 5, 5), "qwen3_vl", "f")
-    kept.save(out.with_name("kept.json"))
+    kept.save(tmp_path / "kept.json")
     for name, message in (("a", "out must end in .png"), ("kept.png", "out must have another name")):
-        wrong = CliRunner().invoke(app, ["analyze", command, "--out", str(out.with_name(name)), *arguments[4:]])
+        wrong = CliRunner().invoke(app, ["analyze", command, "--out", str(tmp_path / name), *arguments])
         assert wrong.stderr.startswith(f"error: {message}")
-    assert Schedule.load(out.with_name("kept.json")) == kept
-    refused = CliRunner().invoke(app, [*arguments, "--arrangement", "image_first"])
+    assert Schedule.load(tmp_path / "kept.json") == kept
+    arguments += ["--out", str(tmp_path / "b.png"), "--arrangement", "image_first"]
+    refused = CliRunner().invoke(app, ["analyze", command, *arguments])
     assert refused.exit_code == 1
     assert "arrangement must be text_first or question_first" in refused.stderr
 
 
-def test_sensitivity_is_drawn(tmp_path):
-    values = np.tile(np.linspace(2, 1, 151), (4, 1))
+def test_sensitivity_is_drawn(tmp_path, drawn):
+    values = np.linspace(2, 1, 151) + np.arange(4)[:, None]
+    values[:, 0] = 2
     Scores(values, "qwen3_vl", "f", 3).save(tmp_path / "scores.npz")
-    out = tmp_path / "sensitivity.png"
-    result = CliRunner().invoke(app, ["analyze", "sensitivity", str(tmp_path / "scores.npz"), "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    report = json.loads(out.with_suffix(".json").read_text())
+    report = run("sensitivity", tmp_path / "sensitivity.png", tmp_path / "scores.npz")
     assert report["full reuse"] == 2
-    np.testing.assert_allclose(report["r = 0.1"], values[:, 50])
-    assert out.stat().st_size > 1000
+    for level, name in ((50, "r = 0.1"), (100, "r = 0.2"), (150, "r = 0.3")):
+        np.testing.assert_array_equal(report[name], values[:, level])
+        np.testing.assert_array_equal(drawn[0][name], values[:, level])
+    assert set(drawn[0]["full reuse"]) == {2}
+
+
+@pytest.mark.parametrize("case", ["text_first", "question_first", "apart"])
+def test_measured_errors_fall_with_the_ratio(case):
+    """What benchmarks/reuse.md says of figure 2 of the VLCache paper."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / f"tiny_vqa_errors_{case}.json"
+    curves = json.loads(path.read_text())["error of attention outputs, by answer token"]
+    assert_falling(curves)

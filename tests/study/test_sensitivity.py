@@ -51,12 +51,12 @@ def test_fast_is_direct(llm, case):
     scores = profiler.scores(runs)
     layers = profiler.probe.num_layers
     assert scores.shape == (layers, 151)
-    assert (scores[0] == scores[0, 0]).all()  # layer 0 does not depend on context (P4)
-    assert (scores[:, 0] == scores[0, 0]).all()  # nothing recomputed is the same everywhere
-    for layer in range(layers):
-        for level in (0, 20, 60, 150):
-            assert scores[layer, level] == pytest.approx(direct(profiler.probe, runs, layer, level), rel=1e-3)
-    assert len(np.unique(scores[1:])) > layers
+    levels = [0, 60, 100, 150]
+    expected = np.array([[direct(profiler.probe, runs, layer, level) for level in levels] for layer in range(layers)])
+    np.testing.assert_allclose(expected[0], expected[0, 0], rtol=1e-4)  # layer 0 does not depend on context (P4)
+    np.testing.assert_allclose(expected[:, 0], expected[0, 0], rtol=1e-6)  # nothing recomputed is the same everywhere
+    np.testing.assert_allclose(scores[:, levels], expected, rtol=1e-3)
+    assert np.abs(np.diff(expected[1:]) / expected[0, 0]).min() > 0.01  # levels can be told apart
 
 
 def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):

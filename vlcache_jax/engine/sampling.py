@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from vlcache_jax.checks import short
+
 MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 4096
 MAX_BANNED = 32  # stop tokens that `min_tokens` holds back, end-of-text tokens included
 
 
@@ -26,11 +32,14 @@ class SamplingParams:
       seed: makes an answer repeatable whatever else is in the batch; None: drawn from the engine's seed.
       max_tokens: tokens to generate at most; the context's length bounds it too.
       min_tokens: no end token and no stop token before that many, and stop strings that come earlier do not count.
-      stop: strings that end the answer; they are not part of its text.
-      stop_token_ids: tokens that end the answer, besides the checkpoint's end tokens.
+      stop: strings that end the answer, up to 64 of up to 1024 characters; they are not part of its text.
+      stop_token_ids: tokens that end the answer, besides the checkpoint's end tokens; up to 4096.
       ignore_eos: go on after the checkpoint's end tokens.
       repetition_penalty: above 1 discourages tokens that the prompt or the answer already holds; None: 1.
       logprobs: log-probabilities of the chosen and of this many most likely tokens, before all of the above; up to 20.
+
+    Raises:
+      ValueError: a value of another kind, or out of range.
     """
 
     n: int = 1
@@ -62,26 +71,29 @@ class SamplingParams:
             optional = name not in ("n", "max_tokens", "min_tokens")
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not low <= float(value) <= high:
+            if isinstance(value, bool) or not isinstance(value, kind) or not _is_between(low, value, high):
                 what = "an integer" if kind is numbers.Integral else "a number"
-                raise ValueError(f"{name} must be {what} from {low} to {high}, got {value!r}")
+                raise ValueError(f"{name} must be {what} from {low} to {high}, got {short(value)}")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
-        for name, item_type in (("stop", str), ("stop_token_ids", numbers.Integral)):
+            raise ValueError(f"ignore_eos must be true or false, got {short(self.ignore_eos)}")
+        for name, item_type, most in (("stop", str, MAX_STOPS), ("stop_token_ids", numbers.Integral, MAX_STOP_TOKENS)):
             given = getattr(self, name)
             items = [given] if isinstance(given, str) else () if given is None else given
-            if not isinstance(items, Iterable):
-                raise ValueError(f"{name} must be a list, got {given!r}")
-            items = tuple(items)
-            if not all(isinstance(item, item_type) and not isinstance(item, bool) and item != "" for item in items):
-                raise ValueError(
-                    f"{name} must be {'non-empty strings' if item_type is str else 'token ids'}, got {given!r}"
-                )
+            try:
+                items = tuple(itertools.islice(items, most + 1))
+            except TypeError as error:
+                raise ValueError(f"{name} must be a list, got {short(given)}") from error
+            if len(items) > most:
+                raise ValueError(f"{name} must be a list of at most {most}, got {short(given)}")
+            if not all(isinstance(item, item_type) and not isinstance(item, bool) for item in items):
+                raise ValueError(f"{name} must be {'strings' if item_type is str else 'token ids'}, got {short(given)}")
             object.__setattr__(self, name, items)
+        if not all(0 < len(text) <= MAX_STOP_LENGTH for text in self.stop or ()):
+            raise ValueError(f"stop must be strings of 1 to {MAX_STOP_LENGTH} characters, got {short(self.stop)}")
         if any(token < 0 for token in self.stop_token_ids or ()):
-            raise ValueError(f"stop_token_ids must be at least 0, got {self.stop_token_ids!r}")
+            raise ValueError(f"stop_token_ids must be at least 0, got {short(self.stop_token_ids)}")
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """These parameters with nothing left open; `defaults` is the content of `generation_config.json`."""
@@ -95,6 +107,13 @@ class SamplingParams:
     def is_plain_greedy(self) -> bool:
         """The most likely token, and nothing else asked."""
         return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None and self.min_tokens == 0
+
+
+def _is_between(low: float, value: Any, high: float) -> bool:
+    try:
+        return low <= float(value) <= high
+    except OverflowError:  # an integer or a fraction beyond all floats
+        return False
 
 
 class SamplerInputs(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from vlcache_jax.checks import check_text
+from vlcache_jax.checks import check_text, short
 from vlcache_jax.engine.memory_plan import MemoryPlan
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
@@ -95,7 +95,9 @@ class SequenceBuilder:
         resolved = params.resolve(self._generation)
         ends, vocab_size = self._ends(params), self._config.text.vocab_size
         if any(end >= vocab_size for end in ends):
-            raise ValueError(f"{name} stop_token_ids must be below the vocabulary's {vocab_size}, got {sorted(ends)}")
+            raise ValueError(
+                f"{name} stop_token_ids must be below the vocabulary's {vocab_size}, got {short(sorted(ends))}"
+            )
         if params.min_tokens and len(ends) > MAX_BANNED:
             raise ValueError(f"{name} stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {len(ends)}")
         return resolved

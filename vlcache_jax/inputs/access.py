@@ -11,7 +11,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import cast
 
-from vlcache_jax.checks import check_flags, parse_bytes, shorten
+from vlcache_jax.checks import check_flags, parse_bytes, short, shorten
 from vlcache_jax.inputs.fetch import TooLargeError, domain_name, fetch, read_at_most
 
 # A pipe or a terminal that takes the place of a file between a check and the opening must not hold up the caller.
@@ -105,7 +105,7 @@ def _check_domains(domains: object) -> tuple[str, ...] | None:
     if domains is None:
         return None
     if not isinstance(domains, (list, tuple, set, frozenset)):
-        raise ValueError(f"allowed_media_domains must be a list of host names, got {shorten(repr(domains))}")
+        raise ValueError(f"allowed_media_domains must be a list of host names, got {short(domains)}")
     return tuple(_check_domain(domain) for domain in domains)
 
 
@@ -117,7 +117,7 @@ def _check_domain(domain: object) -> str:
         pass
     raise ValueError(
         "allowed_media_domains must hold host names, without scheme or port, and addresses in their usual form, "
-        f"got {shorten(repr(domain))}"
+        f"got {short(domain)}"
     )
 
 

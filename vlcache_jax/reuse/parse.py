@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import numbers
+import os
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from vlcache_jax.checks import short, shorten
 from vlcache_jax.reuse.policies import EPIC, MPIC, Ends, Exact, Off, Policy, Scheduled, Spread, StaticRatio, TwoPass
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import NAMED, Asked
 
 _DIGITS = 30
-_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
+_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
+_WITH_COUNT: dict[str, Callable[[int], Policy]] = {"mpic": MPIC, "epic": EPIC}
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
 _NAMED: dict[str, Policy] = {
@@ -44,40 +46,41 @@ def parse_policy(reuse: Any) -> Policy:
     if isinstance(reuse, Policy) and not isinstance(reuse, type):
         return reuse
     if isinstance(reuse, (numbers.Real, Decimal)) and not isinstance(reuse, bool):
-        return StaticRatio(_fraction(reuse if isinstance(reuse, Fraction) else str(reuse)))
+        number = Decimal(reuse) if isinstance(reuse, int) else reuse  # writes integers of any length
+        return StaticRatio(number if isinstance(number, Fraction) else _fraction(str(number)))
     if isinstance(reuse, str):
         if reuse in _NAMED:
             return _NAMED[reuse]
-        if reuse.startswith("mpic-") and reuse[5:].isdecimal():
-            return MPIC(int(reuse[5:]))
-        if reuse.startswith("epic-") and reuse[5:].isdecimal():
-            return EPIC(int(reuse[5:]))
         scheduled = {**_WITH_SCHEDULE, "asked": Asked}
-        name, _, path = reuse.partition("-")
-        if name in scheduled and path.endswith(".json") and not Path(reuse).is_file():
-            return scheduled[name](schedule=Schedule.load(path))
+        name, _, rest = reuse.partition("-")
+        if name in _WITH_COUNT and rest.isdecimal():
+            if len(rest) > _DIGITS:
+                raise ValueError(f"reuse must be {name}-K with a K of at most {_DIGITS} digits, got {short(reuse)}")
+            return _WITH_COUNT[name](int(rest))
+        if name in scheduled and rest.endswith(".json") and not os.path.isfile(reuse):
+            return scheduled[name](schedule=Schedule.load(rest))
         named: dict[str, Callable[[Fraction], Policy]] = {"": StaticRatio, **_WITH_RATIO, **NAMED}
         for name, policy in named.items():
             prefix = name and f"{name}-"
             if reuse.startswith(prefix) and _DECIMAL.fullmatch(ratio := reuse.removeprefix(prefix)):
                 return policy(_fraction(ratio))
-    if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or Path(reuse).is_file())):
+    if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or os.path.isfile(reuse))):
         return Scheduled(Schedule.load(reuse))
     raise ValueError(
         'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
         '"ends-R", "spread-R", "shift-R", "cacheblend-R", "cacheblend-lmcache-R", "cacheblend-proto-R", "kvshare-R", '
         '"kvshare-attn-R", "asked-R", the path of a schedule file, also behind "spread-", "shift-" or "asked-", '
-        "a Schedule or a Policy, "
-        f"got {reuse!r}"
+        f"a Schedule or a Policy, got {short(reuse)}"
     )
 
 
-def _fraction(value: str | Fraction) -> Fraction:
+def _fraction(text: str) -> Fraction:
     """The exact value of a decimal: 0.29 of 100 tokens are 29, where floating point says 28."""
-    if isinstance(value, Fraction):
-        return value
-    decimal = Decimal(value)
+    try:
+        decimal = Decimal(text)
+    except InvalidOperation:  # an exponent of many digits
+        decimal = Decimal("nan")
     exponent = decimal.as_tuple().exponent  # a letter where the value is not finite
     if not (isinstance(exponent, int) and exponent >= -_DIGITS and 0 <= decimal <= 1):
-        raise ValueError(f"reuse must be a ratio from 0 to 1 of at most {_DIGITS} digits, got {value}")
+        raise ValueError(f"reuse must be a ratio from 0 to 1 of at most {_DIGITS} digits, got {shorten(text)}")
     return Fraction(decimal)

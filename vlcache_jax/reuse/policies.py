@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.checks import short
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.reuse.plan import Plan, full_prefill
 from vlcache_jax.reuse.schedule import Schedule
@@ -128,7 +129,7 @@ class MPIC:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
-            raise ValueError(f"k must be an integer of at least 0, got {self.k!r}")
+            raise ValueError(f"k must be an integer of at least 0, got {short(self.k)}")
 
     @property
     def name(self) -> str:
@@ -156,7 +157,7 @@ class EPIC:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
-            raise ValueError(f"k must be an integer of at least 0, got {self.k!r}")
+            raise ValueError(f"k must be an integer of at least 0, got {short(self.k)}")
         if self.ends not in ("first", "last", "both"):
             raise ValueError(f"ends must be first, last or both, got {self.ends!r}")
 
@@ -353,4 +354,4 @@ def edge_tokens(layout: Layout, num_layers: int, counts: Callable[[int], tuple[i
 def check_ratio(ratio: Fraction) -> None:
     """Raises a ValueError if it is none."""
     if not isinstance(ratio, numbers.Rational) or not 0 <= ratio <= 1:
-        raise ValueError(f"reuse must be a ratio from 0 to 1, as a Fraction, got {ratio!r}")
+        raise ValueError(f"reuse must be a ratio from 0 to 1, as a Fraction, got {short(ratio)}")

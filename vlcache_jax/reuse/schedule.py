@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from operator import index
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from vlcache_jax.checks import short, shorten
 from vlcache_jax.files import write_whole
 
 FORMAT = "vlcache-schedule/1"
 UNIT = "1/500"
 UNITS = 500  # levels count in steps of 0.002 (VLCache eq. 9)
+MAX_BYTES = 2**20  # of a file; a thousand layers take 10 kB
 
+_PATH = 1000  # characters of a path in messages
 _METHODS = ("dp", "greedy", "static")
 _MODEL = {"model_type": str, "num_layers": int, "fingerprint": str}
 
@@ -48,15 +52,15 @@ class Schedule:
         try:
             object.__setattr__(self, "levels", tuple(n if isinstance(n, bool) else index(n) for n in self.levels))
         except TypeError as error:
-            raise ValueError(f"levels must be integers from 0 to {UNITS}, got {_short(self.levels)}") from error
+            raise ValueError(f"levels must be integers from 0 to {UNITS}, got {short(self.levels)}") from error
         if not self.levels or not all(type(n) is int and 0 <= n <= UNITS for n in self.levels):
-            raise ValueError(f"levels must be integers from 0 to {UNITS}, one a layer, got {_short(self.levels)}")
+            raise ValueError(f"levels must be integers from 0 to {UNITS}, one a layer, got {short(self.levels)}")
         if any(a < b for a, b in zip(self.levels, self.levels[1:], strict=False)):
-            raise ValueError(f"levels must not increase from layer to layer, got {_short(self.levels)}")
+            raise ValueError(f"levels must not increase from layer to layer, got {short(self.levels)}")
         if self.rounding not in ("floor", "ceil"):
-            raise ValueError(f"rounding must be 'floor' or 'ceil', got {self.rounding!r}")
+            raise ValueError(f"rounding must be 'floor' or 'ceil', got {short(self.rounding)}")
         if not isinstance(self.made_by, Mapping) or self.made_by.get("method") not in _METHODS:
-            raise ValueError(f"made_by must name a method of {', '.join(_METHODS)}, got {_short(self.made_by)}")
+            raise ValueError(f"made_by must name a method of {', '.join(_METHODS)}, got {short(self.made_by)}")
         _check_keys(self.made_by, {"method"}, "made_by", optional={"scores_sha256", "predicted_mse", "samples"})
 
     @property
@@ -74,25 +78,23 @@ class Schedule:
         """Reads a schedule file.
 
         Raises:
-          ValueError: not a schedule file, unknown or missing keys, or values that contradict each other.
+          ValueError: not a schedule file of at most `MAX_BYTES`, unknown or missing keys, or values that contradict
+            each other.
         """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"schedule must be a readable JSON file, got {str(path)!r}: {error}") from error
-        name = f"schedule {path}"
+        content = _read(path)
+        name = f"schedule {short(os.fspath(path), _PATH)}"
         _check_keys(content, {"format", "model", "unit", "levels", "rounding", "mean", "made_by"}, name)
         for key, value in (("format", FORMAT), ("unit", UNIT)):
             if content[key] != value:
-                raise ValueError(f"{key} of {name} must be {value!r}, got {content[key]!r}")
+                raise ValueError(f"{key} of {name} must be {value!r}, got {short(content[key])}")
         model, levels = content["model"], content["levels"]
         _check_keys(model, set(_MODEL), f"model of {name}")
         for key, kind in _MODEL.items():
             if type(model[key]) is not kind:
-                raise ValueError(f"model {key} of {name} must be of type {kind.__name__}, got {model[key]!r}")
+                raise ValueError(f"model {key} of {name} must be of type {kind.__name__}, got {short(model[key])}")
         if not isinstance(levels, list) or len(levels) != model["num_layers"]:
             raise ValueError(
-                f"levels of {name} must be a list of num_layers = {model['num_layers']}, got {_short(levels)}"
+                f"levels of {name} must be a list of num_layers = {short(model['num_layers'])}, got {short(levels)}"
             )
         try:
             schedule = cls(
@@ -107,7 +109,7 @@ class Schedule:
             raise ValueError(f"{name}: {error}") from error
         if content["mean"] != schedule.mean_text:
             raise ValueError(
-                f"mean of {name} must be that of its levels, {schedule.mean_text!r}, got {content['mean']!r}"
+                f"mean of {name} must be that of its levels, {schedule.mean_text!r}, got {short(content['mean'])}"
             )
         return schedule
 
@@ -142,15 +144,27 @@ class Schedule:
             )
 
 
+def _read(path: str | PathLike[str]) -> Any:
+    """What a JSON file holds. A pipe, which may never end, is not opened."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is a folder, a pipe or a device")
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        return json.loads(data.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        name = short(os.fspath(path), _PATH)
+        raise ValueError(f"schedule must be a readable JSON file, got {name}: {reason}") from error
+
+
 def _check_keys(content: Any, required: Set[str], name: str, optional: Set[str] = frozenset()) -> None:
     if not isinstance(content, Mapping):
-        raise ValueError(f"{name} must be an object, got {_short(content)}")
+        raise ValueError(f"{name} must be an object, got {short(content)}")
     if missing := sorted(required - content.keys()):
-        raise ValueError(f"{name} must hold {', '.join(missing)}, got only {', '.join(content) or 'nothing'}")
+        raise ValueError(f"{name} must hold {', '.join(missing)}, got only {shorten(', '.join(content)) or 'nothing'}")
     if unknown := sorted(content.keys() - required - optional):
-        raise ValueError(f"{name} must hold only {', '.join(sorted(required | optional))}, got {', '.join(unknown)}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:100]}..."
+        known = ", ".join(sorted(required | optional))
+        raise ValueError(f"{name} must hold only {known}, got {shorten(', '.join(unknown))}")
