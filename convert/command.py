@@ -65,7 +65,7 @@ def convert_command(
         if check:
             if destination is not None or dtype is not None or verify or revision is not None:
                 raise ValueError("--check must be given with a converted directory and nothing else")
-            _check(pathlib.Path(source))
+            _check(pathlib.Path(source).expanduser())
         elif destination is None:
             raise ValueError("DESTINATION must be given, unless SOURCE is to be checked with --check")
         else:
@@ -88,11 +88,13 @@ def _convert(source: str, destination: pathlib.Path, dtype: Dtype | None, verify
 
 
 def _check(directory: pathlib.Path) -> None:
-    from vlcache_jax.convert.check import check_contents
+    from vlcache_jax.convert.check import check_contents, check_sizes
+    from vlcache_jax.models.registry import load_config
 
     _say_leftovers(directory)
     with _progress() as progress:
         manifest = check_contents(directory, progress=progress)
+    check_sizes(directory, manifest, load_config(directory))  # no parameter may be missing in the manifest either
     typer.echo(f"{directory}: all {len(manifest.parameters)} parameters are as they were converted")
 
 

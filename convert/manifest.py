@@ -19,6 +19,7 @@ import hashlib
 import json
 import pathlib
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,6 @@ from vlcache_jax.fields import OBJECT, TEXT, Kind, check_fields, listed, one_of,
 FORMAT = "vlcache-checkpoint/1"
 MANIFEST_FILE = "vlcache.json"
 WEIGHTS_DIRECTORY = "weights"
-
 
 _DTYPE = one_of(*(dtype.name for dtype in DTYPES.values()))
 _DIGEST = Kind(
@@ -90,7 +90,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     path = directory / MANIFEST_FILE
     content = read_object(path)
     if (got := content.get("format")) != FORMAT:
-        raise ValueError(f"format of {path} must be {FORMAT!r}, got {got!r}: convert the checkpoint again")
+        raise ValueError(f"format of {path} must be {FORMAT!r}, got {reprlib.repr(got)}: convert the checkpoint again")
     check_fields(content, _FIELDS, path, required=True)
     files, entries = content["files"], content["parameters"]
     check_fields(files, dict.fromkeys(files, _SIZE), path, section="files ")

@@ -193,7 +193,7 @@ def _stored_tensors(directory: pathlib.Path) -> tuple[list[StoredTensor], list[t
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise PlanError(f"{index} must hold a weight_map from tensors to files: {error!r}") from error
     for name in files:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
@@ -230,7 +230,7 @@ def _read_header(path: pathlib.Path) -> list[StoredTensor]:
         tensors = [_entry(path, mapping, data, name, entry) for name, entry in header.items()]
     except PlanError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise PlanError(f"{path} must begin with a safetensors header: {error!r}") from error
     end = data
     for tensor in sorted(tensors, key=lambda tensor: tensor.begin):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import reprlib
 
 from vlcache_jax.fields import read_object
 from vlcache_jax.models import qwen2_5_vl, qwen3_vl
@@ -25,7 +26,7 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     raw = read_object(path)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r} in {path}")
+        raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
     check_config(raw, path)
     if any("quantization_config" in part for part in (raw, raw.get("text_config") or {})):
         raise ValueError(f"quantized checkpoints are not supported, but {path} has a quantization_config")

@@ -403,12 +403,16 @@ def test_the_command_checks(checkpoints, tmp_path):
     assert (done.exit_code, done.stdout) == (0, f"{out}: all 116 parameters are as they were converted\n")
     assert "check 116/116 tensors" in done.stderr
     data = max((out / "weights").rglob("*"), key=lambda path: path.stat().st_size)
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    good = data.read_bytes()
+    data.write_bytes(good[:500_000] + bytes([good[500_000] ^ 1]) + good[500_001:])
     done = command("--check", out)
     assert done.exit_code == 1
     assert re.search(rf"error: {out} must hold what was converted, but is damaged:\n  [/\w]+ differs\n$", done.stderr)
+    data.write_bytes(good)
+    manifest = json.loads((out / "vlcache.json").read_text())
+    del manifest["parameters"]["language_model/norm/scale"]
+    (out / "vlcache.json").write_text(json.dumps(manifest))
+    assert "1 are not; language_model/norm/scale must be" in command("--check", out).stderr
     done = command("--check", source)
     assert done.exit_code == 1
     assert "a Hugging Face directory has none" in done.stderr
