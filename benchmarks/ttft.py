@@ -82,7 +82,9 @@ def drawn_weights() -> Iterator[None]:
                 branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
             return tree
 
-    def open_drawn(directory: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None) -> Checkpoint:
+    def open_drawn(
+        directory: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None, verify_weights: bool = False
+    ) -> Checkpoint:
         return Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), revision)
 
     with mock.patch.object(llm, "open_checkpoint", open_drawn):

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlcache_jax.convert.memory import gigabytes
+
 if TYPE_CHECKING:
-    from vlcache_jax.convert.stream import Progress
+    from vlcache_jax.convert.progress import Progress
 
 
 class Dtype(enum.StrEnum):
@@ -26,13 +28,20 @@ class Dtype(enum.StrEnum):
 def convert_command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Directory with safetensors files, or a hub id.")],
     destination: Annotated[
-        pathlib.Path, typer.Argument(metavar="DESTINATION", help="Directory to make; it must not exist or be empty.")
-    ],
+        pathlib.Path | None,
+        typer.Argument(
+            metavar="DESTINATION", help="Directory to make; it must not exist or be empty.", show_default=False
+        ),
+    ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Cast the weights, rounding to nearest; by default they stay as stored.")
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the converted weights back and compare them with the source.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Convert nothing: compare the converted SOURCE with the hashes of its weights."),
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
@@ -49,25 +58,65 @@ def convert_command(
         vlcache convert Qwen/Qwen3-VL-2B-Instruct ./qwen3-vl-2b --verify
 
     Then: vlcache ask photo.jpg "What is this?" --model ./qwen3-vl-2b
+
+    Later: vlcache convert --check ./qwen3-vl-2b
     """
+    with _say_errors():
+        if check:
+            if destination is not None or dtype is not None or verify or revision is not None:
+                raise ValueError("--check must be given with a converted directory and nothing else")
+            _check(pathlib.Path(source).expanduser())
+        elif destination is None:
+            raise ValueError("DESTINATION must be given, unless SOURCE is to be checked with --check")
+        else:
+            _convert(source, destination, dtype, verify, revision)
+
+
+def _convert(source: str, destination: pathlib.Path, dtype: Dtype | None, verify: bool, revision: str | None) -> None:
     from vlcache_jax.convert.stream import convert
 
+    _say_leftovers(destination)
+    with _progress() as progress:
+        report = convert(source, destination, dtype=dtype, verify=verify, revision=revision, progress=progress)
+    memory = "" if report.peak_memory is None else f", peak memory {gigabytes(report.peak_memory)}"
+    checked = " and verified" if report.verified else ""
+    typer.echo(
+        f"converted{checked} {report.tensors} tensors, {gigabytes(report.nbytes)} of {report.dtype} in "
+        f"{report.seconds:.1f} s ({report.nbytes / report.seconds / 1e9:.2f} GB/s{memory})\n"
+        f"fingerprint {report.fingerprint}\n{report.directory}"
+    )
+
+
+def _check(directory: pathlib.Path) -> None:
+    from vlcache_jax.convert.check import check_contents, check_sizes
+    from vlcache_jax.models.registry import load_config
+
+    _say_leftovers(directory)
+    with _progress() as progress:
+        manifest = check_contents(directory, progress=progress)
+    check_sizes(directory, manifest, load_config(directory))  # no parameter may be missing in the manifest either
+    typer.echo(f"{directory}: all {len(manifest.parameters)} parameters are as they were converted")
+
+
+def _say_leftovers(directory: pathlib.Path) -> None:
+    from vlcache_jax.convert.partial import describe_leftovers
+
+    directory = directory.expanduser().absolute()
+    for leftover in describe_leftovers(directory.parent, but=directory):
+        typer.echo(f"note: {leftover}", err=True)
+
+
+@contextlib.contextmanager
+def _say_errors() -> Iterator[None]:
+    """Errors of the user or the system are a line and exit code 1."""
     try:
-        with _progress() as progress:
-            report = convert(source, destination, dtype=dtype, verify=verify, revision=revision, progress=progress)
+        yield
     except (OSError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         typer.echo("interrupted: nothing was left behind", err=True)
         raise typer.Exit(130) from None
-    memory = "" if report.peak_memory is None else f", peak memory {_gigabytes(report.peak_memory)}"
-    checked = " and verified" if report.verified else ""
-    typer.echo(
-        f"converted{checked} {report.tensors} tensors, {_gigabytes(report.nbytes)} of {report.dtype} in "
-        f"{report.seconds:.1f} s ({report.nbytes / report.seconds / 1e9:.2f} GB/s{memory})\n"
-        f"fingerprint {report.fingerprint}\n{report.directory}"
-    )
 
 
 @contextlib.contextmanager
@@ -104,12 +153,8 @@ class _Lines:
 
 
 def _state(progress: Progress) -> str:
-    memory = "" if progress.peak_memory is None else f", peak memory {_gigabytes(progress.peak_memory)}"
+    memory = "" if progress.peak_memory is None else f", peak memory {gigabytes(progress.peak_memory)}"
     return (
-        f"{progress.tensors}/{progress.total_tensors} tensors, {_gigabytes(progress.nbytes)} of "
-        f"{_gigabytes(progress.total_nbytes)}, {progress.rate / 1e9:.2f} GB/s{memory}"
+        f"{progress.tensors}/{progress.total_tensors} tensors, {gigabytes(progress.nbytes)} of "
+        f"{gigabytes(progress.total_nbytes)}, {progress.rate / 1e9:.2f} GB/s{memory}"
     )
-
-
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -18,14 +18,37 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from vlcache_jax.convert.plan import DTYPES
+from vlcache_jax.fields import OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, read_object, whole
+
 FORMAT = "vlcache-checkpoint/1"
 MANIFEST_FILE = "vlcache.json"
 WEIGHTS_DIRECTORY = "weights"
+
+_DTYPE = one_of(*(dtype.name for dtype in DTYPES.values()))
+_DIGEST = Kind(
+    "64 hexadecimal digits", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
+)
+_SIZE = whole(0, 1 << 62)
+_FIELDS = {
+    "source": TEXT,
+    "revision": optional(TEXT),
+    "dtype": _DTYPE,
+    "source_digest": _DIGEST,
+    "casts": listed(_DTYPE, 16),
+    "parameters": OBJECT,
+    "files": OBJECT,
+    "versions": OBJECT,
+    "fingerprint": _DIGEST,
+}
+_ENTRY = {"shape": listed(whole(1, 1 << 40), 8), "dtype": _DTYPE, "source_sha256": _DIGEST}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +61,8 @@ class Manifest:
       dtype: of the weights.
       source_digest: of the tensors it was made from (`convert.plan.source_digest`).
       casts: dtypes that the source's tensors were cast to, on the way to these weights.
-      parameters: shape, dtype and SHA-256 of the source's bytes by parameter, in the order of the tree.
+      parameters: by parameter, in the order of the tree: shape, dtype, SHA-256 of the bytes of the source's tensor and
+        of its own as they are stored (which the first conversions left out).
       files: size of every file under `weights`, by its path there.
       versions: of the packages that wrote it.
     """
@@ -64,14 +88,20 @@ class Manifest:
 def read_manifest(directory: pathlib.Path) -> Manifest:
     """Raises ValueError if the manifest is damaged or of another format."""
     path = directory / MANIFEST_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if (got := content.pop("format", None)) != FORMAT:
-            raise ValueError(f"format of {path} must be {FORMAT!r}, got {got!r}: convert the checkpoint again")
-        del content["fingerprint"]
-        manifest = Manifest(**{**content, "casts": tuple(content["casts"])})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be a manifest of a converted checkpoint: {error!r}") from error
+    content = read_object(path)
+    if (got := content.get("format")) != FORMAT:
+        raise ValueError(f"format of {path} must be {FORMAT!r}, got {reprlib.repr(got)}: convert the checkpoint again")
+    check_fields(content, _FIELDS, path, required=True)
+    files, entries = content["files"], content["parameters"]
+    check_fields(files, dict.fromkeys(files, _SIZE), path, section="files ")
+    check_fields(entries, dict.fromkeys(entries, OBJECT), path, section="parameters ")
+    for name, entry in entries.items():
+        check_fields(entry, _ENTRY, path, section=f"parameters {name} ", required=True)
+        check_fields(entry, {"sha256": _DIGEST}, path, section=f"parameters {name} ")
+    members = {field.name: content[field.name] for field in dataclasses.fields(Manifest)}
+    manifest = Manifest(**members | {"casts": tuple(members["casts"])})
+    if content["fingerprint"] != manifest.fingerprint(manifest.dtype):
+        raise ValueError(f"fingerprint of {path} must be that of its source_digest and casts: the file was changed")
     return manifest
 
 

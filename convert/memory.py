@@ -1,10 +1,14 @@
-"""How much memory a process takes."""
+"""How much memory a process takes, and sizes in words."""
 
 from __future__ import annotations
 
 import pathlib
 import threading
 from typing import Self
+
+
+def gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def anonymous_memory() -> int | None:

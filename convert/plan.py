@@ -32,6 +32,7 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F1
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 _MOST_HEADER_BYTES = 100 << 20  # the limit of the format's own readers
+_PIECE = 1 << 18  # values that stay in a core's cache
 _MOST_LINES = 20  # of each kind of problem in one error
 
 
@@ -57,7 +58,7 @@ class StoredTensor:
         return flat.view(self.dtype).reshape(self.shape)
 
     def sha256(self) -> str:
-        return hashlib.sha256(self.view().reshape(-1).view(np.uint8)).hexdigest()
+        return sha256(self.view())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +76,13 @@ class Source:
         """
         stored = self.tensor.view()
         out = aligned_empty(self.parameter.shape, dtype)
-        if self.parameter.is_kernel:
-            rows = stored.reshape(len(stored), -1)
-            for i in range(0, len(rows), 64):
-                out[:, i : i + 64] = rows[i : i + 64].astype(dtype, copy=False).T
-        else:
-            np.copyto(out, stored, casting="unsafe")
+        with np.errstate(over="ignore", invalid="ignore"):  # the conversion tells what is not finite, by name
+            if self.parameter.is_kernel:
+                rows = stored.reshape(len(stored), -1)
+                for i in range(0, len(rows), 64):
+                    out[:, i : i + 64] = rows[i : i + 64].astype(dtype, copy=False).T
+            else:
+                np.copyto(out, stored, casting="unsafe")
         return out
 
 
@@ -156,6 +158,22 @@ def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:
         return {source.parameter.tensor: digest for source, digest in zip(plan, digests, strict=True)}
 
 
+def sha256(array: np.ndarray) -> str:
+    """Of an array's bytes, little-endian, in C order."""
+    return hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether an array of a supported dtype holds neither infinities nor not-a-numbers, without a second copy of it.
+
+    Both have all bits of the exponent set, which is several times faster to see than to ask for in bfloat16.
+    """
+    exponent = np.array(np.inf, array.dtype).view(f"u{array.itemsize}")
+    bits = array.reshape(-1).view(exponent.dtype)
+    pieces = (bits[i : i + _PIECE] for i in range(0, len(bits), _PIECE))
+    return not any(np.any(piece & exponent == exponent) for piece in pieces)
+
+
 def source_digest(plan: Iterable[Source], digests: dict[str, str]) -> str:
     """One digest of all weights as they are stored: names, dtypes, shapes and the SHA-256 of each tensor's bytes."""
     listed = [
@@ -175,7 +193,7 @@ def _stored_tensors(directory: pathlib.Path) -> tuple[list[StoredTensor], list[t
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise PlanError(f"{index} must hold a weight_map from tensors to files: {error!r}") from error
     for name in files:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
@@ -212,7 +230,7 @@ def _read_header(path: pathlib.Path) -> list[StoredTensor]:
         tensors = [_entry(path, mapping, data, name, entry) for name, entry in header.items()]
     except PlanError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise PlanError(f"{path} must begin with a safetensors header: {error!r}") from error
     end = data
     for tensor in sorted(tensors, key=lambda tensor: tensor.begin):

@@ -9,7 +9,9 @@ Nothing is compressed: weights hardly shrink, and raw chunks are written straigh
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import math
 import pathlib
 import threading
@@ -50,7 +52,7 @@ def save_weights[L: Leaf](directory: pathlib.Path, leaves: Iterable[L], written:
     )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     # Orbax writes in threads, which an interrupt of this one would leave running, in a directory that is then removed.
-    with ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1, "vlcache-save") as pool:
+    with _unlogged(), ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1, "vlcache-save") as pool:
         arguments = ocp.args.PyTreeSave(tree, save_args=save_args)
         saving = pool.submit(checkpointer.save, directory.absolute(), args=arguments)
         try:
@@ -58,6 +60,21 @@ def save_weights[L: Leaf](directory: pathlib.Path, leaves: Iterable[L], written:
         except BaseException:
             stop.set()
             raise
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps Orbax's threads from logging tracebacks of errors that it also raises."""
+    logger = logging.getLogger("absl")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised an exception" not in record.msg
+
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
 
 
 class _Slot:
@@ -77,6 +94,15 @@ class _Stream(type_handlers.NumpyHandler):
     def __init__(self, written: Callable[[Any], None], stop: threading.Event):
         super().__init__()
         self._written, self._stop = written, stop
+        self._errors: list[Exception] = []
+
+    async def _open_and_write(self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any) -> None:
+        # One error would end the loop of all writes of a part: it would be logged with a traceback, and so would each
+        # of the other writes when it finds the loop closed. So it is kept until they are done.
+        try:
+            await super()._open_and_write(value, tspec, ts_context)
+        except Exception as error:
+            self._errors.append(error)
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> list[Any]:
         args = args or [ocp.SaveArgs()] * len(values)
@@ -94,6 +120,8 @@ class _Stream(type_handlers.NumpyHandler):
                 del arrays
                 while commits:
                     commits.pop().result()
+                if self._errors:
+                    raise self._errors[0]
                 for slot in values[part]:
                     self._written(slot.leaf)
         return []

@@ -7,10 +7,76 @@ equal the library's defaults, so the library's own configuration classes read it
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from vlcache_jax.fields import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
+
+_BLOCKS = whole(1, 1024)
+_WIDTH = whole(1, 1 << 20)
+_HEADS = whole(1, 1 << 12)
+_PIXELS = whole(1, 1 << 10)
+_TOKEN = whole(0, 1 << 24)
+_INDICES = listed(whole(0, 1023), 1024)
+_LABELS = optional(whole(0, 1 << 16))  # no model here has any, but the library makes a table of them
+_ROPE_TYPE = one_of("default", "mrope")
+
+_TOP: dict[str, Kind] = {
+    "text_config": optional(OBJECT),
+    "vision_config": optional(OBJECT),
+    "image_token_id": _TOKEN,
+    "video_token_id": _TOKEN,
+    "tie_word_embeddings": FLAG,
+    "dtype": optional(TEXT),
+    "torch_dtype": optional(TEXT),
+    "num_labels": _LABELS,
+}
+_TEXT: dict[str, Kind] = {
+    "vocab_size": whole(1, 1 << 24),
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH,
+    "num_hidden_layers": _BLOCKS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": optional(_HEADS),
+    "head_dim": optional(whole(1, 1 << 16)),
+    "max_position_embeddings": whole(1, 1 << 30),
+    "rms_norm_eps": real(1e-12, 1),
+    "rope_theta": real(1, 1e12),
+    "rope_parameters": optional(OBJECT),
+    "rope_scaling": optional(OBJECT),
+    "tie_word_embeddings": FLAG,
+    "dtype": optional(TEXT),
+    "num_labels": _LABELS,
+}
+_ROPE: dict[str, Kind] = {
+    "rope_type": _ROPE_TYPE,
+    "type": _ROPE_TYPE,
+    "rope_theta": _TEXT["rope_theta"],
+    "mrope_section": optional(listed(whole(0, 1 << 16), 3)),
+}
+_VISION: dict[str, Kind] = {
+    "depth": _BLOCKS,
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH,
+    "out_hidden_size": _WIDTH,
+    "num_heads": _HEADS,
+    "num_hidden_layers": _BLOCKS,  # other names that the library has for `depth` and `num_heads`
+    "num_attention_heads": _HEADS,
+    "in_channels": Kind("3", lambda value: isinstance(value, int) and value == 3),
+    "patch_size": _PIXELS,
+    "spatial_merge_size": whole(1, 64),
+    "temporal_patch_size": whole(1, 64),
+    "window_size": whole(1, 1 << 16),
+    "num_position_embeddings": whole(1, 1 << 24),
+    "fullatt_block_indexes": _INDICES,
+    "deepstack_visual_indexes": _INDICES,
+    "rope_parameters": optional(OBJECT),
+    "num_labels": _LABELS,
+}
+_VISION_ROPE = {"rope_theta": Kind("10000", lambda value: value == 10000)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +145,32 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+def check_config(raw: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Checks `config.json` as it stands, before the library's classes act on it.
+
+    Raises:
+      ValueError: a field is of another type or out of bounds; the message names it and the file.
+    """
+    check_fields(raw, _TOP, path)
+    nested = raw.get("text_config") is not None
+    section, text = ("text_config.", raw["text_config"]) if nested else ("", raw)
+    check_fields(text, _TEXT, path, section=section)
+    for key in ("rope_parameters", "rope_scaling"):
+        check_fields(text.get(key) or {}, _ROPE, path, section=f"{section}{key}.")
+    vision = raw.get("vision_config") or {}
+    check_fields(vision, _VISION, path, section="vision_config.")
+    check_fields(vision.get("rope_parameters") or {}, _VISION_ROPE, path, section="vision_config.rope_parameters.")
+
+
 def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_dim: int, is_qwen3: bool) -> ModelConfig:
     """What the families' configurations have in common; `config` is the library's object, `raw` the file."""
     text = config.text_config
     rope = text.rope_parameters
     expect("text hidden_act", text.hidden_act, "silu")
-    if rope.get("rope_type", "default") not in ("default", "mrope"):
-        raise ValueError(f"rope_type must be 'default' or 'mrope', got {rope['rope_type']!r}")
     if getattr(text, "use_sliding_window", False) or getattr(text, "sliding_window", None):
         raise ValueError("use_sliding_window must be false: sliding windows are not supported")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"width of a text head must be even, got {head_dim}")
     section = tuple(rope.get("mrope_section") or ((24, 20, 20) if is_qwen3 else (16, 24, 24)))
     if len(section) != 3 or sum(section) != head_dim // 2:
         # The library takes a wrong section for Qwen3 and silently rotates with the wrong axes.

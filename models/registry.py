@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
+import reprlib
 
+from vlcache_jax.fields import read_object
 from vlcache_jax.models import qwen2_5_vl, qwen3_vl
-from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.config import ModelConfig, check_config
 
 FAMILIES = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
 
@@ -16,22 +17,24 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
 
     Raises:
       FileNotFoundError: there is no `config.json`.
-      ValueError: the model type is unknown, the checkpoint is quantized, or a field has a value that is not
-        implemented.
+      ValueError: the file is damaged, the model type is unknown, the checkpoint is quantized, or a field is out of
+        bounds or has a value that is not implemented; the message names file and field.
     """
     path = pathlib.Path(directory) / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"model must be a checkpoint directory, but {path} does not exist")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be a JSON file: {error}") from error
-    model_type = raw.get("model_type") if isinstance(raw, dict) else None
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r} in {path}")
+    raw = read_object(path)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
+    check_config(raw, path)
     if any("quantization_config" in part for part in (raw, raw.get("text_config") or {})):
         raise ValueError(f"quantized checkpoints are not supported, but {path} has a quantization_config")
 
     from transformers import AutoConfig  # takes seconds, so nobody pays who does not load a model
 
-    return FAMILIES[model_type].read_config(AutoConfig.from_pretrained(path.parent), raw)
+    try:
+        return FAMILIES[model_type].read_config(AutoConfig.from_pretrained(path.parent), raw)
+    except Exception as error:  # the library's classes raise nearly anything
+        reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} must describe a model that is supported: {reason}") from error

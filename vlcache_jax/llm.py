@@ -86,6 +86,8 @@ class LLM:
       max_image_pixels: of a picture before it is scaled; larger ones are refused by the head of their file. While a
         picture is decoded it takes seven bytes a pixel, and of all together about 512 MiB are decoded at a time.
       revision: branch, tag or commit of a model on the hub.
+      verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that were
+        written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
       seed: of answers whose sampling parameters name none.
 
     Raises:
@@ -113,6 +115,7 @@ class LLM:
         max_image_bytes: int | str = "64MiB",
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         revision: str | None = None,
+        verify_weights: bool = False,
         seed: int = 0,
     ):
         policy = parse_policy(reuse)
@@ -123,11 +126,10 @@ class LLM:
         dispatch.check_name(implementation)
         device = jax.devices()[0]
         dispatch.check_device(implementation, device)
-        on_cpu = device.platform == "cpu"
         use_compilation_cache()
-        self._checkpoint = open_checkpoint(
-            model, dtype=("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype, revision=revision
-        )
+        if dtype == "auto":
+            dtype = "float32" if device.platform == "cpu" else "bfloat16"
+        self._checkpoint = open_checkpoint(model, dtype=dtype, revision=revision, verify_weights=verify_weights)
         config = self._checkpoint.config
         if implementation is not None:
             check_kernels(config, self._checkpoint.dtype, implementation)

@@ -23,7 +23,12 @@ class VisionConfig(base.VisionConfig):
 
 def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
     """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
-    vision = config.vision_config
+    vision, text = config.vision_config, config.text_config
+    if text.hidden_size % text.num_attention_heads:
+        heads = text.num_attention_heads
+        raise ValueError(f"hidden_size must be a multiple of num_attention_heads = {heads}, got {text.hidden_size}")
+    if vision.window_size < (token := vision.spatial_merge_size * vision.patch_size):
+        raise ValueError(f"window_size must be at least the {token} pixels of an image token, got {vision.window_size}")
     return base.read_model(
         config,
         raw,
@@ -32,6 +37,6 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
             window_size=vision.window_size,
             full_blocks=tuple(vision.fullatt_block_indexes),
         ),
-        head_dim=config.text_config.hidden_size // config.text_config.num_attention_heads,
+        head_dim=text.hidden_size // text.num_attention_heads,
         is_qwen3=False,
     )

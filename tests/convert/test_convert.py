@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,12 +19,14 @@ import orbax.checkpoint
 import pytest
 import typer
 import typer.testing
+from safetensors.numpy import load_file, save_file
 
 from vlcache_jax.benchmarks.convert_memory import TEXT, make_source
 from vlcache_jax.convert import convert, stream, verify_weights
 from vlcache_jax.convert.command import convert_command
 from vlcache_jax.convert.memory import PeakMemory
-from vlcache_jax.convert.plan import make_plan
+from vlcache_jax.convert.partial import describe_leftovers
+from vlcache_jax.convert.plan import is_finite, make_plan
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.models.registry import load_config
@@ -146,6 +149,107 @@ def test_too_small_a_disk_is_an_error(checkpoints, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """bytes -> a directory on a disk of that size."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+
+    def mount(size):
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True, check=False
+        )
+        if done.returncode:
+            pytest.skip("mounting is not allowed here")
+        return directory
+
+    yield mount
+    subprocess.run(["umount", directory], capture_output=True, check=False)
+
+
+def test_a_disk_that_fills_up_is_an_error(checkpoints, tiny_disk, capfd):
+    """There is room for the weights, but not for what lies around them."""
+    source = checkpoints("qwen3_vl")
+    nbytes = sum(item.tensor.nbytes for item in make_plan(source, load_config(source)))
+    disk = tiny_disk(nbytes + 4096)
+    with pytest.raises(
+        OSError, match=rf"^disk full while writing {disk}/out: needs about 1\.\d MB, 1\.\d MB were free$"
+    ):
+        convert(source, disk / "out")
+    assert not list(disk.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_limit_of_file_sizes_is_an_error(checkpoints, tmp_path):
+    """In a process of its own, as in a shell with `ulimit -f`: threads must not fill the screen with tracebacks."""
+    program = (
+        "import resource, runpy, sys\n"
+        "sys.modules['torch'] = None\n"  # nothing here needs it, and it takes seconds
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "runpy.run_module('vlcache_jax.convert', run_name='__main__', alter_sys=True)\n"
+    )
+    command = [sys.executable, "-c", program, str(checkpoints("qwen3_vl")), str(tmp_path / "out")]
+    quiet = {**os.environ, "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+    done = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
+    *progress, error = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert all(line.startswith("convert ") for line in progress), done.stderr
+    assert re.fullmatch(
+        rf"error: disk full while writing {tmp_path}/out: needs about 1\.\d MB, .* were free \(File too large\)", error
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def with_tensors(source, directory, **changes):
+    """A copy of a checkpoint in which some values of some tensors are others."""
+    shutil.copytree(source, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name, value in changes.items():
+        tensor = tensors["model.language_model." + name.replace("__", ".")].copy()
+        tensor.reshape(-1)[len(tensor) // 2] = value
+        tensors["model.language_model." + name.replace("__", ".")] = tensor
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+def test_weights_that_are_not_finite_are_refused_by_name(checkpoints, tmp_path, dtype, verify):
+    changes = {"norm__weight": np.nan, "layers__2__mlp__up_proj__weight": -np.inf, "embed_tokens__weight": 1e5}
+    source = with_tensors(checkpoints("qwen3_vl"), tmp_path / "source", **changes)
+    with pytest.raises(ValueError, match="weights must be finite, but") as caught:
+        convert(source, tmp_path / "out", dtype=dtype, verify=verify)
+    assert str(caught.value).splitlines() == [
+        f"weights must be finite, but {3 if dtype == 'float16' else 2} tensors are not:",
+        *(["  model.language_model.embed_tokens.weight (too large for float16)"] if dtype == "float16" else []),
+        "  model.language_model.layers.2.mlp.up_proj.weight (as stored in model.safetensors)",
+        "  model.language_model.norm.weight (as stored in model.safetensors)",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_finite(dtype, value):
+    array = np.array(
+        [0, -0.0, 1, ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).smallest_subnormal] * 60_000, dtype
+    )
+    assert is_finite(array.reshape(5, -1))
+    assert is_finite(array[:0])
+    array[-1] = value
+    assert not is_finite(array)
+
+
+def test_verify_refuses_what_is_not_finite(checkpoints, tmp_path, monkeypatch):
+    """Also in checkpoints that were converted before anybody looked."""
+    source = with_tensors(checkpoints("qwen3_vl"), tmp_path / "source", norm__weight=np.nan)
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "is_finite", lambda array: True)
+        convert(source, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"must be finite, but 1 tensors are not:\n  model.language_model.norm.weight"):
+        verify_weights(source, tmp_path / "out")
+
+
 def test_two_conversions_into_one_destination(checkpoints, tmp_path):
     source = checkpoints("qwen3_vl")
 
@@ -199,11 +303,15 @@ def start_conversion(source, destination):
 def test_a_killed_conversion_leaves_nothing_that_opens(large, tmp_path):
     source, _, _ = large
     process, partial = start_conversion(source, tmp_path / "out")
+    assert not describe_leftovers(tmp_path)  # it is still needed
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     assert partial.exists()
+    [left] = describe_leftovers(tmp_path)
+    assert str(partial) in left
+    assert not describe_leftovers(tmp_path, but=tmp_path / "out")
     for directory in (tmp_path / "out", partial):
         with pytest.raises(FileNotFoundError):
             open_checkpoint(directory)
@@ -288,6 +396,43 @@ def test_the_command(checkpoints, tmp_path):
     again = command(checkpoints("qwen3_vl"), tmp_path / "out")
     assert again.exit_code == 1
     assert again.stderr.startswith("error: destination must not exist or be an empty directory")
+
+
+def test_the_command_checks(checkpoints, tmp_path):
+    source, out = checkpoints("qwen3_vl"), tmp_path / "out"
+    convert(source, out, dtype="bfloat16")
+    done = command("--check", out)
+    assert (done.exit_code, done.stdout) == (0, f"{out}: all 116 parameters are as they were converted\n")
+    assert "check 116/116 tensors" in done.stderr
+    data = max((out / "weights").rglob("*"), key=lambda path: path.stat().st_size)
+    good = data.read_bytes()
+    data.write_bytes(good[:500_000] + bytes([good[500_000] ^ 1]) + good[500_001:])
+    done = command("--check", out)
+    assert done.exit_code == 1
+    assert re.search(rf"error: {out} must hold what was converted, but is damaged:\n  [/\w]+ differs\n$", done.stderr)
+    data.write_bytes(good)
+    manifest = json.loads((out / "vlcache.json").read_text())
+    del manifest["parameters"]["language_model/norm/scale"]
+    (out / "vlcache.json").write_text(json.dumps(manifest))
+    assert "1 are not; language_model/norm/scale must be" in command("--check", out).stderr
+    done = command("--check", source)
+    assert done.exit_code == 1
+    assert "a Hugging Face directory has none" in done.stderr
+    for arguments in ((source,), ("--check", out, tmp_path / "other"), ("--check", out, "--verify")):
+        assert command(*arguments).exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_command_names_leftovers(checkpoints, tmp_path):
+    for name, size in (("a", 3_000_000), ("b", 5)):
+        (tmp_path / f".{name}.converting").mkdir()
+        (tmp_path / f".{name}.converting" / "data").write_bytes(bytes(size))
+    done = command(checkpoints("qwen3_vl"), tmp_path / "b")
+    assert done.exit_code == 0
+    left = f"a conversion that was killed has left {tmp_path}/.a.converting (3.0 MB): delete it, or convert to"
+    assert done.stderr.count("has left") == done.stderr.count(left) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.converting", "b"]
+    assert left in command("--check", tmp_path / "b").stderr
 
 
 def test_help_has_an_example():

@@ -147,6 +147,15 @@ def test_a_cut_off_file_is_an_error(copy, kept):
         plan_of(directory)
 
 
+@pytest.mark.parametrize("header", ["[" * 100_000, '{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}'])
+def test_a_hostile_header_is_an_error(copy, header):
+    directory = copy("qwen3_vl")
+    path = directory / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(PlanError, match=f"{path} must begin with a safetensors header"):
+        plan_of(directory)
+
+
 def test_a_damaged_header_is_an_error(copy):
     directory = copy("qwen3_vl")
     path = directory / "model.safetensors"
@@ -206,7 +215,7 @@ def test_the_index_must_be_right(copy):
     index = directory / "model.safetensors.index.json"
     good = json.loads(index.read_text())
     names = sorted(set(good["weight_map"].values()))
-    for bad in ("", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'):
+    for bad in ("", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', '{"weight_map": ' + "[" * 100_000):
         index.write_text(bad)
         with pytest.raises(PlanError, match="weight_map"):
             plan_of(directory)

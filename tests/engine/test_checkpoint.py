@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from vlcache_jax.convert import convert
+from vlcache_jax import LLM
+from vlcache_jax.convert import check_contents, convert
+from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.models.params import abstract_params
 from vlcache_jax.models.registry import load_config
@@ -182,6 +185,135 @@ def test_damaged_manifests(copy):
     manifest.write_text(json.dumps(good))
     with pytest.raises(ValueError, match=r"1 are not; language_model/norm/scale must be .* got None"):
         open_checkpoint(copy)
+
+
+HASH = "0" * 64
+HOSTILE_MANIFESTS = {
+    "source": (None, 5, []),
+    "revision": (5, []),
+    "dtype": (None, 5, ["float32"], "int8", {}),
+    "source_digest": (None, 5, "", HASH[1:], "x" * 64),
+    "casts": (None, "float16", ["int8"], [5], {}, ["float16"] * 100),
+    "parameters": (None, [], "x", 5),
+    "files": (None, [], "x", 5),
+    "versions": (None, []),
+    "fingerprint": (None, 5, "x"),
+    "files d": (None, -1, 1.5, True, "7", 10**30, {}),
+    "parameters visual/pos_embed/embedding": (None, 5, [], "x"),
+    "parameters visual/pos_embed/embedding shape": (None, 64, ["64"], [-1], [0], [1.5], [True], [1] * 100, [10**30]),
+    "parameters visual/pos_embed/embedding dtype": (None, 5, [], "int8"),
+    "parameters visual/pos_embed/embedding source_sha256": (None, 5, "x"),
+    "parameters visual/pos_embed/embedding sha256": (None, 5, "x", HASH[1:]),
+}
+
+
+def test_manifests_of_wrong_types(copy):
+    path = copy / "vlcache.json"
+    good = path.read_text()
+    for where, values in HOSTILE_MANIFESTS.items():
+        for value in values:
+            manifest = json.loads(good)
+            *sections, last = where.split()
+            functools.reduce(lambda node, name: node[name], sections, manifest)[last] = value
+            path.write_text(json.dumps(manifest))
+            with pytest.raises(ValueError, match=rf"{where} ?of {path} must be .*, got ") as caught:
+                raise AssertionError(f"{where} = {value!r} gave {open_checkpoint(copy)}")
+            assert caught.value.__cause__ is None
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=f"{path} must be a JSON file"):
+        open_checkpoint(copy)
+    path.write_text(json.dumps(json.loads(good) | {"source_digest": HASH}))
+    with pytest.raises(ValueError, match=f"fingerprint of {path} must be that of its source_digest"):
+        open_checkpoint(copy)
+
+
+def flip(directory, *path):
+    """A bit in the middle of a stored parameter."""
+    stored = StoredWeights(directory / "weights").read(path).tobytes()
+    for file in (directory / "weights").rglob("*"):
+        content = bytearray(file.read_bytes()) if file.is_file() else b""
+        if (at := content.find(stored)) >= 0:
+            content[at + len(stored) // 2] ^= 1
+            file.write_bytes(content)
+            return
+    raise AssertionError(f"{path} is nowhere")
+
+
+def test_a_flipped_bit_is_found_by_who_asks(copy):
+    assert open_checkpoint(copy, verify_weights=True).load()
+    flip(copy, "language_model", "layers", 2, "mlp", "up_proj", "kernel")
+    flip(copy, "visual", "merger", "linear_fc1", "kernel")
+    assert open_checkpoint(copy).load()  # sizes tell nothing
+    message = (
+        "damaged:\n  language_model/layers/2/mlp/up_proj/kernel differs\n  visual/merger/linear_fc1/kernel differs$"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(copy, verify_weights=True)
+    with pytest.raises(ValueError, match=message):
+        LLM(copy, verify_weights=True)
+
+
+def test_everything_damaged_is_named(copy):
+    flip(copy, "visual", "merger", "linear_fc2", "kernel")
+    largest = max((copy / "weights").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    largest.write_bytes(largest.read_bytes() + b"x")
+    (copy / "weights" / "_METADATA").unlink()
+    with pytest.raises(ValueError, match=r"damaged:(?s:.*)linear_fc2/kernel differs") as caught:
+        check_contents(copy)
+    assert "misses weights/_METADATA" in str(caught.value)
+    assert f"has another size of {largest.relative_to(copy)}" in str(caught.value)
+
+
+def test_an_index_that_makes_no_sense_damages_all(copy):
+    index = copy / "weights" / "manifest.ocdbt"
+    index.write_bytes(bytes(index.stat().st_size))
+    with pytest.raises(ValueError, match="damaged") as caught:
+        check_contents(copy)
+    assert str(caught.value).count(" differs") == len(json.loads((copy / "vlcache.json").read_text())["parameters"])
+
+
+def test_what_has_no_hashes_cannot_be_verified(checkpoints, copy):
+    with pytest.raises(ValueError, match="a Hugging Face directory has none"):
+        open_checkpoint(checkpoints("qwen3_vl"), verify_weights=True)
+    manifest = json.loads((copy / "vlcache.json").read_text())
+    for entry in manifest["parameters"].values():
+        del entry["sha256"]
+    (copy / "vlcache.json").write_text(json.dumps(manifest))
+    assert open_checkpoint(copy).load()
+    with pytest.raises(ValueError, match="converted before weights were hashed: convert it again"):
+        open_checkpoint(copy, verify_weights=True)
+    with pytest.raises(ValueError, match="verify_weights must be True or False, got 'yes'"):
+        open_checkpoint(copy, verify_weights="yes")
+
+
+def test_a_stored_shape_must_be_the_manifests(converted):
+    weights, path = StoredWeights(converted / "weights"), ("language_model", "norm", "scale")
+    assert len(weights.read(path, entry={"shape": [64], "dtype": "float32"})) == 64
+    for entry in ({"shape": [63], "dtype": "float32"}, {"shape": [64], "dtype": "bfloat16"}):
+        with pytest.raises(
+            ValueError, match=r"language_model.norm.scale must be stored as the manifest says, got .*64"
+        ):
+            weights.read(path, entry=entry)
+
+
+def test_opening_names_what_killed_conversions_left(copy, caplog):
+    left = copy.parent / ".other.converting"
+    (left / "weights").mkdir(parents=True)
+    (left / "weights" / "data").write_bytes(bytes(2_500_000))
+    open_checkpoint(copy)
+    [record] = caplog.records
+    expected = (
+        f"a conversion that was killed has left {left} (2.5 MB): delete it, or convert to {copy.parent}/other again"
+    )
+    assert record.getMessage() == expected
+    with pytest.raises(FileNotFoundError):
+        open_checkpoint(copy.parent / "other")
+    assert [record.getMessage() for record in caplog.records] == [expected] * 2
+
+
+def test_a_model_must_be_a_path():
+    with pytest.raises(ValueError, match="model must be a path or the id of a model on the hub, got None"):
+        open_checkpoint(None)
 
 
 def test_another_config_does_not_open(copy):

@@ -2,6 +2,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -604,13 +605,9 @@ def test_both_files_and_both_spellings_load_alike(tmp_path, qwen3):
         ({"do_rescale": False}, "do_rescale of .* must be true, got False"),
         ({"do_normalize": False}, "do_normalize of .* must be true, got False"),
         ({"do_convert_rgb": False}, "do_convert_rgb of .* must be true, got False"),
-        ({"resample": 9}, "resample must be one of Pillow's filters 0 to 5, got 9"),
+        ({"resample": 9}, "resample of .* must be one of Pillow's filters 0 to 5 or null, got 9"),
         ({"size": {"shortest_edge": 224}}, "size of .* must hold shortest_edge and longest_edge"),
-        ({"min_pixels": 0}, "min_pixels must be a positive integer, got 0"),
         ({"min_pixels": 10**9}, "min_pixels must be at most max_pixels 16777216"),
-        ({"patch_size": 0}, "patch_size must be a positive integer, got 0"),
-        ({"image_mean": [0.5, 0.5]}, "image processor settings of .* must be usable"),
-        ({"image_std": [0.5, 0.5, 0.0]}, "std must not be 0"),
         ({"image_processor_type": "NoImageProcessor"}, "must describe its image processor in .*Unrecognized"),
         ({"image_processor_type": "CLIPImageProcessor"}, "must be Qwen2VLImageProcessor, got CLIPImageProcessorPil"),
     ],
@@ -619,6 +616,59 @@ def test_both_files_and_both_spellings_load_alike(tmp_path, qwen3):
 def test_loading_refuses_settings_that_it_does_not_follow(tmp_path, change, message):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**QWEN3, **change}))
     with pytest.raises(ValueError, match=message):
+        ImageProcessor.from_pretrained(tmp_path)
+
+
+NAN, INF = float("nan"), float("inf")
+COUNTS = (0, -1, 2.0, True, "16", [16], {}, 10**15, 10**400)
+CHANNELS = (NAN, INF, 1e300, "0.5", True, [0.5, 0.5], [0.5] * 4, [NAN] * 3, [0.5, INF, 0.5], ["0.5"] * 3, {})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_loading_refuses_hostile_numbers(tmp_path, nested):
+    """By file and key, before the library sees them."""
+    table = {
+        **dict.fromkeys(("min_pixels", "max_pixels", "patch_size", "merge_size", "temporal_patch_size"), COUNTS),
+        **dict.fromkeys(("size.shortest_edge", "size.longest_edge"), COUNTS),
+        "size": (5, "x", [1]),
+        "image_mean": CHANNELS,
+        "image_std": (*CHANNELS, 0, -0.5, [0.5, 0.5, 0.0], [0.5, -0.5, 0.5]),
+        "rescale_factor": (NAN, INF, -INF, 0, -1, True, "1", [1]),
+        "resample": (-1, 6, 1.5, True, "3"),
+    }
+    path = tmp_path / ("processor_config.json" if nested else "preprocessor_config.json")
+    for key, values in table.items():
+        for value in values:
+            section, _, field = key.rpartition(".")
+            settings = {**QWEN3, section: {**QWEN3["size"], field: value}} if section else {**QWEN3, key: value}
+            path.write_text(json.dumps({"image_processor": settings} if nested else settings))
+            with pytest.raises(ValueError, match=rf"{re.escape(key)} of {path} must be .*, got "):
+                raise AssertionError(f"{key} = {value!r} gave {ImageProcessor.from_pretrained(tmp_path)}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mean", (0.5, NAN, 0.5)),
+        ("std", (0.5, INF, 0.5)),
+        ("std", (0.5, 0.5, 0.0)),
+        ("std", (0.5, 0.5)),
+        ("rescale_factor", INF),
+        ("patch_size", 0),
+        ("max_pixels", 10**400),
+        ("resample", 9),
+    ],
+)
+def test_constants_of_a_processor_are_checked(qwen3, field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be .*, got "):
+        ImageProcessor(**{**qwen3.settings(), field: value})
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", "[" * 100_000, '{"image_processor": 5}'])
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_loading_refuses_broken_files(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/{name} must be "):
         ImageProcessor.from_pretrained(tmp_path)
 
 

@@ -533,6 +533,26 @@ def test_loading_refuses_what_is_no_checkpoint(tmp_path):
         PromptRenderer(make_tokenizer(SPECIAL[:3]))
 
 
+NO_OBJECTS = ("null", "[]", "5", "[" * 100_000, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(("tokenizer.json", content, "{path} must be a JSON file that holds an object") for content in NO_OBJECTS),
+        *(("tokenizer.json", content, "{folder} must hold a tokenizer: ") for content in ("{", "{}", '{"model": 5}')),
+        *(("tokenizer_config.json", content, "{path} must be a JSON file") for content in (*NO_OBJECTS, "{")),
+        *(("chat_template.json", content, "{path} must be a JSON file") for content in NO_OBJECTS),
+        *(("chat_template.json", content, "chat_template of {path}") for content in ("{}", '{"chat_template": 5}')),
+    ],
+)  # fmt: skip
+def test_loading_refuses_broken_files(tmp_path, name, content, message):
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message.format(path=tmp_path / name, folder=tmp_path)):
+        PromptRenderer.from_pretrained(tmp_path)
+
+
 def test_torch_is_not_needed(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(QWEN2_5_TEMPLATE)

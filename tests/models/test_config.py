@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
+import os
+import re
 import shutil
 
 import numpy as np
@@ -29,11 +33,11 @@ def edit(directory, **changes):
 def make(checkpoints, tmp_path):
     """A directory with the config.json of a family's default configuration, to be changed."""
 
-    def copy(model_type):
+    def make(model_type):
         shutil.copy(checkpoints(model_type) / "config.json", tmp_path)
         return tmp_path
 
-    return copy
+    return make
 
 
 def test_flat_and_nested_layouts_are_the_same_model(tmp_path):
@@ -102,18 +106,23 @@ def test_defaults_of_missing_keys_are_the_librarys(make):
 def test_missing_and_broken_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="checkpoint directory"):
         load_config(tmp_path)
-    for content in ("{", "[1]", '"text"'):
+    deep = '{"model_type": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    for content in ("", "{", "[1]", '"text"', "null", '{"a": ' + "1" * 5000 + "}", deep):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ValueError, match=r"JSON file|model_type must be"):
+        with pytest.raises(ValueError, match=rf"{tmp_path}/config.json must be a JSON file"):
             load_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="JSON file"):
         load_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="must be a JSON file: no regular file"):
+        load_config(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama", "qwen2_vl", None])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama", "qwen2_vl", None, 5, ["qwen3_vl"]])
 def test_unknown_model_types(make, model_type):
-    with pytest.raises(ValueError, match=f"model_type must be one of .* got {model_type!r}"):
+    with pytest.raises(ValueError, match=f"model_type must be one of .* got {re.escape(repr(model_type))}"):
         load_config(edit(make("qwen3_vl"), model_type=model_type))
 
 
@@ -145,6 +154,93 @@ SECTION = {"rope_type": "default", "rope_theta": 5e6}
 def test_what_is_not_implemented_is_refused(make, model_type, changes, message):
     with pytest.raises(ValueError, match=message):
         load_config(edit(make(model_type), **changes))
+
+
+COUNTS = (0, -1, 10**10, 10**400, True, 2.0, "4", None, [4], {})
+INDICES = ([-1], [10**9], [1.0], [True], ["1"], 3, "12", [1] * 2000)
+NUMBERS = (float("nan"), float("inf"), 0, -1, 1e300, 10**400, "1", True, [])
+TOKENS = (-1, 10**9, 1.0, True, "4", None)
+ROPE = "text_config.rope_parameters."
+
+
+def hostile():
+    """A value that no model has, for every number that is read from `config.json`."""
+    text = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    vision = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "num_heads", "in_channels", "patch_size",
+              "spatial_merge_size", "temporal_patch_size", "num_hidden_layers", "num_attention_heads")  # fmt: skip
+    table = {
+        **{f"text_config.{key}": COUNTS for key in (*text, "max_position_embeddings")},
+        **{f"vision_config.{key}": COUNTS for key in vision},
+        **{f"text_config.{key}": [v for v in COUNTS if v is not None] for key in ("num_key_value_heads", "head_dim")},
+        "text_config.rms_norm_eps": NUMBERS,
+        **{f"{section}rope_theta": NUMBERS for section in ("text_config.", ROPE, "vision_config.rope_parameters.")},
+        f"{ROPE}mrope_section": ([-1, 12, 1], [6.0, 3, 3], [True, 8, 3], "633", 12, [10**9] * 3, [1] * 12),
+        f"{ROPE}rope_type": ("yarn", 1, None, []),
+        "image_token_id": TOKENS,
+        "video_token_id": TOKENS,
+        "tie_word_embeddings": ("false", 0, None),
+        "num_labels": (10**9, -1, "x"),
+        "text_config.num_labels": (10**9,),
+        "vision_config.num_labels": (10**9,),
+        "text_config": ("x", 5, [1], True),
+        "vision_config": ("x", 5, [1], True),
+        "text_config.rope_parameters": ("x", 5, [1]),
+        "text_config.rope_scaling": ("x", 5),
+        "dtype": (5, ["float32"], {}),
+        "vision_config.deepstack_visual_indexes": INDICES,
+        "vision_config.num_position_embeddings": COUNTS,
+    }
+    yield from (("qwen3_vl", key, value) for key, values in table.items() for value in values)
+    yield from (("qwen2_5_vl", "vision_config.window_size", value) for value in COUNTS)
+    yield from (("qwen2_5_vl", "vision_config.fullatt_block_indexes", value) for value in INDICES)
+
+
+def test_hostile_numbers_are_named_with_their_file(make):
+    """Without AutoConfig, which would hang on some of them: none is seen by the library."""
+    originals = {model_type: json.loads((make(model_type) / "config.json").read_text())
+                 for model_type in ("qwen3_vl", "qwen2_5_vl")}  # fmt: skip
+    path = make("qwen3_vl") / "config.json"
+    for model_type, key, value in hostile():
+        config = copy.deepcopy(originals[model_type])
+        *sections, last = key.split(".")
+        functools.reduce(lambda node, name: node.setdefault(name, {}), sections, config)[last] = value
+        path.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=rf"{re.escape(key)} of {path} must be .*, got ") as caught:
+            raise AssertionError(f"{key} = {value!r} gave {load_config(path.parent)}")
+        assert caught.value.__cause__ is None, f"{key} = {value!r} came to the library"
+
+
+def test_hostile_numbers_of_the_flat_layout(tmp_path):
+    path = make_checkpoint(tmp_path, "qwen2_5_vl", layout="flat", weights=False) / "config.json"
+    original = path.read_text()
+    for key, value in (("num_hidden_layers", 10**9), ("rope_theta", 0), ("rms_norm_eps", float("inf"))):
+        path.write_text(json.dumps(json.loads(original) | {key: value}))
+        with pytest.raises(ValueError, match=rf"^{key} of {path} must be"):
+            load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text": {"initializer_range": "x"}}, "StrictDataclassFieldValidationError: .*'initializer_range'"),
+        ({"text": {"max_window_layers": "x"}}, "'max_window_layers'"),
+        ({"text": {"hidden_size": 66}}, "hidden_size must be a multiple of num_attention_heads = 4, got 66"),
+        ({"text": {"num_attention_heads": 128}}, "hidden_size must be a multiple of num_attention_heads = 128"),
+        ({"text": {"hidden_size": 60, "num_attention_heads": 4}}, "width of a text head must be even, got 15"),
+        ({"vision": {"window_size": 27}}, "window_size must be at least the 28 pixels of an image token, got 27"),
+        ({"vision": {"num_heads": 64}}, "vision head width must be a multiple of 4"),
+        ({"id2label": {"x": 1}}, "invalid literal"),
+    ],
+)
+def test_what_the_library_refuses_names_the_file(make, changes, message):
+    directory = edit(make("qwen2_5_vl"), **changes)
+    with pytest.raises(ValueError, match=rf"(?s){directory}/config.json must describe a model .*{message}"):
+        load_config(directory)
+
+
+def test_bounds_leave_room_for_large_models(make):
+    large = {"num_hidden_layers": 1000, "max_position_embeddings": 10**9, "vocab_size": 10**7}
+    assert load_config(edit(make("qwen3_vl"), text=large)).text.num_layers == 1000
 
 
 def test_parameters_are_the_librarys(checkpoint, load_oracle):

@@ -10,6 +10,7 @@ import abc
 import collections
 import dataclasses
 import functools
+import logging
 import math
 import os
 import pathlib
@@ -20,16 +21,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from vlcache_jax.convert.check import check_contents, check_sizes
 from vlcache_jax.convert.manifest import (
     MANIFEST_FILE,
     WEIGHTS_DIRECTORY,
     Manifest,
-    expected,
     fingerprint,
     parameter_name,
     read_manifest,
-    weight_files,
 )
+from vlcache_jax.convert.partial import describe_leftovers
 from vlcache_jax.convert.plan import Source, as_dtype, make_plan, source_digest, stored_dtype, tensor_digests
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import locate
@@ -38,6 +39,8 @@ from vlcache_jax.models.params import Parameter, Path, parameters
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
+
+_log = logging.getLogger(__name__)
 
 type Device = jax.Device | jax.sharding.Sharding
 
@@ -90,7 +93,11 @@ class Checkpoint(abc.ABC):
 
 
 def open_checkpoint(
-    path_or_hub_id: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None
+    path_or_hub_id: str | pathlib.Path,
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+    verify_weights: bool = False,
 ) -> Checkpoint:
     """Opens a converted checkpoint or a Hugging Face directory, which may be on the hub.
 
@@ -98,18 +105,30 @@ def open_checkpoint(
       path_or_hub_id: a local directory, or the id of a model on the hub, which is fetched.
       dtype: "float32", "bfloat16" or "float16", also as a dtype; None keeps the one that is stored.
       revision: branch, tag or commit on the hub.
+      verify_weights: also read all weights of a converted checkpoint and compare them with the hashes in its manifest.
+
+    What a killed conversion has left in the same folder is named in a warning of the log.
 
     Raises:
       FileNotFoundError: it is nowhere, or files are missing.
-      ValueError: the model is not supported, the checkpoint is damaged, or its tensors are not those of its model.
+      ValueError: the model is not supported, the checkpoint is damaged, its tensors are not those of its model, or
+        weights are to be verified that have no hashes.
     """
     wanted = None if dtype is None else as_dtype(dtype)
+    if not isinstance(verify_weights, bool):
+        raise ValueError(f"verify_weights must be True or False, got {verify_weights!r}")
+    if not isinstance(path_or_hub_id, (str, os.PathLike)):
+        raise ValueError(f"model must be a path or the id of a model on the hub, got {path_or_hub_id!r}")
+    for leftover in describe_leftovers(pathlib.Path(path_or_hub_id).expanduser().absolute().parent):
+        _log.warning(leftover)
     located = locate(path_or_hub_id, revision)
     directory = located.directory
+    if verify_weights:
+        check_contents(directory)
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
-        _check_converted(directory, manifest, config)
+        check_sizes(directory, manifest, config)
         return _ConvertedCheckpoint(directory, config, wanted or as_dtype(manifest.dtype), manifest.revision, manifest)
     config = load_config(directory)
     plan = make_plan(directory, config)
@@ -148,30 +167,15 @@ class _ConvertedCheckpoint(Checkpoint):
         return self.manifest.fingerprint(self.dtype.name)
 
     def load(self, device: Device | None = None) -> dict[str, Any]:
-        weights = StoredWeights(self.directory / WEIGHTS_DIRECTORY)
+        weights, entries = StoredWeights(self.directory / WEIGHTS_DIRECTORY), self.manifest.parameters
+
+        def read(parameter: Parameter) -> np.ndarray:
+            return weights.read(parameter.path, self.dtype, entry=entries[parameter_name(parameter.path)])
+
         try:
-            return _load(self.config, lambda parameter: weights.read(parameter.path, self.dtype), device)
+            return _load(self.config, read, device)
         except ValueError as error:
             raise ValueError(f"weights of {self.directory} cannot be read: {error}") from error
-
-
-def _check_converted(directory: pathlib.Path, manifest: Manifest, config: ModelConfig) -> None:
-    """Finds a directory that was copied in part or edited, without reading a weight."""
-    files = weight_files(directory)
-    if wrong := [name for name, size in manifest.files.items() if files.get(name) != size]:
-        what = "misses" if wrong[0] not in files else "has another size of"
-        raise ValueError(
-            f"{directory} must hold all files of the converted checkpoint, but {what} {WEIGHTS_DIRECTORY}/{wrong[0]} "
-            f"({len(wrong)} of {len(manifest.files)} files are wrong): copy or convert it again"
-        )
-    model = {parameter_name(p.path): expected(p.shape, as_dtype(manifest.dtype)) for p in parameters(config)}
-    stored = {name: {key: entry[key] for key in ("shape", "dtype")} for name, entry in manifest.parameters.items()}
-    if model != stored:
-        wrong = sorted(name for name in model.keys() | stored.keys() if model.get(name) != stored.get(name))
-        raise ValueError(
-            f"parameters of {directory} must be those of its config.json, but {len(wrong)} are not; "
-            f"{wrong[0]} must be {model.get(wrong[0])}, got {stored.get(wrong[0])}"
-        )
 
 
 def _load(config: ModelConfig, read: Callable[[Parameter], np.ndarray], device: Device | None) -> dict[str, Any]:

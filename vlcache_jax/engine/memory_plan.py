@@ -56,7 +56,7 @@ def plan_memory(
 
     Raises:
       MemoryError: it does not fit.
-      ValueError: `max_model_len` is more than the model or the pool takes.
+      ValueError: `max_model_len` is more than the model or the pool takes, or the pool is too small to serve anybody.
     """
     if ladder is None:
         ladder = limit_rows(Ladder(), 4096 if device.platform == "cpu" else 8192)
@@ -65,7 +65,8 @@ def plan_memory(
     most = config.text.max_position_embeddings
     longest = min(max_model_len or most, most)
     merge_size = config.vision.merge_size
-    ladder = limit_patches(ladder, min(max_patches, longest * merge_size**2), merge_size)
+    # However small images are made, each has a token.
+    ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
     num_slots = plan_pool(
         config, dtype, device, ladder, weights=weights, kv_cache_bytes=kv_cache_bytes, max_model_len=longest
     )
@@ -97,6 +98,7 @@ def plan_pool(
 
     Raises:
       MemoryError: it does not fit; the message has the figures.
+      ValueError: `kv_cache_bytes` is below the least that is of use.
     """
     slot = slot_bytes(config, dtype)
     activations = _activations(config, dtype, ladder)
@@ -107,6 +109,11 @@ def plan_pool(
         most = int(share * max(free - weights - activations, 0))
         useful = max(MIN_SLOTS, ladder.max_sequences * max_model_len)
         num_slots = min(most // slot, useful + -useful % SLOT_MULTIPLE)
+    elif kv_cache_bytes < MIN_SLOTS * slot:
+        raise ValueError(
+            f"kv_cache_bytes must hold at least {MIN_SLOTS} slots, that is {MIN_SLOTS * slot} bytes ({slot} a slot), "
+            f"got {kv_cache_bytes}"
+        )
     else:
         num_slots = kv_cache_bytes // slot
     num_slots -= num_slots % SLOT_MULTIPLE

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlcache_jax.checks import shorten
+from vlcache_jax.fields import OBJECT, Kind, check_fields, either, optional, read_object, real, whole
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
@@ -47,6 +48,36 @@ Grid = tuple[int, int, int]
 _ACCEPTED = "a path, bytes, a data: or http(s) URL, a PIL image or a uint8 array"
 _LIMITS = ("min_pixels", "max_pixels")
 _filter_lock = threading.Lock()
+
+
+def _channels(kind: Kind) -> Kind:
+    return Kind(
+        f"3 values, one a channel, each {kind.words}",
+        lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(kind.accepts, value)),
+    )
+
+
+_AREA = whole(1, 1 << 40)
+_MEAN, _STD = real(-1e6, 1e6), real(1e-6, 1e6)
+_SETTINGS: dict[str, Kind] = {
+    "min_pixels": _AREA,
+    "max_pixels": _AREA,
+    "patch_size": whole(1, 1 << 10),
+    "merge_size": whole(1, 64),
+    "temporal_patch_size": whole(1, 64),
+    "mean": _channels(_MEAN),
+    "std": _channels(_STD),
+    "rescale_factor": real(1e-6, 1e6),
+    "resample": Kind("one of Pillow's filters 0 to 5", whole(0, 5).accepts),
+}
+# In the files one value may stand for all channels, and null is the library's default.
+_STORED: dict[str, Kind] = {key: optional(kind) for key, kind in _SETTINGS.items()} | {
+    "image_mean": optional(either(_MEAN, _SETTINGS["mean"])),
+    "image_std": optional(either(_STD, _SETTINGS["std"])),
+    "size": optional(OBJECT),
+}
+_SIZE = dict.fromkeys((*_LIMITS, "shortest_edge", "longest_edge"), optional(_AREA))
+_SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,33 +258,27 @@ class ImageProcessor:
     resample: int = int(Image.Resampling.BICUBIC)
 
     def __post_init__(self) -> None:
-        for key in (*_LIMITS, "patch_size", "merge_size", "temporal_patch_size"):
-            _check_positive(getattr(self, key), key)
+        check_fields(vars(self), _SETTINGS)
         _check_order(self.min_pixels, self.max_pixels)
-        for key in ("mean", "std"):
-            if len(getattr(self, key)) != 3:
-                raise ValueError(f"{key} must have 3 values, one a channel, got {getattr(self, key)}")
-        if 0 in self.std:
-            raise ValueError(f"std must not be 0, got {self.std}")
-        if self.resample not in set(Image.Resampling):
-            raise ValueError(f"resample must be one of Pillow's filters 0 to 5, got {self.resample}")
 
     @classmethod
     def from_pretrained(cls, directory: str | PathLike[str]) -> ImageProcessor:
         """Reads the settings of a checkpoint, from `preprocessor_config.json` or `processor_config.json`.
 
         Raises:
-            ValueError: no such files, an image processor of another kind, or one that skips a step.
+            ValueError: no such files, a field in them that is out of bounds, an image processor of another kind, or one
+                that skips a step.
         """
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {_describe(directory)}")
+        _check_settings(Path(directory))
         from transformers import AutoImageProcessor  # seconds to import where torch is installed
 
         try:
             found = AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the library's classes raise nearly anything
             raise ValueError(
-                f"{directory} must describe its image processor in preprocessor_config.json or processor_config.json: "
+                f"{directory} must describe its image processor in {' or '.join(_SETTINGS_FILES)}: "
                 f"{shorten(str(error))}"
             ) from error
         if type(found).__name__ != "Qwen2VLImageProcessorPil":
@@ -361,6 +386,17 @@ def _check_positive(value: Any, name: str) -> None:
 def _check_order(min_pixels: int, max_pixels: int, prefix: str = "") -> None:
     if min_pixels > max_pixels:
         raise ValueError(f"{prefix}min_pixels must be at most max_pixels {max_pixels}, got {min_pixels}")
+
+
+def _check_settings(directory: Path) -> None:
+    """Checks the files of the image processor as they stand, before the library's classes act on them."""
+    for name in _SETTINGS_FILES:
+        if (path := directory / name).exists():
+            raw = read_object(path)
+            check_fields(raw, {"image_processor": optional(OBJECT)}, path)
+            for section, settings in (("", raw), ("image_processor.", raw.get("image_processor") or {})):
+                check_fields(settings, _STORED, path, section=section)
+                check_fields(settings.get("size") or {}, _SIZE, path, section=f"{section}size.")
 
 
 def _three_floats(value: Any) -> tuple[float, float, float]:

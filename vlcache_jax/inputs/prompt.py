@@ -7,7 +7,6 @@ tokenising the text with the repeated pads, as the library's processors do.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.checks import check_text
+from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, read_object
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.images import ImageSource, check_limits, read_image
 
@@ -97,20 +97,23 @@ class PromptRenderer:
         the tokenizer's configuration.
 
         Raises:
-            ValueError: no directory, no tokenizer in it, or a tokenizer without the image tokens.
+            ValueError: no directory, no tokenizer in it, a damaged file, or a tokenizer without the image tokens.
         """
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {str(directory)!r}")
+        _check_tokenizer_files(Path(directory))
         from transformers import AutoTokenizer  # seconds to import where torch is installed
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{directory} must hold a tokenizer: {error}") from error
+        except Exception as error:  # the library and its parser raise nearly anything
+            raise ValueError(f"{directory} must hold a tokenizer: {type(error).__name__}: {error}") from error
         template = tokenizer.chat_template
         legacy = Path(directory, "chat_template.json")
-        if legacy.is_file():
-            template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+        if legacy.exists():
+            found = read_object(legacy)
+            check_fields(found, {"chat_template": either(TEXT, OBJECT)}, legacy, required=True)
+            template = found["chat_template"]
         if isinstance(template, dict):
             template = template.get("default")
         return cls(tokenizer, template, access=access)
@@ -319,6 +322,19 @@ def _image_value(part: Mapping[str, Any], name: str) -> Any:
     if given[0] == "base64" and isinstance(value, str) and not value.startswith("data:"):
         return f"data:;base64,{value}"
     return value
+
+
+def _check_tokenizer_files(directory: Path) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (path := directory / name).exists():
+            read_object(path)
+    # Megabytes of vocabulary are not read twice: a look at the beginning tells another kind of file.
+    if (path := directory / "tokenizer.json").exists():
+        if not path.is_file():
+            raise ValueError(f"{path} must be a JSON file: no regular file")
+        with path.open("rb") as file:
+            if not (begin := file.read(64)).lstrip().startswith(b"{"):
+                raise ValueError(f"{path} must be a JSON file that holds an object, got {begin!r}")
 
 
 def _of_images(prompt: Mapping[str, Any], key: str, name: str) -> list[Any] | None:
