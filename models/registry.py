@@ -6,7 +6,7 @@ import json
 import pathlib
 
 from vlcache_jax.models import qwen2_5_vl, qwen3_vl
-from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.config import ModelConfig, library_config
 
 FAMILIES = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
 
@@ -31,7 +31,5 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r} in {path}")
     if any("quantization_config" in part for part in (raw, raw.get("text_config") or {})):
         raise ValueError(f"quantized checkpoints are not supported, but {path} has a quantization_config")
-
-    from transformers import AutoConfig  # takes seconds, so nobody pays who does not load a model
-
-    return FAMILIES[model_type].read_config(AutoConfig.from_pretrained(path.parent), raw)
+    family = FAMILIES[model_type]
+    return family.read_config(library_config(raw, family.DEFAULTS), raw)

@@ -94,10 +94,8 @@ class PromptRenderer:
         """
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {str(directory)!r}")
-        from transformers import AutoTokenizer  # seconds to import where torch is installed
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            tokenizer = _tokenizer_class(Path(directory)).from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(f"{directory} must hold a tokenizer: {error}") from error
         template = tokenizer.chat_template
@@ -263,6 +261,28 @@ class PromptRenderer:
         if np.any(np.diff(places) == 1):  # their tokens would run together to one image
             raise ValueError(f"{name} must have a token between two images, got two {IMAGE_TOKEN} side by side")
         return places
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """The library's class for a checkpoint's tokenizer.
+
+    `AutoTokenizer` chooses the same, but imports torch where it is installed, which takes ten seconds; so it is asked
+    only where a checkpoint names another class than those of these models, or none.
+    """
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    match settings.get("tokenizer_class"):
+        case "Qwen2Tokenizer" | "Qwen2TokenizerFast":
+            from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+            return Qwen2Tokenizer
+        case "TokenizersBackend" | "PreTrainedTokenizerFast":
+            from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+            return TokenizersBackend
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
