@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlcache_jax.progress import say
+
 if TYPE_CHECKING:
     from vlcache_jax.convert.stream import Progress
 
@@ -50,6 +52,7 @@ def convert_command(
 
     Then: vlcache ask photo.jpg "What is this?" --model ./qwen3-vl-2b
     """
+    say("importing JAX")
     from vlcache_jax.convert.stream import convert
 
     try:
