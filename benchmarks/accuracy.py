@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from vlcache_jax.assets import SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.files import PICTURES, check_writable
-from vlcache_jax.llm import LLM
+from vlcache_jax.files import PICTURES, check_readable, check_writable
+from vlcache_jax.progress import Progress, say
 from vlcache_jax.study.accuracy import (
     COLD,
     Protocol,
@@ -54,10 +54,16 @@ def measure(
     """
     if settings is None:
         settings = [*SETTINGS, *(map(str, SCHEDULES) if model is None else ())]
-    named = name_settings(settings)
     check_writable("out", out)
     check_writable("figure", figure, PICTURES)
-    samples = load_samples(data, questions=questions)
+    for path in data:
+        check_readable("data", path)
+    say("importing JAX")
+    from vlcache_jax.llm import LLM
+
+    named = name_settings(settings)
+    with Progress("reading questions"):
+        samples = load_samples(data, questions=questions)
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)
     details, totals = summarize(samples, results)

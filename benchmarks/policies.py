@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.files import check_writable
-from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.files import check_readable, check_writable
+from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.reuse.selection import NAMED
 from vlcache_jax.study import accuracy
 from vlcache_jax.study.report import environment, show, write
 
@@ -64,6 +63,8 @@ def groups_of(
       image_tokens: of an image in the mean, for policies that take a number of tokens.
       num_layers: of the model.
     """
+    from vlcache_jax.reuse.selection import NAMED
+
     whole = {name: make(Fraction(0)).check_layer + 1 for name, make in NAMED.items()}  # layers computed first
     whole = {name: layers for name, layers in whole.items() if layers < num_layers}
     groups = [Group("no rows", "full", ("full", "full-two-pass"))]
@@ -150,7 +151,6 @@ def measure(
       ValueError: a ratio or share is not between 0 and 1, or a schedule is not the model's.
     """
     from vlcache_jax.assets import SCHEDULES, TINY_VQA
-    from vlcache_jax.llm import LLM
 
     if schedules is None:
         schedules = SCHEDULES if model is None else ()
@@ -161,8 +161,15 @@ def measure(
     if split not in ("profile", "test"):
         raise ValueError(f"split must be profile or test, got {split!r}")
     check_writable("out", out)
+    for path in data:
+        check_readable("data", path)
+    say("importing JAX")
+    from vlcache_jax.llm import LLM
+    from vlcache_jax.reuse.parse import parse_policy
+
     named = accuracy.name_settings([f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")])
-    samples = load_samples(data, questions=questions, split=split)
+    with Progress("reading questions"):
+        samples = load_samples(data, questions=questions, split=split)
     with LLM(model or TINY_VQA, dtype=dtype) as llm:
         for policy in named.values():
             llm._parse_policy(policy)
@@ -197,5 +204,5 @@ def _sizes(llm: LLM, samples: Sequence[accuracy.Sample]) -> tuple[float, int]:
 
     few = accuracy.spread(samples, 20)
     prompts = [accuracy.Protocol("image_first").formal(few, i) for i in range(len(few))]
-    reports = [output.cache for output in llm.chat(prompts, SamplingParams(max_tokens=1), reuse="off", use_tqdm=False)]
+    reports = [output.cache for output in llm.chat(prompts, SamplingParams(max_tokens=1), reuse="off")]
     return float(np.mean([image.tokens for report in reports for image in report.images])), len(reports[0].rows)

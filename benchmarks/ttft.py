@@ -16,7 +16,7 @@ import os
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from PIL import Image
 from vlcache_jax.benchmarks import operations
 from vlcache_jax.benchmarks.prefill import ALLOCATOR, TEXT, VISION
 from vlcache_jax.files import check_writable
+from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.policies import spread_ranks
 from vlcache_jax.study.report import environment, show, write
 
@@ -67,7 +68,7 @@ def drawn_weights() -> Iterator[None]:
     class Drawn(Checkpoint):
         source_digest = fingerprint = "drawn"
 
-        def load(self, device: Any = None) -> dict[str, Any]:
+        def load(self, device: Any = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
             import jax
 
             draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
@@ -80,6 +81,7 @@ def drawn_weights() -> Iterator[None]:
                 # Layers keep the size of what passes through them.
                 scale = parameter.shape[0] ** -0.5 if len(parameter.shape) > 1 else 1.0
                 branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
+                loaded()
             return tree
 
     def open_drawn(
@@ -132,7 +134,8 @@ def measure(
             from vlcache_jax.testing import make_checkpoint
 
             model = directory
-            make_checkpoint(directory, "qwen3_vl", text=TEXT, vision=VISION, tie_word_embeddings=True)
+            with Progress("drawing weights"):
+                make_checkpoint(directory, "qwen3_vl", text=TEXT, vision=VISION, tie_word_embeddings=True)
         slots = num_images * (tokens + 2) + text_before + TEXT_AFTER + 8
         with LLM(model, dtype=dtype, max_model_len=slots, **settings) as llm:
             config = llm._checkpoint.config
@@ -164,20 +167,22 @@ def measure(
 
             one = SamplingParams(max_tokens=1, temperature=0)
             for reuse in configurations.values():
-                llm.warmup(reuse=reuse, verbose=False)
+                llm.warmup(reuse=reuse)
             [donor] = llm.generate(prompt(), one, use_tqdm=False)
             if [image.tokens for image in donor.cache.images] != [tokens] * num_images:
                 raise ValueError(f"images must have {tokens} tokens, got {donor.cache.images}")
             _check_exact(llm, prompt(), dtype)
 
             outputs: dict[str, list[Any]] = {name: [] for name in configurations}
-            for repeat in range(repeats + 1):  # the first round warms up
-                for name, reuse in configurations.items():
-                    llm.cache.flush()
-                    [output] = llm.generate(prompt(), one, reuse=reuse, use_tqdm=False)
-                    _check(name, output)
-                    if repeat:
-                        outputs[name].append(output)
+            with Progress("measuring", (repeats + 1) * len(configurations)) as bar:
+                for repeat in range(repeats + 1):  # the first round warms up
+                    for name, reuse in configurations.items():
+                        llm.cache.flush()
+                        [output] = llm.generate(prompt(), one, reuse=reuse, use_tqdm=False)
+                        _check(name, output)
+                        if repeat:
+                            outputs[name].append(output)
+                        bar.update()
 
             rows: list[dict[str, Any]] = []
             baseline: dict[str, float] = {}

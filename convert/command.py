@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlcache_jax.convert.memory import gigabytes
+from vlcache_jax.progress import say
 
 if TYPE_CHECKING:
     from vlcache_jax.convert.progress import Progress
@@ -65,10 +66,12 @@ def convert_command(
         if check:
             if destination is not None or dtype is not None or verify or revision is not None:
                 raise ValueError("--check must be given with a converted directory and nothing else")
+            say("importing JAX")
             _check(pathlib.Path(source).expanduser())
         elif destination is None:
             raise ValueError("DESTINATION must be given, unless SOURCE is to be checked with --check")
         else:
+            say("importing JAX")
             _convert(source, destination, dtype, verify, revision)
 
 

@@ -1,13 +1,16 @@
 """Model configurations: what `config.json` says, checked, in the field names that the modules use.
 
 `config.json` comes in two layouts (`text_config` nested, or the text fields flat at the top) and leaves out keys that
-equal the library's defaults, so the library's own configuration classes read it; they need no torch.
+equal the library's defaults. The library's own configuration classes would read it, but they import torch where it is
+installed, which takes ten seconds; so what they do for these families stands here, and tests compare the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -162,12 +165,44 @@ def check_config(raw: dict[str, Any], path: str | os.PathLike[str]) -> None:
     check_fields(vision.get("rope_parameters") or {}, _VISION_ROPE, path, section="vision_config.rope_parameters.")
 
 
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What the library takes for keys that a `config.json` leaves out."""
+
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    rope_theta: float
+
+
+def library_config(raw: Mapping[str, Any], defaults: Defaults) -> Any:
+    """The content of a `config.json` with the attributes that the library's configuration has."""
+    given = raw if raw.get("text_config") is None else raw["text_config"]
+    text = {**defaults.text, **given}
+    if text["num_key_value_heads"] is None:
+        text["num_key_value_heads"] = text["num_attention_heads"]
+    rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", given.get("rope_theta", defaults.rope_theta))
+    vision = {_ALIASES.get(key, key): value for key, value in (raw.get("vision_config") or {}).items()}
+    top = {"image_token_id": 151655, "video_token_id": 151656, "tie_word_embeddings": False, **raw}
+    return types.SimpleNamespace(
+        **top
+        | {
+            "text_config": types.SimpleNamespace(**text | {"rope_parameters": rope}),
+            "vision_config": types.SimpleNamespace(**{**defaults.vision, **vision}),
+        }
+    )
+
+
+_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}  # of the vision towers
+
+
 def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_dim: int, is_qwen3: bool) -> ModelConfig:
     """What the families' configurations have in common; `config` is the library's object, `raw` the file."""
     text = config.text_config
     rope = text.rope_parameters
     expect("text hidden_act", text.hidden_act, "silu")
-    if getattr(text, "use_sliding_window", False) or getattr(text, "sliding_window", None):
+    if getattr(text, "use_sliding_window", False):
         raise ValueError("use_sliding_window must be false: sliding windows are not supported")
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"width of a text head must be even, got {head_dim}")
@@ -206,7 +241,10 @@ def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_d
         vision=vision,
         image_token_id=config.image_token_id,
         video_token_id=config.video_token_id,
-        tie_word_embeddings=bool(config.tie_word_embeddings),
+        # Some Qwen2.5-VL checkpoints say it of the text alone.
+        tie_word_embeddings=bool(
+            config.tie_word_embeddings or (not is_qwen3 and getattr(text, "tie_word_embeddings", False))
+        ),
         dtype=dtype,
     )
 

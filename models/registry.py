@@ -7,7 +7,7 @@ import reprlib
 
 from vlcache_jax.fields import read_object
 from vlcache_jax.models import qwen2_5_vl, qwen3_vl
-from vlcache_jax.models.config import ModelConfig, check_config
+from vlcache_jax.models.config import ModelConfig, check_config, library_config
 
 FAMILIES = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
 
@@ -30,11 +30,9 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     check_config(raw, path)
     if any("quantization_config" in part for part in (raw, raw.get("text_config") or {})):
         raise ValueError(f"quantized checkpoints are not supported, but {path} has a quantization_config")
-
-    from transformers import AutoConfig  # takes seconds, so nobody pays who does not load a model
-
+    family = FAMILIES[model_type]
     try:
-        return FAMILIES[model_type].read_config(AutoConfig.from_pretrained(path.parent), raw)
-    except Exception as error:  # the library's classes raise nearly anything
+        return family.read_config(library_config(raw, family.DEFAULTS), raw)
+    except Exception as error:  # whatever the fields together lead to
         reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} must describe a model that is supported: {reason}") from error

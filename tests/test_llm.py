@@ -470,11 +470,17 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
         ("allowed_media_domains", "a.example", "allowed_media_domains must be a list of host names"),
         ("allowed_local_media_path", True, "allowed_local_media_path must be a folder or None"),
         ("max_image_bytes", "many", "max_image_bytes must be bytes"),
+        ("model", None, "model must be a directory or the id of a model on the hub, got None"),
+        ("ladder", 5, "ladder must be a Ladder or None, got 5"),
+        ("revision", 3, "revision must be a string or None, got 3"),
+        ("cache", "4GiB", "cache must be a CacheConfig, got '4GiB'"),
+        ("seed", -1, "seed must be an integer of at least 0, got -1"),
     ],
 )
-def test_bad_engine_arguments(family_checkpoint, argument, value, message):
+def test_bad_engine_arguments_are_found_before_anything_else(family_checkpoint, argument, value, message, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("the device was asked for"))
     with pytest.raises(ValueError, match=message):
-        open_llm(family_checkpoint, **{argument: value})
+        LLM(**{"model": family_checkpoint, argument: value})
 
 
 def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):

@@ -973,6 +973,9 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
         assert llm.warmup(reuse=schedule, verbose=False)[0] == llm._runner.programs.num_programs
         moving = Spread(schedule=schedule, shift=True)
         assert llm.warmup(reuse=moving, verbose=False)[0] > 0
+        for thread in threading.enumerate():
+            if thread.name == "vlcache-ahead":  # of an engine that other tests use
+                thread.join()
         listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
         jax.monitoring.register_event_duration_secs_listener(listener)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -33,6 +35,25 @@ def test_the_model_is_a_small_directory_as_the_hub_has_them():
     config = json.loads((TINY_VQA / "config.json").read_text())
     assert config["model_type"] == "qwen3_vl"
     assert config["text_config"]["head_dim"] == 64  # as the kernels take
+
+
+def test_opening_imports_no_torch_and_says_what_is_done():
+    """Nor does it keep others from importing it."""
+    code = f"""
+import sys
+from vlcache_jax import LLM, SamplingParams
+with LLM({str(TINY_VQA)!r}, max_rows=64, max_model_len=128, kv_cache_bytes=2**21) as llm:
+    [output] = llm.chat([{{"role": "user", "content": "Hello"}}], SamplingParams(max_tokens=2, ignore_eos=True))
+    print(len(output.outputs[0].token_ids), "torch" in sys.modules)
+from transformers import is_torch_available
+print(is_torch_available())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 False\nTrue\n"
+    lines = done.stderr.splitlines()
+    assert lines[:2] == ["loading weights of tiny_vqa (0.02 GB)", "answering"]
+    assert lines[2].startswith("answering: compiling ")
 
 
 def test_the_pictures_are_those_that_are_drawn():

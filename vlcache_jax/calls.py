@@ -10,7 +10,7 @@ from typing import Any
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.identification import Arrivals, Identifier
 from vlcache_jax.engine.linker import Linker
-from vlcache_jax.engine.request import Linked
+from vlcache_jax.engine.request import Generation, Linked
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, or_error
 from vlcache_jax.engine.serving import serve
@@ -40,6 +40,7 @@ class Caller:
     Args:
       identifier, linker, engine, sequences, reporter: of the model.
       serving: is entered by each of several calls in turn.
+      answered: called with the policy and the sequences that were answered together.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Caller:
         sequences: SequenceBuilder,
         reporter: Reporter,
         serving: Callable[[], AbstractContextManager[None]],
+        answered: Callable[[Policy, Sequence[Generation]], object],
     ):
         self._identifier, self._linker, self._engine = identifier, linker, engine
         self._sequences, self._reporter = sequences, reporter
         self._serving = serving
+        self._answered = answered
 
     def generate(
         self,
@@ -70,7 +73,9 @@ class Caller:
             answers = [
                 self._sequences.answers(linked, _good(params[i])) for i, linked in zip(numbers, group, strict=True)
             ]
-            self._engine.generate([answer for own in answers for answer in own], lambda _: progress())
+            sequences = [answer for own in answers for answer in own]
+            self._engine.generate(sequences, lambda _: progress())
+            self._answered(call.policy, sequences)
             compared: list[Verification | None] = [None] * len(group)
             if verify:
                 compared = verify_answers(self._engine, self._sequences, group, [own[0] for own in answers])

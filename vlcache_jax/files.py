@@ -1,7 +1,8 @@
-"""Files that commands write: whether they can be is known before the work, and they appear whole."""
+"""Files that commands read and write: whether they can is known before the work, and what is written appears whole."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 
@@ -34,6 +35,20 @@ def check_writable(name: str, path: str | os.PathLike[str] | None, suffixes: tup
             part.unlink()
     except OSError as error:
         raise ValueError(f"{name} must be a file that can be written, got {path}: {error.strerror}") from error
+
+
+def check_readable(name: str, path: str | os.PathLike[str]) -> None:
+    """Sees that a file can be read.
+
+    Raises:
+      ValueError: it cannot, or is none.
+    """
+    try:
+        if not pathlib.Path(path).is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such file")
+        open(path, "rb").close()
+    except OSError as error:
+        raise ValueError(f"{name} must be a file that can be read, got {path}: {error.strerror}") from error
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

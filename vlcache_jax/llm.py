@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import pathlib
 import threading
@@ -12,20 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
-from tqdm import tqdm
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
 from vlcache_jax.checks import check_flags
-from vlcache_jax.engine.checkpoint import open_checkpoint
+from vlcache_jax.convert.plan import as_dtype
+from vlcache_jax.engine.ahead import Ahead
+from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.memory_plan import plan_memory
-from vlcache_jax.engine.programs import use_compilation_cache
+from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, or_error, read_generation_config
@@ -36,6 +38,7 @@ from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
 from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
@@ -89,6 +92,7 @@ class LLM:
       verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that were
         written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
       seed: of answers whose sampling parameters name none.
+      use_tqdm: say on stderr what is loaded; calls have their own.
 
     Raises:
       FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an argument is wrong.
@@ -117,10 +121,12 @@ class LLM:
         revision: str | None = None,
         verify_weights: bool = False,
         seed: int = 0,
+        use_tqdm: bool = True,
     ):
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
-        _check_arguments(cache, seed, kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
+        _check_arguments(model, dtype, cache, mm_processor_kwargs, ladder, revision, seed)
+        _check_counts(kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
         check_max_pixels(max_image_pixels)
         access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
@@ -151,12 +157,14 @@ class LLM:
         self.max_model_len = self._renderer.max_tokens = memory.max_model_len
         self._runner = Runner(
             config,
-            self._checkpoint.load(device),
+            _load(self._checkpoint, device, use_tqdm),
             self._processor.normalization_table,
             num_slots=memory.num_slots,
             ladder=memory.ladder,
             implementation=implementation,
         )
+        self._runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
+        self._ahead = Ahead(self._runner.programs)
         self._sequences = SequenceBuilder(
             config,
             memory,
@@ -174,7 +182,7 @@ class LLM:
             self._store,
             self._processor,
             self._renderer,
-            fingerprint=lambda: self._checkpoint.fingerprint,
+            fingerprint=functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm)),
             dtype=self._runner.dtype,
             max_patches=token_rungs[-1] * self._processor.merge_size**2,
             max_pixels=max_image_pixels,
@@ -182,7 +190,13 @@ class LLM:
         )
         self._linker = Linker(config, self._store, self._writer, dtype=self._runner.dtype, token_rungs=token_rungs)
         self._caller = Caller(
-            self._identifier, self._linker, self._engine, self._sequences, self._reporter, self._serving
+            self._identifier,
+            self._linker,
+            self._engine,
+            self._sequences,
+            self._reporter,
+            self._serving,
+            self._ahead.expect,
         )
         self.cache = ImageCache(self._store, self._writer, self._identifier, self._renderer, self.chat)
         self._lock = threading.Lock()
@@ -289,7 +303,7 @@ class LLM:
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
         prompts = _rendered(self._renderer, conversations, mm_processor_kwargs)
         call = self._call(reuse, cache_salt, on_error)
-        with tqdm(total=len(prompts), desc="scoring", disable=not use_tqdm) as bar:
+        with Progress("scoring", len(prompts), show=use_tqdm) as bar:
             return self._caller.score(prompts, continuations, call, keep_logits=keep_logits, progress=bar.update)
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
@@ -297,7 +311,7 @@ class LLM:
 
         Args:
           reuse: what calls will ask for; None is what the engine was made with.
-          verbose: show a progress bar and a line at the end.
+          verbose: show a progress bar and, at the end, what was compiled; on stderr.
 
         Compiled programs are also kept on disk, so that the next process only loads them.
 
@@ -306,15 +320,9 @@ class LLM:
         """
         check_flags(verbose=verbose)
         policy = self._parse_policy(reuse)
+        self._ahead.stop()
         with self._serving():
-            programs = self._runner.programs
-            keys = programs.keys_for(policy)
-            with tqdm(total=len(programs.missing(keys)), desc="compiling", disable=not verbose) as bar:
-                count, seconds = programs.compile(keys, lambda _: bar.update())
-        if verbose:
-            print(f"compiled {count} programs in {seconds:.1f} s")
-            _print_kernels(choice for choices in self.kernels.values() for choice in choices)
-        return count, seconds
+            return _compile_all(self._runner.programs, policy, verbose)
 
     @property
     def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:
@@ -326,6 +334,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives back the memory of weights and pool. The engine cannot be used any more."""
+        self._ahead.stop()
         with self._lock:
             self._closed = True
             self.cache.close()
@@ -373,8 +382,10 @@ class LLM:
     ) -> list[RequestOutput]:
         params = self._sequences.sampling_params(sampling_params, len(prompts))
         total = sum(own.n for own in params if isinstance(own, SamplingParams))
-        with tqdm(total=total, desc="answering", disable=not use_tqdm) as bar:
-            return self._caller.generate(prompts, params, call, verify=verify, progress=bar.update)
+        with Progress("answering", total, show=use_tqdm) as bar:
+            outputs = self._caller.generate(prompts, params, call, verify=verify, progress=bar.update)
+        self._ahead.start()
+        return outputs
 
     def _call(self, reuse: Reuse | None, salt: str | None, on_error: str) -> Call:
         self._check_open()
@@ -408,20 +419,53 @@ def _listed_prompts(prompts: Any) -> Sequence[PromptLike]:
     return listed
 
 
-def _print_kernels(choices: Iterable[dispatch.Choice]) -> None:
+def _fingerprint(checkpoint: Checkpoint, show: bool) -> str:
+    with Progress("fingerprinting the weights", show=show):
+        return checkpoint.fingerprint
+
+
+def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:
+    keys = programs.missing(programs.keys_for(policy))
+    with Progress("compiling", len(keys), show=verbose) as bar:
+        count, seconds = programs.compile(keys, lambda _: bar.update())
+    if verbose and count:
+        say(f"compiled {count} programs in {seconds:.1f} s")
+        _say_kernels(choice for choices in programs.kernels.values() for choice in choices)
+    return count, seconds
+
+
+def _say_kernels(choices: Iterable[dispatch.Choice]) -> None:
     uses = collections.Counter((choice.kernel, choice.implementation, choice.why) for choice in choices)
     for (kernel, implementation, why), number in sorted(uses.items()):
-        print(f"{kernel}: {implementation} in {number} cases ({why})")
+        say(f"{kernel}: {implementation} in {number} cases ({why})")
 
 
-def _check_arguments(cache: Any, seed: Any, **counts: Any) -> None:
+def _check_arguments(model: Any, dtype: Any, cache: Any, limits: Any, ladder: Any, revision: Any, seed: Any) -> None:
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
+    if not (isinstance(dtype, str) and dtype == "auto"):
+        as_dtype(dtype)
     if not isinstance(cache, CacheConfig):
         raise ValueError(f"cache must be a CacheConfig, got {cache!r}")
+    check_limits(limits)
+    if not isinstance(ladder, Ladder | None):
+        raise ValueError(f"ladder must be a Ladder or None, got {ladder!r}")
+    if not isinstance(revision, str | None):
+        raise ValueError(f"revision must be a string or None, got {revision!r}")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
+
+
+def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:
+    doing = f"loading weights of {checkpoint.directory.resolve().name} ({checkpoint.nbytes() / 1e9:.2f} GB)"
+    with Progress(doing, checkpoint.num_parameters, show=show) as bar:
+        return checkpoint.load(device, bar.update)
 
 
 def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config: ModelConfig) -> None:

@@ -7,6 +7,35 @@ from typing import Any
 
 from vlcache_jax.models import config as base
 
+DEFAULTS = base.Defaults(
+    text={
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+    },
+    vision={
+        "depth": 32,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "out_hidden_size": 3584,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    rope_theta=1000000.0,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig(base.VisionConfig):

@@ -8,6 +8,37 @@ from typing import Any
 
 from vlcache_jax.models import config as base
 
+DEFAULTS = base.Defaults(
+    text={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+    },
+    vision={
+        "depth": 27,
+        "hidden_size": 1152,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "in_channels": 3,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 3584,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    rope_theta=500000.0,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig(base.VisionConfig):

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -34,10 +36,38 @@ def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
     assert result.stderr.startswith(f"error: report must be a file that can be written, got {tmp_path}: ")
 
 
+def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
+    """All commands in one process, whose end sees whether any of them has imported it."""
+    missing, out = str(tmp_path / "missing"), str(tmp_path / "out")
+    wrong = {
+        "demo": ["--report", str(tmp_path)],
+        "ask": ["-m", "model", missing, "What?"],
+        "bench ttft": ["--schedule", missing],
+        "bench accuracy": ["--data", missing],
+        "bench policies": ["--ratio", "2"],
+        "schedule profile": ["--out", out, "--data", missing],
+        "schedule times": ["--out", str(tmp_path)],
+        "analyze errors": ["--out", f"{out}.png", "--data", missing],
+        "analyze attention": ["--out", f"{out}.txt"],
+    }
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from vlcache_jax.commands.cli import app
+for command, arguments in {wrong!r}.items():
+    result = CliRunner().invoke(app, [*command.split(), *arguments])
+    assert result.exit_code == 1 and "error: " in result.stderr, (command, result.output)
+assert not {{"jax", "scipy", "transformers", "torch", "matplotlib"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_demo(run, tmp_path):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
     assert re.search(r"compiled \d+ programs", result.stdout)
+    assert result.stderr.startswith("importing JAX\nloading weights of tiny_vqa (0.02 GB)\ncompiling\n")
     assert "Right are 5 of 5 cold, 3 linked and 5 moved" in result.stdout
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
@@ -56,9 +86,9 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     assert twice.exit_code == 0, twice.output
     half = len(twice.stdout) // 2
     assert twice.stdout[:half] == twice.stdout[half:]
-    assert re.search(r"miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
+    assert re.search(r"(?s)miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
     assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
-    assert run("ask", *arguments, "--reuse", "most", "What?").stderr.startswith("error: reuse must be")
+    assert "\nerror: reuse must be" in run("ask", *arguments, "--reuse", "most", "What?").stderr
     small = run("ask", *arguments, "--max-pixels", "8000", tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output
 

@@ -97,7 +97,7 @@ def test_on_a_cpu_the_choice_is_xla_and_says_why(directory, capsys):
         )
         choices = {choice for choices in llm.kernels.values() for choice in choices}
         llm.warmup()
-    assert "attention: xla in" in capsys.readouterr().out
+    assert "attention: xla in" in capsys.readouterr().err
     assert {(choice.implementation, choice.why) for choice in choices} == {("xla", "no Hopper GPU, but cpu")}
 
 

@@ -3,6 +3,7 @@ import copy
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoImageProcessor, PreTrainedTokenizerFast
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
@@ -522,6 +523,42 @@ def test_the_template_is_found_in_each_place(tmp_path):
     assert PromptRenderer.from_pretrained(tmp_path).chat_template == "from jinja"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
     assert PromptRenderer.from_pretrained(str(tmp_path)).chat_template == "from json"
+
+
+@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json and merges.txt"])
+@pytest.mark.parametrize("named", ["Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", None])
+def test_the_tokenizer_is_the_one_that_the_library_chooses(checkpoints, tmp_path, named, files):
+    """Of the classes that these models name, and of none: `AutoTokenizer` is asked."""
+    directory = checkpoints("qwen2_5_vl")
+    shutil.copy(directory / "config.json", tmp_path)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings = {key: value for key, value in settings.items() if key != "tokenizer_class"}
+    content = json.loads((directory / "tokenizer.json").read_text())
+    if files == "tokenizer.json":
+        shutil.copy(directory / "tokenizer.json", tmp_path)
+    else:  # as the first checkpoints came
+        (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
+        merges = [" ".join(merge) for merge in content["model"]["merges"]]
+        (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), encoding="utf-8")
+        added = {str(token.pop("id")): token for token in content["added_tokens"]}
+        settings["added_tokens_decoder"] = added
+    if named is not None:
+        settings["tokenizer_class"] = named
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    try:
+        expected = AutoTokenizer.from_pretrained(tmp_path)
+    except ValueError:  # some cannot be read from those files
+        assert (named, files) == ("PreTrainedTokenizerFast", "vocab.json and merges.txt")
+        with pytest.raises(ValueError, match="must hold a tokenizer"):
+            PromptRenderer.from_pretrained(tmp_path)
+        return
+    found = PromptRenderer.from_pretrained(tmp_path).tokenizer
+    assert type(found) is type(expected)
+    text = "<|im_start|>user\nÄ é e\u0301 the quick brown fox<|vision_start|><|image_pad|> 1234  \n\n don't<|im_end|>"
+    assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found.get_added_vocab() == expected.get_added_vocab()
+    assert found.eos_token_id == expected.eos_token_id
+    assert found.decode(found(text)["input_ids"]) == expected.decode(expected(text)["input_ids"])
 
 
 def test_loading_refuses_what_is_no_checkpoint(tmp_path):

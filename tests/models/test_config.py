@@ -15,6 +15,7 @@ import pytest
 
 from vlcache_jax.models import load_config
 from vlcache_jax.models.params import library_name, parameters, published_name
+from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.testing import make_checkpoint
 
 
@@ -101,6 +102,132 @@ def test_defaults_of_missing_keys_are_the_librarys(make):
     path.write_text(json.dumps(config))
     assert load_config(path.parent).text.rms_norm_eps == 1e-5
     assert load_config(path.parent).text.max_position_embeddings == 32768
+
+
+# As published: the first ones with the text's fields at the top, the later ones with them apart.
+PUBLISHED = {
+    "Qwen2.5-VL-3B": {
+        "model_type": "qwen2_5_vl",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 70,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vision_config": {
+            "depth": 32,
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_chans": 3,
+            "out_hidden_size": 2048,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
+            "temporal_patch_size": 2,
+        },
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vocab_size": 151936,
+    },
+    "Qwen3-VL-8B": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "dtype": "bfloat16",
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000,
+            "vocab_size": 151936,
+        },
+        "tie_word_embeddings": False,
+        "video_token_id": 151656,
+        "vision_config": {
+            "deepstack_visual_indexes": [8, 16, 24],
+            "depth": 27,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "in_channels": 3,
+            "intermediate_size": 4304,
+            "model_type": "qwen3_vl",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 4096,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    },
+}
+
+
+def read_or_error(read):
+    try:
+        return read()
+    except ValueError as error:
+        return str(error)
+
+
+def without(config, key):
+    return {name: value for name, value in config.items() if name != key}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read_as_the_library_reads_them(name, tmp_path):
+    """Whole, in other words, and with each key left out."""
+    from transformers import AutoConfig
+
+    whole = PUBLISHED[name]
+    text, vision = whole.get("text_config", without(whole, "model_type")), whole["vision_config"]
+    nested = without(whole, "tie_word_embeddings") | {"text_config": text}
+    spellings = [
+        whole,
+        nested,
+        nested | {"text_config": text | {"num_key_value_heads": None}},
+        whole | {"vision_config": without(vision, "depth") | {"num_hidden_layers": vision["depth"]}},
+        *(without(whole, key) for key in whole if key != "model_type"),
+        *(nested | {"text_config": without(text, key)} for key in text),
+        *(whole | {"vision_config": without(vision, key)} for key in vision),
+    ]
+    read = 0
+    for raw in spellings:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        library = AutoConfig.from_pretrained(tmp_path)
+        try:
+            expected = FAMILIES[raw["model_type"]].read_config(library, raw)
+        except ValueError as error:  # a default that does not fit the rest
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                load_config(tmp_path)
+        else:
+            read += 1
+            assert load_config(tmp_path) == expected
+    assert read > len(spellings) / 2
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlcache_jax.commands.schedule import MODEL, open_model, say_errors
+from vlcache_jax.commands.schedule import MODEL, open_model, profile_samples, say_errors
 from vlcache_jax.files import PICTURES, check_writable, write_whole
+from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.schedule import FORMAT
 
 if TYPE_CHECKING:
@@ -49,18 +51,18 @@ def errors_command(
 
     Example: vlcache analyze errors --out errors.png
     """
-    import numpy as np
+    with say_errors(), _opened(model, dtype, out, data, samples, arrangement, donors) as (llm, cases):
+        import numpy as np
 
-    from vlcache_jax.study import analysis
-    from vlcache_jax.study.probe import Probe
-    from vlcache_jax.study.sensitivity import prepare
+        from vlcache_jax.study import analysis
+        from vlcache_jax.study.probe import Probe
+        from vlcache_jax.study.sensitivity import prepare
 
-    with say_errors(), _open(model, dtype, out) as llm:
         probe = Probe(llm)
         curves: dict[str, list[np.ndarray]] = {}
         parts = []
         deviations = []
-        for case in _cases(llm, data, samples, arrangement, donors):
+        for case in cases:
             runs = prepare(probe, case)
             for level in _LEVELS:
                 for last in (False, True)[: 1 + bool(level)]:
@@ -158,17 +160,17 @@ def attention_command(
 
     Example: vlcache analyze attention --out attention.png
     """
-    import numpy as np
+    with say_errors(), _opened(model, dtype, out, data, samples, arrangement, donors) as (llm, cases):
+        import numpy as np
 
-    from vlcache_jax.study import analysis
-    from vlcache_jax.study.probe import Probe
-    from vlcache_jax.study.sensitivity import prepare
+        from vlcache_jax.study import analysis
+        from vlcache_jax.study.probe import Probe
+        from vlcache_jax.study.sensitivity import prepare
 
-    with say_errors(), _open(model, dtype, out) as llm:
         probe = Probe(llm)
         kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
         ranks, distances = [], []
-        for case in _cases(llm, data, samples, arrangement, donors):
+        for case in cases:
             runs = prepare(probe, case)
             for name, images in zip(kinds, analysis.answer_attention(probe, runs.placed, runs.cold), strict=True):
                 kinds[name] += [weights.mean(1) for weights in images]
@@ -213,9 +215,33 @@ def attention_command(
         _save(figure, report, out)
 
 
-def _open(model: str | None, dtype: str, out: pathlib.Path) -> LLM:
+@contextlib.contextmanager
+def _opened(
+    model: str | None,
+    dtype: str,
+    out: pathlib.Path,
+    data: list[pathlib.Path] | None,
+    samples: int,
+    arrangement: str,
+    donors: str,
+) -> Iterator[tuple[LLM, Iterator[Case]]]:
+    """An engine and its cases, after a look at everything that may be wrong with the arguments."""
+    from vlcache_jax.study.accuracy import Protocol, behind
+
+    protocol = Protocol(behind(arrangement), "neutral", donors)
     _check(out)
-    return open_model(model, dtype)
+    chosen = profile_samples(data, samples)
+    with open_model(model, dtype) as llm:
+        from vlcache_jax.study.sensitivity import cases_of
+
+        yield llm, _counted(cases_of(llm, chosen, protocol, max_tokens=32))
+
+
+def _counted(cases: Sequence[Case]) -> Iterator[Case]:
+    with Progress("samples", len(cases)) as bar:
+        for case in cases:
+            yield case
+            bar.update()
 
 
 def _check(out: pathlib.Path) -> None:
@@ -225,16 +251,6 @@ def _check(out: pathlib.Path) -> None:
     check_writable("out", data)
     if data.is_file() and FORMAT in data.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"out must have another name, as its data would replace the schedule {data}, got {out}")
-
-
-def _cases(llm: LLM, data: list[pathlib.Path] | None, samples: int, arrangement: str, donors: str) -> Sequence[Case]:
-    from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-    from vlcache_jax.study.accuracy import Protocol, behind, spread
-    from vlcache_jax.study.sensitivity import cases_of
-
-    protocol = Protocol(behind(arrangement), "neutral", donors)
-    chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
-    return cases_of(llm, chosen, protocol, max_tokens=32)
 
 
 def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:

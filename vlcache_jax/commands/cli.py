@@ -12,6 +12,9 @@ from vlcache_jax.commands.analyze import app as analyze_app
 from vlcache_jax.commands.schedule import app as schedule_app
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.convert.command import convert_command
+from vlcache_jax.files import check_writable
+from vlcache_jax.progress import say
+from vlcache_jax.reuse.schedule import Schedule
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestOutput
@@ -41,9 +44,11 @@ def demo_command(
 
     Example: vlcache demo --report demo.html
     """
-    from vlcache_jax.commands.demo import run_demo
-
     with say_errors():
+        check_writable("report", report)
+        say("importing JAX")
+        from vlcache_jax.commands.demo import run_demo
+
         run_demo(report)
 
 
@@ -74,21 +79,23 @@ def ask_command(
 
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """
-    from vlcache_jax import LLM, SamplingParams
     from vlcache_jax.inputs.images import read_image
 
     *images, question = words
     with say_errors():
         if not images and pathlib.Path(question).is_file():
             raise ValueError(f"the question must stand behind the images, got {question!r} alone, which is a file")
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        for image in images:  # what is wrong with an image is known before the model is loaded
+        for image in images:
             read_image(image, name=image).decode()
+        say("importing JAX")
+        from vlcache_jax import LLM, SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         content = [*({"type": "image", "path": image} for image in images), {"type": "text", "text": question}]
         limits = {"max_pixels": max_pixels} if max_pixels is not None else None
         with LLM(model, dtype=dtype, mm_processor_kwargs=limits, reuse=reuse) as llm:
             for _ in range(1 + twice):
-                [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+                [output] = llm.chat([{"role": "user", "content": content}], params)
                 typer.echo(output.outputs[0].text)
                 typer.echo(_summary(output), err=True)
 
@@ -127,9 +134,13 @@ def ttft_command(
 
     Example: vlcache bench ttft --images 2 --tokens 256 --out ttft.json
     """
-    from vlcache_jax.benchmarks import ttft
-
     with say_errors():
+        check_writable("out", out)
+        if schedule is not None:
+            Schedule.load(schedule)
+        say("importing JAX")
+        from vlcache_jax.benchmarks import ttft
+
         ttft.run(
             model,
             dtype=dtype,

@@ -16,9 +16,10 @@ from rich.table import Table
 from vlcache_jax.assets import PICTURES, TINY_VQA
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.files import check_writable, write_whole
+from vlcache_jax.files import write_whole
 from vlcache_jax.llm import LLM
 from vlcache_jax.outputs import Metrics, RequestOutput
+from vlcache_jax.progress import Progress
 from vlcache_jax.study.accuracy import user_turn
 
 REUSE = "shift-0.1"
@@ -71,27 +72,24 @@ def run_demo(report: pathlib.Path) -> None:
 
     Args:
       report: HTML file to write.
-
-    Raises:
-      ValueError: the file cannot be written.
     """
-    check_writable("report", report)
     console = Console()
     params = SamplingParams(max_tokens=32, temperature=0)
     start = time.perf_counter()
     with LLM(TINY_VQA, ladder=_LADDER, max_model_len=1024, kv_cache_bytes=32 * 2**20) as llm:
         loaded = time.perf_counter() - start
-        programs, seconds = llm.warmup(reuse=REUSE, verbose=False)
+        programs, seconds = llm.warmup(reuse=REUSE)
         console.print(
             f"A small trained Qwen3-VL: loaded in {loaded:.1f} s, compiled {programs} programs in {seconds:.1f} s."
         )
-        for reuse in ("exact", LINKED, REUSE, "off"):  # what is slow the first time, such as opening a picture
-            _ask(llm, TURNS[1], params, reuse)
-        llm.reset_mm_cache()
-        cold = [_ask(llm, turn, params, "off") for turn in TURNS]
-        for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
-            _ask(llm, Turn((name,), "", "What is the code?", ""), params, "exact")
-        reused = [[_ask(llm, turn, params, reuse) for turn in TURNS] for reuse in (LINKED, REUSE)]
+        with Progress("asking"):
+            for reuse in ("exact", LINKED, REUSE, "off"):  # what is slow the first time, such as opening a picture
+                _ask(llm, TURNS[1], params, reuse)
+            llm.reset_mm_cache()
+            cold = [_ask(llm, turn, params, "off") for turn in TURNS]
+            for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
+                _ask(llm, Turn((name,), "", "What is the code?", ""), params, "exact")
+            reused = [[_ask(llm, turn, params, reuse) for turn in TURNS] for reuse in (LINKED, REUSE)]
     runs = dict(zip(_NAMES, (cold, *reused), strict=True))
     console.print(_table(runs))
     right = [sum(_text(o) == turn.answer for o, turn in zip(run, TURNS, strict=True)) for run in runs.values()]

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlcache_jax.progress import Progress, say
+
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.reuse.schedule import Schedule
+    from vlcache_jax.study.accuracy import Sample
     from vlcache_jax.study.search import Scores
 
 app = typer.Typer(name="schedule", no_args_is_help=True, help="Finds how much of a reused image each layer recomputes.")
@@ -42,23 +45,19 @@ def profile_command(
 
     Example: vlcache schedule profile --samples 40 --out scores.npz
     """
-    from tqdm import tqdm
-
-    from vlcache_jax.assets import TINY_VQA
-    from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
     from vlcache_jax.files import check_writable
-    from vlcache_jax.study.accuracy import Protocol, behind, spread
-    from vlcache_jax.study.sensitivity import cases_of, profile
+    from vlcache_jax.study.accuracy import Protocol, behind
 
     with say_errors():
         protocol = Protocol(behind(arrangement), auxiliary="neutral")
         check_writable("out", out)
-        source = model or TINY_VQA
-        chosen = spread(load_samples(data or [], questions=None if data else samples, split="profile"), samples)
-        with open_model(source, dtype) as llm:
+        chosen = profile_samples(data, samples)
+        with open_model(model, dtype) as llm:
+            from vlcache_jax.study.sensitivity import cases_of, profile
+
             cases = cases_of(llm, chosen, protocol, max_tokens=max_tokens)
-            with tqdm(total=len(cases), desc="samples") as bar:
-                found = profile(llm, cases, work=f"{out}.work", progress=lambda done: bar.update(done - bar.n))
+            with Progress("samples", len(cases)) as bar:
+                found = profile(llm, cases, work=f"{out}.work", progress=lambda done: bar.update(done - bar.done))
         found.save(out)
         base = found.values[0, 0]
         typer.echo(f"{len(cases)} samples, error of full reuse {base:.3g}; written to {out}")
@@ -177,24 +176,25 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
 
     runner = llm._runner
     layer = runner.config.text.num_layers - 2
+    rungs = [size for size in runner.ladder.rows if size <= runner.num_slots]
     measured = {}
-    for size in runner.ladder.rows:
-        slot = np.arange(size, dtype=np.int32)
-        if size > runner.num_slots:
-            break
-        rows = Rows(slot, np.tile(slot, (3, 1)), np.zeros_like(slot), slot + 1, slot)
-        took = []
-        for _ in range(repeats + 1):
-            pool, runner._pool = runner._pool_now(), None
-            x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
-            start = time.perf_counter()
-            x, *pool[layer], _ = runner._run(
-                ("layer", size, size, False), runner._text["layers"][layer], x, *pool[layer], rows, None
-            )
-            jax.block_until_ready((x, pool[layer]))
-            took.append(time.perf_counter() - start)
-            runner._pool = pool
-        measured[size] = round(1e6 * statistics.median(took[1:]))
+    with Progress("timing", len(rungs)) as bar:
+        for size in rungs:
+            slot = np.arange(size, dtype=np.int32)
+            rows = Rows(slot, np.tile(slot, (3, 1)), np.zeros_like(slot), slot + 1, slot)
+            took = []
+            for _ in range(repeats + 1):
+                pool, runner._pool = runner._pool_now(), None
+                x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
+                start = time.perf_counter()
+                x, *pool[layer], _ = runner._run(
+                    ("layer", size, size, False), runner._text["layers"][layer], x, *pool[layer], rows, None
+                )
+                jax.block_until_ready((x, pool[layer]))
+                took.append(time.perf_counter() - start)
+                runner._pool = pool
+            measured[size] = round(1e6 * statistics.median(took[1:]))
+            bar.update()
     runner.reset()
     return measured
 
@@ -227,10 +227,20 @@ def draw_scores(axis: Any, scores: Scores) -> None:
 
 def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
     """An engine; None is the shipped model."""
+    say("importing JAX")
     from vlcache_jax.assets import TINY_VQA
     from vlcache_jax.llm import LLM
 
     return LLM(model or TINY_VQA, dtype=dtype)
+
+
+def profile_samples(data: list[pathlib.Path] | None, count: int) -> list[Sample]:
+    """`count` samples of files; without files, of splits drawn for the shipped model."""
+    from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+    from vlcache_jax.study.accuracy import spread
+
+    with Progress("reading questions"):
+        return spread(load_samples(data or [], questions=None if data else count, split="profile"), count)
 
 
 @contextlib.contextmanager

@@ -87,9 +87,14 @@ class Checkpoint(abc.ABC):
             schedule.check_model(self.config.model_type, self.config.text.num_layers, fingerprint)
         return policy
 
+    @property
+    def num_parameters(self) -> int:
+        """How many arrays `load` loads."""
+        return len(parameters(self.config))
+
     @abc.abstractmethod
-    def load(self, device: Device | None = None) -> dict[str, Any]:
-        """The parameters as nested dicts of arrays on `device`."""
+    def load(self, device: Device | None = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """The parameters as nested dicts of arrays on `device`; `loaded` is called after each of them."""
 
 
 def open_checkpoint(
@@ -149,9 +154,9 @@ class _HubCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         return fingerprint(self.source_digest, [self.dtype.name])
 
-    def load(self, device: Device | None = None) -> dict[str, Any]:
+    def load(self, device: Device | None = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
         sources = {source.parameter.path: source for source in self.plan}
-        return _load(self.config, lambda parameter: sources[parameter.path].read(self.dtype), device)
+        return _load(self.config, lambda parameter: sources[parameter.path].read(self.dtype), device, loaded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,25 +171,31 @@ class _ConvertedCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         return self.manifest.fingerprint(self.dtype.name)
 
-    def load(self, device: Device | None = None) -> dict[str, Any]:
+    def load(self, device: Device | None = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
         weights, entries = StoredWeights(self.directory / WEIGHTS_DIRECTORY), self.manifest.parameters
 
         def read(parameter: Parameter) -> np.ndarray:
             return weights.read(parameter.path, self.dtype, entry=entries[parameter_name(parameter.path)])
 
         try:
-            return _load(self.config, read, device)
+            return _load(self.config, read, device, loaded)
         except ValueError as error:
             raise ValueError(f"weights of {self.directory} cannot be read: {error}") from error
 
 
-def _load(config: ModelConfig, read: Callable[[Parameter], np.ndarray], device: Device | None) -> dict[str, Any]:
+def _load(
+    config: ModelConfig,
+    read: Callable[[Parameter], np.ndarray],
+    device: Device | None,
+    loaded: Callable[[], object],
+) -> dict[str, Any]:
     # The largest first: what a tensor takes in passing is then taken while the model is not yet all there.
     ordered = sorted(parameters(config), key=lambda parameter: -math.prod(parameter.shape))
     arrays: dict[Path, jax.Array] = {}
     for parameter, array in zip(ordered, _ahead(read, ordered), strict=True):
         # Waiting bounds what is on its way to the device; the next tensors are read in the meantime.
         arrays[parameter.path] = jax.device_put(array, device).block_until_ready()
+        loaded()
     tree: dict[str, Any] = {}
     for parameter in parameters(config):
         _insert(tree, parameter.path, arrays[parameter.path])

@@ -1,13 +1,16 @@
 """The family of compiled programs: which there are, and one table of those that are compiled, by name and sizes.
 
-`compile` makes all that a policy can call for ahead, else each is compiled at its first use.
+`compile` makes all that a policy can call for ahead, else each is compiled at its first use. Threads that want the same
+program compile it once.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
+import threading
 import time
 from collections import abc
 from typing import Any
@@ -16,6 +19,7 @@ import jax
 import numpy as np
 
 from vlcache_jax.engine.definitions import Definitions
+from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.inputs.images import Patches
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.pallas_kernels import dispatch
@@ -29,17 +33,21 @@ class Programs:
     """Compiles definitions and keeps them.
 
     Attributes:
+      definitions: what is compiled.
+      compiling: called with the key of a program that `run` has to wait for; it waits within what that returns.
       kernels: in the programs compiled so far: which implementation runs each case, and why.
     """
 
     def __init__(self, definitions: Definitions):
-        self._definitions = definitions
+        self.definitions = definitions
+        self.compiling: abc.Callable[[Key], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._locks: dict[Key, threading.Lock] = {}
         self.kernels: dict[Key, tuple[dispatch.Choice, ...]] = {}
 
     def keys_for(self, policy: Policy) -> list[Key]:
         """Every program that requests under a policy can call for."""
-        layers = self._definitions.config.text.num_layers
+        layers = self.definitions.config.text.num_layers
         image = ImageRef("", (1, 200, 200), 10_000, _no_patches)
         layout = make_layout(np.zeros(10_001, np.int32), [0], [image], 2, ["approximate"])
         plan = policy.plan(layout, layers)
@@ -58,6 +66,7 @@ class Programs:
         shrinking: abc.Collection[int] = (),
         selecting: SelectingPolicy | None = None,
         shifting: bool = False,
+        ladder: Ladder | None = None,
     ) -> list[Key]:
         """Every program that prefill, decoding, sampling and scoring can call for.
 
@@ -67,13 +76,14 @@ class Programs:
             ends inside an image may hold nothing but rows that drop out early.
           selecting: also choosing rows on the device.
           shifting: also moving linked K, V.
+          ladder: of these rungs alone; None is all.
         """
-        definitions = self._definitions
-        ladder, config = definitions.ladder, definitions.config
+        definitions, config = self.definitions, self.definitions.config
+        ladder = ladder or definitions.ladder
         layers, deepstack = config.text.num_layers, config.vision.num_deepstack
         keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
         for size in ladder.rows:
-            keep = ladder.outputs(size)
+            keep = definitions.ladder.outputs(size)
             keys += [("embed", size)]
             keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
             fewer = [rung for rung in ladder.rows if rung < size]
@@ -90,18 +100,16 @@ class Programs:
                     keys += [("narrow", size, rung) for rung in lower]
                 if selecting.check_layer < deepstack - 1:
                     keys += [("take", size, rung, less) for rung in lower for less in lower if less <= rung]
-                keys += [
-                    ("score_rows", size, window, selecting) for window in self._definitions.windows if window >= size
-                ]
+                keys += [("score_rows", size, window, selecting) for window in definitions.windows if window >= size]
         for count in ladder.sequences:
             keys += [("decode", count), ("sample", count)]
         for size in ladder.patches:
             keys += [("encode", size)]
-        for size in definitions.token_rungs:
+        for size in (patches // config.vision.merge_size**2 for patches in ladder.patches):
             keys += [("stage", size)] + [("link", size)] * linking
         if shifting:
             keys += [("differences", size) for size in ladder.rows] + [
-                ("move", size) for size in self._definitions.moved_rungs
+                ("move", size) for size in definitions.moved_rungs
             ]
         return list(dict.fromkeys(keys))
 
@@ -113,9 +121,9 @@ class Programs:
         missing = self.missing(keys)
         threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         try:
-            compiling = {threads.submit(self._lower(key).compile): key for key in missing}
+            compiling = {threads.submit(self.program, key, self._lower(key)): key for key in missing}
             for future in concurrent.futures.as_completed(compiling):
-                self._compiled[compiling[future]] = future.result()
+                future.result()
                 progress(compiling[future])
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun never will
@@ -133,17 +141,31 @@ class Programs:
     def run(self, key: Key, *args: Any) -> Any:
         """Calls a program, which is compiled first if it is not yet."""
         if key not in self._compiled:
-            self._compiled[key] = self._lower(key).compile()
+            with self.compiling(key):
+                self.program(key)
         return self._compiled[key](*args)
+
+    def program(self, key: Key, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
+        """The compiled program. If another thread is at it, waits for it; else compiles it if it is not yet."""
+        with self._locks.setdefault(key, threading.Lock()):
+            if key not in self._compiled:
+                self._compiled[key] = (lowered or self._lower(key)).compile()
+            return self._compiled[key]
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         name, *sizes = key
-        function, arguments, donated = getattr(self._definitions, name)(*sizes)
+        function, arguments, donated = getattr(self.definitions, name)(*sizes)
         with dispatch.recorded() as choices:
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         if choices:
             self.kernels[key] = tuple(dict.fromkeys(choices))
         return lowered
+
+
+def program_name(key: Key) -> str:
+    """A program as users are told of it."""
+    sizes = ", ".join(str(size) for size in key[1:] if type(size) is int)
+    return f"{key[0]}({sizes})" if sizes else key[0]
 
 
 def _no_patches() -> Patches:

@@ -272,36 +272,21 @@ class ImageProcessor:
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {_describe(directory)}")
         _check_settings(Path(directory))
-        from transformers import AutoImageProcessor  # seconds to import where torch is installed
-
-        try:
-            found = AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
-        except Exception as error:  # the library's classes raise nearly anything
-            raise ValueError(
-                f"{directory} must describe its image processor in {' or '.join(_SETTINGS_FILES)}: "
-                f"{shorten(str(error))}"
-            ) from error
-        if type(found).__name__ != "Qwen2VLImageProcessorPil":
-            raise ValueError(
-                f"image processor of {directory} must be Qwen2VLImageProcessor, got {type(found).__name__}"
-            )
+        settings = _read_settings(Path(directory))
         for step in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
-            if getattr(found, step) is not True:
-                raise ValueError(f"{step} of {directory} must be true, got {getattr(found, step)}")
-        size = found.size
-        if size.shortest_edge is None or size.longest_edge is None:
-            raise ValueError(f"size of {directory} must hold shortest_edge and longest_edge, got {dict(size)}")
+            if settings[step] is not True:
+                raise ValueError(f"{step} of {directory} must be true, got {settings[step]}")
         try:
             return cls(
-                min_pixels=size.shortest_edge,
-                max_pixels=size.longest_edge,
-                patch_size=found.patch_size,
-                merge_size=found.merge_size,
-                temporal_patch_size=found.temporal_patch_size,
-                mean=_three_floats(found.image_mean),
-                std=_three_floats(found.image_std),
-                rescale_factor=float(found.rescale_factor),
-                resample=int(found.resample),
+                min_pixels=settings["min_pixels"],
+                max_pixels=settings["max_pixels"],
+                patch_size=settings["patch_size"],
+                merge_size=settings["merge_size"],
+                temporal_patch_size=settings["temporal_patch_size"],
+                mean=_three_floats(settings["image_mean"]),
+                std=_three_floats(settings["image_std"]),
+                rescale_factor=float(settings["rescale_factor"]),
+                resample=int(settings["resample"]),
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"image processor settings of {directory} must be usable: {error}") from error
@@ -367,6 +352,53 @@ class ImageProcessor:
     def settings(self, limits: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Everything here that changes pixels or their number, as plain values: a part of cache keys."""
         return asdict(self.with_limits(limits))
+
+
+# What the library's class takes for settings that a checkpoint leaves out. Importing it would import torch, where it is
+# installed, which takes seconds.
+_KIND = "Qwen2VLImageProcessor"
+_DEFAULTS = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "rescale_factor": 1 / 255,
+    "resample": int(Image.Resampling.BICUBIC),
+}
+_DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    """The image processor's settings, found and completed as the library does; its limits as min_ and max_pixels."""
+    given: Any = None
+    try:
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            if given is None and (directory / name).is_file():
+                given = read_object(directory / name)
+                if name == "processor_config.json":
+                    given = given.get("image_processor")
+        if given is None:
+            raise ValueError("there is neither")
+        kind = given.get("image_processor_type") or _KIND
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{directory} must describe its image processor in preprocessor_config.json or processor_config.json: "
+            f"{shorten(str(error))}"
+        ) from error
+    if kind not in (_KIND, f"{_KIND}Fast", f"{_KIND}Pil"):
+        raise ValueError(f"image processor of {directory} must be {_KIND}, got {shorten(str(kind))}")
+    size = given.get("size")
+    size = _DEFAULT_SIZE if size is None else size if isinstance(size, dict) else {}
+    limits = dict(zip(_LIMITS, map(size.get, _DEFAULT_SIZE), strict=True))
+    limits |= {key: given[key] for key in _LIMITS if given.get(key) is not None}  # how the first checkpoints say it
+    if None in limits.values():
+        raise ValueError(f"size of {directory} must hold shortest_edge and longest_edge, got {given['size']}")
+    return {**_DEFAULTS, **given, **limits}
 
 
 def _check_size(height: int, width: int, name: str, max_pixels: int | None = None) -> None:

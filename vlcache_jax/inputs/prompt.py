@@ -102,10 +102,8 @@ class PromptRenderer:
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {str(directory)!r}")
         _check_tokenizer_files(Path(directory))
-        from transformers import AutoTokenizer  # seconds to import where torch is installed
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            tokenizer = _tokenizer_class(Path(directory)).from_pretrained(directory, local_files_only=True)
         except Exception as error:  # the library and its parser raise nearly anything
             raise ValueError(f"{directory} must hold a tokenizer: {type(error).__name__}: {error}") from error
         template = tokenizer.chat_template
@@ -286,6 +284,28 @@ class PromptRenderer:
         if np.any(np.diff(places) == 1):  # their tokens would run together to one image
             raise ValueError(f"{name} must have a token between two images, got two {IMAGE_TOKEN} side by side")
         return places
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """The library's class for a checkpoint's tokenizer.
+
+    `AutoTokenizer` chooses the same, but imports torch where it is installed, which takes ten seconds; so it is asked
+    only where a checkpoint names another class than those of these models, or none.
+    """
+    path = directory / "tokenizer_config.json"
+    settings = read_object(path) if path.is_file() else {}
+    match settings.get("tokenizer_class"):
+        case "Qwen2Tokenizer" | "Qwen2TokenizerFast":
+            from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+            return Qwen2Tokenizer
+        case "TokenizersBackend" | "PreTrainedTokenizerFast":
+            from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+            return TokenizersBackend
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from scipy import stats
 
+from vlcache_jax.progress import Progress
 from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def answer_cold(
 ) -> Cold:
     """Answers some samples without reuse, and scores those answers."""
     formal = [protocol.formal(samples, i) for i in chosen]
-    outputs = llm.chat(formal, _greedy(max_tokens), reuse=COLD, use_tqdm=False)
+    outputs = llm.chat(formal, _greedy(max_tokens), reuse=COLD)
     answers = [output.outputs[0] for output in outputs]
     texts, forced = [answer.text for answer in answers], [list(answer.token_ids) for answer in answers]
     scores, seconds = _score(llm, formal, forced, COLD)
@@ -363,7 +363,7 @@ def evaluate(
     """
     llm.reset_mm_cache()
     donors = [prompt for i in chosen for prompt in protocol.donor_prompts(samples, i)]
-    llm.chat(donors, _greedy(1), reuse="exact", use_tqdm=False)
+    llm.chat(donors, _greedy(1), reuse="exact")
     llm.cache.flush()
     formal = [protocol.formal(samples, i) for i in chosen]
     expected = "exact" if protocol.arrangement == "image_first" and protocol.donors == "together" else "approximate"
@@ -379,7 +379,7 @@ def evaluate(
         # Where every token of the cold answer is the most likely one, it is the answer.
         other = [k for k, score in enumerate(scores) if not score.greedy.all()]
         if other:
-            answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=policy, use_tqdm=False)
+            answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=policy)
             for k, answer in zip(other, answers, strict=True):
                 texts[k] = answer.outputs[0].text
         yield name, _results(samples, chosen, scores, texts, cold.logits, seconds)
@@ -394,7 +394,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
 def _score(llm: LLM, formal: list[Any], forced: list[list[int]], reuse: Any) -> tuple[list[Any], float]:
     """Scores of the forced answers, and the seconds it took."""
     start = time.perf_counter()
-    scores = llm.score(formal, forced, reuse=reuse, keep_logits=True, use_tqdm=False)
+    scores = llm.score(formal, forced, reuse=reuse, keep_logits=True)
     return scores, time.perf_counter() - start
 
 
@@ -488,8 +488,6 @@ def run(
     Raises:
       ValueError: a schedule of another model, or `work` is another kind of file.
     """
-    from tqdm import tqdm
-
     for policy in settings.values():
         llm._parse_policy(policy)
     log = WorkLog(work, _identity(llm, samples, max_tokens))
@@ -499,7 +497,7 @@ def run(
     for protocol in protocols:
         groups.setdefault(protocol.case, []).append(protocol)
         all_results[protocol] = {name: [] for name in (COLD, *settings)}
-    with tqdm(total=len(protocols) * len(samples), desc="questions", file=sys.stderr) as bar:
+    with Progress("questions", len(protocols) * len(samples)) as bar:
         for chosen, group in itertools.product(parts, groups.values()):
             cold: Cold | None = None  # the same for all seeds
             for protocol in group:
@@ -539,6 +537,8 @@ def paired(cold: npt.ArrayLike, other: npt.ArrayLike, seed: int = 0) -> dict[str
     Args:
       cold, other: right or wrong, for the same questions in the same order, [questions] or [prompts, questions].
     """
+    from scipy import stats
+
     before, after = np.atleast_2d(np.asarray(cold, int)), np.atleast_2d(np.asarray(other, int))
     change = (after - before).mean(0)
     n = len(change)

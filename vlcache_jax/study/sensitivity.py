@@ -95,7 +95,7 @@ def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tok
             raise ValueError(f"sample {sample.index} must show at least one image, got none")
     formal = [protocol.formal(samples, i) for i in range(len(samples))]
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    outputs = llm.chat(formal, params, reuse="off", use_tqdm=False)
+    outputs = llm.chat(formal, params, reuse="off")
     donors = [protocol.donor_prompts(samples, i) for i in range(len(samples))]
     return [
         Case(conversation, prompts, output.outputs[0].token_ids)

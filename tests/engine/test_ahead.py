@@ -1,0 +1,156 @@
+"""Programs that several threads want, and those that a repeat will want."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from vlcache_jax import LLM, Ladder, SamplingParams
+
+LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
+LINK = ("link", 16)  # of the images here
+PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    settings = {"max_model_len": 512, "kv_cache_bytes": 4 * 2**20, "use_tqdm": False}
+    with LLM(checkpoints("qwen3_vl"), ladder=LADDER, **settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+def llm(engine):
+    """As if nothing had been compiled or seen."""
+    engine._ahead.wait()
+    engine.reset_mm_cache()
+    engine._runner.programs._compiled.clear()
+    yield engine
+    engine._ahead.wait()
+
+
+@pytest.fixture
+def ask(textured_image):
+    """(llm, number of images, sampling, reuse) -> outputs of two requests, one of them without images."""
+    images = [textured_image(90, 130, seed) for seed in range(3)]
+
+    def ask(llm, count, params=PARAMS, **options):
+        content = [part for image in images[:count] for part in (text("See:"), {"type": "image", "image": image})]
+        conversations = [
+            [{"role": "user", "content": [*content, text("What?")]}],
+            [{"role": "user", "content": "Hello"}],
+        ]
+        return llm.chat(conversations, params, use_tqdm=False, **options)
+
+    return ask
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def slow(programs, monkeypatch):
+    """Compilations wait for an event; returns it, one that says that the first has begun, and the keys of all."""
+    go, begun, keys, lower = threading.Event(), threading.Event(), [], programs._lower
+
+    def wait(key):
+        keys.append(key)
+        begun.set()
+        assert go.wait(60)
+        return lower(key)
+
+    monkeypatch.setattr(programs, "_lower", wait)
+    return go, begun, keys
+
+
+@pytest.mark.parametrize(
+    ("count", "params", "reuse"),
+    [
+        (1, PARAMS, "exact"),
+        (3, SamplingParams(temperature=1, max_tokens=2, n=3, ignore_eos=True), "shift-0.2"),
+        (1, PARAMS, "cacheblend-0.2"),
+    ],
+)
+def test_a_repeat_compiles_nothing(llm, ask, count, params, reuse):
+    programs = llm._runner.programs
+    ask(llm, count, params, reuse=reuse)
+    llm._ahead.wait()
+    compiled = programs.num_programs
+    again = ask(llm, count, params, reuse=reuse)
+    assert {image.match for image in again[0].cache.images} == {"exact"}
+    assert programs.num_programs == compiled
+    assert programs.missing([LINK, ("link", 64)]) == [("link", 64)]  # no image is so large
+
+
+def test_where_nothing_is_kept_nothing_is_compiled(llm, ask):
+    ask(llm, 1, reuse="off")
+    ask(llm, 0)
+    assert llm._ahead._thread is None
+    assert llm._runner.programs.missing([LINK])
+
+
+def test_a_program_that_two_threads_want_is_compiled_once(llm, monkeypatch):
+    programs = llm._runner.programs
+    go, _, keys = slow(programs, monkeypatch)
+    threads = [threading.Thread(target=programs.run, args=[("seen",)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert keys == [("seen",)]
+
+
+def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
+    programs = llm._runner.programs
+    with monkeypatch.context() as context:
+        context.setattr(programs, "_lower", lambda key: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            programs.run(("seen",))
+    assert programs.run(("seen",)).dtype == bool
+
+
+def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog):
+    programs = llm._runner.programs
+    lower = programs._lower
+
+    def failing(key):
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("no memory")
+        return lower(key)
+
+    monkeypatch.setattr(programs, "_lower", failing)
+    with caplog.at_level(logging.DEBUG, "vlcache_jax.engine.ahead"):
+        ask(llm, 1)
+        llm._ahead.wait()
+    assert "compiling ('link', 16) ahead failed" in caplog.text
+    assert programs.missing([LINK])
+    assert ask(llm, 1)[0].cache.images[0].match == "exact"
+
+
+@pytest.mark.parametrize("end", ["close", "warmup"])
+def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end):
+    ladder = Ladder(rows=(64,), patches=(64,), sequences=(1,))
+    llm = LLM(checkpoints("qwen3_vl"), ladder=ladder, max_model_len=128, kv_cache_bytes=2**20, use_tqdm=False)
+    programs = llm._runner.programs
+    with monkeypatch.context() as context:
+        go, begun, keys = slow(programs, context)
+        llm._ahead._keys = [("seen",), LINK]
+        llm._ahead.start()
+        assert begun.wait(60)
+        ending = threading.Thread(target=llm.close if end == "close" else llm._ahead.stop)
+        ending.start()
+        ending.join(0.2)
+        assert ending.is_alive()
+        go.set()
+        ending.join(60)
+    assert keys == [("seen",)]
+    if end == "warmup":
+        llm.warmup(reuse="off", verbose=False)
+        ask(llm, 1)
+        assert llm._ahead._thread is None
+        assert programs.missing([LINK]) == [LINK]
+        llm.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "vlcache-ahead"]

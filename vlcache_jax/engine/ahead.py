@@ -1,0 +1,121 @@
+"""What the repeat of a request will call for is compiled when the request has been answered, while nobody waits.
+
+A cold request computes its images; when they come again they are linked, and few rows are left: other programs. The
+first repeat would wait for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import threading
+from collections import abc
+
+from vlcache_jax.engine.batching import cut_waves, prefill_steps
+from vlcache_jax.engine.ladder import Ladder, round_up
+from vlcache_jax.engine.programs import Key, Programs
+from vlcache_jax.engine.request import Sequence
+from vlcache_jax.reuse.policies import Policy, make_plan
+from vlcache_jax.reuse.selection import make_choice
+
+_log = logging.getLogger(__name__)
+_PROGRAMS = ("link", "embed", "layer", "slice", "head")  # that depend on how many rows are left; others have been used
+
+
+class Ahead:
+    """Compiles programs one after the other in a thread of its own.
+
+    The thread has no lower priority: it holds Python's lock in turns, and a call may wait for its program.
+
+    Args:
+      programs: those of the engine.
+    """
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        self._keys: list[Key] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def expect(self, policy: Policy, answered: abc.Sequence[Sequence]) -> None:
+        """The same sequences may come again; `start` compiles what they will call for then.
+
+        Args:
+          policy: of their call.
+          answered: of them those count that run together first.
+        """
+        answered = answered[: self._programs.definitions.ladder.max_sequences]
+        if self._stopped or not any(use.captured is not None for sequence in answered for use in sequence.images):
+            return
+        try:
+            keys = self._programs.missing(repeat_keys(self._programs, policy, answered))
+        except Exception:  # the answers are there, and nothing here may take them away
+            _log.debug("planning a repeat failed", exc_info=True)
+        else:
+            with self._lock:
+                self._keys = list(dict.fromkeys(keys + self._keys))
+
+    def start(self) -> None:
+        """Begins, where something is to be compiled; called when nobody waits any more."""
+        with self._lock:
+            if self._keys and self._thread is None and not self._stopped:
+                atexit.register(self.stop)  # what ends while a program is being compiled may crash
+                self._thread = threading.Thread(target=self._run, name="vlcache-ahead", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the interpreter ends, or there are no more threads
+                    self._thread = None
+
+    def wait(self) -> None:
+        """Returns when everything is compiled."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def stop(self) -> None:
+        """Ends it for good, after the program under way."""
+        self._stopped = True
+        self.wait()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._stopped or not self._keys:
+                    self._thread = None
+                    break
+                key = self._keys.pop(0)
+            try:
+                self._programs.program(key)
+            except Exception:  # whoever needs the program will meet the error
+                _log.debug("compiling %s ahead failed", key, exc_info=True)
+        atexit.unregister(self.stop)
+
+
+def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Sequence]) -> list[Key]:
+    """The programs that sequences call for when they come again, those that choose or move rows aside."""
+    definitions = programs.definitions
+    config, ladder = definitions.config, definitions.ladder
+    layers, patches = config.text.num_layers, config.vision.merge_size**2
+    known = {id(use.span) for sequence in answered for use in sequence.images if use.captured is not None}
+    again = []
+    linked: set[int] = set()
+    for sequence in answered:
+        spans = [dataclasses.replace(s, state="exact") if id(s) in known else s for s in sequence.layout.spans]
+        layout = dataclasses.replace(sequence.layout, spans=tuple(spans))
+        linked |= {span.length for span in layout.images if span.state != "miss"}
+        plan, choice = make_plan(policy, layout, layers), make_choice(policy, layout, layers)
+        again.append(Sequence(layout, plan, sequence.new_slots, choice=choice))
+    steps = [
+        step
+        for wave in cut_waves(again, ladder.max_sequences, definitions.num_slots)
+        for step in prefill_steps(wave, ladder, definitions.num_slots, layers)
+    ]
+    rungs = Ladder(
+        rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
+        patches=tuple(sorted({round_up(tokens * patches, ladder.patches) for tokens in linked})),
+        sequences=tuple(sorted({round_up(len(step.wanted), ladder.sequences) for step in steps if step.wanted})),
+    )
+    shrinking = {layer for step in steps for layer in range(layers - 1) if step.bounds[layer + 1] < step.bounds[layer]}
+    keys = programs.keys(linking=True, shrinking=shrinking, ladder=rungs)
+    return [key for key in keys if key[0] in _PROGRAMS]

@@ -1,0 +1,112 @@
+"""What a wait is for: a bar on a terminal; in a pipe or a file, plain lines now and then. Both on stderr."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import time
+from collections.abc import Sequence
+from typing import Self
+
+SECONDS = 3.0  # from one line to the next, unless work of another kind begins
+
+
+class Progress:
+    """Says what is done and how far it is (a context manager). Within another one it shows beside it.
+
+    Args:
+      doing: such as "answering"; its first word is the kind of work.
+      total: of what `update` counts; None: nothing is counted.
+      show: False is silent, and so is what is within.
+
+    Attributes:
+      done: so many, so far.
+    """
+
+    def __init__(self, doing: str, total: int | None = None, *, show: bool = True):
+        self.doing, self.total, self.done = doing, total, 0
+        self._show = show
+        self._chain: tuple[Progress, ...] = (self,)  # those that it is within, and it
+        self._screen: _Bar | _Lines | None = None
+
+    def update(self, count: int = 1) -> None:
+        """So many more are done."""
+        self.done += count
+        self._say()
+
+    def __str__(self) -> str:
+        return f"{self.doing} {self.done} of {self.total}" if self.total and self.done else self.doing
+
+    def __enter__(self) -> Self:
+        if (outer := _innermost.get()) is not None:
+            self._chain = (*outer._chain, self)
+        if self._show:
+            self._screen = _open_screen(self) if outer is None else outer._screen
+        self._before = _innermost.set(self)
+        self._say()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _innermost.reset(self._before)
+        if self._screen is not None and len(self._chain) == 1:
+            self._screen.close()
+        elif self._screen is not None:
+            self._screen.ended(self._chain[:-1])
+
+    def _say(self) -> None:
+        if self._screen is not None:
+            self._screen.show(self._chain)
+
+
+_innermost: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("progress", default=None)
+
+
+def say(line: str) -> None:
+    """A line on stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _open_screen(progress: Progress) -> _Bar | _Lines | None:
+    if sys.stderr is None:  # no console at all
+        return None
+    return _Bar(progress) if sys.stderr.isatty() else _Lines()
+
+
+class _Bar:
+    def __init__(self, progress: Progress):
+        from tqdm import tqdm
+
+        uncounted = None if progress.total is not None else "{desc}[{elapsed}]"
+        self._bar = tqdm(total=progress.total, desc=progress.doing, bar_format=uncounted)
+        self._shown = progress.doing
+
+    def show(self, chain: Sequence[Progress]) -> None:
+        shown = ": ".join([chain[0].doing, *map(str, chain[1:])])
+        if shown != self._shown:
+            self._bar.set_description(shown)
+            self._shown = shown
+        self._bar.update(chain[0].done - self._bar.n)
+
+    ended = show
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+        self._last = 0.0
+
+    def show(self, chain: Sequence[Progress]) -> None:
+        kind = chain[-1].doing.split()[0]
+        if kind not in self._kinds or time.monotonic() - self._last >= SECONDS:
+            self._kinds.add(kind)
+            self._last = time.monotonic()
+            say(": ".join(map(str, chain)))
+
+    def ended(self, chain: Sequence[Progress]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
