@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from vlcache_jax.inputs.images import Grid
+from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.plan import Plan
 

@@ -95,7 +95,7 @@ class Torch:
         import torch
         from transformers import AutoModelForImageTextToText
 
-        from vlcache_jax.inputs.images import ImageProcessor
+        from vlcache_jax.inputs.processor import ImageProcessor
         from vlcache_jax.inputs.prompt import PromptRenderer
 
         self.torch = torch

@@ -14,7 +14,8 @@ from PIL import Image
 
 import vlcache_jax.engine.identification as identification
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
-from vlcache_jax.inputs.images import ImageProcessor, ImageSource
+from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.inputs.processor import ImageProcessor
 
 LADDER = Ladder(rows=(64, 256), patches=(64, 256, 1024), sequences=(1, 4))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -325,7 +326,8 @@ _PEAK = """
 import io, itertools, resource, sys, zlib, struct
 import numpy as np
 from PIL import Image
-from vlcache_jax.inputs.images import ImageProcessor, read_image
+from vlcache_jax.inputs.images import read_image
+from vlcache_jax.inputs.processor import ImageProcessor
 
 def encoded(mode, width, height, suffix, cut=0):
     file = io.BytesIO()

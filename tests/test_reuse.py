@@ -20,6 +20,7 @@ from PIL import Image
 import vlcache_jax.cache.memory
 import vlcache_jax.engine.engine
 import vlcache_jax.inputs.images
+import vlcache_jax.inputs.processor
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.reuse.plan import Plan
@@ -372,7 +373,7 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
 
     monkeypatch.setattr(vlcache_jax.inputs.images, "_open", forbidden)
     monkeypatch.setattr(vlcache_jax.inputs.images.ImageSource, "decode", forbidden)
-    monkeypatch.setattr(vlcache_jax.inputs.images.ImageProcessor, "patches", forbidden)
+    monkeypatch.setattr(vlcache_jax.inputs.processor.ImageProcessor, "patches", forbidden)
     monkeypatch.setattr(llm._runner, "encode", forbidden)
     repeat = chat(llm, user("What is ", str(path), " and ", png(b), "?"))
     assert tokens(repeat) == tokens(first)

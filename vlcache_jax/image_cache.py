@@ -12,8 +12,8 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.checks import check_text
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.inputs.images import Grid
 from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.outputs import RequestOutput
 

@@ -33,7 +33,8 @@ from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, or_error, read_generation_config
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
-from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageProcessor, check_limits, check_max_pixels
+from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
+from vlcache_jax.inputs.processor import ImageProcessor, check_limits
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter, RequestOutput, Score

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGenerat
 from vlcache_jax.benchmarks.tiny_vqa.conversations import MIXTURE, converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, ask
-from vlcache_jax.inputs.images import ImageProcessor
+from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.study.accuracy import number_name
 from vlcache_jax.testing import TOKEN_IDS, make_checkpoint
 

@@ -5,8 +5,8 @@ import pytest
 
 from vlcache_jax.engine.batching import Sequence, cut_waves, encoder_calls, prefill_steps
 from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.inputs.images import Patches
 from vlcache_jax.inputs.layout import ImageRef, make_layout
+from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.reuse.plan import Plan, full_prefill
 from vlcache_jax.reuse.policies import first_tokens
 

@@ -17,7 +17,8 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from vlcache_jax.inputs.images import MOST_IMAGE_PIXELS, ImageProcessor, Patches, check_limits, read_image
+from vlcache_jax.inputs.images import MOST_IMAGE_PIXELS, read_image
+from vlcache_jax.inputs.processor import ImageProcessor, Patches, check_limits
 
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -714,7 +715,8 @@ def test_torch_is_not_needed(tmp_path):
 import sys
 sys.modules["torch"] = sys.modules["torchvision"] = None
 import numpy as np
-from vlcache_jax.inputs.images import ImageProcessor, read_image
+from vlcache_jax.inputs.images import read_image
+from vlcache_jax.inputs.processor import ImageProcessor
 import vlcache_jax.cache.keys
 import vlcache_jax.inputs.prompt
 processor = ImageProcessor.from_pretrained({str(tmp_path)!r})

@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from vlcache_jax.inputs.access import Access
-from vlcache_jax.inputs.images import ImageProcessor
+from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer
 
 # In the manner of the published template: a system turn of its own where none is given.

@@ -349,17 +349,14 @@ def test_hostile_numbers_of_the_flat_layout(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text": {"initializer_range": "x"}}, "StrictDataclassFieldValidationError: .*'initializer_range'"),
-        ({"text": {"max_window_layers": "x"}}, "'max_window_layers'"),
         ({"text": {"hidden_size": 66}}, "hidden_size must be a multiple of num_attention_heads = 4, got 66"),
         ({"text": {"num_attention_heads": 128}}, "hidden_size must be a multiple of num_attention_heads = 128"),
         ({"text": {"hidden_size": 60, "num_attention_heads": 4}}, "width of a text head must be even, got 15"),
         ({"vision": {"window_size": 27}}, "window_size must be at least the 28 pixels of an image token, got 27"),
         ({"vision": {"num_heads": 64}}, "vision head width must be a multiple of 4"),
-        ({"id2label": {"x": 1}}, "invalid literal"),
     ],
 )
-def test_what_the_library_refuses_names_the_file(make, changes, message):
+def test_fields_that_contradict_each_other_name_the_file(make, changes, message):
     directory = edit(make("qwen2_5_vl"), **changes)
     with pytest.raises(ValueError, match=rf"(?s){directory}/config.json must describe a model .*{message}"):
         load_config(directory)

@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401  (lets numpy know bfloat16)
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.inputs.images import Grid
+from vlcache_jax.inputs.processor import Grid
 
 Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""

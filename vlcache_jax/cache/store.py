@@ -13,7 +13,7 @@ from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.memory import MemoryTier
 from vlcache_jax.cache.record import DamagedError, Meta, Record, Tier, TierError, verified
 from vlcache_jax.cache.why import Why
-from vlcache_jax.inputs.images import Grid
+from vlcache_jax.inputs.processor import Grid
 
 _log = logging.getLogger(__name__)
 

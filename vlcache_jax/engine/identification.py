@@ -20,8 +20,9 @@ import numpy.typing as npt
 from vlcache_jax.cache.keys import alias_key, content_key, entry_key, owner_key
 from vlcache_jax.cache.store import Picture, Store
 from vlcache_jax.engine.request import Metrics, Request
-from vlcache_jax.inputs.images import Grid, ImageProcessor, ImageSource, Patches
+from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.inputs.processor import Grid, ImageProcessor, Patches
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 
 WINDOW_BYTES = 128 * 2**20  # of patches that one window of rows keeps in memory

@@ -20,8 +20,8 @@ import numpy as np
 
 from vlcache_jax.engine.definitions import Definitions
 from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.inputs.images import Patches
 from vlcache_jax.inputs.layout import ImageRef, make_layout
+from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import SelectingPolicy

@@ -1,34 +1,28 @@
-"""Images on the host: from what a caller passes to the uint8 patches that the vision tower reads.
+"""Images on the host: from what a caller passes to an RGB picture.
 
 Three phases. `read_image` takes hold of an image without decoding it, so that a cache can hash the encoded bytes and
 skip the rest; `ImageSource.size` reads the head of the file and refuses what the head decides; `ImageSource.decode`
-makes the RGB picture and finds everything else that can be wrong with it. `ImageProcessor` then resizes and cuts
-the picture into patches, bit for bit as transformers' PIL image processor does. Patches stay uint8, an eighth of the
-float32 rows that hold every pixel twice: `normalization_table` turns bytes into values later.
+makes the RGB picture and finds everything else that can be wrong with it.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import math
 import string
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlcache_jax.checks import shorten
-from vlcache_jax.fields import OBJECT, Kind, check_fields, either, optional, read_object, real, whole
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
@@ -42,42 +36,8 @@ MOST_IMAGE_PIXELS = 2 * 89_478_485
 
 MAX_ASPECT_RATIO = 200
 
-Grid = tuple[int, int, int]
-"""Patches of an image: (1, rows, columns)."""
-
 _ACCEPTED = "a path, bytes, a data: or http(s) URL, a PIL image or a uint8 array"
-_LIMITS = ("min_pixels", "max_pixels")
 _filter_lock = threading.Lock()
-
-
-def _channels(kind: Kind) -> Kind:
-    return Kind(
-        f"3 values, one a channel, each {kind.words}",
-        lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(kind.accepts, value)),
-    )
-
-
-_AREA = whole(1, 1 << 40)
-_MEAN, _STD = real(-1e6, 1e6), real(1e-6, 1e6)
-_SETTINGS: dict[str, Kind] = {
-    "min_pixels": _AREA,
-    "max_pixels": _AREA,
-    "patch_size": whole(1, 1 << 10),
-    "merge_size": whole(1, 64),
-    "temporal_patch_size": whole(1, 64),
-    "mean": _channels(_MEAN),
-    "std": _channels(_STD),
-    "rescale_factor": real(1e-6, 1e6),
-    "resample": Kind("one of Pillow's filters 0 to 5", whole(0, 5).accepts),
-}
-# In the files one value may stand for all channels, and null is the library's default.
-_STORED: dict[str, Kind] = {key: optional(kind) for key, kind in _SETTINGS.items()} | {
-    "image_mean": optional(either(_MEAN, _SETTINGS["mean"])),
-    "image_std": optional(either(_STD, _SETTINGS["std"])),
-    "size": optional(OBJECT),
-}
-_SIZE = dict.fromkeys((*_LIMITS, "shortest_edge", "longest_edge"), optional(_AREA))
-_SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +65,7 @@ class ImageSource:
         """
         if isinstance(self.value, np.ndarray):
             height, width = self.value.shape[:2]
-            _check_size(height, width, self.name, max_pixels)
+            check_picture_size(height, width, self.name, max_pixels)
             return height, width
         width, height = self._opened(self.value, max_pixels).size
         return height, width
@@ -137,7 +97,7 @@ class ImageSource:
             if image.format not in ("MPO", "GIF") and getattr(image, "is_animated", False):
                 # To count a TIFF's pages, all of them would be read.
                 frames = "several pages" if image.format == "TIFF" else f"{image.n_frames} frames"  # type: ignore[attr-defined]
-        _check_size(height, width, self.name, max_pixels)
+        check_picture_size(height, width, self.name, max_pixels)
         if frames:
             raise ValueError(f"{self.name} must be a single picture, got an image of {frames}")
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
@@ -194,246 +154,20 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
     return ImageSource(name, encoded)
 
 
-def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwargs") -> dict[str, int]:
-    """Returns `min_pixels` and `max_pixels`, those that are given, as a dict; None gives an empty one.
-
-    Raises:
-        ValueError: another key, or a value that is not a positive integer, or min_pixels above max_pixels.
-    """
-    if limits is None:
-        return {}
-    if not isinstance(limits, Mapping):
-        raise ValueError(f"{name} must be a dict with {' and '.join(_LIMITS)}, got {_describe(limits)}")
-    for key, value in limits.items():
-        if key not in _LIMITS:
-            raise ValueError(f"{name} must hold only {' and '.join(_LIMITS)}, got {key!r}")
-        _check_positive(value, f"{name} {key}")
-    checked = dict(limits)
-    if len(checked) == len(_LIMITS):
-        _check_order(checked["min_pixels"], checked["max_pixels"], f"{name} ")
-    return checked
-
-
 def check_max_pixels(value: Any) -> None:
     """Raises a ValueError unless it can be the limit of a picture's pixels."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_IMAGE_PIXELS:
         raise ValueError(f"max_image_pixels must be an integer from 1 to {MOST_IMAGE_PIXELS}, got {value!r}")
 
 
-class Patches(NamedTuple):
-    """An image cut into patches.
-
-    Attributes:
-        pixels: uint8 [P, 3, patch_size * patch_size]. Each merge_size x merge_size block of patches lies together,
-            blocks in raster order.
-        grid: (1, rows, columns) with P = rows * columns.
-    """
-
-    pixels: npt.NDArray[np.uint8]
-    grid: Grid
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageProcessor:
-    """Resizes and cuts pictures as the checkpoint's image processor does (transformers, PIL, bit for bit).
-
-    Attributes:
-        min_pixels, max_pixels: area to which a picture is scaled, in pixels; `with_limits` changes them.
-        patch_size: side of a patch, in pixels.
-        merge_size: side of the block of patches that becomes one token.
-        temporal_patch_size: times each pixel is repeated in `pixel_values`; an image is a video of equal frames.
-        mean, std: of each channel, after rescaling.
-        rescale_factor: by which bytes are multiplied before normalisation.
-        resample: Pillow's number of the resize filter (3 is bicubic).
-    """
-
-    min_pixels: int
-    max_pixels: int
-    patch_size: int
-    merge_size: int
-    temporal_patch_size: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    rescale_factor: float = 1 / 255
-    resample: int = int(Image.Resampling.BICUBIC)
-
-    def __post_init__(self) -> None:
-        check_fields(vars(self), _SETTINGS)
-        _check_order(self.min_pixels, self.max_pixels)
-
-    @classmethod
-    def from_pretrained(cls, directory: str | PathLike[str]) -> ImageProcessor:
-        """Reads the settings of a checkpoint, from `preprocessor_config.json` or `processor_config.json`.
-
-        Raises:
-            ValueError: no such files, a field in them that is out of bounds, an image processor of another kind, or one
-                that skips a step.
-        """
-        if not Path(directory).is_dir():
-            raise ValueError(f"directory must be a checkpoint's directory, got {_describe(directory)}")
-        _check_settings(Path(directory))
-        settings = _read_settings(Path(directory))
-        for step in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
-            if settings[step] is not True:
-                raise ValueError(f"{step} of {directory} must be true, got {settings[step]}")
-        try:
-            return cls(
-                min_pixels=settings["min_pixels"],
-                max_pixels=settings["max_pixels"],
-                patch_size=settings["patch_size"],
-                merge_size=settings["merge_size"],
-                temporal_patch_size=settings["temporal_patch_size"],
-                mean=_three_floats(settings["image_mean"]),
-                std=_three_floats(settings["image_std"]),
-                rescale_factor=float(settings["rescale_factor"]),
-                resample=int(settings["resample"]),
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"image processor settings of {directory} must be usable: {error}") from error
-
-    def with_limits(self, limits: Mapping[str, int] | None) -> ImageProcessor:
-        """This processor with `limits`, that is `mm_processor_kwargs`: min_pixels, max_pixels or both.
-
-        Raises:
-            ValueError: see `check_limits`; also when one given limit contradicts the other one of this processor.
-        """
-        changes: dict[str, Any] = check_limits(limits)
-        return replace(self, **changes) if changes else self
-
-    def grid(self, height: int, width: int, limits: Mapping[str, int] | None = None, *, name: str = "image") -> Grid:
-        """The patches of a picture of `height` x `width` pixels: (1, rows, columns), multiples of merge_size.
-
-        Both sides are rounded to whole blocks, half to even; then the area is brought within the limits.
-
-        Raises:
-            ValueError: an empty picture, or one more than 200 times as long as wide.
-        """
-        _check_size(height, width, name)
-        bounds = self.with_limits(limits)
-        block = self.patch_size * self.merge_size
-        rows, columns = round(height / block), round(width / block)
-        if rows * columns * block**2 > bounds.max_pixels:
-            shrink = math.sqrt((height * width) / bounds.max_pixels)
-            rows = max(1, math.floor(height / shrink / block))
-            columns = max(1, math.floor(width / shrink / block))
-        elif rows * columns * block**2 < bounds.min_pixels:
-            grow = math.sqrt(bounds.min_pixels / (height * width))
-            rows, columns = math.ceil(height * grow / block), math.ceil(width * grow / block)
-        return 1, rows * self.merge_size, columns * self.merge_size
-
-    def num_tokens(self, grid: Grid) -> int:
-        """Tokens that an image of this patch grid takes in the prompt."""
-        return math.prod(grid) // self.merge_size**2
-
-    def patches(self, rgb: npt.NDArray[np.uint8], limits: Mapping[str, int] | None = None) -> Patches:
-        """Resizes a picture, uint8 [H, W, 3], to its grid and cuts it into patches."""
-        if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
-            raise ValueError(f"rgb must be uint8 [H, W, 3], got {rgb.dtype} {rgb.shape}")
-        grid = self.grid(rgb.shape[0], rgb.shape[1], limits)
-        _, rows, columns = grid
-        patch, merge = self.patch_size, self.merge_size
-        resized = Image.fromarray(rgb).resize((columns * patch, rows * patch), Image.Resampling(self.resample))
-        pixels = np.asarray(resized).reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        pixels = pixels.transpose(0, 3, 1, 4, 6, 2, 5)  # block row, block column, row, column, channel, y, x
-        return Patches(pixels.reshape(rows * columns, 3, patch * patch), grid)
-
-    @cached_property
-    def normalization_table(self) -> npt.NDArray[np.float32]:
-        """The value of each byte in each channel, float32 [3, 256], rounded step by step as in the library."""
-        rescaled = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
-        mean, std = (np.array(values, np.float32)[:, None] for values in (self.mean, self.std))
-        return (rescaled - mean) / std
-
-    def pixel_values(self, patches: Patches) -> npt.NDArray[np.float32]:
-        """The library's `pixel_values` of these patches: float32 [P, 3 * temporal_patch_size * patch_size**2]."""
-        values = np.stack([self.normalization_table[c][patches.pixels[:, c]] for c in range(3)], axis=1)
-        return np.repeat(values[:, :, None], self.temporal_patch_size, axis=2).reshape(len(values), -1)
-
-    def settings(self, limits: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Everything here that changes pixels or their number, as plain values: a part of cache keys."""
-        return asdict(self.with_limits(limits))
-
-
-# What the library's class takes for settings that a checkpoint leaves out. Importing it would import torch, where it is
-# installed, which takes seconds.
-_KIND = "Qwen2VLImageProcessor"
-_DEFAULTS = {
-    "do_convert_rgb": True,
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "rescale_factor": 1 / 255,
-    "resample": int(Image.Resampling.BICUBIC),
-}
-_DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-
-
-def _read_settings(directory: Path) -> dict[str, Any]:
-    """The image processor's settings, found and completed as the library does; its limits as min_ and max_pixels."""
-    given: Any = None
-    try:
-        for name in ("processor_config.json", "preprocessor_config.json"):
-            if given is None and (directory / name).is_file():
-                given = read_object(directory / name)
-                if name == "processor_config.json":
-                    given = given.get("image_processor")
-        if given is None:
-            raise ValueError("there is neither")
-        kind = given.get("image_processor_type") or _KIND
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{directory} must describe its image processor in preprocessor_config.json or processor_config.json: "
-            f"{shorten(str(error))}"
-        ) from error
-    if kind not in (_KIND, f"{_KIND}Fast", f"{_KIND}Pil"):
-        raise ValueError(f"image processor of {directory} must be {_KIND}, got {shorten(str(kind))}")
-    size = given.get("size")
-    size = _DEFAULT_SIZE if size is None else size if isinstance(size, dict) else {}
-    limits = dict(zip(_LIMITS, map(size.get, _DEFAULT_SIZE), strict=True))
-    limits |= {key: given[key] for key in _LIMITS if given.get(key) is not None}  # how the first checkpoints say it
-    if None in limits.values():
-        raise ValueError(f"size of {directory} must hold shortest_edge and longest_edge, got {given['size']}")
-    return {**_DEFAULTS, **given, **limits}
-
-
-def _check_size(height: int, width: int, name: str, max_pixels: int | None = None) -> None:
+def check_picture_size(height: int, width: int, name: str, max_pixels: int | None = None) -> None:
+    """Raises a ValueError if a picture is empty, too long for its width, or has more than `max_pixels`."""
     if height < 1 or width < 1:
         raise ValueError(f"{name} must have at least 1x1 pixels, got {height}x{width}")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise ValueError(f"{name} must have an aspect ratio of at most {MAX_ASPECT_RATIO}, got {height}x{width}")
     if max_pixels is not None and height * width > max_pixels:
         raise ValueError(f"{name} must have at most {max_pixels} pixels, got {height}x{width}")
-
-
-def _check_positive(value: Any, name: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
-def _check_order(min_pixels: int, max_pixels: int, prefix: str = "") -> None:
-    if min_pixels > max_pixels:
-        raise ValueError(f"{prefix}min_pixels must be at most max_pixels {max_pixels}, got {min_pixels}")
-
-
-def _check_settings(directory: Path) -> None:
-    """Checks the files of the image processor as they stand, before the library's classes act on them."""
-    for name in _SETTINGS_FILES:
-        if (path := directory / name).exists():
-            raw = read_object(path)
-            check_fields(raw, {"image_processor": optional(OBJECT)}, path)
-            for section, settings in (("", raw), ("image_processor.", raw.get("image_processor") or {})):
-                check_fields(settings, _STORED, path, section=section)
-                check_fields(settings.get("size") or {}, _SIZE, path, section=f"{section}size.")
-
-
-def _three_floats(value: Any) -> tuple[float, float, float]:
-    first, second, third = (value, value, value) if isinstance(value, (int, float)) else value
-    return float(first), float(second), float(third)
 
 
 def _open(encoded: bytes) -> Image.Image:

@@ -10,7 +10,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.inputs.images import Grid, Patches
+from vlcache_jax.inputs.processor import Grid, Patches
 from vlcache_jax.models.rope import mrope_positions
 
 State = Literal["text", "miss", "exact", "approximate"]
@@ -21,7 +21,7 @@ class ImageRef:
 
     Attributes:
       key: entry key (`vlcache_jax.cache`).
-      grid: patches, see `vlcache_jax.inputs.images`.
+      grid: patches, see `vlcache_jax.inputs.processor`.
       num_tokens: image tokens it takes in the prompt.
     """
 

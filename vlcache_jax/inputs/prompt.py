@@ -20,7 +20,8 @@ import numpy.typing as npt
 from vlcache_jax.checks import check_text
 from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, read_object
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.images import ImageSource, check_limits, read_image
+from vlcache_jax.inputs.images import ImageSource, read_image
+from vlcache_jax.inputs.processor import check_limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
