@@ -205,16 +205,16 @@ def test_nothing_compiles_after_warmup(family_checkpoint, textured_image):
 
 
 def test_bf16(llm, family_checkpoint, conversations):
-    """What it answers is as likely as float32 says, but for bfloat16's rounding (test_bfloat16.py has the numerics)."""
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
+    """Any tokens are as likely as float32 says, but for bfloat16's rounding (test_bfloat16.py has the numerics)."""
+    params = SamplingParams(temperature=5, seed=0, max_tokens=4, ignore_eos=True, logprobs=1)
     with open_llm(family_checkpoint, dtype="bfloat16") as narrow:
         outputs = narrow.chat(conversations, params, use_tqdm=False)
         assert narrow._runner._pool[0][0].dtype == "bfloat16"
     answers = [output.outputs[0] for output in outputs]
     scores = llm.score(conversations, [answer.token_ids for answer in answers], use_tqdm=False)
     logprobs = np.array([[logprob.chosen for logprob in answer.logprobs] for answer in answers])
-    errors = np.abs(logprobs - [score.logprobs for score in scores])
-    assert 1e-4 < errors.max() < 0.1
+    error = np.sqrt(np.mean((logprobs - [score.logprobs for score in scores]) ** 2))
+    assert 1e-3 < error < 0.15
 
 
 def test_sampling_is_repeatable_whatever_else_is_in_the_batch(llm, conversations):

@@ -567,6 +567,7 @@ def test_an_earlier_image_is_context_too(llm, a, b):
     [one] = chat(llm, first)
     [two] = chat(llm, exchanged)
     np.testing.assert_array_equal(one.prompt_token_ids, two.prompt_token_ids)
+    assert [image.match for image in two.cache.images] == ["miss", "miss"]
     assert [image.why.value for image in two.cache.images] == ["unknown_image", "other_context"]
     assert two.cache.images[1].key == one.cache.images[1].key
     assert two.num_cached_tokens == 0

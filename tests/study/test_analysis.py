@@ -195,18 +195,21 @@ def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_c
     arguments = checkpoints("qwen3_vl-tied"), "--data", questions_tsv, "--samples", 2
     report = run("attention", tmp_path / "attention.png", *arguments)
     assert report["images"] == sum(len(runs.placed.images) for runs in of_cases)
-    weights = [image for runs in of_cases for image in answer_attention(probe, runs.placed, runs.cold)[0]]
-    ranks = [first_token_rank(image).mean(1) for image in weights]
+    scaled, raw = (
+        [image for runs in of_cases for image in answer_attention(probe, runs.placed, runs.cold)[i]] for i in range(2)
+    )
+    ranks = [first_token_rank(image).mean(1) for image in scaled]
     np.testing.assert_allclose(
         report["tokens that get less than the first one, mean over heads by layer"], np.mean(ranks, axis=0), atol=1e-6
     )
     along = report["attention on the first tokens, by layer and share of the image"]
+    for name, found in (("scaled", scaled), ("raw", raw)):
+        # The 12 tokens of an image end at whole twelfths of it: here at a quarter, a half, three quarters and all.
+        expected = np.mean([np.cumsum(image.mean(1), axis=1)[:, [2, 5, 8, 11]] for image in found], axis=0)
+        np.testing.assert_allclose(np.array(along[name])[:, [25, 50, 75, 100]], expected, rtol=1e-4)
+        assert {curve[0] for curve in along[name]} == {0}
     for layer, curve in enumerate(along["scaled"]):
         np.testing.assert_array_equal(drawn[1][f"layer {layer}"], curve)
-        # At a quarter, a half, and so on of an image lies a whole number of its 12 tokens.
-        expected = np.mean([np.cumsum(image[layer].mean(0))[[2, 5, 8, 11]] for image in weights], axis=0)
-        np.testing.assert_allclose(np.array(curve)[[25, 50, 75, 100]], expected, rtol=1e-4)
-        assert curve[0] == 0
     distances = [np.cumsum(key_distance(runs, span), axis=1) for runs in of_cases for span in runs.placed.images]
     far = np.mean([distance[1:, [5, 11]] / distance[1:, 11:] for distance in distances], axis=0)
     curves = report["distance of keys on the first tokens, by layer and share of the image"]
