@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlcache_jax.files import check_free
 from vlcache_jax.progress import say
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ def convert_command(
 
     Then: vlcache ask photo.jpg "What is this?" --model ./qwen3-vl-2b
     """
-    say("importing JAX")
-    from vlcache_jax.convert.stream import convert
-
     try:
+        check_free("destination", destination.expanduser())
+        say("importing JAX")
+        from vlcache_jax.convert.stream import convert
+
         with _progress() as progress:
             report = convert(source, destination, dtype=dtype, verify=verify, revision=revision, progress=progress)
     except (OSError, ValueError) as error:

@@ -28,6 +28,7 @@ from vlcache_jax.convert.memory import PeakMemory
 from vlcache_jax.convert.plan import Source, as_dtype, make_plan, source_digest, stored_dtype
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import SIDE_FILES, locate
+from vlcache_jax.files import check_free
 from vlcache_jax.models.params import Path
 from vlcache_jax.models.registry import load_config
 
@@ -106,7 +107,7 @@ def convert(
     begin = time.perf_counter()
     wanted = None if dtype is None else as_dtype(dtype)
     destination = pathlib.Path(destination).expanduser().absolute()
-    _check_free(destination)
+    check_free("destination", destination)
     located = locate(source, revision)
     config = load_config(located.directory)
     plan = make_plan(located.directory, config)
@@ -240,13 +241,6 @@ def _equal_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return all(np.array_equal(a[i : i + _COMPARED_BYTES], b[i : i + _COMPARED_BYTES]) for i in steps)
 
 
-def _check_free(destination: pathlib.Path) -> None:
-    if destination.is_dir() and not any(destination.iterdir()):
-        return
-    if destination.exists():
-        raise FileExistsError(f"destination must not exist or be an empty directory, got {destination}")
-
-
 @contextlib.contextmanager
 def _appearing(destination: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
     """A directory to write into, which becomes the destination if all goes well and disappears if not."""
@@ -260,7 +254,7 @@ def _appearing(destination: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]
                 raise OSError(f"destination must have room for {nbytes / 1e9:.2f} GB, got {free / 1e9:.2f} GB free")
             yield partial
             _flush(partial)
-            _check_free(destination)
+            check_free("destination", destination)
             partial.rename(destination)
             _flush_one(destination.parent)
         except BaseException:

@@ -3,7 +3,8 @@
 A call's prompts come in, each with its policy; sequences with their tokens go out. `linker` finds out which images are
 known and gives what will be computed its place in the cache; `batching` cuts sequences into waves and waves into steps
 of static sizes; `engine` runs them; `runner` holds weights and KV pool and calls compiled `programs`, each of them
-defined in `definitions`. `ladder` has the sizes, `memory_plan` what fits, `checkpoint` the weights, `request` what a
-request is on its way, `sequences` how it becomes what runs, `verification` the same once more without the cache.
+defined in `definitions`; `ahead` compiles in the background what a repeat will call for. `ladder` has the sizes,
+`memory_plan` what fits, `checkpoint` the weights, `request` what a request is on its way, `sequences` how it becomes
+what runs, `verification` the same once more without the cache.
 Nothing here knows of calls, threads of callers, progress bars or what users are told.
 """

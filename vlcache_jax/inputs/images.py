@@ -42,6 +42,23 @@ Grid = tuple[int, int, int]
 
 _ACCEPTED = "a path, bytes, a data: or http(s) URL, a PIL image or a uint8 array"
 _LIMITS = ("min_pixels", "max_pixels")
+# What the library's class takes for settings that a checkpoint leaves out. Importing it would import torch, where it is
+# installed, which takes seconds.
+_KIND = "Qwen2VLImageProcessor"
+_DEFAULTS = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "rescale_factor": 1 / 255,
+    "resample": int(Image.Resampling.BICUBIC),
+}
+_DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 _filter_lock = threading.Lock()
 
 
@@ -305,25 +322,6 @@ class ImageProcessor:
     def settings(self, limits: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Everything here that changes pixels or their number, as plain values: a part of cache keys."""
         return asdict(self.with_limits(limits))
-
-
-# What the library's class takes for settings that a checkpoint leaves out. Importing it would import torch, where it is
-# installed, which takes seconds.
-_KIND = "Qwen2VLImageProcessor"
-_DEFAULTS = {
-    "do_convert_rgb": True,
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "rescale_factor": 1 / 255,
-    "resample": int(Image.Resampling.BICUBIC),
-}
-_DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
