@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlcache_jax.convert.memory import gigabytes
+from vlcache_jax.files import check_free
 from vlcache_jax.progress import say
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def convert_command(
         elif destination is None:
             raise ValueError("DESTINATION must be given, unless SOURCE is to be checked with --check")
         else:
+            check_free("destination", destination.expanduser())
             say("importing JAX")
             _convert(source, destination, dtype, verify, revision)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 
 from vlcache_jax.convert.memory import gigabytes
+from vlcache_jax.files import check_free
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -48,20 +49,12 @@ def appearing(destination: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
                     f"disk full while writing {destination}: needs about {gigabytes(nbytes)}, "
                     f"{gigabytes(free)} were free{why}"
                 ) from error
-            check_free(destination)
+            check_free("destination", destination)
             partial.rename(destination)
             _flush_one(destination.parent)
         except BaseException:
             _remove(partial)
             raise
-
-
-def check_free(destination: pathlib.Path) -> None:
-    """Raises FileExistsError unless the destination does not exist or is an empty directory."""
-    if destination.is_dir() and not any(destination.iterdir()):
-        return
-    if destination.exists():
-        raise FileExistsError(f"destination must not exist or be an empty directory, got {destination}")
 
 
 def describe_leftovers(folder: pathlib.Path, but: pathlib.Path | None = None) -> list[str]:

@@ -22,11 +22,12 @@ from vlcache_jax.convert.manifest import (
     weight_files,
 )
 from vlcache_jax.convert.memory import PeakMemory
-from vlcache_jax.convert.partial import appearing, check_free
+from vlcache_jax.convert.partial import appearing
 from vlcache_jax.convert.plan import Source, as_dtype, is_finite, make_plan, sha256, source_digest, stored_dtype
 from vlcache_jax.convert.progress import Meter, Progress
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import SIDE_FILES, locate
+from vlcache_jax.files import check_free
 from vlcache_jax.models.params import Path
 from vlcache_jax.models.registry import load_config
 
@@ -80,7 +81,7 @@ def convert(
     begin = time.perf_counter()
     wanted = None if dtype is None else as_dtype(dtype)
     destination = pathlib.Path(destination).expanduser().absolute()
-    check_free(destination)
+    check_free("destination", destination)
     located = locate(source, revision)
     config = load_config(located.directory)
     plan = make_plan(located.directory, config)

@@ -80,6 +80,7 @@ _VISION: dict[str, Kind] = {
     "num_labels": _LABELS,
 }
 _VISION_ROPE = {"rope_theta": Kind("10000", lambda value: value == 10000)}
+_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}  # of the vision towers' fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,17 +185,10 @@ def library_config(raw: Mapping[str, Any], defaults: Defaults) -> Any:
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", given.get("rope_theta", defaults.rope_theta))
     vision = {_ALIASES.get(key, key): value for key, value in (raw.get("vision_config") or {}).items()}
-    top = {"image_token_id": 151655, "video_token_id": 151656, "tie_word_embeddings": False, **raw}
-    return types.SimpleNamespace(
-        **top
-        | {
-            "text_config": types.SimpleNamespace(**text | {"rope_parameters": rope}),
-            "vision_config": types.SimpleNamespace(**{**defaults.vision, **vision}),
-        }
-    )
-
-
-_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}  # of the vision towers
+    config = {"image_token_id": 151655, "video_token_id": 151656, "tie_word_embeddings": False, **raw}
+    config["text_config"] = types.SimpleNamespace(**text | {"rope_parameters": rope})
+    config["vision_config"] = types.SimpleNamespace(**{**defaults.vision, **vision})
+    return types.SimpleNamespace(**config)
 
 
 def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_dim: int, is_qwen3: bool) -> ModelConfig:

@@ -51,6 +51,16 @@ def check_readable(name: str, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{name} must be a file that can be read, got {path}: {error.strerror}") from error
 
 
+def check_free(name: str, path: pathlib.Path) -> None:
+    """Sees that a directory can be made in a place.
+
+    Raises:
+      FileExistsError: something is there that is no empty directory.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(f"{name} must not exist or be an empty directory, got {path}")
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file that appears only when it is complete; makes its folder."""
     path = pathlib.Path(path)

@@ -39,9 +39,11 @@ def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
 def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
     """All commands in one process, whose end sees whether any of them has imported it."""
     missing, out = str(tmp_path / "missing"), str(tmp_path / "out")
+    (tmp_path / "file").touch()  # no place for a converted model
     wrong = {
         "demo": ["--report", str(tmp_path)],
         "ask": ["-m", "model", missing, "What?"],
+        "convert": ["model", str(tmp_path)],
         "bench ttft": ["--schedule", missing],
         "bench accuracy": ["--data", missing],
         "bench policies": ["--ratio", "2"],

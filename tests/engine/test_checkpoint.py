@@ -45,7 +45,9 @@ def test_both_kinds_load_the_same(checkpoint, tmp_path, dtype):
     assert hub.directory == checkpoint
     assert converted.directory == tmp_path / "out"
     assert hub.fingerprint == converted.fingerprint
-    trees = hub.load(), converted.load()
+    loaded = []
+    trees = hub.load(loaded=lambda: loaded.append(1)), converted.load(loaded=lambda: loaded.append(1))
+    assert len(loaded) == hub.num_parameters + converted.num_parameters
     abstract = abstract_params(hub.config, hub.dtype)
     for tree in trees:
         assert jax.tree.structure(tree) == jax.tree.structure(abstract)

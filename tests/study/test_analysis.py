@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.commands import analyze
 from vlcache_jax.commands.cli import app
+from vlcache_jax.commands.schedule import profile_samples
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.accuracy import user_turn
+from vlcache_jax.study.accuracy import Protocol, user_turn
 from vlcache_jax.study.analysis import (
     answer_attention,
     attention_error,
@@ -26,7 +27,7 @@ from vlcache_jax.study.analysis import (
 )
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.search import Scores
-from vlcache_jax.study.sensitivity import Case, prepare, squared_error
+from vlcache_jax.study.sensitivity import Case, cases_of, prepare, squared_error
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,9 @@ def assert_falling(curves):
 @pytest.fixture
 def of_cases(llm, probe, questions_tsv):
     """The runs of the questions that the commands below are about."""
-    return [prepare(probe, case) for case in analyze._cases(llm, [questions_tsv], 2, "text_first", "together")]
+    chosen = profile_samples([questions_tsv], 2)
+    cases = cases_of(llm, chosen, Protocol("text_first", "neutral", "together"), max_tokens=32)
+    return [prepare(probe, case) for case in cases]
 
 
 def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
