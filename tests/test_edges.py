@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -368,6 +370,36 @@ def test_refused_pictures_take_little_memory():
     peaks = result.stdout.split()
     assert len(peaks) == len(bombs)
     assert max(map(int, peaks)) <= 200
+
+
+def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
+    """jax has a callback there, and what is raised in such a callback is dropped."""
+    expected = tokens(chat(llm, [user("a")]))
+    pressed = []
+
+    def attend(phase, info):
+        if not pressed:
+            pressed.append(phase)
+            raise KeyboardInterrupt
+
+    def slow(key, *args):
+        gc.collect()
+        for _ in range(2000):
+            time.sleep(0.005)
+        pytest.fail("the signal was lost")
+
+    with monkeypatch.context() as context:
+        context.setattr(llm._runner, "_run", slow)
+        gc.callbacks.append(attend)
+        hook = sys.unraisablehook
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                chat(llm, [user("a")])
+        finally:
+            gc.callbacks.remove(attend)
+    assert pressed
+    assert sys.unraisablehook is hook
+    assert tokens(chat(llm, [user("a")])) == expected
 
 
 # --- records and weights that fail ------------------------------------------------------------------------------------

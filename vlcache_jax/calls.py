@@ -9,6 +9,7 @@ from typing import Any
 
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.identification import Arrivals, Identifier
+from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.request import Generation, Linked
 from vlcache_jax.engine.sampling import SamplingParams
@@ -85,8 +86,9 @@ class Caller:
             prompt = prompts[i]
             return self._reporter.failed_output(prompt.text if isinstance(prompt, Prompt) else "", error)
 
-        arrivals = self._check(prompts, params, self._sequences.new_slots, call)
-        return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=call.on_error == "raise")
+        with interruptible():
+            arrivals = self._check(prompts, params, self._sequences.new_slots, call)
+            return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=call.on_error == "raise")
 
     def score(
         self,
@@ -111,8 +113,9 @@ class Caller:
         def failed(_: int, error: str) -> Score:
             return self._reporter.failed_score(error)
 
-        arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
-        return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=call.on_error == "raise")
+        with interruptible():
+            arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
+            return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=call.on_error == "raise")
 
     def _check[T](
         self,

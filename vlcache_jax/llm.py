@@ -24,6 +24,7 @@ from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.identification import Identifier
+from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.memory_plan import plan_memory
@@ -427,7 +428,7 @@ def _fingerprint(checkpoint: Checkpoint, show: bool) -> str:
 
 def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:
     keys = programs.missing(programs.keys_for(policy))
-    with Progress("compiling", len(keys), show=verbose) as bar:
+    with interruptible(), Progress("compiling", len(keys), show=verbose) as bar:
         count, seconds = programs.compile(keys, lambda _: bar.update())
     if verbose and count:
         say(f"compiled {count} programs in {seconds:.1f} s")
