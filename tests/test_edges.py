@@ -199,6 +199,16 @@ def test_a_broken_picture_ends_its_row_or_stops_the_call(llm, pictures):
     assert llm.cache.stats().kv_records == 1  # what stands behind the broken row has not run
 
 
+def test_each_row_of_a_broken_picture_is_named_itself(llm, pictures):
+    broken, large = pictures[1][:-600], io.BytesIO()
+    Image.new("1", (9000, 9000)).save(large, "PNG")
+    rows = [user("a"), user("b", broken), user("c", pictures[0], broken), user("d", large.getvalue())] * 2
+    outputs = chat(llm, rows, on_error="return")
+    for row, image in ((1, 0), (2, 1), (3, 0), (5, 0), (6, 1), (7, 0)):
+        assert outputs[row].error.startswith(f"conversations[{row}] images[{image}] must")
+    assert tokens([outputs[0], outputs[4]]) == tokens(chat(llm, [rows[0]])) * 2
+
+
 def test_a_refused_picture_is_not_decoded_again(llm, pictures, monkeypatch):
     decoded = []
     decode = ImageSource.decode

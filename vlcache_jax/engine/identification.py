@@ -157,7 +157,6 @@ class Arrivals:
         self._identifier, self._salt, self._owner, self._lookup = identifier, salt, owner, lookup
         self._prompts: dict[int, Prompt] = {}
         self._tasks: dict[int, list[_Task]] = {}
-        self._images: dict[str, ImageRef] = {}
         self._bound: dict[str, Picture] = {}
         self._counted: set[int] = set()
         tasks: dict[object, _Task] = {}
@@ -173,12 +172,16 @@ class Arrivals:
                 self._tasks[row].append(tasks.setdefault((task.source_id, uuid, settings), task))
         heads = identifier.start(_Task.head, tasks.values())
         for row, own in self._tasks.items():
-            wrong = next((error for task in own if (error := heads[task].result()) is not None), None)
-            if wrong is None:
-                counts = [task.num_tokens for task in own]
-                self.lengths[row] = len(self._prompts[row].token_ids) + sum(counts) - len(counts)
+            prompt = self._prompts[row]
+            wrong = (
+                task.error_of(source, error)
+                for task, source in zip(own, prompt.images, strict=True)
+                if (error := heads[task].result()) is not None
+            )
+            if (error := next(wrong, None)) is not None:
+                self.errors[row] = error
             else:
-                self.errors[row] = wrong
+                self.lengths[row] = len(prompt.token_ids) + sum(task.num_tokens - 1 for task in own)
 
     def windows(self, *, keep_patches: bool = False) -> Iterator[list[tuple[int, Request | ValueError]]]:
         """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
@@ -190,7 +193,8 @@ class Arrivals:
         running = self._start(cut[0] if cut else [])
         for rows, following in pairs:
             coming = self._start(following)
-            yield [(row, self._finish(row, running)) for row in rows]
+            images: dict[str, ImageRef] = {}  # by entry key: requests that run together share them
+            yield [(row, self._finish(row, running, images)) for row in rows]
             if not keep_patches:
                 needed = {task for row in following for task in self._tasks[row]}
                 for task in {task for row in rows for task in self._tasks[row]} - needed:
@@ -198,7 +202,7 @@ class Arrivals:
             running = coming
 
     def _cut(self) -> Iterator[list[int]]:
-        """Arrivals that are identified together."""
+        """Rows that are identified together."""
         rows: list[int] = []
         used = 0
         for row in self.lengths:
@@ -216,19 +220,21 @@ class Arrivals:
     def _start(self, rows: Iterable[int]) -> dict[_Task, Future[ValueError | None]]:
         return self._identifier.start(_Task.run, dict.fromkeys(task for row in rows for task in self._tasks[row]))
 
-    def _finish(self, row: int, running: Mapping[_Task, Future[ValueError | None]]) -> Request | ValueError:
+    def _finish(
+        self, row: int, running: Mapping[_Task, Future[ValueError | None]], images: dict[str, ImageRef]
+    ) -> Request | ValueError:
         own, prompt, metrics = self._tasks[row], self._prompts[row], Metrics()
-        for task in own:
+        for task, source in zip(own, prompt.images, strict=True):
             error = running[task].result() or self._bind(task)
             if error is not None:
-                return error
-            self._images.setdefault(task.image.key, task.image)
+                return task.error_of(source, error)
+            images.setdefault(task.image.key, task.image)
             if id(task) not in self._counted:  # the request with which an image comes first pays for it
                 self._counted.add(id(task))
                 metrics.lookup += task.lookup
                 metrics.decode_image += task.decode
                 metrics.preprocess += task.preprocess
-        refs = tuple(self._images[task.image.key] for task in own)
+        refs = tuple(images[task.image.key] for task in own)
         counts = [image.num_tokens for image in refs]
         token_ids, starts, _ = self._identifier.renderer.expand(prompt.token_ids, counts)
         return Request(prompt, token_ids, tuple(starts.tolist()), refs, self._owner, metrics)
@@ -326,6 +332,10 @@ class _Task:
         """Drops the patches; whoever needs them decodes the picture again."""
         if self._is_identified:
             self.image.forget()
+
+    def error_of(self, source: ImageSource, error: ValueError) -> ValueError:
+        """An error of this image, in the words of one of the requests that show it."""
+        return ValueError(str(error).replace(self.source.name, source.name))
 
     def wrong_uuid(self) -> ValueError:
         return ValueError(
