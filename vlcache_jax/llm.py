@@ -127,6 +127,7 @@ class LLM:
     ):
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
+        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm)
         _check_arguments(model, dtype, cache, mm_processor_kwargs, ladder, revision, seed)
         _check_counts(kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
         check_max_pixels(max_image_pixels)

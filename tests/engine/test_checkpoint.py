@@ -284,7 +284,7 @@ def test_what_has_no_hashes_cannot_be_verified(checkpoints, copy):
     assert open_checkpoint(copy).load()
     with pytest.raises(ValueError, match="converted before weights were hashed: convert it again"):
         open_checkpoint(copy, verify_weights=True)
-    with pytest.raises(ValueError, match="verify_weights must be True or False, got 'yes'"):
+    with pytest.raises(ValueError, match="verify_weights must be a bool, got 'yes'"):
         open_checkpoint(copy, verify_weights="yes")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vlcache_jax.checks import check_flags
 from vlcache_jax.convert.check import check_contents, check_sizes
 from vlcache_jax.convert.manifest import (
     MANIFEST_FILE,
@@ -120,8 +121,7 @@ def open_checkpoint(
         weights are to be verified that have no hashes.
     """
     wanted = None if dtype is None else as_dtype(dtype)
-    if not isinstance(verify_weights, bool):
-        raise ValueError(f"verify_weights must be True or False, got {verify_weights!r}")
+    check_flags(verify_weights=verify_weights)
     if not isinstance(path_or_hub_id, (str, os.PathLike)):
         raise ValueError(f"model must be a path or the id of a model on the hub, got {path_or_hub_id!r}")
     for leftover in describe_leftovers(pathlib.Path(path_or_hub_id).expanduser().absolute().parent):
