@@ -32,6 +32,8 @@ def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig
     Raises:
       ValueError: files under `weights` are not those of the manifest, or its parameters not those of the model.
     """
+    if not manifest.files:
+        raise ValueError(f"{directory} must name its files in its manifest, got none")
     if wrong := _wrong_files(directory, manifest):
         raise ValueError(
             f"{directory} must hold all files of the converted checkpoint, but {wrong[0]} "

@@ -112,18 +112,16 @@ def _code_of_full_disk(error: BaseException | None) -> int | None:
 @contextlib.contextmanager
 def _locked(directory: pathlib.Path) -> Iterator[None]:
     """Keeps out a second conversion into one destination; the lock goes with the process, however that ends."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        _lock(descriptor)
-        if not os.path.samestat(os.fstat(descriptor), directory.stat()):
-            raise FileNotFoundError  # the other one finished in between, and what is locked is its destination
-    except (BlockingIOError, FileNotFoundError):
-        os.close(descriptor)
-        raise FileExistsError(f"another process is converting into {directory}") from None
-    try:
+    with contextlib.ExitStack() as opened:
+        try:
+            descriptor = os.open(directory, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            _lock(descriptor)
+            if not os.path.samestat(os.fstat(descriptor), directory.stat()):
+                raise FileNotFoundError  # the other one finished in between, and what is locked is its destination
+        except (BlockingIOError, FileNotFoundError):
+            raise FileExistsError(f"another process is converting into {directory}") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> None:

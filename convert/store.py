@@ -68,7 +68,7 @@ def _unlogged() -> Iterator[None]:
     logger = logging.getLogger("absl")
 
     def is_news(record: logging.LogRecord) -> bool:
-        return "_SignalingThread.run() raised an exception" not in record.msg
+        return "_SignalingThread.run() raised an exception" not in str(record.msg)
 
     logger.addFilter(is_news)
     try:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -59,6 +60,7 @@ def forget(llm):
 
 
 def chat(llm, conversations, params=GREEDY, **options):
+    """Silent, and greedy unless said otherwise."""
     return llm.chat(conversations, params, use_tqdm=False, **options)
 
 
@@ -242,7 +244,7 @@ def test_pixels_are_decoded_a_window_ahead_and_then_forgotten(directory, picture
                 events.append(event)
 
         monkeypatch.setattr(ImageProcessor, "patches", lambda *args: (note("decoded"), cut(*args))[1])
-        monkeypatch.setattr(plain._engine, "generate", lambda *args: (generate(*args), note("ran")))
+        monkeypatch.setattr(plain._engine, "generate", lambda *args, **named: (generate(*args, **named), note("ran")))
         seen = []
         identify = identification.Arrivals._finish
         monkeypatch.setattr(
@@ -312,24 +314,28 @@ def test_closing_ends_a_call_between_its_windows(directory, pictures, monkeypatc
             chat(closing, [user("a", pictures[0])])
 
 
-def test_decoding_has_a_budget():
+def test_decoding_has_a_budget_that_is_given_in_order():
     budget = identification._Budget(100)
-    running, most = [], []
+    running, most, order = [], [], []
 
     def work(amount):
         with budget.take(amount):
+            order.append(amount)
             running.append(amount)
             most.append(sum(running))
             running.remove(amount)
 
     with budget.take(60):
-        waiting = threading.Thread(target=work, args=(50,))
-        waiting.start()
-        waiting.join(0.05)
-        assert not most
-        work(40)
-    waiting.join(10)
-    assert most == [40, 50]
+        threads = [threading.Thread(target=work, args=(amount,)) for amount in (90, 20)]
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            while len(budget._waiting) < count:
+                time.sleep(0.001)
+        assert not order  # 20 would fit, but 90 came first
+    for thread in threads:
+        thread.join(10)
+    assert order == [90, 20]
+    assert max(most) <= 100
     work(1000)  # alone, anything may run
     assert most[-1] == 1000
 
@@ -479,3 +485,137 @@ def test_damaged_weights_are_told(directory, value, temperature):
         assert output.verification is None
         with pytest.raises(RequestError, match=r"^conversations\[0\]: logits must be finite"):
             damaged.score([user("a")], ["b"], use_tqdm=False)
+
+
+def test_what_a_request_with_damaged_logits_made_is_not_kept(llm, pictures, monkeypatch):
+    expected = chat(llm, [user("a", pictures[0]), user("b", pictures[1]), user("a", pictures[0], "more")])
+    llm.reset_mm_cache()
+    head, steps = llm._runner.head, itertools.count()
+
+    def damaged(x, count):
+        logits, greedy = head(x, count)
+        return logits, greedy.at[0].set(-1) if next(steps) == 0 else greedy
+
+    monkeypatch.setattr(llm._runner, "head", damaged)
+    outputs = chat(llm, [user("a", pictures[0]), user("b", pictures[1])], on_error="return")
+    assert outputs[0].error.startswith("conversations[0]: logits must be finite")
+    llm.cache.flush()
+    assert [record.meta.entry for record in llm._store.tier.records()] == [outputs[1].cache.images[0].key] * 2
+    [again] = chat(llm, [user("a", pictures[0], "more")])
+    assert (again.cache.images[0].match, again.cache.request_known) == ("miss", False)
+    assert tokens([again]) == tokens([expected[2]])
+
+
+def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
+    rows = [user(text) for text in "abcdefgh"]  # two waves of four
+    head, waves = llm._runner.head, []
+
+    def damaged(x, count):
+        waves.append(count)
+        logits, greedy = head(x, count)
+        return logits, greedy.at[1].set(-1)
+
+    monkeypatch.setattr(llm._runner, "head", damaged)
+    with pytest.raises(RequestError, match=r"^conversations\[1\]: logits must be finite") as caught:
+        chat(llm, rows)
+    assert len(waves) == 1
+    assert [output is None for output in caught.value.outputs] == [False, True, False, False]
+    outputs = chat(llm, rows, on_error="return")
+    assert len(waves) == 3
+    assert [output.error is None for output in outputs] == [True, False, True, True] * 2
+
+
+def test_a_request_that_cannot_choose_its_rows_blocks_nobody(checkpoints, textured_image):
+    """It never runs, so who would link what it was to compute has to compute that."""
+    a, b = (png(textured_image(64, 64, seed)) for seed in (1, 2))
+    small = {**SETTINGS, "ladder": Ladder(rows=(32, 64), patches=(64, 256), sequences=(1, 4)), "max_rows": 64}
+    with LLM(checkpoints("qwen3_vl"), **small) as choosing:
+        chat(choosing, [user("z", a)])
+        rows = [user("some words before", a, "y" * 90, b, "q"), user("other", b, "z")]
+        outputs = chat(choosing, rows, on_error="return", reuse="cacheblend-0.1")
+        assert "conversations[0]: reuse cacheblend-0.1 chooses among all rows" in outputs[0].error
+        assert outputs[1].error is None
+        assert tokens([outputs[1]]) == tokens(chat(choosing, [rows[1]], reuse="off"))
+
+
+def test_a_score_that_failed_is_no_number(llm):
+    scores = llm.score([user("a"), user("\ud800")], ["b", "b"], use_tqdm=False, on_error="return")
+    assert np.isfinite(scores[0].total)
+    assert np.isnan(scores[1].total)
+
+
+def test_an_answer_that_cannot_be_verified_is_told_alone(directory, pictures):
+    prompt = {"prompt": "<|image_pad|>a", "multi_modal_data": {"image": pictures[0]}}
+    prompt["multi_modal_uuids"] = {"image": "known"}
+    with LLM(directory, **SETTINGS, cache=CacheConfig(trust_uuids=True)) as trusting:
+        trusting.generate(prompt, GREEDY, use_tqdm=False)
+        junk = {**prompt, "multi_modal_data": {"image": b"junk"}}
+        outputs = trusting.generate([junk, "b"], GREEDY, use_tqdm=False, on_error="return", verify=True)
+        assert "prompts[0]: the answer cannot be verified: prompts[0] images[0] must be an image" in outputs[0].error
+        assert outputs[1].error is None
+        assert outputs[1].verification.max_logit_difference < 1e-4
+        # Nor does its lie touch a row that shows the true picture.
+        trusting.cache.evict(pictures[0])
+        honest = {"prompt": "<|image_pad|>a", "multi_modal_data": {"image": pictures[0]}}
+        outputs = trusting.generate([junk, honest], GREEDY, use_tqdm=False, on_error="return")
+        assert outputs[0].error is not None
+        assert outputs[1].error is None
+
+
+def test_a_callers_own_objects_may_raise_anything(llm):
+    class Path:
+        def __fspath__(self):
+            raise KeyError("evil")
+
+    outputs = chat(llm, [user("a"), user("b", Path())], on_error="return")
+    assert outputs[0].error is None
+    assert outputs[1].error.startswith("conversations[1]")
+
+
+def test_arguments_are_checked_before_anything_is_fetched(llm, monkeypatch):
+    monkeypatch.setattr(llm._renderer, "image", lambda *_: pytest.fail("read"))
+    picture = [user("a", b"x")]
+    for bad in ({"on_error": "x"}, {"reuse": "x"}, {"cache_salt": 1}, {"params": [GREEDY] * 2}):
+        with pytest.raises(ValueError, match="must be"):
+            chat(llm, picture, **bad)
+    with pytest.raises(ValueError, match="continuations must have one entry"):
+        llm.score(picture, [], use_tqdm=False)
+
+
+def test_what_passes_is_not_remembered(llm, pictures, monkeypatch):
+    decode = ImageSource.decode
+
+    def starved(self, *args):
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise ValueError(f"{self.name} must be an image") from error
+
+    monkeypatch.setattr(ImageSource, "decode", starved)
+    with pytest.raises(RequestError):
+        chat(llm, [user("a", pictures[0])])
+    monkeypatch.setattr(ImageSource, "decode", decode)
+    assert chat(llm, [user("a", pictures[0])])[0].error is None
+
+
+def test_an_open_picture_may_be_in_several_calls_at_once(llm, pictures):
+    for _ in range(5):
+        shown = Image.open(io.BytesIO(pictures[2]))
+        outputs = []
+        threads = [threading.Thread(target=lambda: outputs.extend(chat(llm, [user("a", shown)]))) for _ in range(4)]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(outputs) == 4
+        assert len({output.outputs[0].token_ids for output in outputs}) == 1
+        llm.reset_mm_cache()
+
+
+def test_a_closed_engine_keeps_no_weights(directory):
+    engine = LLM(directory, **SETTINGS)
+    chat(engine, [user("a")])
+    runner = weakref.ref(engine._runner)
+    engine.close()
+    gc.collect()
+    assert runner() is None

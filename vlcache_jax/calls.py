@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from vlcache_jax.cache.keys import owner_key
+from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.identification import Arrivals, Identifier
 from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.linker import Linker
-from vlcache_jax.engine.request import Generation, Linked
+from vlcache_jax.engine.request import Forced, Generation, Linked
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, or_error
 from vlcache_jax.engine.serving import serve
@@ -19,20 +21,44 @@ from vlcache_jax.engine.verification import Verification
 from vlcache_jax.engine.verification import verify as verify_answers
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
+from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.policies import Policy
 
 
 @dataclass(frozen=True)
 class Call:
-    """What all rows of a call have in common; see `LLM.chat`."""
+    """A call of `LLM`; see `LLM.chat`.
 
+    Attributes:
+      name: of the argument that lists the requests.
+      listed: the requests as they came.
+      render: makes a prompt of one.
+      policy, salt, on_error: of all of them.
+      show: whether progress is shown.
+    """
+
+    name: str
+    listed: Sequence[Any]
+    render: Callable[..., Prompt]
     policy: Policy
     salt: str | None
     on_error: str
+    show: bool
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {self.on_error!r}')
+        owner_key(self.salt)  # checks the salt
+
+    def prompt(self, row: int) -> Prompt | ValueError:
+        """The prompt of a request, or what is wrong with it."""
+        name = f"{self.name}[{row}]"
+        try:
+            return self.render(self.listed[row], name=name)
+        except ValueError as error:
+            return error
+        except Exception as error:  # a caller's own objects may raise anything
+            return ValueError(f"{name} must be readable, got {type(error).__name__}: {error}")
 
 
 class Caller:
@@ -41,7 +67,7 @@ class Caller:
     Args:
       identifier, linker, engine, sequences, reporter: of the model.
       serving: is entered by each of several calls in turn.
-      answered: called with the policy and the sequences that were answered together.
+      ahead: is told what was answered.
     """
 
     def __init__(
@@ -52,70 +78,87 @@ class Caller:
         sequences: SequenceBuilder,
         reporter: Reporter,
         serving: Callable[[], AbstractContextManager[None]],
-        answered: Callable[[Policy, Sequence[Generation]], object],
+        ahead: Ahead,
     ):
         self._identifier, self._linker, self._engine = identifier, linker, engine
         self._sequences, self._reporter = sequences, reporter
         self._serving = serving
-        self._answered = answered
+        self._ahead = ahead
 
     def generate(
-        self,
-        prompts: Sequence[Prompt | ValueError],
-        params: Sequence[SamplingParams | ValueError],
-        call: Call,
-        *,
-        verify: bool,
-        progress: Callable[[], object],
+        self, call: Call, sampling_params: SamplingParams | Sequence[SamplingParams] | None, *, verify: bool
     ) -> list[RequestOutput]:
-        """Answers prompts; errors among them, and among their parameters, are rows that are wrong."""
+        """See `LLM.chat`."""
+        params = self._sequences.sampling_params(sampling_params, len(call.listed))
+        prompts = self._prompts(call)
+        stop = call.on_error == "raise"
 
-        def run(numbers: Sequence[int], group: list[Linked]) -> list[RequestOutput]:
+        def run(numbers: Sequence[int], group: list[Linked]) -> list[RequestOutput | None]:
             answers = [
                 self._sequences.answers(linked, _good(params[i])) for i, linked in zip(numbers, group, strict=True)
             ]
             sequences = [answer for own in answers for answer in own]
-            self._engine.generate(sequences, lambda _: progress())
-            self._answered(call.policy, sequences)
+            self._engine.generate(sequences, lambda _: bar.update(), stop=stop)
+            self._ahead.expect(call.policy, sequences)
             compared: list[Verification | None] = [None] * len(group)
             if verify:
                 compared = verify_answers(self._engine, self._sequences, group, [own[0] for own in answers])
-            return [self._reporter.output(*each) for each in zip(group, answers, compared, strict=True)]
+            self._forget_failed(group, answers)
+            return [
+                self._reporter.output(linked, own, found) if all(answer.is_finished for answer in own) else None
+                for linked, own, found in zip(group, answers, compared, strict=True)
+            ]
 
         def failed(i: int, error: str) -> RequestOutput:
             prompt = prompts[i]
             return self._reporter.failed_output(prompt.text if isinstance(prompt, Prompt) else "", error)
 
-        with interruptible():
+        total = sum(own.n for own in params if isinstance(own, SamplingParams))
+        with interruptible(), Progress("answering", total, show=call.show) as bar:
             arrivals = self._check(prompts, params, self._sequences.new_slots, call)
-            return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=call.on_error == "raise")
+            outputs = serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=stop)
+        self._ahead.start()
+        return outputs
 
-    def score(
-        self,
-        prompts: Sequence[Prompt | ValueError],
-        continuations: Any,
-        call: Call,
-        *,
-        keep_logits: bool,
-        progress: Callable[[], object],
-    ) -> list[Score]:
-        """Scores a continuation of each prompt."""
-        forced = self._sequences.continuations(continuations, len(prompts))
+    def score(self, call: Call, continuations: Sequence[str | Sequence[int]], *, keep_logits: bool) -> list[Score]:
+        """See `LLM.score`."""
+        forced = self._sequences.continuations(continuations, len(call.listed))
+        prompts = self._prompts(call)
+        stop = call.on_error == "raise"
 
-        def run(numbers: Sequence[int], group: list[Linked]) -> list[Score]:
+        def run(numbers: Sequence[int], group: list[Linked]) -> list[Score | None]:
             sequences = [
                 self._sequences.forced(linked, _good(forced[i]), keep_logits=keep_logits, capture=True)
                 for i, linked in zip(numbers, group, strict=True)
             ]
-            self._engine.score(sequences, lambda _: progress())
-            return [self._reporter.score(*each) for each in zip(group, sequences, strict=True)]
+            self._engine.score(sequences, lambda _: bar.update(), stop=stop)
+            self._forget_failed(group, [[sequence] for sequence in sequences])
+            return [
+                self._reporter.score(linked, sequence) if sequence.is_finished else None
+                for linked, sequence in zip(group, sequences, strict=True)
+            ]
 
         def failed(_: int, error: str) -> Score:
             return self._reporter.failed_score(error)
 
-        with interruptible():
+        with interruptible(), Progress("scoring", len(prompts), show=call.show) as bar:
             arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
-            return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=call.on_error == "raise")
+            return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=stop)
+
+    def close(self) -> None:
+        """Lets go of the engine; who calls afterwards is told by `serving`."""
+        self._engine = None  # type: ignore[assignment]
+
+    def _prompts(self, call: Call) -> list[Prompt | ValueError]:
+        """Side by side, as images may come from the network; behind all other checks for the same reason."""
+        return self._identifier.side_by_side(call.prompt, range(len(call.listed)))
+
+    def _forget_failed(self, group: list[Linked], sequences: Sequence[Sequence[Generation | Forced]]) -> None:
+        """A request that failed was not served: its list of images is as unknown as before."""
+        for linked, own in zip(group, sequences, strict=True):
+            failed = any(sequence.error is not None or not sequence.is_finished for sequence in own)
+            if failed and linked.request_key is not None and not linked.request_known:
+                self._linker.store.forget_request(linked.request_key)
 
     def _check[T](
         self,

@@ -8,8 +8,9 @@ import functools
 import os
 import pathlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -31,7 +32,7 @@ from vlcache_jax.engine.memory_plan import plan_memory
 from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.engine.sequences import SequenceBuilder, or_error, read_generation_config
+from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
@@ -172,7 +173,7 @@ class LLM:
             config,
             memory,
             self._renderer.tokenizer,
-            *read_generation_config(self._checkpoint.directory, self._renderer.tokenizer),
+            *read_generation_config(self._checkpoint.directory, self._renderer.tokenizer, config.text.vocab_size),
             seed,
         )
         self._reporter = Reporter(config.text.num_layers, self._runner.token_rungs, self._sequences.text)
@@ -180,6 +181,7 @@ class LLM:
         self._writer = Writer(self._store)
         self._engine = Engine(self._runner, self._writer)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
+        self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         token_rungs = self._runner.token_rungs
         self._identifier = Identifier(
             self._store,
@@ -190,6 +192,7 @@ class LLM:
             max_patches=token_rungs[-1] * self._processor.merge_size**2,
             max_pixels=max_image_pixels,
             threads=self._threads,
+            quick_threads=self._quick_threads,
         )
         self._linker = Linker(config, self._store, self._writer, dtype=self._runner.dtype, token_rungs=token_rungs)
         self._caller = Caller(
@@ -199,7 +202,7 @@ class LLM:
             self._sequences,
             self._reporter,
             self._serving,
-            self._ahead.expect,
+            self._ahead,
         )
         self.cache = ImageCache(self._store, self._writer, self._identifier, self._renderer, self.chat)
         self._lock = threading.Lock()
@@ -244,8 +247,10 @@ class LLM:
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        prompts = _rendered(self._renderer, conversations, mm_processor_kwargs)
-        return self._generate(prompts, sampling_params, self._call(reuse, cache_salt, on_error), verify, use_tqdm)
+        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
+        listed = _listed_conversations(conversations)
+        call = self._call("conversations", listed, render, reuse, cache_salt, on_error, use_tqdm)
+        return self._caller.generate(call, sampling_params, verify=verify)
 
     def generate(
         self,
@@ -273,9 +278,9 @@ class LLM:
           RequestError, ValueError: see `chat`.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        render = self._renderer.from_prompt
-        rendered = [or_error(render, prompt, name=f"prompts[{i}]") for i, prompt in enumerate(_listed_prompts(prompts))]
-        return self._generate(rendered, sampling_params, self._call(reuse, cache_salt, on_error), verify, use_tqdm)
+        listed, render = _listed_prompts(prompts), self._renderer.from_prompt
+        call = self._call("prompts", listed, render, reuse, cache_salt, on_error, use_tqdm)
+        return self._caller.generate(call, sampling_params, verify=verify)
 
     def score(
         self,
@@ -304,10 +309,10 @@ class LLM:
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
-        prompts = _rendered(self._renderer, conversations, mm_processor_kwargs)
-        call = self._call(reuse, cache_salt, on_error)
-        with Progress("scoring", len(prompts), show=use_tqdm) as bar:
-            return self._caller.score(prompts, continuations, call, keep_logits=keep_logits, progress=bar.update)
+        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
+        listed = _listed_conversations(conversations)
+        call = self._call("conversations", listed, render, reuse, cache_salt, on_error, use_tqdm)
+        return self._caller.score(call, continuations, keep_logits=keep_logits)
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Compiles every program ahead, so that no request waits for a compilation.
@@ -341,9 +346,11 @@ class LLM:
         with self._lock:
             self._closed = True
             self.cache.close()
-            self._threads.shutdown()
+            for threads in (self._threads, self._quick_threads):
+                threads.shutdown(cancel_futures=True)
             self._writer.close()
             self._store.clear()
+            self._caller.close()
             self._runner = self._engine = None  # type: ignore[assignment]
 
     def reset_mm_cache(self) -> None:
@@ -375,37 +382,21 @@ class LLM:
         if self._closed:
             raise RuntimeError("this LLM is closed")
 
-    def _generate(
+    def _call(
         self,
-        prompts: list[Prompt | ValueError],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        call: Call,
-        verify: bool,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        params = self._sequences.sampling_params(sampling_params, len(prompts))
-        total = sum(own.n for own in params if isinstance(own, SamplingParams))
-        with Progress("answering", total, show=use_tqdm) as bar:
-            outputs = self._caller.generate(prompts, params, call, verify=verify, progress=bar.update)
-        self._ahead.start()
-        return outputs
-
-    def _call(self, reuse: Reuse | None, salt: str | None, on_error: str) -> Call:
+        name: str,
+        listed: Sequence[Any],
+        render: Callable[..., Prompt],
+        reuse: Reuse | None,
+        salt: str | None,
+        on_error: str,
+        show: bool,
+    ) -> Call:
         self._check_open()
-        return Call(self._parse_policy(reuse), salt, on_error)
+        return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, show)
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
-
-
-def _rendered(
-    renderer: PromptRenderer, conversations: Any, mm_processor_kwargs: Mapping[str, int] | None
-) -> list[Prompt | ValueError]:
-    limits = check_limits(mm_processor_kwargs)
-    return [
-        or_error(renderer.from_conversation, conversation, mm_processor_kwargs=limits, name=f"conversations[{i}]")
-        for i, conversation in enumerate(_listed_conversations(conversations))
-    ]
 
 
 def _listed_conversations(conversations: Any) -> Sequence[Conversation]:

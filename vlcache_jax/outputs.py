@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -122,8 +123,8 @@ class Score:
 
     @property
     def total(self) -> float:
-        """Log-probability of the whole continuation."""
-        return float(self.logprobs.sum())
+        """Log-probability of the whole continuation; NaN if it was not scored."""
+        return float(self.logprobs.sum()) if self.error is None else math.nan
 
 
 _NOTHING = CacheReport((), exact=False, policy="", rows=(), approximate_tokens=0)

@@ -364,6 +364,25 @@ def test_decoding_refuses(case):
         read_image(value, name="conversations[2] images[1]").decode()
 
 
+def test_scans_of_a_jpeg_are_limited():
+    encoded = encode(Image.fromarray(textured(20, 30)), "JPEG", progressive=True)
+    assert read_image(encoded).decode().shape == (20, 30, 3)
+    scan = encoded[encoded.rindex(b"\xff\xda") : -2]
+    with pytest.raises(ValueError, match="image must have at most 64 scans, got"):
+        read_image(encoded[:-2] + 100 * scan + encoded[-2:]).size()
+
+
+def test_tiles_count_as_pixels():
+    """A tile is decoded whole, however little of it is in the picture."""
+    entries = [(256, 64), (257, 64), (258, 8), (259, 1), (262, 1), (277, 1), (322, 40_000), (323, 40_000), (324, 200)]
+    entries.append((325, 64))
+    fields = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    bomb = struct.pack("<2sHIH", b"II", 42, 8, len(entries)) + fields + bytes(4)
+    bomb = bomb.ljust(200, b"\0") + bytes(64)
+    with pytest.raises(ValueError, match="image must have at most 50000000 pixels, got tiles of 40000x40000"):
+        read_image(bomb).size()
+
+
 def test_the_pixel_limit_is_our_own(monkeypatch):
     picture = Image.fromarray(textured(20, 30))
     for value in (picture, encode(picture), textured(20, 30)):

@@ -269,6 +269,14 @@ class Store:
                 self._counts.failed += why is not Why.corrupt
                 self.tier.remove(record, why)
 
+    def discard(self, record: Record) -> None:
+        """The record came from a request that failed."""
+        with self._lock:
+            record.settle(False)
+            record.is_ready = False
+            self._counts.failed += 1
+            self.tier.remove(record, Why.load_failed)
+
     def cancel(self, record: Record) -> None:
         """The record is not wanted after all, unless it is filled already."""
         with self._lock:

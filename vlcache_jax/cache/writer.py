@@ -63,11 +63,10 @@ class Writer:
 
         self._start([*k, *v], [part.record for part in captured], fill)
 
-    def give_up(self, records: Sequence[Record]) -> None:
-        """Nothing will be written into these records; who waits for one computes instead."""
+    def discard(self, records: Sequence[Record]) -> None:
+        """These records are of no use, filled or not; who waits for one computes instead."""
         for record in records:
-            if not record.is_claimed:
-                self._store.cancel(record)
+            self._store.discard(record)
 
     def throttle(self, most: int) -> None:
         """Waits until at most `most` copies are under way: what they read occupies the device."""

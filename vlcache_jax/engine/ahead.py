@@ -83,13 +83,13 @@ class Ahead:
             with self._lock:
                 if self._stopped or not self._keys:
                     self._thread = None
-                    break
+                    atexit.unregister(self.stop)
+                    return
                 key = self._keys.pop(0)
             try:
                 self._programs.program(key)
             except Exception:  # whoever needs the program will meet the error
                 _log.debug("compiling %s ahead failed", key, exc_info=True)
-        atexit.unregister(self.stop)
 
 
 def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Sequence]) -> list[Key]:

@@ -128,13 +128,15 @@ def open_checkpoint(
         _log.warning(leftover)
     located = locate(path_or_hub_id, revision)
     directory = located.directory
-    if verify_weights:
-        check_contents(directory)
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
         check_sizes(directory, manifest, config)
+        if verify_weights:
+            check_contents(directory)
         return _ConvertedCheckpoint(directory, config, wanted or as_dtype(manifest.dtype), manifest.revision, manifest)
+    if verify_weights:
+        check_contents(directory)  # says that it has no hashes
     config = load_config(directory)
     plan = make_plan(directory, config)
     return _HubCheckpoint(directory, config, wanted or stored_dtype(plan, config), located.revision, tuple(plan))

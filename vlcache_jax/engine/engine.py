@@ -41,10 +41,16 @@ class Engine:
         self.runner = runner
         self.writer = writer
 
-    def generate(self, sequences: abc.Iterable[Generation], finished: abc.Callable[[Generation], object]) -> None:
-        """Generates the answers; `finished` is called with each as it ends."""
+    def generate(
+        self, sequences: abc.Iterable[Generation], finished: abc.Callable[[Generation], object], *, stop: bool = False
+    ) -> None:
+        """Generates the answers; `finished` is called with each as it ends.
+
+        Args:
+          stop: an error ends the call with the wave that it is in; sequences of later waves do not finish.
+        """
         with self._clean_after_error():
-            for wave in self._waves(sequences, finished):
+            for wave in self._waves(sequences, finished, stop):
                 for lane, sequence in enumerate(wave):
                     sequence.lane = lane
                 if any(sequence.params.repetition_penalty != 1 for sequence in wave):
@@ -53,14 +59,16 @@ class Engine:
                     self._first_tokens([sequence for sequence, _ in step.wanted], x)
                 self._decode(wave, finished)
 
-    def score(self, sequences: abc.Iterable[Forced], finished: abc.Callable[[Forced], object]) -> None:
-        """Scores the continuations; `finished` is called with each as it ends."""
+    def score(
+        self, sequences: abc.Iterable[Forced], finished: abc.Callable[[Forced], object], *, stop: bool = False
+    ) -> None:
+        """Scores the continuations; `finished` is called with each as it ends. `stop`: see `generate`."""
         with self._clean_after_error():
-            for wave in self._waves(sequences, finished):
+            for wave in self._waves(sequences, finished, stop):
                 for step, x in self._prefill(wave):
                     self._scores(step, x)
                 for sequence in wave:
-                    finished(sequence)
+                    _finish(sequence, finished)
 
     @contextlib.contextmanager
     def _clean_after_error(self) -> abc.Iterator[None]:
@@ -71,17 +79,30 @@ class Engine:
             raise
 
     def _waves[S: (Generation, Forced)](
-        self, sequences: abc.Iterable[S], finished: abc.Callable[[S], object]
+        self, sequences: abc.Iterable[S], finished: abc.Callable[[S], object], stop: bool
     ) -> abc.Iterator[list[S]]:
         """Sequences that run together; those that cannot run end here."""
         for number, wave in enumerate(cut_waves(sequences, self.runner.ladder.max_sequences, self.runner.num_slots)):
             for sequence in wave:
                 sequence.metrics.wave = number
-                self._settle(sequence)
+                if sequence.error is None:
+                    self._settle(sequence)
                 if sequence.error is not None:
-                    finished(sequence)
+                    self._discard(sequence)
+                    _finish(sequence, finished)
             if running := [sequence for sequence in wave if sequence.error is None]:
                 yield running
+            for sequence in running:
+                if sequence.error is not None:
+                    self._discard(sequence)
+            if stop and any(sequence.error is not None for sequence in wave):
+                return
+
+    def _discard(self, sequence: Sequence) -> None:
+        """What a sequence that failed was to keep is not kept; who waits for it computes instead."""
+        for use in sequence.images:
+            made = use.captured, None if use.has_encoder else use.encoder
+            self.writer.discard([record for record in made if record is not None])
 
     def _settle(self, sequence: Generation | Forced) -> None:
         """Decides what is linked and what is computed, and has the pixels that this takes.
@@ -101,7 +122,6 @@ class Engine:
                     _ = span.image.patches
         except ValueError as error:
             sequence.fail(str(error))
-            self.writer.give_up([use.captured for use in sequence.images if use.captured is not None])
 
     def _prefill[S: (Generation, Forced)](self, wave: abc.Sequence[S]) -> abc.Iterator[tuple[Step[S], jax.Array]]:
         """Yields each step of which logits are wanted, with the hidden states of the rows that left the last layer."""
@@ -224,7 +244,7 @@ class Engine:
             for sequence in active:
                 sequence.metrics.decode = time.perf_counter() - start
                 if sequence.finish_reason is not None:
-                    finished(sequence)
+                    _finish(sequence, finished)
             active = [sequence for sequence in active if sequence.finish_reason is None]
             if not active:
                 return
@@ -294,6 +314,11 @@ class Engine:
                 end = sorted(sequence.end_tokens)
                 inputs.banned[row, : len(end)] = end
         return inputs
+
+
+def _finish[S: Sequence](sequence: S, finished: abc.Callable[[S], object]) -> None:
+    sequence.is_finished = True
+    finished(sequence)
 
 
 def _holds(record: Record | None) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, Future
 from contextlib import contextmanager
 
 import numpy as np
@@ -28,6 +28,7 @@ from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 WINDOW_BYTES = 128 * 2**20  # of patches that one window of rows keeps in memory
 DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
 _PIXEL_BYTES = 7  # Pillow's picture and ours beside it
+_CLOSED = "this LLM is closed"
 
 
 class Identifier:
@@ -40,7 +41,8 @@ class Identifier:
       dtype: of weights and records.
       max_patches: of an image.
       max_pixels: of a picture, before it is scaled.
-      threads: hash, decode and cut images.
+      threads: decode and cut images.
+      quick_threads: hash files and read their heads, so that nobody waits for another one's pixels.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class Identifier:
         max_patches: int,
         max_pixels: int,
         threads: Executor,
+        quick_threads: Executor,
     ):
         self.store, self.processor, self.renderer = store, processor, renderer
         self.max_pixels = max_pixels
-        self._threads = threads
+        self._threads, self._quick_threads = threads, quick_threads
         self.decoding = _Budget(DECODING_BYTES)
         self._fingerprint = fingerprint
         self._dtype = dtype
@@ -98,14 +101,28 @@ class Identifier:
             requests.append(request)
         return requests
 
-    def start[T](
-        self, work: Callable[[T], ValueError | None], given: Iterable[T]
-    ) -> dict[T, Future[ValueError | None]]:
-        """Has work done on each of the given, on several threads."""
+    def side_by_side[A, B](self, work: Callable[[A], B], given: Iterable[A]) -> list[B]:
+        """What work that mostly waits makes of each of the given."""
         try:
-            return {each: self._threads.submit(work, each) for each in given}
+            return list(self._quick_threads.map(work, given))
+        except (RuntimeError, CancelledError) as error:
+            raise RuntimeError(_CLOSED) from error
+
+    def read_heads(self, tasks: Iterable[_Task]) -> dict[_Task, Future[ValueError | None]]:
+        """Starts what is known without pixels."""
+        return self._start(self._quick_threads, _Task.head, tasks)
+
+    def decode(self, tasks: Iterable[_Task]) -> dict[_Task, Future[ValueError | None]]:
+        """Starts the rest."""
+        return self._start(self._threads, _Task.run, tasks)
+
+    def _start(
+        self, threads: Executor, work: Callable[[_Task], ValueError | None], tasks: Iterable[_Task]
+    ) -> dict[_Task, Future[ValueError | None]]:
+        try:
+            return {task: threads.submit(work, task) for task in tasks}
         except RuntimeError as error:  # the threads have been shut down meanwhile
-            raise RuntimeError("this LLM is closed") from error
+            raise RuntimeError(_CLOSED) from error
 
     def entry_key(self, picture: Picture, limits: Mapping[str, int], salt: str | None) -> str:
         """Key of what is kept for a picture."""
@@ -170,7 +187,7 @@ class Arrivals:
                 settings = tuple(sorted(prompt.mm_processor_kwargs.items()))
                 task = _Task(identifier, source, uuid, prompt.mm_processor_kwargs, salt, lookup)
                 self._tasks[row].append(tasks.setdefault((task.source_id, uuid, settings), task))
-        heads = identifier.start(_Task.head, tasks.values())
+        heads = identifier.read_heads(tasks.values())
         for row, own in self._tasks.items():
             prompt = self._prompts[row]
             wrong = (
@@ -183,7 +200,7 @@ class Arrivals:
             else:
                 self.lengths[row] = len(prompt.token_ids) + sum(task.num_tokens - 1 for task in own)
 
-    def windows(self, *, keep_patches: bool = False) -> Iterator[list[tuple[int, Request | ValueError]]]:
+    def windows(self, *, keep_patches: bool = False) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
         """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
 
         When the next window is asked for, the patches of the one before are forgotten, unless they are to be kept.
@@ -193,8 +210,13 @@ class Arrivals:
         running = self._start(cut[0] if cut else [])
         for rows, following in pairs:
             coming = self._start(following)
-            images: dict[str, ImageRef] = {}  # by entry key: requests that run together share them
-            yield [(row, self._finish(row, running, images)) for row in rows]
+            images: dict[tuple[str, bool], ImageRef] = {}  # requests that run together share them
+            try:
+                yield ((row, self._finish(row, running, images)) for row in rows)
+            except GeneratorExit:
+                for future in coming.values():
+                    future.cancel()
+                raise
             if not keep_patches:
                 needed = {task for row in following for task in self._tasks[row]}
                 for task in {task for row in rows for task in self._tasks[row]} - needed:
@@ -218,23 +240,26 @@ class Arrivals:
             yield rows
 
     def _start(self, rows: Iterable[int]) -> dict[_Task, Future[ValueError | None]]:
-        return self._identifier.start(_Task.run, dict.fromkeys(task for row in rows for task in self._tasks[row]))
+        return self._identifier.decode(dict.fromkeys(task for row in rows for task in self._tasks[row]))
 
     def _finish(
-        self, row: int, running: Mapping[_Task, Future[ValueError | None]], images: dict[str, ImageRef]
+        self, row: int, running: Mapping[_Task, Future[ValueError | None]], images: dict[tuple[str, bool], ImageRef]
     ) -> Request | ValueError:
         own, prompt, metrics = self._tasks[row], self._prompts[row], Metrics()
         for task, source in zip(own, prompt.images, strict=True):
-            error = running[task].result() or self._bind(task)
+            try:
+                error = running[task].result() or self._bind(task)
+            except CancelledError as cancelled:
+                raise RuntimeError(_CLOSED) from cancelled
             if error is not None:
                 return task.error_of(source, error)
-            images.setdefault(task.image.key, task.image)
+            images.setdefault(task.shared, task.image)
             if id(task) not in self._counted:  # the request with which an image comes first pays for it
                 self._counted.add(id(task))
                 metrics.lookup += task.lookup
                 metrics.decode_image += task.decode
                 metrics.preprocess += task.preprocess
-        refs = tuple(images[task.image.key] for task in own)
+        refs = tuple(images[task.shared] for task in own)
         counts = [image.num_tokens for image in refs]
         token_ids, starts, _ = self._identifier.renderer.expand(prompt.token_ids, counts)
         return Request(prompt, token_ids, tuple(starts.tolist()), refs, self._owner, metrics)
@@ -289,6 +314,11 @@ class _Task:
         self._known: Picture | None = None
         self._is_identified = False
         self._running = threading.Lock()  # two windows may ask at once
+
+    @property
+    def shared(self) -> tuple[str, bool]:
+        """Equal for tasks that may share an image. One that is known by its uuid alone may have no pixels at all."""
+        return self.image.key, self._trusted is not None
 
     def head(self) -> ValueError | None:
         """What is known without pixels; returns what is wrong with it."""
@@ -373,7 +403,9 @@ class _Task:
             try:
                 rgb = self.source.decode(self._identifier.max_pixels)
             except ValueError as error:
-                if self.alias is not None and self._trusted is None:  # the same bytes are not decoded again
+                # Memory or file handles that run out say nothing of the picture; other bytes need no second try.
+                passing = isinstance(error.__cause__, MemoryError) or getattr(error.__cause__, "errno", None)
+                if self.alias is not None and self._trusted is None and not passing:
                     self._identifier.store.refusals.put(self.alias, str(error).removeprefix(self.source.name).strip())
                 raise
             self.decode += time.perf_counter() - start
@@ -393,18 +425,30 @@ class _Task:
 
 
 class _Budget:
-    """Lets work begin as long as all that is under way stays within a number of bytes; alone, it may be larger."""
+    """Lets work begin in its order, as long as all that is under way stays within a number of bytes.
+
+    Alone, a piece of work may be larger.
+    """
 
     def __init__(self, most: int):
         self._most = most
         self._used = 0
+        self._waiting: list[object] = []
         self._changed = threading.Condition()
 
     @contextmanager
     def take(self, amount: int) -> Iterator[None]:
+        me = object()
         with self._changed:
-            self._changed.wait_for(lambda: not self._used or self._used + amount <= self._most)
-            self._used += amount
+            self._waiting.append(me)
+            try:
+                self._changed.wait_for(
+                    lambda: self._waiting[0] is me and (not self._used or self._used + amount <= self._most)
+                )
+                self._used += amount
+            finally:
+                self._waiting.remove(me)
+                self._changed.notify_all()
         try:
             yield
         finally:

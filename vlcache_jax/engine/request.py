@@ -118,6 +118,7 @@ class Sequence:
       choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
       base: first slot; set when the sequence joins a wave.
       error: why it ended before it was done; None: it did not.
+      is_finished: it ended, one way or the other.
     """
 
     layout: Layout
@@ -128,6 +129,7 @@ class Sequence:
     choice: Choice | None = None
     base: int = 0
     error: str | None = None
+    is_finished: bool = False
 
     @property
     def num_slots(self) -> int:

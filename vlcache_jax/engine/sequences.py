@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections import abc
 from typing import Any, cast
@@ -14,6 +13,7 @@ from vlcache_jax.checks import check_text, short
 from vlcache_jax.engine.memory_plan import MemoryPlan
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
+from vlcache_jax.fields import read_object
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
 
@@ -207,16 +207,18 @@ def _uses(linked: Linked, *, capture: bool) -> tuple[ImageUse, ...]:
     return tuple(dataclasses.replace(use, captured=use.captured if capture else None) for use in linked.uses)
 
 
-def read_generation_config(directory: pathlib.Path, tokenizer: Any) -> tuple[dict[str, Any], frozenset[int]]:
+def read_generation_config(
+    directory: pathlib.Path, tokenizer: Any, vocab_size: int
+) -> tuple[dict[str, Any], frozenset[int]]:
     """The checkpoint's defaults for sampling, and its end tokens."""
     path = directory / "generation_config.json"
     try:
-        generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        generation = read_object(path) if path.exists() else {}
         SamplingParams().resolve(generation)
         ends = generation.get("eos_token_id", tokenizer.eos_token_id)
         ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-        if not all(isinstance(end, int) for end in ends):
-            raise ValueError(f"eos_token_id must be token ids, got {ends!r}")
+        if not all(isinstance(end, int) and 0 <= end < vocab_size for end in ends):
+            raise ValueError(f"eos_token_id must be token ids below {vocab_size}, got {short(ends)}")
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} must hold usable sampling parameters: {error}") from error
     return generation, frozenset(ends)

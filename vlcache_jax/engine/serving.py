@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol
 
 from vlcache_jax.engine.identification import Arrivals
@@ -47,7 +47,7 @@ def serve[T: Result](
     linker: Linker,
     serving: Callable[[], AbstractContextManager[None]],
     policy: Policy,
-    run: Callable[[Sequence[int], list[Linked]], list[T]],
+    run: Callable[[Sequence[int], list[Linked]], list[T | None]],
     failed: Callable[[int, str], T],
     *,
     stop: bool,
@@ -56,7 +56,8 @@ def serve[T: Result](
 
     Args:
       serving: is entered for each window; pixels are decoded outside.
-      run: runs planned requests, whose rows come with them.
+      run: runs planned requests, whose rows come with them; where `stop` is set, it may leave out (None) those that
+        come after a step with an error.
       failed: the result of a row that is wrong.
       stop: whether a row that is wrong ends the call, after the rows before it.
 
@@ -67,37 +68,44 @@ def serve[T: Result](
         raise RequestError({row: str(error) for row, error in arrivals.errors.items()})
     results: dict[int, T] = {row: failed(row, str(error)) for row, error in arrivals.errors.items()}
     waves = 0
-    for window in arrivals.windows():
-        good: list[tuple[int, Request]] = []
-        wrong: dict[int, str] = {}
-        for row, found in window:
-            if isinstance(found, ValueError):
+    with closing(arrivals.windows()) as windows:
+        for window in windows:
+            good: list[tuple[int, Request]] = []
+            wrong: dict[int, str] = {}
+            for row, found in window:
+                if isinstance(found, Request):
+                    good.append((row, found))
+                    continue
                 wrong[row] = str(found)
                 if stop:
                     break
-            else:
-                good.append((row, found))
-        with serving():
-            for row, result in _in_batches(linker, good, policy, run, waves):
-                results[row] = result
-                waves = max(waves, 1 + result.metrics.wave)
-                if result.error is not None:
-                    wrong[row] = result.error
-        if wrong and stop:
-            outputs = [results.get(row) for row in range(max(results, default=-1) + 1)]
-            raise RequestError(wrong, [None if output is None or output.error else output for output in outputs])
-        results |= {row: failed(row, error) for row, error in wrong.items() if row not in results}
+            with serving():
+                for done in _in_batches(linker, good, policy, run, waves):
+                    results |= done
+                    waves = 1 + max(result.metrics.wave for result in done.values())
+                    wrong |= {row: result.error for row, result in done.items() if result.error is not None}
+                    if stop and any(result.error is not None for result in done.values()):
+                        break
+            if wrong and stop:
+                raise RequestError(wrong, _answered(results))
+            results |= {row: failed(row, error) for row, error in wrong.items() if row not in results}
     return [results[row] for row in sorted(results)]
+
+
+def _answered[T: Result](results: Mapping[int, T]) -> list[T | None]:
+    """Results by row, without those of rows that are wrong."""
+    rows = range(max(results, default=-1) + 1)
+    return [results[row] if row in results and results[row].error is None else None for row in rows]
 
 
 def _in_batches[T: Result](
     linker: Linker,
     requests: Sequence[tuple[int, Request]],
     policy: Policy,
-    run: Callable[[Sequence[int], list[Linked]], list[T]],
+    run: Callable[[Sequence[int], list[Linked]], list[T | None]],
     waves: int,
-) -> Iterator[tuple[int, T]]:
-    """Plans and runs requests in their order, as many together as the cache can hold at once."""
+) -> Iterator[dict[int, T]]:
+    """Plans and runs requests in their order, as many together as the cache can hold at once; those that were run."""
     while requests:
         with Batch(linker) as batch:
             group: list[Linked] = []
@@ -108,10 +116,10 @@ def _in_batches[T: Result](
                 group.append(linked)
             if not group:
                 raise RuntimeError("records are held by requests that have ended; reset_mm_cache() helps")
-            numbers = [row for row, _ in requests[: len(group)]]
-            done = run(numbers, group)
-        for result in done:
+            results = run([row for row, _ in requests[: len(group)]], group)
+        done = {row: result for (row, _), result in zip(requests, results, strict=False) if result is not None}
+        for result in done.values():
             result.metrics.wave += waves
-        waves = 1 + max(result.metrics.wave for result in done)
-        yield from zip(numbers, done, strict=True)
+        waves = 1 + max(result.metrics.wave for result in done.values())
+        yield done
         requests = requests[len(group) :]

@@ -33,15 +33,27 @@ class Verification:
 def verify(
     engine: Engine, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
 ) -> list[Verification | None]:
-    """Runs requests without the cache, and both ways with the answers' tokens forced; None where there is no answer."""
-    good = [i for i, answer in enumerate(answers) if answer.error is None]
-    found = iter(_verify(engine, builder, [group[i] for i in good], [answers[i] for i in good]))
-    return [next(found) if i in good else None for i in range(len(group))]
+    """Runs requests without the cache, and both ways with the answers' tokens forced.
+
+    Returns:
+      None where there is no answer, and where it cannot be compared: then that is the answer's error.
+    """
+    compared: list[Verification | None] = [None] * len(group)
+    good = [i for i, answer in enumerate(answers) if answer.is_finished and answer.error is None]
+    for i, found in zip(
+        good, _verify(engine, builder, [group[i] for i in good], [answers[i] for i in good]), strict=True
+    ):
+        if isinstance(found, str):
+            answers[i].error = f"the answer cannot be verified: {found}"
+        else:
+            compared[i] = found
+    return compared
 
 
 def _verify(
     engine: Engine, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
-) -> list[Verification]:
+) -> list[Verification | str]:
+    """A comparison for each answer, or why there is none."""
     cold = [_without_cache(linked, engine.runner.config.text.num_layers) for linked in group]
     again = [
         dataclasses.replace(
@@ -54,6 +66,8 @@ def _verify(
             token_ids=[],
             logprobs=[],
             finish_reason=None,
+            is_finished=False,
+            choice=None,
         )
         for linked, answer in zip(cold, answers, strict=True)
     ]
@@ -71,10 +85,12 @@ def _verify(
         for way in (warm, cold)
     ]
     engine.score([sequence for way in forced for sequence in way], lambda _: None)
-    return [
-        _compare(answer.token_ids, other.token_ids, *(np.stack(sequence.logits) for sequence in both))
-        for answer, other, *both in zip(answers, again, *forced, strict=True)
-    ]
+    found: list[Verification | str] = []
+    for answer, other, *both in zip(answers, again, *forced, strict=True):
+        error = next((sequence.error for sequence in (other, *both) if sequence.error is not None), None)
+        logits = (np.stack(sequence.logits) for sequence in both if error is None)
+        found.append(error or _compare(answer.token_ids, other.token_ids, *logits))
+    return found
 
 
 def _without_cache(linked: Linked, num_layers: int) -> Linked:
@@ -87,7 +103,7 @@ def _without_cache(linked: Linked, num_layers: int) -> Linked:
     )
     layout = dataclasses.replace(linked.layout, spans=spans)
     plan = full_prefill(layout, num_layers)
-    return dataclasses.replace(linked, layout=layout, plan=plan, uses=(), level=0)
+    return dataclasses.replace(linked, layout=layout, plan=plan, uses=(), level=0, choice=None)
 
 
 def _without_records(image: ImageRef) -> ImageRef:

@@ -161,6 +161,8 @@ def _get(
             for header, known in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
                 if any(value.lower() != known for value in response.headers.get_all(header, [])):
                     raise _RefusedError("an encoding that was not asked for")
+            if not all(value.isdecimal() for value in response.headers.get_all("Content-Length", [])):
+                raise _RefusedError("a length that is none")
             if (response.length or 0) > max_bytes:
                 raise TooLargeError
             wire.limit += 2 * max_bytes  # chunks have heads of their own
@@ -229,7 +231,10 @@ def _look_up(host: str, deadline: _Deadline) -> list[Address]:
         except Exception as error:
             answers.put(error)
 
-    threading.Thread(target=ask, name="vlcache-resolver", daemon=True).start()  # nothing else ends a slow resolver
+    try:  # in a thread, as nothing else ends a slow resolver
+        threading.Thread(target=ask, name="vlcache-resolver", daemon=True).start()
+    except RuntimeError:
+        raise _RefusedError("there is no thread to look up its host") from None
     try:
         answer = answers.get(timeout=deadline.left())
     except queue.Empty:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import string
 import threading
 import warnings
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from vlcache_jax.checks import shorten
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
@@ -35,9 +37,12 @@ MOST_IMAGE_PIXELS = 2 * 89_478_485
 """The highest such limit: the size at which Pillow refuses."""
 
 MAX_ASPECT_RATIO = 200
+MAX_SCANS = 64
+"""Of a progressive JPEG: each may go through the whole picture. Encoders make about ten."""
 
 _ACCEPTED = "a path, bytes, a data: or http(s) URL, a PIL image or a uint8 array"
 _filter_lock = threading.Lock()
+_loading = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +91,11 @@ class ImageSource:
             return _array_to_rgb(self.value)
         image = self._opened(self.value, max_pixels)
         with self._explained():
-            return np.array(_picture_to_rgb(_upright(image) if self.encoded is not None else image))
+            if self.encoded is not None:
+                return np.array(_picture_to_rgb(_upright(image)))
+            with _loading:  # the caller's own image may be asked about in several calls
+                image.load()
+            return np.array(_picture_to_rgb(image))
 
     def _opened(self, value: bytes | Image.Image, max_pixels: int) -> Image.Image:
         with self._explained():
@@ -100,6 +109,8 @@ class ImageSource:
         check_picture_size(height, width, self.name, max_pixels)
         if frames:
             raise ValueError(f"{self.name} must be a single picture, got an image of {frames}")
+        if isinstance(value, bytes):
+            _check_work(image, value, self.name, max_pixels)
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             raise ValueError(f"{self.name} must have 8 bits a channel, got mode {image.mode}")
         return image
@@ -110,7 +121,7 @@ class ImageSource:
             yield
         except Exception as error:  # Pillow's decoders raise nearly anything on broken files
             unknown = f"unknown format, none of {', '.join(FORMATS)}"
-            reason = unknown if isinstance(error, UnidentifiedImageError) else error
+            reason = unknown if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
             raise ValueError(
                 f"{self.name} must be an image that Pillow can read and convert to RGB, "
                 f"got {_describe(self.value)}: {reason}"
@@ -175,6 +186,17 @@ def _open(encoded: bytes) -> Image.Image:
     with _filter_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         return Image.open(io.BytesIO(encoded), formats=FORMATS)
+
+
+def _check_work(image: Image.Image, encoded: bytes, name: str, max_pixels: int) -> None:
+    """Refuses what takes far more time or memory to decode than the picture's size says."""
+    if image.format in ("JPEG", "MPO") and (scans := encoded.count(b"\xff\xda")) > MAX_SCANS:
+        raise ValueError(f"{name} must have at most {MAX_SCANS} scans, got {scans}")
+    if isinstance(image, TiffImageFile) and (tile := [image.tag_v2.get(tag) for tag in (322, 323)]) != [None, None]:
+        # A tile is decoded whole, however little of it the picture shows. Small ones are no matter.
+        area = math.prod(-(-size // side) * side if side else size for size, side in zip(image.size, tile, strict=True))
+        if area > max(max_pixels, 1 << 20):
+            raise ValueError(f"{name} must have at most {max_pixels} pixels, got tiles of {tile[1]}x{tile[0]}")
 
 
 def _upright(image: Image.Image) -> Image.Image:

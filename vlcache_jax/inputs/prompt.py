@@ -7,6 +7,7 @@ tokenising the text with the repeated pads, as the library's processors do.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,6 +90,7 @@ class PromptRenderer:
         self.image_token_id: int = special[IMAGE_TOKEN]
         self._video_token_id: int = special[VIDEO_TOKEN]
         self.max_tokens: int | None = None
+        self._tokenizing = threading.Lock()
 
     @classmethod
     def from_pretrained(cls, directory: str | PathLike[str], *, access: Access = LOCAL_ONLY) -> PromptRenderer:
@@ -262,7 +264,8 @@ class PromptRenderer:
                 f"{name} must be short enough for max_model_len = {self.max_tokens} tokens, "
                 f"got a text of {len(text)} characters"
             )
-        token_ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
+        with self._tokenizing:  # a tokenizer takes one at a time
+            token_ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
         if not len(token_ids):
             raise ValueError(f"{name} must not be empty, got {text!r}")
         if np.any(token_ids == self._video_token_id):
