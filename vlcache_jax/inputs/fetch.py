@@ -162,7 +162,7 @@ def _get(
                 if any(value.lower() != known for value in response.headers.get_all(header, [])):
                     raise _RefusedError("an encoding that was not asked for")
             if not all(value.isdecimal() for value in response.headers.get_all("Content-Length", [])):
-                raise _RefusedError("a length that is none")
+                raise ValueError("no length")
             if (response.length or 0) > max_bytes:
                 raise TooLargeError
             wire.limit += 2 * max_bytes  # chunks have heads of their own
