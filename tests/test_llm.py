@@ -524,6 +524,14 @@ with LLM({str(family_checkpoint)!r}, max_rows=64, max_model_len=128, kv_cache_by
         ("config.json", '"image_token_id": ', '"image_token_id": 1', "image placeholder of the tokenizer"),
         ("generation_config.json", "{", "", "generation_config.json must hold usable"),
         ("generation_config.json", "{", '{"top_p": 2, ', "generation_config.json must hold usable .* top_p must be"),
+        ("generation_config.json", "{", '{"temperature": NaN, ', "generation_config.json .* temperature must be"),
+        (
+            "generation_config.json",
+            '"do_sample": ',
+            '"do_sample": "yes", "a": ',
+            "generation_config.json .* do_sample must",
+        ),
+        ("generation_config.json", "{", '{"a": ' + "[" * 100_000, "generation_config.json must be a JSON file"),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself(family_checkpoint, tmp_path, file, old, new, message):

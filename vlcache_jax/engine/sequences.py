@@ -13,9 +13,18 @@ from vlcache_jax.checks import check_text, short
 from vlcache_jax.engine.memory_plan import MemoryPlan
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
-from vlcache_jax.fields import read_object
+from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
+
+
+_GENERATION = {
+    "do_sample": optional(FLAG),
+    "temperature": optional(real(0, 1e9)),
+    "top_p": optional(real(0, 1)),
+    "top_k": optional(whole(0, (1 << 31) - 1)),
+    "repetition_penalty": optional(real(1e-9, 1e9)),
+}
 
 
 class SequenceBuilder:
@@ -214,6 +223,7 @@ def read_generation_config(
     path = directory / "generation_config.json"
     try:
         generation = read_object(path) if path.exists() else {}
+        check_fields(generation, _GENERATION)
         SamplingParams().resolve(generation)
         ends = generation.get("eos_token_id", tokenizer.eos_token_id)
         ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
