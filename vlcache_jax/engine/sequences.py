@@ -17,7 +17,6 @@ from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, 
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
 
-
 _GENERATION = {
     "do_sample": optional(FLAG),
     "temperature": optional(real(0, 1e9)),
