@@ -242,8 +242,8 @@ class LLM:
 
         Raises:
           RequestError: rows are wrong. All that arguments and heads of files tell are named at once, before anything
-            runs. A picture that breaks only when it is decoded, and logits that are not finite, stop the call after the
-            step under way; the error carries the `outputs` of the rows before. It is a ValueError.
+            runs. A picture that breaks only when it is decoded, and logits that are not finite, stop the call after
+            what is under way; the error carries the `outputs` that there are until then. It is a ValueError.
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)

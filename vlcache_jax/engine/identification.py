@@ -25,7 +25,7 @@ from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Grid, ImageProcessor, Patches
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 
-WINDOW_BYTES = 128 * 2**20  # of patches that one window of rows keeps in memory
+WINDOW_BYTES = 128 * 2**20  # of patches of one window of rows; while it runs, the next one is made
 DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
 _PIXEL_BYTES = 7  # Pillow's picture and ours beside it
 _CLOSED = "this LLM is closed"

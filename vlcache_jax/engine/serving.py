@@ -19,7 +19,7 @@ class RequestError(ValueError):
 
     Attributes:
       errors: why, by row.
-      outputs: of the rows that were answered before, in their places; None elsewhere. Empty if none was.
+      outputs: of the rows that were answered until then, in their places; None elsewhere. Empty if none was.
     """
 
     def __init__(self, errors: Mapping[int, str], outputs: Sequence[Any] = ()):
@@ -59,7 +59,8 @@ def serve[T: Result](
       run: runs planned requests, whose rows come with them; where `stop` is set, it may leave out (None) those that
         come after a step with an error.
       failed: the result of a row that is wrong.
-      stop: whether a row that is wrong ends the call, after the rows before it.
+      stop: whether a row that is wrong ends the call: before anything runs; or, where only pixels or logits show it,
+        after the rows before it or after the wave that it is in.
 
     Raises:
       RequestError: a row is wrong, and `stop` is set.
