@@ -146,6 +146,7 @@ def work_config(
     kv_heads: int,
     *,
     decode: bool,
+    shared: bool = True,
     implementation: str | None = None,
 ) -> WorkConfig:
     """How the work of a case is best cut.
@@ -157,6 +158,7 @@ def work_config(
       q: of which shape [N, H, D] and dtype the queries are.
       kv_heads: K.
       decode: each row is of another request.
+      shared: prefixes of requests may be shared; where they are not, less needs to be compiled.
       implementation: as in `paged_attention`.
 
     Raises:
@@ -164,7 +166,7 @@ def work_config(
     """
     choice = _choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
     if choice.implementation == "xla":
-        return xla.work_config(rows, requests, pages, decode=decode)
+        return xla.work_config(rows, requests, pages, decode=decode, shared=shared)
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.work_config(

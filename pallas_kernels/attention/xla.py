@@ -49,15 +49,15 @@ def block_slots(n: int) -> int:
     return 256 if 8 < n < 1024 else 128
 
 
-def work_config(rows: int, requests: int, pages: int, *, decode: bool) -> WorkConfig:
+def work_config(rows: int, requests: int, pages: int, *, decode: bool, shared: bool) -> WorkConfig:
     """How paged attention is cut: tiles hold rows of one request, large ones as long as it has many rows left.
 
-    Rows that decode are one to a request, and those that visit shared pages together fill a tile.
+    Rows that decode are one to a request; where pages may be shared, the rows that visit them together fill a tile.
+    Sizes that are not needed are not compiled.
     """
     if decode:
-        return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows), small=1)
-    tile, small = (8, 4) if rows < 512 else (16, 4) if rows < 1024 else (32, 4)
-    return WorkConfig(rows, requests, pages, tile=tile, small=small)
+        return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows) if shared else 1, small=1)
+    return WorkConfig(rows, requests, pages, tile=4 if rows < 512 else 16 if rows < 1024 else 32, small=4)
 
 
 @functools.partial(jax.jit, static_argnames=("scale",))
@@ -173,8 +173,11 @@ def _paged_attention(
             def partly(state: State) -> State:
                 return add(keys, values, (slot >= first[:, None]) & (slot < last[:, None]), state, scale)
 
+            if height == config.small:  # masking is cheap, and this needs to be compiled once
+                return partly(state)
+            whole = functools.partial(add, keys, values, None, scale=scale)
             is_whole = (item[INNER_FROM] <= page) & (page < item[INNER_TO])
-            return lax.cond(is_whole, lambda state: add(keys, values, None, state, scale), partly, state)
+            return lax.cond(is_whole, whole, partly, state)
 
         total, largest, weight = lax.fori_loop(item[FROM], item[TO], visit, state)
         if places == 1:
@@ -186,11 +189,11 @@ def _paged_attention(
         )
         return sum_total, sum_largest, sum_weight
 
-    sums = _empty_state((N, K, H // K), D)
     large = (parts.items[:, BOXES] > config.small).sum()  # items are ordered by size
-    for height, begin, stop in ((config.tile, 0, large), (config.small, large, parts.ctas[-1])):
-        sums = lax.fori_loop(begin, stop, functools.partial(add_item, height), sums)
-    total, _, weight = sums
+    sums = _empty_state((N, K, H // K), D)
+    if config.tile > config.small:
+        sums = lax.fori_loop(0, large, functools.partial(add_item, config.tile), sums)
+    total, _, weight = lax.fori_loop(large, parts.ctas[-1], functools.partial(add_item, config.small), sums)
     return jnp.where(weight[..., None] == 0, 0, total / weight[..., None]).reshape(N, H, D).astype(k.dtype)
 
 

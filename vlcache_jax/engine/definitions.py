@@ -149,7 +149,7 @@ class Definitions:
         q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)
         return kernels.work_config(
             rows, min(rows, self.ladder.max_sequences), self.max_pages, q, text.num_kv_heads,
-            decode=decode, implementation=self.implementation,
+            decode=decode, shared=False, implementation=self.implementation,
         )  # fmt: skip
 
     def layer(self, size: int, keep: int, has_deepstack: bool) -> Any:
