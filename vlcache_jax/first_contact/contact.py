@@ -24,7 +24,6 @@ PROGRAM = "vlcache_jax.pallas_kernels.checks"
 LIMIT = 300.0  # seconds of a child process: most go into compiling
 _GRACE = 10.0  # seconds for a killed process to go
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # say nothing about a kernel
-
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 _lock = threading.Lock()
@@ -77,8 +76,10 @@ def verdict_on(kernel: str) -> Verdict:
 
 
 def chip_of_jax() -> Chip | None:
-    """The GPU that jax will use or uses, as far as can be told without touching jax's backend; None is another device
-    or none. A driver that does not work has no GPU."""
+    """The GPU that jax will use or uses, as far as can be told without touching jax's backend.
+
+    None: jax will use another device, or there is none, as far as the driver tells, which may not work.
+    """
     import jax
 
     platforms = jax.config.jax_platforms or jax.config.read("jax_platform_name") or "cuda"
@@ -113,7 +114,7 @@ def _check(kernels: Sequence[str], limit: float) -> dict[str, Verdict]:
 
 def _run_child(kernels: Sequence[str], limit: float) -> tuple[list[dict[str, Any]], str, bool]:
     """(lines of its report, how it ended, whether that came from itself)"""
-    with tempfile.TemporaryDirectory(prefix="vlcache-contact-") as folder:
+    with tempfile.TemporaryDirectory(prefix="vlcache-contact-", ignore_cleanup_errors=True) as folder:
         report, errors = pathlib.Path(folder, "report"), pathlib.Path(folder, "errors")
         report.touch()
         with open(errors, "wb") as said:
@@ -135,9 +136,9 @@ def _run_child(kernels: Sequence[str], limit: float) -> tuple[list[dict[str, Any
             if not isinstance(error, subprocess.TimeoutExpired):  # Ctrl-C
                 raise
             return _lines(report), f"timed out after {limit:g} s", True
-        last = errors.read_bytes()[-400:].decode(errors="replace").strip().splitlines()[-3:]
         how = f"ended with status {status}" if status >= 0 else f"was killed by {_SIGNALS.get(-status, -status)}"
-        return _lines(report), ": ".join([how, *([" / ".join(last)] if last else [])]), -status not in _FROM_OUTSIDE
+        said_last = _last_lines(errors)
+        return _lines(report), f"{how}: {said_last}" if said_last else how, -status not in _FROM_OUTSIDE
 
 
 def command(report: pathlib.Path, limit: float, kernels: Sequence[str]) -> list[str]:
@@ -151,6 +152,12 @@ def _environment() -> dict[str, str]:
     changed = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": "cuda", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     without = ("JAX_PLATFORM_NAME", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_ENABLE_X64")
     return {name: value for name, value in os.environ.items() if name not in without} | changed
+
+
+def _last_lines(path: pathlib.Path) -> str:
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 400))
+        return " / ".join(file.read().decode(errors="replace").strip().splitlines()[-3:])
 
 
 def _lines(report: pathlib.Path) -> list[dict[str, Any]]:
