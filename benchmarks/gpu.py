@@ -36,6 +36,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
 from vlcache_jax.pallas_kernels import attention, dispatch, link
+from vlcache_jax.pallas_kernels.checks import CHECKS, Check
 from vlcache_jax.study import report
 
 Row = dict[str, Any]
@@ -119,6 +120,9 @@ def check(plan: Plan) -> Iterator[Case]:
         yield f"attention, {shape.name}, D {shape.D}", functools.partial(_check_attention, plan, shape)
     for case in plan.links():
         yield f"link {case.T} tokens", functools.partial(_check_link, plan, case)
+    for kernel, corners in CHECKS.items():
+        for corner in corners[-1:] if plan.rehearse else corners:
+            yield f"{kernel}, corner: {corner.name}", functools.partial(_check_corner, plan, corner)
 
 
 def _check_attention(plan: Plan, shape: AttentionShape) -> Row:
@@ -175,6 +179,10 @@ def _check_link(plan: Plan, case: LinkShape) -> Row:
     if not equal:
         raise ValueError(f"linked keys and values of {case} must be those of float32, rounded")
     return {"error": 0.0, "bit-equal": equal}
+
+
+def _check_corner(plan: Plan, corner: Check) -> Row:
+    return {"error": corner.error(plan.implementation), "bit-equal": True}  # or it raises
 
 
 # (b) Kernels against the chip's ceilings and other libraries.
@@ -380,7 +388,13 @@ def _settings(plan: Plan) -> Row:
     ladder = Ladder(rows=(64, 512, 2048, 8192), patches=(4096, 16384), sequences=(1, 8, 64))
     # The pool leaves room for the library's model.
     cache = CacheConfig(host_bytes="40GiB")
-    return {"ladder": ladder, "cache": cache, "dtype": "bfloat16", "kv_cache_bytes": 24 * 2**30}
+    return {
+        "ladder": ladder,
+        "cache": cache,
+        "dtype": "bfloat16",
+        "kv_cache_bytes": 24 * 2**30,
+        "implementation": plan.implementation,  # not XLA in its place, whatever a first contact has found
+    }
 
 
 def _ttft(plan: Plan, count: int, tokens: int) -> Row:

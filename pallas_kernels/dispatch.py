@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from vlcache_jax.first_contact import verdict_on
+
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_gpu_interpreted")
 
 
@@ -15,7 +17,7 @@ class Choice(NamedTuple):
     """One call of a kernel.
 
     Attributes:
-      kernel: "attention" or "link".
+      kernel: by its name in `checks.CHECKS`.
       case: shapes and dtype of the call.
       implementation: one of `IMPLEMENTATIONS`.
       why: the reason, in words.
@@ -46,7 +48,8 @@ def choose(kernel: str, case: str, implementation: str | None, check: Callable[[
 
     Args:
       kernel, case: see `Choice`.
-      implementation: that the caller asks for; None is the best available.
+      implementation: that the caller asks for; None is the best available. On a chip that is what has been checked
+        there: see `vlcache_jax.first_contact`.
       check: raises NotImplementedError where the Mosaic GPU kernel does not do the case.
 
     Raises:
@@ -55,7 +58,7 @@ def choose(kernel: str, case: str, implementation: str | None, check: Callable[[
     """
     check_name(implementation)
     if implementation is None:
-        implementation, why = _best(check)
+        implementation, why = _best(kernel, check)
     else:
         why = "asked for"
         if implementation != "xla":
@@ -121,7 +124,7 @@ def interpreter(choice: Choice) -> Any:
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
-def _best(check: Callable[[], None]) -> tuple[str, str]:
+def _best(kernel: str, check: Callable[[], None]) -> tuple[str, str]:
     chosen = jax.config.jax_default_device
     device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0] if chosen else jax.devices()[0]
     if not is_hopper(device):
@@ -131,4 +134,5 @@ def _best(check: Callable[[], None]) -> tuple[str, str]:
         check_toolchain()
     except NotImplementedError as error:
         return "xla", str(error)
-    return "mosaic_gpu", f"{device.device_kind} is a Hopper GPU"
+    verdict = verdict_on(kernel)
+    return "mosaic_gpu" if verdict.passed else "xla", f"check on {device.device_kind} {verdict}"

@@ -74,5 +74,10 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     part.replace(path)
 
 
+def cache_home() -> pathlib.Path:
+    """The folder of what can be made anew at any time: compiled programs, verdicts on kernels."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "vlcache-jax"
+
+
 def _part(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(path.name + ".part")
+    return path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same file

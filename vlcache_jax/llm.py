@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import jax
 
+from vlcache_jax import first_contact
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
@@ -41,6 +42,7 @@ from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
 from vlcache_jax.pallas_kernels import PAGE, dispatch
+from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
@@ -81,8 +83,9 @@ class LLM:
       max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
       mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first.
       implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
-        "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case.
-        `llm.kernels` says which run, and why.
+        "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
+        on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the memory;
+        XLA runs in place of what does not pass. `llm.kernels` says which run, and why.
       ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
       allow_remote_images: whether http(s) image URLs are fetched, each within 20 seconds.
       allowed_media_domains: the hosts that URLs and redirects may name; None is all. ".example.com" is all below it.
@@ -135,6 +138,8 @@ class LLM:
         check_max_pixels(max_image_pixels)
         access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
+        if implementation is None:
+            first_contact.meet(CHECKS, show=use_tqdm)  # from here on jax may hold the device's memory
         device = jax.devices()[0]
         dispatch.check_device(implementation, device)
         use_compilation_cache()

@@ -56,7 +56,7 @@ def attention(
       scale: Positive number, applied to the float32 scores; None is `D ** -0.5`.
       implementation: `"xla"` runs on every device, `"mosaic_gpu"` on Hopper GPUs, in bfloat16 and float16 and for head
         widths up to 128. `"mosaic_gpu_interpreted"` is the same kernel in jax's interpreter, on a CPU, for tests. None
-        is `"mosaic_gpu"` where that does the case, else `"xla"`.
+        is `"mosaic_gpu"` where that does the case and has been checked on the device, else `"xla"`.
 
     Returns:
       `[N, H, D]` in the dtype of `q`. Softmax and sums are float32; float32 inputs are multiplied in full precision.

@@ -21,7 +21,7 @@ def test_rehearsal(tmp_path, sections, monkeypatch):
     assert content["head"]["versions"]["jax"]
     assert set(content["cases"]) == {row["case"] for row in rows}
     # A second run has nothing left to do.
-    for name in ("_check_attention", "_matrix_rate", "_ttft", "_decode", "_in_process"):
+    for name in ("_check_attention", "_check_corner", "_matrix_rate", "_ttft", "_decode", "_in_process"):
         monkeypatch.setattr(gpu, name, lambda *args: pytest.fail("it is done"))
     assert gpu.run(plan, minutes=0, only=sections) == rows
 

@@ -16,7 +16,7 @@ def run():
     return lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("command", ["demo", "ask", "convert", "bench ttft"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "ask", "convert", "bench ttft"])
 def test_help_teaches(run, command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.first_contact import contact
+from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.testing import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -74,8 +81,13 @@ def run(directory, implementation):
         )
 
 
-def test_the_interpreted_kernels_answer_as_xla_does(directory):
-    tokens, matches, logits, kernels = run(directory, "xla")
+@pytest.fixture(scope="module")
+def by_xla(directory):
+    return run(directory, "xla")
+
+
+def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
+    tokens, matches, logits, kernels = by_xla
     assert matches == ["miss", "approximate"]
     programs = {("encode", "attention"), ("layer", "attention"), ("decode", "attention"), ("link", "link")}
     assert kernels == {(*program, "xla", "asked for") for program in programs}
@@ -85,6 +97,62 @@ def test_the_interpreted_kernels_answer_as_xla_does(directory):
     # The CPU multiplies in float32 what the kernel rounds to bfloat16.
     np.testing.assert_allclose(new_logits, logits, atol=0.03 * np.abs(logits).max(), rtol=0)
     assert new_kernels == {(*program, "mosaic_gpu_interpreted", "asked for") for program in programs}
+
+
+STAND_INS = """
+import jax
+from vlcache_jax.pallas_kernels import checks, dispatch
+from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+from vlcache_jax.pallas_kernels.attention.xla import attention
+from vlcache_jax.pallas_kernels.link import mosaic_gpu as linking
+
+def wrong(q, k, v, start, end, *, scale, interpret):
+    return attention(q, k, v, start + 1, end, scale=scale)
+
+def fails(*_, **__):
+    raise RuntimeError("INTERNAL: no such instruction")
+
+mosaic_gpu.attention, linking.link = wrong, fails
+dispatch.is_hopper = lambda device: True
+checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
+checks.main()
+"""
+
+
+def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_path, monkeypatch, capsys):
+    processes = []
+
+    def command(report, limit, kernels):
+        processes.append(list(kernels))
+        code = f"import os, sys; sys.path[:] = {sys.path!r}; os.environ['JAX_PLATFORMS'] = 'cpu'\n{STAND_INS}"
+        return [sys.executable, "-c", code, str(report), str(limit), *kernels]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(contact, "_known", None)
+    monkeypatch.setattr(contact, "chip_of_jax", lambda: Chip("NVIDIA H200", "9.0", "580.65.06", ""))
+    monkeypatch.setattr(contact, "command", command)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    tokens, matches, logits, kernels = run(directory, None)
+    assert processes == [["attention", "link"], ["link"]]
+    assert (tokens, matches) == by_xla[:2]
+    np.testing.assert_array_equal(logits, by_xla[2])
+    whys = {kernel: why for _, kernel, _, why in kernels}
+    assert {implementation for _, _, implementation, _ in kernels} == {"xla"}
+    assert set(whys) == set(CHECKS)  # a kernel without checks would never run
+    assert re.fullmatch(r"check on cpu failed: windows: error [\d.]+, must be at most 0\.04", whys["attention"])
+    assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
+    assert "attention runs on XLA; check on NVIDIA H200 failed: windows: error " in capsys.readouterr().err
+
+    # The next process knows.
+    monkeypatch.setattr(contact, "_known", None)
+    with open_llm(directory):
+        assert contact.verdict_on("attention").passed is False
+    assert len(processes) == 2
+
+
+def test_without_a_gpu_no_process_is_started(directory, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
+    open_llm(directory).close()
 
 
 def test_on_a_cpu_the_choice_is_xla_and_says_why(directory, capsys):

@@ -15,12 +15,20 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 
-from tests.pallas_kernels.attention_cases import (
+from vlcache_jax.benchmarks.shapes import ATTENTION, AttentionShape
+from vlcache_jax.first_contact import Verdict, contact
+from vlcache_jax.pallas_kernels import attention, dispatch, link
+from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
+from vlcache_jax.pallas_kernels.cases import (
+    LINK_CASES,
+    WAYS,
     Case,
+    LinkCase,
     all_empty,
-    beyond,
     causal,
     decode,
+    link_reference,
     packed,
     reference,
     scattered,
@@ -28,11 +36,6 @@ from tests.pallas_kernels.attention_cases import (
     whole,
     windows,
 )
-from vlcache_jax.benchmarks.shapes import ATTENTION, AttentionShape
-from vlcache_jax.pallas_kernels import attention, carry_flaws, dispatch, link
-from vlcache_jax.pallas_kernels.attention import mosaic_gpu
-from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
-from vlcache_jax.pallas_kernels.link import xla as xla_link
 
 ATOL = 2e-2  # weights and results are rounded to bfloat16
 RACES = dispatch.interpreter(dispatch.Choice("attention", "", "mosaic_gpu_interpreted", ""))
@@ -58,28 +61,10 @@ def test_real_shapes_in_small(shape: AttentionShape) -> None:
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
 
 
-@pytest.mark.parametrize(
-    ("case", "config"),
-    [
-        (Case("causal", 45, 300, 6, 2, 64, causal), Config(2, 128, 2, 1)),
-        (Case("no turns", 45, 300, 4, 1, 64, causal), Config(2, 64, 3, 1, take_turns=False)),
-        (Case("scattered, split", 33, 500, 3, 1, 64, scattered), Config(2, 64, 2, 3)),
-        (Case("packed, four stages", 40, 300, 5, 1, 128, packed), Config(1, 64, 4, 1)),
-        (Case("more splits than blocks", 7, 100, 8, 1, 64, causal), Config(1, 64, 2, 5)),
-        (Case("windows", 70, 70, 2, 2, 80, windows), Config(1, 64, 2, 1)),
-        (Case("some empty", 30, 200, 4, 1, 64, some_empty), Config(1, 64, 2, 2)),
-        (Case("all empty", 9, 100, 2, 1, 64, all_empty), Config(1, 64, 2, 2)),
-        (Case("beyond the pool", 20, 150, 4, 2, 24, beyond), Config(1, 64, 2, 1)),
-        (Case("requests apart", 12, 2600, 8, 1, 64, decode), Config(1, 128, 2, 2)),
-        (Case("one row", 1, 300, 2, 1, 64, whole), Config(1, 128, 2, 1)),
-        (Case("one slot", 3, 1, 3, 3, 24, whole), Config(1, 64, 2, 1)),
-        (Case("scale", 10, 90, 4, 1, 64, causal, scale=0.07), Config(1, 64, 2, 1)),
-    ],
-    ids=lambda x: x.name if isinstance(x, Case) else None,
-)
-def test_ways_to_cut(case: Case, config: Config) -> None:
+@pytest.mark.parametrize(("case", "fields"), WAYS, ids=lambda x: x.name if isinstance(x, Case) else None)
+def test_ways_to_cut(case: Case, fields: dict[str, Any]) -> None:
     args = case.inputs("bfloat16")
-    assert_close(interpreted(args, scale=case.scale, config=config), args, case.scale)
+    assert_close(interpreted(args, scale=case.scale, config=Config(**fields)), args, case.scale)
 
 
 @not_a_number
@@ -165,27 +150,12 @@ def test_slots_that_nobody_sees_are_not_loaded() -> None:
     assert walk == list(range(15_100 // 64 + 1))
 
 
-@not_a_number
-@pytest.mark.parametrize(("heads", "width"), [(8, 128), (4, 64), (2, 64), (3, 128)])
-@pytest.mark.parametrize("tokens", [5, 16])
-def test_link(heads: int, width: int, tokens: int) -> None:
-    rng = np.random.default_rng(heads)
-    slots = 40
-    pool = [jnp.asarray(rng.normal(size=(slots, heads, width)), jnp.bfloat16) for _ in "kv"]
-    stored = [jnp.asarray(rng.normal(size=(tokens, heads, width)), jnp.bfloat16) for _ in "kv"]
-    stored[0] = stored[0].at[0, 0, 3].set(jnp.nan)
-    stored[1] = stored[1].at[2, 1, 5].set(jnp.inf).at[3, 0, width - 1].set(jnp.nan)
-    slot = jnp.asarray(rng.permutation(slots)[:tokens], jnp.int32).at[jnp.array([1, 4])].set(slots + 7)
-    angle = rng.uniform(0, 6, (tokens, 1, width // 2))
-    args = *pool, *stored, slot, jnp.asarray(np.cos(angle), jnp.bfloat16), jnp.asarray(np.sin(angle), jnp.bfloat16)
-    linked = jax.jit(functools.partial(link, implementation="mosaic_gpu_interpreted"))(*args)
-    wide = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args)
-    k, v = (np.asarray(x, np.float32) for x in linked)
-    for ours, want in zip((k, v), xla_link.link(*wide), strict=True):
-        np.testing.assert_array_equal(ours, want.astype(jnp.bfloat16).astype(jnp.float32))
-    assert np.isfinite(v).all()
-    flawed = {(int(slot[token]), head) for token, head in ((0, 0), (2, 1), (3, 0))}
-    assert {(s, h) for s, h, _ in np.argwhere(np.isnan(k)).tolist()} == flawed
+@pytest.mark.parametrize("case", LINK_CASES, ids=lambda case: case.name)
+def test_link(case: LinkCase) -> None:
+    args = case.inputs()
+    found = jax.jit(functools.partial(link, implementation="mosaic_gpu_interpreted"))(*args)
+    for got, want in zip(found, link_reference(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_what_the_kernels_do_not_do() -> None:
@@ -222,7 +192,16 @@ def test_the_choice_is_recorded_with_its_reason(monkeypatch: pytest.MonkeyPatch)
     assert choices(x, "xla") == [("xla", "asked for")]
     assert choices(x, None) == [("xla", "no Hopper GPU, but cpu")]
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
-    assert choices(x, None) == [("mosaic_gpu", "NVIDIA H200 is a Hopper GPU")]
+    for passed, chosen, why in (
+        (True, "mosaic_gpu", "check on NVIDIA H200 passed: 3 cases"),
+        (False, "xla", "check on NVIDIA H200 failed: 3 cases"),
+        (None, "xla", "check on NVIDIA H200 unknown: 3 cases; run `vlcache doctor`"),
+    ):
+        monkeypatch.setattr(contact, "_known", {"attention": Verdict(passed, "3 cases")})
+        assert choices(x, None) == [(chosen, why)]
+        assert choices(x, "mosaic_gpu") == [("mosaic_gpu", "asked for")]
+    monkeypatch.setattr(contact, "_known", {})
+    assert choices(x, None) == [("xla", "check on NVIDIA H200 unknown: never checked; run `vlcache doctor`")]
     assert choices(wide, None) == [("xla", "mosaic_gpu multiplies bfloat16 and float16, got q in float32")]
     assert dispatch.is_hopper(Hopper())
     monkeypatch.setattr(Hopper, "compute_capability", "10.0")

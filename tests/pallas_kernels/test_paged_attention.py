@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.pallas_kernels import paged_cases
-from tests.pallas_kernels.attention_cases import ATOL
 from tests.pallas_kernels.paged_cases import CASES, arrays, reference
 from vlcache_jax.pallas_kernels import PAGE, Shared, make_work, paged_attention, work_config
+from vlcache_jax.pallas_kernels.cases import ATOL
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 jitted = jax.jit(paged_attention, static_argnames=("scale", "implementation"))

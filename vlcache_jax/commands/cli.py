@@ -52,6 +52,30 @@ def demo_command(
         run_demo(report)
 
 
+@app.command("doctor")
+def doctor_command(
+    again: Annotated[bool, typer.Option("--again", help="Check kernels anew that have been checked before.")] = False,
+) -> None:
+    """Says what runs on this machine and why: versions, device, kernels, caches, and what to do about each problem.
+
+    On a Hopper GPU it checks the kernels that have not been checked yet. The exit status is 1 if there is a problem;
+    a machine without a GPU is none.
+
+    Example: vlcache doctor --again
+    """
+    with say_errors():
+        say("importing JAX")
+        from vlcache_jax.commands.doctor import examine
+
+        findings, problems = examine(again)
+        for name, found in findings:
+            typer.echo(f"{name:<12}{found}")
+        for problem in problems:
+            typer.echo(f"\nto do: {problem}")
+        if problems:
+            raise typer.Exit(1)
+
+
 @app.command("ask")
 def ask_command(
     words: Annotated[

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import pathlib
 import threading
 import time
 from collections import abc
@@ -20,6 +19,7 @@ import numpy as np
 
 from vlcache_jax.engine.definitions import Definitions
 from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.files import cache_home
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.pallas_kernels import dispatch
@@ -175,6 +175,5 @@ def _no_patches() -> Patches:
 def use_compilation_cache() -> None:
     """Keeps compiled programs on disk, unless the user has decided where or whether."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "vlcache-jax" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_home() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,0 +1,239 @@
+"""What every implementation of a kernel has to do: corner cases, references in numpy, tolerances.
+
+One table for the tests, which run it on the CPU, and for the checks on a chip: `checks.py` and `benchmarks.gpu`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vlcache_jax.pallas_kernels.flaws import carry_flaws
+
+ATOL = {"float32": 2e-6, "bfloat16": 1e-2}
+TOLERANCE = {"bfloat16": 0.04, "float16": 0.01}  # of `relative_error` where weights, too, are rounded to the dtype
+
+Intervals = tuple[np.ndarray, np.ndarray]
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes by their letters, and intervals as a function of (generator, N, S)."""
+
+    name: str
+    N: int
+    S: int
+    H: int
+    K: int
+    D: int
+    intervals: Callable[[np.random.Generator, int, int], Intervals]
+    scale: float | None = None
+
+    def inputs(self, dtype: str = "float32", *, poison: bool = False, flaw: bool = False, seed: int = 0) -> Inputs:
+        """Arguments of attention.
+
+        Args:
+          poison: fill every slot that no row sees: K with NaN and infinities, V, which is finite, with the largest.
+          flaw: NaN in K, for one head of a slot in the middle of those that some row sees.
+        """
+        rng = np.random.default_rng((seed, self.N, self.S, self.D))
+        q, k, v = (rng.standard_normal(s) for s in ((self.N, self.H, self.D), *[(self.S, self.K, self.D)] * 2))
+        start, end = self.intervals(rng, self.N, self.S)
+        slot = np.arange(self.S)[:, None]
+        seen = ((slot >= start) & (slot < end)).any(1)
+        if poison:
+            largest = float(jnp.finfo(dtype).max)
+            k[~seen] = rng.choice([np.nan, np.inf, -np.inf], k[~seen].shape)
+            v[~seen] = rng.choice([largest, -largest], v[~seen].shape)
+        if flaw:
+            k[np.flatnonzero(seen)[seen.sum() // 2], 0, 0] = np.nan
+        bounds = jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)
+        return jnp.asarray(q, dtype), jnp.asarray(k, dtype), jnp.asarray(v, dtype), *bounds
+
+
+def causal(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    return np.zeros(n, int), np.arange(s - n, s) + 1
+
+
+def scattered(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    """Some rows of one request, in no order."""
+    return np.zeros(n, int), rng.choice(s, n, replace=False) + 1
+
+
+def packed(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    """Causal rows of several requests one after the other, with a gap between two of them."""
+    bounds = np.array([0, s // 7, s // 3, s // 2, s])
+    slot = np.sort(rng.choice(s, n, replace=False))
+    slot = slot[(slot < s // 3) | (slot >= s // 3 + s // 9)]
+    start = bounds[np.searchsorted(bounds, slot, side="right") - 1]
+    lost = n - len(slot)  # become padding, as in a bucket
+    return np.pad(start, (0, lost)), np.pad(slot + 1, (0, lost))
+
+
+def some_empty(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    start = rng.integers(0, s, n)
+    end = np.minimum(start + rng.integers(1, s, n), s)
+    kind = np.arange(n) % 4
+    end = np.where(kind == 1, start, np.where(kind == 2, start - 5, end))  # of length 0, and of less
+    return start, end
+
+
+def all_empty(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    return np.full(n, s // 2), np.full(n, s // 2)
+
+
+def whole(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    return np.zeros(n, int), np.full(n, s)
+
+
+def beyond(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    """Bounds outside the pool, and rows wholly outside it."""
+    start, end = rng.integers(-s, s // 2, n), rng.integers(s // 2, 3 * s, n)
+    start[0], end[0] = -9, -2
+    start[-1], end[-1] = s + 3, s + 8
+    return start, end
+
+
+def windows(rng: np.random.Generator, n: int, s: int, size: int = 64) -> Intervals:
+    row = np.arange(n)
+    return row // size * size, np.minimum(row // size * size + size, s)
+
+
+def decode(rng: np.random.Generator, n: int, s: int) -> Intervals:
+    """Every row another request, which stand in the pool in no order."""
+    start = rng.permutation(n) * (s // n)
+    return start, start + rng.integers(1, s // n + 1, n)
+
+
+# Many intervals share a shape, so that each shape is compiled once.
+CASES = (
+    Case("causal, behind a prefix", 300, 801, 6, 2, 64, causal),
+    Case("scattered", 300, 801, 6, 2, 64, scattered),
+    Case("packed", 300, 801, 6, 2, 64, packed),
+    Case("windows in a larger pool", 300, 801, 6, 2, 64, windows),
+    Case("many requests", 300, 801, 6, 2, 64, decode),
+    Case("some empty", 300, 801, 6, 2, 64, some_empty),
+    Case("all empty", 300, 801, 6, 2, 64, all_empty),
+    Case("beyond the pool", 300, 801, 6, 2, 64, beyond),
+    Case("causal", 90, 90, 8, 1, 24, causal),
+    Case("some empty, small pool", 90, 90, 8, 1, 24, some_empty),
+    Case("scale", 90, 90, 8, 1, 24, causal, scale=0.07),
+    Case("causal, many rows, groups of 9", 1100, 1100, 9, 1, 24, causal),
+    Case("windows", 200, 200, 3, 3, 80, windows),
+    Case("one image", 70, 70, 2, 2, 72, whole),
+    Case("decode, groups of 32", 5, 2600, 32, 1, 64, decode),
+    Case("one row", 1, 1000, 6, 2, 64, whole),
+    Case("packed, groups of 7", 70, 515, 28, 4, 128, packed),
+    Case("one slot", 3, 1, 3, 3, 24, whole),
+)
+
+# On a GPU only: ways to cut that no heuristic chooses for cases so small, as fields of the kernel's `Config`.
+WAYS: tuple[tuple[Case, dict[str, Any]], ...] = (
+    (Case("causal", 45, 300, 6, 2, 64, causal), {"warpgroups": 2, "block": 128, "stages": 2, "splits": 1}),
+    (
+        Case("no turns", 45, 300, 4, 1, 64, causal),
+        {"warpgroups": 2, "block": 64, "stages": 3, "splits": 1, "take_turns": False},
+    ),
+    (Case("scattered, split", 33, 500, 3, 1, 64, scattered), {"warpgroups": 2, "block": 64, "stages": 2, "splits": 3}),
+    (Case("packed, four stages", 40, 300, 5, 1, 128, packed), {"warpgroups": 1, "block": 64, "stages": 4, "splits": 1}),
+    (
+        Case("more splits than blocks", 7, 100, 8, 1, 64, causal),
+        {"warpgroups": 1, "block": 64, "stages": 2, "splits": 5},
+    ),
+    (Case("windows", 70, 70, 2, 2, 80, windows), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
+    (Case("some empty", 30, 200, 4, 1, 64, some_empty), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 2}),
+    (Case("all empty", 9, 100, 2, 1, 64, all_empty), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 2}),
+    (Case("beyond the pool", 20, 150, 4, 2, 24, beyond), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
+    (Case("requests apart", 12, 2600, 8, 1, 64, decode), {"warpgroups": 1, "block": 128, "stages": 2, "splits": 2}),
+    (Case("one row", 1, 300, 2, 1, 64, whole), {"warpgroups": 1, "block": 128, "stages": 2, "splits": 1}),
+    (Case("one slot", 3, 1, 3, 3, 24, whole), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
+    (Case("scale", 10, 90, 4, 1, 64, causal, scale=0.07), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
+)
+
+
+def reference(q: Any, k: Any, v: Any, k_start: Any, k_end: Any, scale: float | None = None) -> np.ndarray:
+    """Row by row in float64, from the slots of the row's interval alone."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    S, K, D = k.shape
+    k, v = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (k, v))  # [K, S, D]
+    out = np.zeros(q.shape)
+    for n, (start, end) in enumerate(zip(np.asarray(k_start), np.asarray(k_end), strict=True)):
+        seen = slice(max(start, 0), max(min(end, S), 0))
+        if seen.stop <= seen.start:
+            continue
+        scores = q[n].reshape(K, -1, D) @ k[:, seen].swapaxes(1, 2) * (D**-0.5 if scale is None else scale)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out[n] = (weights @ v[:, seen]).reshape(-1, D)
+    return out
+
+
+def relative_error(out: Any, want: np.ndarray) -> float:
+    """Largest difference, by the root mean square of its row's results: those of long intervals are small.
+
+    Infinite where only one of both is finite, and where a row that must be 0 is not.
+    """
+    out = np.asarray(out, np.float64)
+    finite = np.isfinite(want)
+    if (finite != np.isfinite(out)).any():
+        return float("inf")
+    axes = tuple(range(1, want.ndim))
+    difference = np.abs(out - want, where=finite, out=np.zeros(want.shape)).max(axes)
+    size = np.sqrt(np.square(want, where=finite, out=np.zeros(want.shape)).sum(axes) / np.maximum(finite.sum(axes), 1))
+    return float(np.divide(difference, size, where=size > 0, out=np.where(difference > 0, np.inf, 0.0)).max())
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkCase:
+    """Linking T tokens into a pool of S slots, some of them padding, which goes nowhere; some with flaws in V."""
+
+    T: int
+    S: int
+    K: int
+    D: int
+    padding: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.T} tokens, {self.padding} of them padding, {self.K} heads of {self.D}"
+
+    def inputs(self, dtype: str = "bfloat16", seed: int = 0) -> tuple[jax.Array, ...]:
+        """Arguments of link: slots in no order, those of padding just behind the pool and far behind it."""
+        rng = np.random.default_rng((seed, self.T, self.K, self.D))
+        pools = rng.standard_normal((2, self.S, self.K, self.D))
+        stored = rng.standard_normal((2, self.T, self.K, self.D))
+        stored[1, rng.random((self.T, self.K, self.D)) < 0.01] = np.nan
+        slot = rng.permutation(self.S)[: self.T]
+        nowhere = rng.permutation(self.T)[: self.padding]
+        slot[nowhere] = np.where(np.arange(self.padding) % 2, 2**29, self.S) + nowhere
+        angle = rng.uniform(0, 6, (self.T, 1, self.D // 2))
+        k_pool, v_pool, k_raw, v, cos, sin = (
+            jnp.asarray(x, dtype) for x in (*pools, *stored, np.cos(angle), np.sin(angle))
+        )
+        return k_pool, v_pool, k_raw, v, jnp.asarray(slot, jnp.int32), cos, sin
+
+
+LINK_CASES = (
+    LinkCase(5, 40, 8, 128, padding=1),
+    LinkCase(16, 40, 4, 64),
+    LinkCase(5, 40, 2, 64, padding=2),
+    LinkCase(37, 40, 3, 128, padding=12),
+    LinkCase(16, 40, 3, 128, padding=16),
+    LinkCase(1, 1, 8, 128),
+)
+
+
+def link_reference(*args: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The pools after linking, in their dtype: rotated in float32 and rounded once, flaws of V carried by K."""
+    k_pool, v_pool, k_raw, v, slot, cos, sin = map(np.asarray, args)
+    a, b, cos, sin = (x.astype(np.float32) for x in (*np.split(k_raw, 2, -1), cos, sin))
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(k_pool.dtype)
+    turned, v = map(np.asarray, carry_flaws(jnp.asarray(turned), jnp.asarray(v)))
+    k_pool, v_pool = k_pool.copy(), v_pool.copy()
+    stays = slot < len(k_pool)
+    k_pool[slot[stays]], v_pool[slot[stays]] = turned[stays], v[stays]
+    return k_pool, v_pool

@@ -1,0 +1,144 @@
+"""Checks of the kernels on a chip: every corner case against its reference in numpy, by kernel.
+
+`python -m vlcache_jax.pallas_kernels.checks REPORT LIMIT KERNEL...` is the child process of a first contact
+(`vlcache_jax.first_contact`), which runs some of them; `benchmarks.gpu check` runs all.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from vlcache_jax.first_contact import child
+from vlcache_jax.pallas_kernels import attention, dispatch, link
+from vlcache_jax.pallas_kernels.cases import (
+    CASES,
+    LINK_CASES,
+    TOLERANCE,
+    WAYS,
+    Case,
+    LinkCase,
+    link_reference,
+    reference,
+    relative_error,
+    scattered,
+)
+
+
+class Check(NamedTuple):
+    """One comparison.
+
+    Attributes:
+      name: of its case.
+      error: (implementation) -> the largest error; raises ValueError if that is too large.
+      first: is run at the first contact, too.
+    """
+
+    name: str
+    error: Callable[[str], float]
+    first: bool
+
+
+def _attention(case: Case, implementation: str, *, dtype: str = "bfloat16", flaw: bool = False, **fields: Any) -> float:
+    """Slots that no row sees hold anything; with `flaw`, so does one that some rows see."""
+    args = case.inputs(dtype, poison=True, flaw=flaw)
+    run: Callable[..., jax.Array] = functools.partial(_jitted, scale=case.scale, implementation=implementation)
+    if fields:
+        run = functools.partial(_cut, implementation, scale=case.scale or case.D**-0.5, **fields)
+    return _compare([run(*args), run(*args)], reference(*args, case.scale), TOLERANCE[dtype])
+
+
+_jitted = jax.jit(attention, static_argnames=("scale", "implementation"))
+
+
+def _cut(implementation: str, *args: jax.Array, scale: float, **fields: Any) -> jax.Array:
+    from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+
+    interpret = dispatch.interpreter(dispatch.Choice("attention", "", implementation, "checked"))
+    return mosaic_gpu.attention(*args, scale=scale, config=mosaic_gpu.Config(**fields), interpret=interpret)
+
+
+def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> float:
+    args = case.inputs(dtype)
+    run = jax.jit(functools.partial(link, implementation=implementation))
+    runs = zip(*(run(*args) for _ in range(2)), strict=True)
+    return max(
+        _compare(list(pools), want.astype(np.float64), 0.0)
+        for pools, want in zip(runs, link_reference(*args), strict=True)
+    )
+
+
+def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
+    """The error of the first run; they must be equal to the last bit."""
+    first, *others = (np.asarray(run, np.float64) for run in runs)
+    error = relative_error(first, want)
+    if error > tolerance:
+        raise ValueError(f"error {error:.3g}, must be at most {tolerance:g}")
+    if not all(np.array_equal(first, other, equal_nan=True) for other in others):
+        raise ValueError("results must be equal to the last bit when a case is repeated")
+    return error
+
+
+_REAL = Case("scattered, heads of 8B", 200, 1032, 32, 8, 128, scattered)
+_FLAWED = [CASES[i] for i in (0, 2, 4)]
+_FLOAT16 = [case for case in CASES if case.name in ("packed", "windows")]
+
+# A kernel, by its name in `dispatch`, and its checks. One that is not here never runs unless it is asked for.
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "attention": (
+        *(Check(case.name, functools.partial(_attention, case), first=True) for case in (*CASES, _REAL)),
+        *(
+            Check(f"{case.name}, NaN", functools.partial(_attention, case, flaw=True), first=True)
+            for case in _FLAWED
+        ),
+        *(
+            Check(f"{case.name}, float16", functools.partial(_attention, case, dtype="float16"), first=True)
+            for case in _FLOAT16
+        ),
+        *(
+            Check(f"{case.name}, {fields}", functools.partial(_attention, case, **fields), first=False)
+            for case, fields in WAYS
+        ),
+    ),
+    "link": (
+        *(Check(case.name, functools.partial(_link, case), first=True) for case in LINK_CASES),
+        *(
+            Check(f"{case.name}, float16", functools.partial(_link, case, dtype="float16"), first=True)
+            for case in LINK_CASES[:2]
+        ),
+    ),
+}  # fmt: skip
+
+
+def check_kernel(kernel: str) -> str:
+    """Runs what a first contact runs of a kernel; returns what was found.
+
+    Raises:
+      ValueError: it is wrong; the message has the case.
+    """
+    errors = []
+    for check in CHECKS[kernel]:
+        if check.first:
+            try:
+                errors.append(check.error("mosaic_gpu"))
+            except Exception as error:
+                raise ValueError(f"{check.name}: {error if isinstance(error, ValueError) else repr(error)}") from error
+    return f"{len(errors)} cases, largest error {max(errors):.2g}"
+
+
+def main() -> None:
+    report, limit, *kernels = sys.argv[1:]
+    child.run(
+        report,
+        float(limit),
+        kernels,
+        lambda: dispatch.check_device("mosaic_gpu", jax.devices()[0]),
+        check_kernel,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""`vlcache doctor` on machines of all kinds."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from vlcache_jax.commands import doctor
+from vlcache_jax.commands.cli import app
+from vlcache_jax.first_contact import Verdict, contact
+from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+
+CHIP = Chip("NVIDIA H200", "9.0", "580.65.06", "")
+PASSED = {"attention": Verdict(True, "24 cases"), "link": Verdict(True, "6 cases")}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """(options) -> the result; the found lines are `found`, by name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(contact, "_known", None)
+
+    def run(*options):
+        result = CliRunner().invoke(app, ["doctor", *options])
+        result.found = {line[:12].strip(): line[12:] for line in result.stdout.split("\n\n")[0].splitlines()}
+        return result
+
+    return run
+
+
+@pytest.fixture
+def on_a_chip(monkeypatch):
+    """(verdicts) -> None: from then on there is an H200, on which the checks find these; jax uses it, if `used`."""
+
+    def put(verdicts, *, used=True, plugin=True):
+        monkeypatch.setattr(doctor, "find_chip", lambda: CHIP)
+        monkeypatch.setattr(doctor, "memory", lambda chip: (100 * 2**30, 140 * 2**30))
+        monkeypatch.setattr(contact, "chip_of_jax", lambda: CHIP if plugin else None)
+        monkeypatch.setattr(contact, "_check", lambda kernels, limit: {kernel: verdicts[kernel] for kernel in kernels})
+        packages = {"jax": "0.12"} | ({"jax-cuda13-plugin": "0.12", "nvidia-cuda-nvcc": "13.0.88"} if plugin else {})
+        monkeypatch.setattr(doctor, "versions", lambda: packages)
+        if used:
+            device = types.SimpleNamespace(platform="gpu", device_kind=CHIP.name)
+            monkeypatch.setattr(jax, "devices", lambda: [device])
+
+    return put
+
+
+def test_without_a_gpu_all_is_well(run):
+    result = run()
+    assert result.exit_code == 0
+    assert f"jax {jax.__version__}" in result.found["versions"]
+    assert result.found["jax uses"] == "cpu"
+    assert result.found["GPU"] == "none: XLA runs on the CPU. With an NVIDIA GPU, install with `--extra cuda13`"
+    assert result.found["attention"] == result.found["link"] == "xla (no Hopper GPU that jax uses)"
+    assert "to do" not in result.stdout
+
+
+def test_a_chip_on_which_all_passes(run, on_a_chip, tmp_path):
+    on_a_chip(PASSED)
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert result.found["GPU"] == "NVIDIA H200, compute capability 9.0, driver 580.65.06"
+    assert result.found["memory"] == "100.0 GiB free of 140.0 GiB"
+    assert result.found["ptxas"] == "nvidia-cuda-nvcc 13.0.88"
+    assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
+    assert result.found["link"] == "mosaic_gpu (passed: 6 cases)"
+    assert result.found["verdicts"].startswith(str(tmp_path))
+    assert "to do" not in result.stdout
+
+
+def test_what_is_wrong_or_unknown_is_a_problem(run, on_a_chip):
+    on_a_chip(PASSED | {"attention": Verdict(False, "windows: error 0.3")})
+    result = run()
+    assert result.exit_code == 1
+    assert result.found["attention"] == "xla (failed: windows: error 0.3)"
+    assert result.stdout.count("to do: ") == 1
+    assert "to do: attention is wrong on this GPU" in result.stdout
+    on_a_chip(PASSED | {"link": Verdict(None, "the device could not be had (busy)")})
+    assert run().found["attention"] == "xla (failed: windows: error 0.3)"  # as kept
+    result = run("--again")
+    assert result.exit_code == 1
+    assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
+    assert "to do: link could not be checked: see with `nvidia-smi` who uses the device" in result.stdout
+
+
+def test_a_chip_that_jax_does_not_use(run, on_a_chip, monkeypatch):
+    on_a_chip(PASSED, used=False, plugin=False)
+    monkeypatch.setattr(doctor, "memory", lambda chip: None)
+    assert run().exit_code == 0  # tests wish so: JAX_PLATFORMS=cpu
+    platforms = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", None)
+        result = run()
+        assert result.exit_code == 1
+        assert result.found["memory"] == "unknown: NVML does not tell"
+        assert "to do: jax does not use NVIDIA H200: install with `--extra cuda13`." in result.stdout
+        on_a_chip(PASSED, used=False)
+        assert "who uses it, and set JAX_PLATFORMS=cuda to be told why." in run().stdout
+    finally:
+        jax.config.update("jax_platforms", platforms)
+
+
+def test_a_driver_that_does_not_work(run, monkeypatch):
+    def broken():
+        raise OSError("the CUDA driver answers cuInit with error 803")
+
+    monkeypatch.setattr(doctor, "find_chip", broken)
+    result = run()
+    assert result.exit_code == 1
+    assert "to do: the CUDA driver answers cuInit with error 803: see that `nvidia-smi` works." in result.stdout
+
+
+def test_tuned_settings(run, tmp_path, monkeypatch):
+    assert run().found["tuned"] == "none: defaults"
+    path = tmp_path / "tuned.json"
+    monkeypatch.setattr(mosaic_gpu, "TUNED", path)
+    path.write_text('{"rows": [{"N": 512, "H": 32, "K": 8, "D": 128, "config": {}}]}')
+    assert run().found["tuned"] == f"512 rows of 32/8 heads of 128 ({path})"
+    path.write_text('{"rows": [{"N": 512}]}')
+    result = run()
+    assert result.exit_code == 1
+    assert result.found["tuned"] == f"damaged: {path}"
+    assert "remove it, or let `python -m benchmarks.gpu` make it anew" in result.stdout

@@ -1,0 +1,113 @@
+"""`vlcache doctor`: what runs on this machine, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Mapping
+
+# The device may be in use, and nothing here needs much of it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+
+from vlcache_jax.fields import read_object
+from vlcache_jax.files import cache_home
+from vlcache_jax.first_contact import Verdict, meet
+from vlcache_jax.first_contact.chip import Chip, find_chip, memory
+from vlcache_jax.first_contact.verdicts import identity, place, versions
+from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+from vlcache_jax.pallas_kernels.checks import CHECKS
+from vlcache_jax.progress import Progress
+from vlcache_jax.study.report import environment
+
+Findings = list[tuple[str, str]]
+
+
+def examine(again: bool) -> tuple[Findings, list[str]]:
+    """Returns (what was found, by name; what to do about each problem).
+
+    Args:
+      again: check kernels that have a verdict, too.
+    """
+    problems: list[str] = []
+    with Progress("examining this machine"):
+        try:
+            chip = find_chip()
+        except OSError as error:
+            chip = None
+            problems.append(f"{error}: see that `nvidia-smi` works.")
+        verdicts = meet(CHECKS, again=again, show=False)  # before jax holds the device
+        try:
+            device = jax.devices()[0]
+            platform, runs = device.platform, device.device_kind
+        except RuntimeError as error:
+            platform, runs = "", f"nothing: {error}"
+    named = environment("vlcache-jax", "flax", "transformers")["versions"] | versions()
+    findings = [("versions", ", ".join(f"{name} {version}" for name, version in named.items())), ("jax uses", runs)]
+    if chip is None:
+        findings.append(("GPU", "none: XLA runs on the CPU. With an NVIDIA GPU, install with `--extra cuda13`"))
+    else:
+        findings += _of_chip(chip, named)
+        if platform != "gpu" and not (jax.config.jax_platforms or "cuda").startswith("cpu"):  # else so wished
+            how = "see with `nvidia-smi` who uses it, and set JAX_PLATFORMS=cuda to be told why"
+            if not any(name.endswith("-plugin") for name in named):
+                how = "install with `--extra cuda13`"
+            problems.append(f"jax does not use {chip.name}: {how}.")
+    for kernel in CHECKS:
+        found = "xla (no Hopper GPU that jax uses)"
+        if kernel in verdicts:
+            found = f"{'mosaic_gpu' if verdicts[kernel].passed else 'xla'} ({verdicts[kernel]})"
+            problems += _problems(kernel, verdicts[kernel])
+        findings.append((kernel, found))
+    if chip is not None and verdicts:
+        findings.append(("verdicts", str(place(identity(chip)))))
+    findings += [("tuned", _tuned(problems)), ("programs", _programs())]
+    return findings, problems
+
+
+def _of_chip(chip: Chip, named: Mapping[str, str]) -> Findings:
+    sizes = memory(chip)
+    room = "unknown: NVML does not tell"
+    if sizes is not None:
+        room = "{:.1f} GiB free of {:.1f} GiB".format(*(size / 2**30 for size in sizes))
+    compilers = [f"{name} {version}" for name, version in named.items() if name.startswith("nvidia-cuda-nvcc")]
+    return [
+        ("GPU", f"{chip.name}, compute capability {chip.capability}, driver {chip.driver}"),
+        ("memory", room),
+        ("ptxas", ", ".join(compilers) or "of this machine: no package nvidia-cuda-nvcc"),
+    ]
+
+
+def _problems(kernel: str, verdict: Verdict) -> list[str]:
+    if verdict.passed:
+        return []
+    if verdict.passed is None:
+        return [f"{kernel} could not be checked: see with `nvidia-smi` who uses the device, and run this again."]
+    return [
+        f"{kernel} is wrong on this GPU, and XLA, which is slower, runs in its place: please report the text above. "
+        "Another driver or version is checked by itself, these with `vlcache doctor --again`."
+    ]
+
+
+def _tuned(problems: list[str]) -> str:
+    path = mosaic_gpu.TUNED
+    if not path.exists():
+        return "none: defaults"
+    try:
+        rows = read_object(path)["rows"]
+        shapes = ", ".join(f"{row['N']} rows of {row['H']}/{row['K']} heads of {row['D']}" for row in rows)
+    except (ValueError, KeyError, TypeError) as error:
+        problems.append(f"{path} is damaged ({error!r}): remove it, or let `python -m benchmarks.gpu` make it anew.")
+        return f"damaged: {path}"
+    return f"{shapes} ({path})"
+
+
+def _programs() -> str:
+    folder = pathlib.Path(jax.config.jax_compilation_cache_dir or cache_home() / "xla")
+    sizes = []
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # others write there
+            sizes.append(file.stat().st_size)
+    return f"{len(sizes)} files, {sum(sizes) / 2**20:.0f} MiB in {folder}, made anew where they are removed"
