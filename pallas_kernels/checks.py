@@ -5,6 +5,7 @@
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from vlcache_jax.first_contact import child
-from vlcache_jax.pallas_kernels import attention, dispatch, link
+from vlcache_jax.pallas_kernels import attention, dispatch, link, paged_attention, paged_cases, work_config
 from vlcache_jax.pallas_kernels.cases import (
     CASES,
     LINK_CASES,
@@ -61,6 +62,29 @@ def _cut(implementation: str, *args: jax.Array, scale: float, **fields: Any) -> 
     return mosaic_gpu.attention(*args, scale=scale, config=mosaic_gpu.Config(**fields), interpret=interpret)
 
 
+def _paged(
+    case: Callable[[np.random.Generator], paged_cases.Rows],
+    heads: int,
+    kv_heads: int,
+    width: int,
+    implementation: str,
+    *,
+    dtype: str = "bfloat16",
+    decode: bool = False,
+    flaw: bool = False,
+) -> float:
+    rows = case(np.random.default_rng(0))
+    count = -(-max(len(rows.table), 1) // 16) * 16
+    q, k, v = paged_cases.arrays(rows, count, heads, kv_heads, width, poison=True, flaw=flaw)
+    args = [jax.numpy.asarray(x, dtype) for x in (q, k, v)]
+    shape = jax.ShapeDtypeStruct(q.shape, dtype)
+    config = work_config(count, len(rows.tables) + 1, 40, shape, kv_heads, decode=decode, implementation=implementation)
+    work = rows.work(config)
+    run = jax.jit(functools.partial(paged_attention, implementation=implementation))
+    runs = [run(*args, work) for _ in range(2)]
+    return _compare(runs, paged_cases.reference(rows, *args), TOLERANCE[dtype])
+
+
 def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> float:
     args = case.inputs(dtype)
     run = jax.jit(functools.partial(link, implementation=implementation))
@@ -86,6 +110,8 @@ _REAL = Case("scattered, heads of 8B", 200, 1032, 32, 8, 128, scattered)
 _FLAWED = [CASES[i] for i in (0, 2, 4)]
 _FLOAT16 = [case for case in CASES if case.name in ("packed", "windows")]
 
+_HEADS = ((32, 8, 128), (28, 4, 128), (8, 2, 64), (9, 1, 128), (3, 3, 64))
+
 # A kernel, by its name in `dispatch`, and its checks. One that is not here never runs unless it is asked for.
 CHECKS: dict[str, tuple[Check, ...]] = {
     "attention": (
@@ -102,6 +128,24 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             Check(f"{case.name}, {fields}", functools.partial(_attention, case, **fields), first=False)
             for case, fields in WAYS
         ),
+    ),
+    "paged_attention": (
+        *(
+            Check(f"{case.__name__}, {h}/{k} heads of {d}", functools.partial(_paged, case, h, k, d), first=True)
+            for case, (h, k, d) in zip(paged_cases.CASES, itertools.cycle(_HEADS), strict=False)
+        ),
+        *(
+            Check(
+                f"{case.__name__}, decoding, {h}/{k} heads of {d}",
+                functools.partial(_paged, case, h, k, d, decode=True), first=True,
+            )
+            for case, (h, k, d) in zip(paged_cases.DECODING, itertools.cycle(_HEADS), strict=False)
+        ),
+        *(
+            Check(f"{case.__name__}, NaN", functools.partial(_paged, case, 8, 2, 64, flaw=True), first=True)
+            for case in (paged_cases.requests, paged_cases.two_levels)
+        ),
+        Check("causal, float16", functools.partial(_paged, paged_cases.causal, 8, 2, 64, dtype="float16"), first=True),
     ),
     "link": (
         *(Check(case.name, functools.partial(_link, case), first=True) for case in LINK_CASES),

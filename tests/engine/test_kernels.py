@@ -89,7 +89,7 @@ def by_xla(directory):
 def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
     tokens, matches, logits, kernels = by_xla
     assert matches == ["miss", "approximate"]
-    programs = {("encode", "attention"), ("layer", "attention"), ("decode", "attention"), ("link", "link")}
+    programs = {("encode", "attention"), ("layer", "paged_attention"), ("decode", "paged_attention"), ("link", "link")}
     assert kernels == {(*program, "xla", "asked for") for program in programs}
 
     new_tokens, new_matches, new_logits, new_kernels = run(directory, "mosaic_gpu_interpreted")
@@ -112,7 +112,7 @@ def wrong(q, k, v, start, end, *, scale, interpret):
 def fails(*_, **__):
     raise RuntimeError("INTERNAL: no such instruction")
 
-mosaic_gpu.attention, linking.link = wrong, fails
+mosaic_gpu.attention, mosaic_gpu.paged_attention, linking.link = wrong, fails, fails
 dispatch.is_hopper = lambda device: True
 checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
 checks.main()
@@ -133,13 +133,14 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "command", command)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
-    assert processes == [["attention", "link"], ["link"]]
+    assert processes == [["attention", "paged_attention", "link"], ["paged_attention", "link"], ["link"]]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
     assert {implementation for _, _, implementation, _ in kernels} == {"xla"}
     assert set(whys) == set(CHECKS)  # a kernel without checks would never run
     assert re.fullmatch(r"check on cpu failed: windows: error [\d.]+, must be at most 0\.04", whys["attention"])
+    assert re.fullmatch(r"check on cpu failed: causal, .*: RuntimeError\('INTERNAL: .*", whys["paged_attention"])
     assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
     assert "attention runs on XLA; check on NVIDIA H200 failed: windows: error " in capsys.readouterr().err
 
@@ -147,7 +148,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "_known", None)
     with open_llm(directory):
         assert contact.verdict_on("attention").passed is False
-    assert len(processes) == 2
+    assert len(processes) == 3
 
 
 def test_without_a_gpu_no_process_is_started(directory, monkeypatch):

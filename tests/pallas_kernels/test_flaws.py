@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.attention_cases import large
 from vlcache_jax.pallas_kernels import carry_flaws
+from vlcache_jax.pallas_kernels.cases import large
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

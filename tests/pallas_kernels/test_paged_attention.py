@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels import paged_cases
-from tests.pallas_kernels.paged_cases import CASES, arrays, reference
-from vlcache_jax.pallas_kernels import PAGE, Shared, make_work, paged_attention, work_config
+from vlcache_jax.pallas_kernels import PAGE, Shared, make_work, paged_attention, paged_cases, work_config
 from vlcache_jax.pallas_kernels.cases import ATOL
+from vlcache_jax.pallas_kernels.paged_cases import CASES, arrays, reference
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 jitted = jax.jit(paged_attention, static_argnames=("scale", "implementation"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.paged_cases import CASES, Rows, tables
 from vlcache_jax.pallas_kernels import PAGE, Shared, WorkConfig, make_work
 from vlcache_jax.pallas_kernels.attention.shares import ITEM, MASK
 from vlcache_jax.pallas_kernels.attention.work import (
@@ -20,6 +19,7 @@ from vlcache_jax.pallas_kernels.attention.work import (
     TO,
     Work,
 )
+from vlcache_jax.pallas_kernels.paged_cases import CASES, Rows, tables
 
 # As the kernels cut: one after the other on XLA, and for many programs on a GPU.
 WAYS = {

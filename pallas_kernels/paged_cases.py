@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vlcache_jax.pallas_kernels import PAGE, Shared, Work, WorkConfig, make_work
+from vlcache_jax.pallas_kernels.attention import PAGE, Shared, Work, WorkConfig, make_work
 
 Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -137,6 +137,9 @@ CASES: tuple[Callable[[np.random.Generator], Rows], ...] = (
 )
 
 
+DECODING = (decode, one_long, shared, two_levels, nothing)
+
+
 def reference(rows: Rows, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None) -> np.ndarray:
     """Row by row in float64, from the slots that it sees; rows of q beyond those of the case see nothing."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -153,8 +156,11 @@ def reference(rows: Rows, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: fl
     return out
 
 
-def arrays(rows: Rows, count: int, heads: int, kv_heads: int, width: int, *, poison: bool = False) -> Inputs:
-    """q of `count` rows, and a pool. `poison`: what no row sees is NaN in K, and huge in V."""
+def arrays(
+    rows: Rows, count: int, heads: int, kv_heads: int, width: int, *, poison: bool = False, flaw: bool = False
+) -> Inputs:
+    """q of `count` rows, and a pool. `poison`: what no row sees is NaN in K, and huge in V. `flaw`: so is a key of one
+    head that some rows see."""
     rng = np.random.default_rng(count)
     shape = rows.num_pages * PAGE, kv_heads, width
     q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((count, heads, width), shape, shape))
@@ -163,5 +169,8 @@ def arrays(rows: Rows, count: int, heads: int, kv_heads: int, width: int, *, poi
         for n in range(len(rows.table)):
             unseen[rows.slots(n)] = False
         k[unseen] = rng.choice([np.nan, np.inf, -np.inf], k[unseen].shape)
-        v[unseen] = 1e30
+        v[unseen] = 60_000  # finite in all dtypes
+    if flaw:
+        seen = np.concatenate([rows.slots(n) for n in range(len(rows.table))])
+        k[seen[len(seen) // 2], 0, 0] = np.nan
     return q, k, v
