@@ -9,6 +9,8 @@ import pytest
 from vlcache_jax.benchmarks import gpu
 from vlcache_jax.benchmarks.shapes import ATTENTION
 
+SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
+
 
 @pytest.mark.parametrize("sections", [("check", "ceiling"), ("ttft", "decode")])
 def test_rehearsal(tmp_path, sections, monkeypatch):
@@ -35,7 +37,7 @@ def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
         return {"ms": 1.0 + (config.block != 64) + abs(config.splits - 6)}
 
     monkeypatch.setattr(gpu, "_time_attention", took)
-    monkeypatch.setattr(gpu, "SHAPES", tuple(s for s in ATTENTION["Qwen3-VL-8B"] if s.N in (64, 512)))
+    monkeypatch.setattr(gpu, "SHAPES", tuple(s for s in SHAPES.values() if s.N in (64, 512)))
     rows = gpu.run(gpu.Plan(rehearse=False, out=tmp_path), minutes=9, only=("tune",))
     assert len(rows) == 2  # text rows and decoding of 64 look alike
     monkeypatch.setattr(mosaic_gpu, "TUNED", tmp_path / "tuned.json")
@@ -72,7 +74,7 @@ def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkey
 
 def test_lost_slots_are_found(tmp_path, monkeypatch):
     """Results of long intervals are small, and so are such faults."""
-    right, shape = gpu.attention, gpu.SHAPES[8].in_small()
+    right, shape = gpu.attention, SHAPES["decode 1 x 20480"].in_small()
 
     def lossy(q, k, v, start, end, **options):
         return right(q, k, v, start + 16, end, **options)

@@ -36,12 +36,7 @@ def runner():
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param(s, id=f"{model}: {s.name}")
-        for model, shapes in ATTENTION.items()
-        for s in shapes
-        if not s.name.endswith("aligned")  # for comparison only
-    ],
+    [pytest.param(s, id=f"{model}: {s.name}") for model, shapes in ATTENTION.items() for s in shapes],
 )
 def test_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> None:
     compiled = compile_program(functools.partial(attention, implementation="mosaic_gpu"), shape.specs())
