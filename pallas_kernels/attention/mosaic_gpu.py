@@ -1,14 +1,16 @@
-"""Attention over slot intervals as a Mosaic GPU kernel for Hopper.
+"""Attention as a Mosaic GPU kernel for Hopper, driven by a list of items.
 
 The query heads of a group read the same keys, so their rows are packed along M. The unit of packing is a *box*: eight
-consecutive rows of one query head, which one bulk copy (TMA) moves between `[N, H, D]` and shared memory. The boxes of
-a key-value head are numbered row by row, then head by head (`box = row // 8 * G + g`). Eight of them fill the 64 rows
-that a warpgroup multiplies, and the boxes of one or two warpgroups are a *tile*. So a group of any size packs without
-waste, and nothing is transposed outside the kernel.
+rows of one query head, which one bulk copy (TMA) moves between `[R, H, D]` and shared memory. The boxes of an item's
+head are numbered octet by octet, then query head by query head (`box = octet * group + g`). Eight of them fill the 64
+rows that a warpgroup multiplies, so a group of any size packs, and nothing is transposed outside the kernel.
 
-A program visits the blocks of slots that the rows of its tile see (`_visits`). One warpgroup loads them, the others
-compute with a running softmax. Blocks that every row sees whole are not masked. Where rows are few, several programs
-share the blocks of a tile (*splits*), and their sums are combined at the end.
+An *item* is a run of boxes and a range of pages of keys that they visit (`work.py`). Programs are few and stay: each
+does its items one after the other. One warpgroup loads queries and pages ahead, also those of the items to come; the
+others compute with a running softmax. A page is masked only on the side where some row does not see it whole. An item
+gives results, or sums that `mosaic_gpu_merge` brings together.
+
+Values are finite (both contracts say so): a weight of 0 silences them, and nothing is cleaned here.
 """
 
 import dataclasses
@@ -17,76 +19,152 @@ import json
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import WIDTH, merge
+from vlcache_jax.pallas_kernels.attention.work import (
+    BOX0,
+    BOXES,
+    COLUMNS,
+    FAR,
+    FROM,
+    HEAD,
+    INNER_FROM,
+    INNER_TO,
+    PAGE,
+    PARTIAL,
+    TABLE,
+    TO,
+    Work,
+    WorkConfig,
+)
+
 BOX = 8  # rows that are copied together: the height of a swizzled tile in shared memory
-BOXES = 8  # of a warpgroup, whose matrix product has 64 rows
+EIGHT = 8  # boxes of a warpgroup, whose matrix product has 64 rows
+M = BOX * EIGHT
 MULTIPROCESSORS = 132  # of an H100 or H200
+SHARED_MEMORY = 232_448  # bytes that a program of theirs may use
 LOWEST = float(jnp.finfo(jnp.float32).min)  # largest score of a row that has seen nothing: finite, as differences are
 
 TUNED = pathlib.Path(__file__).with_name("tuned.json")
 
 WGMMA = plgpu.Layout.WGMMA
-ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+ROW = WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a case is cut.
+    """How the kernel works on items.
 
     Attributes:
-      warpgroups: That compute, 1 or 2, with 64 packed rows each; they share the loaded blocks.
-      block: Slots of a block, a multiple of 64.
-      stages: Blocks of K and of V in flight.
-      splits: Programs that share the blocks of a tile.
-      take_turns: Of two warpgroups, one multiplies while the other is at its softmax.
+      tile: boxes of an item at most: 8 or 16, for one or two warpgroups that compute and share the loaded pages.
+      stages: pages of K and of V in flight.
+      take_turns: of two warpgroups, one multiplies while the other is at its softmax.
+      programs: that share the items.
 
     Raises:
       ValueError: numbers that are not such.
     """
 
-    warpgroups: int = 2
-    block: int = 128
+    tile: int = 16
     stages: int = 2
-    splits: int = 1
     take_turns: bool = True
+    programs: int = MULTIPROCESSORS
 
     def __post_init__(self) -> None:
-        if self.warpgroups not in (1, 2) or self.block < 64 or self.block % 64 or min(self.stages, self.splits) < 1:
-            raise ValueError(f"config must have 1 or 2 warpgroups, a block in 64s, stages and splits, got {self}")
+        if self.tile not in (EIGHT, 2 * EIGHT) or self.stages < 2 or self.programs < 2:
+            raise ValueError(f"config must have a tile of 8 or 16 boxes, 2 stages and programs or more, got {self}")
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile // EIGHT
+
+    def queries(self, width: int) -> int:
+        """Items whose queries shared memory holds at once, 1 or 2.
+
+        Raises:
+          ValueError: not even one.
+        """
+        queries, page = 2 * self.tile * BOX * width, 2 * PAGE * width
+        room = SHARED_MEMORY - 2048 - 2 * self.stages * page  # barriers, and what Mosaic adds
+        if room < queries:
+            raise ValueError(f"config must fit into {SHARED_MEMORY} bytes of shared memory at D = {width}, got {self}")
+        return min(2, room // queries)
 
 
-def default_config(n: int, s: int, heads: int, kv_heads: int, width: int) -> Config:
+def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: bool = False) -> Config:
     """What was measured to be fastest for the next larger N of these heads, if `TUNED` has one up to four times as
-    large. Otherwise enough programs for every multiprocessor, and twice as many where the rows of tiles may see unequal
-    lengths."""
-    group = heads // kv_heads
+    large. Otherwise, where requests have few packed rows, one warpgroup and many pages in flight."""
     measured = {rows: config for rows, config in _tuned().get((heads, kv_heads, width), ()) if n <= rows <= 4 * n}
     if measured:
-        config = measured[min(measured)]
-    else:
-        warpgroups = 1 if n * group <= BOX * BOXES else 2
-        programs = _count_tiles(n, group, warpgroups) * kv_heads
-        enough = MULTIPROCESSORS // programs
-        splits = enough if enough > 1 else pl.cdiv(2 * MULTIPROCESSORS, programs)
-        config = Config(warpgroups=warpgroups, splits=splits)
-    return dataclasses.replace(config, splits=max(1, min(config.splits, s // 256)))
+        return measured[min(measured)]
+    few = (heads // kv_heads if decode else n * heads // kv_heads) <= (EIGHT if decode else M)
+    return Config(tile=EIGHT, stages=3) if few else Config()
 
 
 @functools.cache
 def _tuned() -> dict[tuple[int, int, int], list[tuple[int, Config]]]:
-    """(H, K, D) -> (N, fastest way to cut), as `benchmarks.gpu` wrote them."""
+    """(H, K, D) -> (N, fastest way to work), as `benchmarks.gpu` wrote them."""
     table: dict[tuple[int, int, int], list[tuple[int, Config]]] = {}
     if TUNED.exists():
         for entry in json.loads(TUNED.read_text())["rows"]:
             table.setdefault((entry["H"], entry["K"], entry["D"]), []).append((entry["N"], Config(**entry["config"])))
     return table
+
+
+def work_config(
+    rows: int,
+    requests: int,
+    pages: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    *,
+    decode: bool,
+    programs: int | None = None,
+) -> WorkConfig:
+    """How work is to be cut for `paged_attention`.
+
+    Args:
+      rows, requests, pages: see `WorkConfig`.
+      heads, kv_heads, width: H, K, D.
+      decode: requests have one row each.
+      programs: None is as many as `default_config` says.
+    """
+    config = default_config(rows, heads, kv_heads, width, decode=decode)
+    group = _part_of_group(heads // kv_heads, config.tile, rows)
+    programs = programs or config.programs
+    pieces = programs // (heads // group) + 3 if rows <= 128 else 6
+    return WorkConfig(
+        rows=rows,
+        requests=requests,
+        pages=pages,
+        box=BOX,
+        group=group,
+        heads=heads // group,
+        tile=config.tile,
+        small=config.tile,
+        programs=programs,
+        pieces=max(4, pieces),
+    )
+
+
+def _part_of_group(group: int, tile: int, rows: int) -> int:
+    """Query heads of a group that share an octet's place in a tile.
+
+    As many as fit; where rows are many, as many as fill the tile best.
+    """
+    fitting = [part for part in range(1, tile + 1) if group % part == 0]
+    if rows < 2048:
+        return fitting[-1]
+    return max(fitting, key=lambda part: (tile // part * part, part))
 
 
 def check(q: jax.Array) -> None:
@@ -97,7 +175,56 @@ def check(q: jax.Array) -> None:
         raise NotImplementedError(f"mosaic_gpu does head widths up to 128, got {q.shape[2]}")
 
 
-# An inner jit: a program that calls the same case for each of its layers compiles one kernel.
+# Inner jits: a program that calls the same case for each of its layers compiles one kernel.
+@functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    work: Work,
+    end: jax.Array | None = None,
+    *,
+    scale: float,
+    config: Config | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """Attention over pages.
+
+    Args:
+      q: `[N, H, D]`, rows of a step.
+      k, v: `[S, K, D]`, a pool of pages; V is finite. It is copied only if D is no multiple of 32.
+      work: of a configuration that `work_config` made for H, K and D.
+      end: `[N]`, one past the last logical slot that each row sees, where it is less than the work list says.
+      config: how the kernel works; None is `default_config`.
+      interpret: Runs the kernel in the CPU's interpreter (jax 0.12 or later) instead of compiling it.
+
+    Returns:
+      `[N, H, D]`; rows that see nothing are 0.
+
+    Raises:
+      ValueError: the work was cut for other arguments.
+    """
+    N, H, D = q.shape
+    cut, parts = work.config, work.parts()
+    if (cut.rows, cut.heads * cut.group, cut.box) != (N, H, BOX) or cut.heads % k.shape[1]:
+        raise ValueError(f"work must be cut for {N} rows, {H} heads, {k.shape[1]} key-value heads, got {cut}")
+    config = config or default_config(N, H, k.shape[1], D, decode=cut.tile == EIGHT)
+    config = dataclasses.replace(config, tile=cut.tile, programs=cut.programs)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -D % 32))) for x in (q, k, v))
+
+    def of_boxes(x: jax.Array) -> jax.Array:  # [N] -> as the rows of boxes are packed
+        x = x.at[parts.rows].get(mode="fill", fill_value=0).reshape(-1, 1, BOX)
+        return jnp.broadcast_to(x, (len(x), cut.group, BOX)).reshape(-1)
+
+    seen = jnp.stack([of_boxes(parts.start), of_boxes(parts.end if end is None else end)])
+    first = {name: place.start for name, (place, _) in cut.places.items()}
+    lists = _Lists(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
+    outputs = _Outputs(cut.octets * BOX, WIDTH, cut.partial_boxes)
+    q = q.at[parts.rows].get(mode="clip")
+    packed, *partials = _launch(q, k, v, work.buffer, seen, lists, outputs, scale, config, interpret)
+    return merge(packed, tuple(partials), work, interpret)[:, :, :D]
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
 def attention(
     q: jax.Array,
@@ -113,185 +240,173 @@ def attention(
     """The contract of `vlcache_jax.pallas_kernels.attention`, for arguments that it and `check` have checked.
 
     Args:
-      config: None is `default_config`.
-      interpret: Runs the kernel in the CPU's interpreter (jax 0.12 or later) instead of compiling it.
+      config, interpret: as in `paged_attention`.
     """
     N, H, D = q.shape
     S, K, _ = k.shape
-    G = H // K
-    config = config or default_config(N, S, H, K, D)
-    start, end = jnp.clip(k_start, 0, S), jnp.clip(k_end, 0, S)
-    bounds, visits = _visits(start, end, G, config)
-
+    config = config or default_config(N, H, K, D)
     # Bulk copies take boxes of 8 rows and of 32 or 64 columns. Vision towers have heads of 72 and 80: what is padded
-    # multiplies zeros. KV pools are never padded, as that would copy them: their S is a multiple of 8 (`plan_pool`).
+    # multiplies zeros.
     q, k, v = (jnp.pad(x, ((0, -len(x) % BOX), (0, 0), (0, -D % 32))) for x in (q, k, v))
-    boxes = len(bounds) * config.warpgroups * BOXES
-    octets = pl.cdiv(boxes, G)  # eight rows, of every head of the group
+    tiles = pl.cdiv(len(q) // BOX * (H // K), config.tile)
 
-    def of_rows(x: jax.Array) -> jax.Array:  # [N] -> [tiles, warpgroups, 64], as the rows of boxes are packed
-        x = jnp.pad(x, (0, octets * BOX - len(x))).reshape(octets, 1, BOX)
-        x = jnp.broadcast_to(x, (octets, G, BOX)).reshape(-1, BOX)[:boxes]
-        return x.reshape(-1, config.warpgroups, BOXES * BOX)
+    def of_boxes(x: jax.Array) -> jax.Array:  # [N] -> [tiles, rows]
+        x = jnp.pad(jnp.clip(x, 0, S), (0, -N % BOX)).reshape(-1, 1, BOX)
+        x = jnp.broadcast_to(x, (len(x), H // K, BOX)).reshape(-1)
+        return jnp.pad(x, (0, tiles * config.tile * BOX - len(x))).reshape(tiles, -1)
 
-    row_start, row_end = of_rows(start), of_rows(end)
-    sums = _launch(q, k, v, bounds, visits, row_start, row_end, scale, config, interpret)
-    if config.splits == 1:
-        (out,) = sums
-        return out[:N, :, :D]
-    out = jnp.where((row_start < row_end)[..., None], _combine(*sums), 0).astype(q.dtype)  # [K, *row_start.shape, D]
-    out = out.reshape(K, boxes * BOX, -1)[:, : pl.cdiv(N, BOX) * G * BOX]
-    out = out.reshape(K, -1, G, BOX, out.shape[-1]).transpose(1, 3, 0, 2, 4).reshape(-1, H, out.shape[-1])
+    start, end = of_boxes(k_start), of_boxes(k_end)
+    programs = min(config.programs, tiles * K)
+    ctas, items = _items(start, end, K, config.tile, programs)
+    lists = _Lists(0, len(ctas), None, 0, H // K, K, programs)
+    seen = jnp.stack([start.reshape(-1), end.reshape(-1)])
+    outputs = _Outputs(len(q), q.shape[2], 0)
+    buffer = jnp.concatenate([ctas, items.reshape(-1)])
+    (out,) = _launch(q, k, v, buffer, seen, lists, outputs, scale, config, interpret)
     return out[:N, :, :D]
 
 
-def _count_tiles(n: int, group: int, warpgroups: int) -> int:
-    return pl.cdiv(pl.cdiv(n, BOX) * group, warpgroups * BOXES)
+def _items(start: jax.Array, end: jax.Array, heads: int, boxes: int, programs: int) -> tuple[np.ndarray, jax.Array]:
+    """Items of tiles of rows [tiles, rows], longest first, dealt to the programs: (ctas, items) as in `work.Parts`.
 
-
-def _visits(start: jax.Array, end: jax.Array, group: int, config: Config) -> tuple[jax.Array, jax.Array]:
-    """The blocks that each tile visits.
-
-    Rows in the order of their intervals leave out the slots between them that nobody sees, such as those of requests
-    that have ended. That is worth its bookkeeping where rows are few, and its cost grows with their square; elsewhere,
-    and in any other order, a tile visits all blocks from its first to its last.
-
-    Returns:
-      ([tiles, 4]: number of runs, of blocks, and the slots [from, to) that every row sees; [tiles, runs, 2]: each run's
-      first block and one past its last), int32
+    A tile visits all pages from the first to the last that its rows see; one without any visits one page in vain.
     """
-    n, block, per_tile = len(start), config.block, config.warpgroups * BOXES
-    tile = jnp.arange(_count_tiles(n, group, config.warpgroups))
-    first, last = tile * per_tile // group, (tile * per_tile + per_tile - 1) // group
-    rows = first[:, None] * BOX + jnp.arange((per_tile // group + 2) * BOX)
-    there = rows < jnp.minimum((last[:, None] + 1) * BOX, n)
-    start, end = (x.at[rows].get(mode="clip") for x in (start, end))
-    seen = there & (start < end)
+    some = start < end
+    last = jnp.where(some, pl.cdiv(end, PAGE), 1).max(1)
+    first = jnp.minimum(jnp.where(some, start // PAGE, FAR).min(1), last - 1)
+    inner_from = jnp.where(some, pl.cdiv(start, PAGE), 0).max(1)
+    inner_to = jnp.where(some, end // PAGE, FAR).min(1)
+    order = jnp.argsort(first - last)
 
-    a, b = jnp.where(seen, start // block, 2**30), jnp.where(seen, pl.cdiv(end, block), 0)
-    hull = jnp.stack([jnp.minimum(a.min(1), b.max(1)), b.max(1)], -1)[:, None]
-    inner = jnp.where(seen, start, 0).max(1), jnp.where(seen, end, 2**30).min(1)
-    if n > 1024:
-        return jnp.stack([jnp.ones_like(tile), hull[:, 0, 1] - hull[:, 0, 0], *inner], -1), hull
-
-    earlier = seen[:, None] & jnp.tri(rows.shape[1], k=-1, dtype=bool)
-    reached = jnp.where(earlier, b[:, None], 0).max(-1)
-    ordered = (~seen | (a >= jnp.where(earlier, a[:, None], 0).max(-1))).all(1)
-    gaps = ordered & (seen & earlier.any(-1) & (a > reached)).any(1)
-    begin = jnp.where(seen, jnp.maximum(a, reached), 0)
-    runs = jnp.stack([begin, jnp.where(seen, jnp.maximum(begin, b), 0)], -1)
-    runs = jnp.where(gaps[:, None, None], runs, jnp.pad(hull, ((0, 0), (0, rows.shape[1] - 1), (0, 0))))
-    count = jnp.where(gaps, rows.shape[1], 1)
-    return jnp.stack([count, (runs[..., 1] - runs[..., 0]).sum(1), *inner], -1), runs
+    count = len(start) * heads
+    rank = np.arange(-(-count // programs) * programs).reshape(-1, programs)
+    rank[1::2] = rank[1::2, ::-1]  # who had a longer one has a shorter one next
+    of_programs = rank.transpose()
+    there = of_programs < count
+    rank = of_programs[there]
+    tile = order[rank // heads]
+    columns: dict[int, Any] = {HEAD: rank % heads, BOX0: tile * boxes, BOXES: boxes, FROM: first[tile], TO: last[tile]}
+    columns |= {INNER_FROM: inner_from[tile], INNER_TO: inner_to[tile], PARTIAL: -1}
+    items = [jnp.broadcast_to(columns.get(i, 0), count) for i in range(COLUMNS)]
+    return np.cumsum([0, *there.sum(1)]).astype(np.int32), jnp.stack(items, 1).astype(jnp.int32)
 
 
-def _combine(total: jax.Array, largest: jax.Array, weight: jax.Array) -> jax.Array:
-    """Sums of weighted values [splits, ..., D] and of weights, relative to the largest scores -> results [..., D]."""
-    share = jnp.exp2(largest - largest.max(0))
-    total, weight = (total * share[..., None]).sum(0), (weight * share).sum(0)
-    return total / weight[..., None]
+class _Lists(NamedTuple):
+    """Where the lists of `work.Parts` lie in the buffer; the lengths of tables, groups and programs.
+
+    `tables` is None where pages lie in order.
+    """
+
+    ctas: int
+    items: int
+    tables: int | None
+    pages: int
+    group: int
+    heads: int
+    programs: int
+
+
+class _Outputs(NamedTuple):
+    """Packed rows of results, their width, and boxes of partials; without these there are none."""
+
+    rows: int
+    width: int
+    partial_boxes: int
 
 
 def _launch(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    bounds: jax.Array,
-    visits: jax.Array,
-    start: jax.Array,
-    end: jax.Array,
+    buffer: jax.Array,
+    seen: jax.Array,
+    lists: _Lists,
+    outputs: _Outputs,
     scale: float,
     config: Config,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
-    """(result [N, H, D],), or for splits the float32 (sums, largest scores, sums of weights) of each, packed."""
-    K, D = k.shape[1:]
-    G = q.shape[1] // K
-    tiles, warpgroups, M = start.shape
-    block, stages, splits = config.block, config.stages, config.splits
-    many_runs = visits.shape[1] > 1
+    """Does the items.
+
+    Args:
+      q: [R, H, D], packed.
+      buffer: int32, with the lists.
+      seen: [2, ...], first slot and one past the last of every row of the boxes.
+
+    Returns:
+      results [R, H, width], and if there are partials their float32 sums [rows, D], largest scores and weights [rows].
+    """
+    D = q.shape[2]
+    group, tile, stages, warpgroups = lists.group, config.tile, config.stages, config.warpgroups
+    queries = config.queries(D)
+    per_head = lists.heads // k.shape[1]
     to_exponent = scale * math.log2(math.e)
 
     def program(inputs: Any, out_refs: Any, buffers: Any, barriers: Any) -> None:
-        q_ref, k_ref, v_ref, bounds_ref, visits_ref, start_ref, end_ref = inputs
-        q_smem, k_smem, v_smem, p_smem, flaws = buffers
-        q_here, k_here, v_raw, v_here, k_free, v_free, turn = barriers
-        # Later tiles first: of a causal prefill they take longest.
-        head, tile, split = lax.axis_index("head"), tiles - 1 - lax.axis_index("tile"), lax.axis_index("split")
-        warpgroup = lax.axis_index("warpgroup")
-        runs, blocks, inner_from, inner_to = (bounds_ref[tile, i] for i in range(4))
-        first, last = lax.div(blocks * split, splits), lax.div(blocks * (split + 1), splits)
+        q_ref, k_ref, v_ref, index_ref, seen_ref = inputs
+        out_ref, *partial_refs = out_refs
+        q_smem, k_smem, v_smem, p_smem = buffers
+        q_here, q_free, k_here, v_here, k_free, v_free, turn = barriers
+        cta, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        begin, stop = (index_ref[lists.ctas + cta + i] for i in (0, 1))
 
-        def walk(visit: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-            """carry = visit(step, block, carry) for the blocks of this split."""
+        def read(item: Any, *columns: int) -> list[Any]:
+            return [index_ref[lists.items + item * COLUMNS + column] for column in columns]
 
-            def run(i: Any, state: Any) -> Any:
-                before, carry = state
-                begin = visits_ref[tile, i, 0]
-                length = visits_ref[tile, i, 1] - begin
-                low, high = jnp.clip(first - before, 0, length), jnp.clip(last - before, 0, length)
-                carry = lax.fori_loop(low, high, lambda j, c: visit(before + j - first, begin + j, c), carry)
-                return before + length, carry
+        def box(head: Any, index: Any) -> tuple[Any, Any]:  # its place in [R, H, D]
+            return pl.ds(lax.div(index, group) * BOX, BOX), head * group + lax.rem(index, group)
 
-            if many_runs:
-                return lax.fori_loop(0, runs, run, (jnp.int32(0), carry))[1]
-            return run(0, (jnp.int32(0), carry))[1]
+        def do_items(do: Callable[[Any, Any, Any], None]) -> None:
+            """do(item, place of its queries, pages before it) for each item; counts of pages run on."""
 
-        def seen_by_all(at: Any) -> Any:
-            return (inner_from <= at * block) & ((at + 1) * block <= inner_to)
+            def one(item: Any, step: Any) -> Any:
+                first, last = read(item, FROM, TO)
+                do(item, lax.rem(item - begin, jnp.int32(queries)), step)
+                return step + last - first
 
-        def box(i: int) -> tuple[Any, Any]:  # of this warpgroup -> its place in [N, H, D]
-            index = (tile * warpgroups + warpgroup) * BOXES + i
-            return pl.ds(lax.div(index, G) * BOX, BOX), head * G + lax.rem(index, G)
+            lax.fori_loop(begin, stop, one, jnp.int32(0))
 
         def change_turns() -> None:
             if warpgroups > 1 and config.take_turns:
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-        def compute() -> None:
-            plgpu.set_max_registers(224, action="increase")
-            for i in range(BOXES):
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[box(i)], q_smem.at[warpgroup, pl.ds(i * BOX, BOX)], q_here.at[warpgroup]
-                )
-            row_start, row_end = (
-                plgpu.load(ref.at[tile, warpgroup], layout=ROW, optimized=False) for ref in (start_ref, end_ref)
-            )
-            plgpu.barrier_wait(q_here.at[warpgroup])
+        def across(x: jax.Array, width: int) -> jax.Array:
+            return lax.broadcast_in_dim(x, (M, width), [0])
 
-            def across(x: jax.Array, width: int) -> jax.Array:
-                return lax.broadcast_in_dim(x, (M, width), [0])
+        def mask(x: jax.Array, needed: Any, seen: Callable[[], jax.Array]) -> jax.Array:
+            return lax.cond(needed, lambda: jnp.where(seen(), x, -jnp.inf), lambda: x)
 
-            def visit(step: Any, at: Any, state: Any) -> Any:
+        def compute(item: Any, place: Any, step: Any) -> None:
+            box0, first, last, inner_from, inner_to = read(item, BOX0, FROM, TO, INNER_FROM, INNER_TO)
+            rows = pl.ds((box0 + warpgroup * EIGHT) * BOX, M)
+            start, end = (plgpu.load(seen_ref.at[i, rows], layout=ROW, optimized=False) for i in (0, 1))
+            own_q = q_smem.at[place, warpgroup]
+
+            def visit(at: Any, state: Any) -> Any:
                 total, largest, weight = state
-                stage = lax.rem(step, jnp.int32(stages))
-                whole = seen_by_all(at)
+                stage = lax.rem(step + at - first, jnp.int32(stages))
 
                 def scores(acc: Any) -> jax.Array:
-                    plgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[stage].T)
+                    plgpu.wgmma(acc, own_q, k_smem.at[stage].T)
                     change_turns()
                     return acc[...]
 
-                def masked() -> jax.Array:
-                    plgpu.barrier_wait(v_here.at[stage])
-                    flaw = plgpu.load(flaws.at[stage], layout=COLUMN, optimized=False)
-                    slot = plgpu.broadcasted_iota(jnp.int32, (M, block), 1, layout=WGMMA) + at * block
-                    seen = (slot >= across(row_start, block)) & (slot < across(row_end, block))
-                    return jnp.where(seen, x + lax.broadcast_in_dim(flaw, (M, block), [1]), -jnp.inf)
-
                 plgpu.barrier_wait(k_here.at[stage])
-                x = pl.run_scoped(scores, plgpu.ACC((M, block), jnp.float32))
+                x = pl.run_scoped(scores, plgpu.ACC((M, PAGE), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[stage])
-                x = lax.cond(whole, lambda: x, masked)
+
+                slot = plgpu.broadcasted_iota(jnp.int32, (M, PAGE), 1, layout=WGMMA)
+                x = mask(x, at < inner_from, lambda: slot >= across(start - at * PAGE, PAGE))
+                x = mask(x, at >= inner_to, lambda: slot < across(end - at * PAGE, PAGE))
                 new_largest = jnp.maximum(largest, x.max(axis=1) * to_exponent)
-                p = jnp.exp2(x * to_exponent - across(new_largest, block))
+                p = jnp.exp2(x * to_exponent - across(new_largest, PAGE))
                 decay = jnp.exp2(largest - new_largest)
                 weight = weight * decay + p.sum(axis=1)
                 total = total * across(decay, D)
                 p = p.astype(q.dtype)
 
-                pl.when(whole)(lambda: plgpu.barrier_wait(v_here.at[stage]))
+                plgpu.barrier_wait(v_here.at[stage])
                 change_turns()
                 total = _accumulate(total, p, p_smem, v_smem.at[stage], interpret is not None)
                 plgpu.barrier_arrive(v_free.at[stage])
@@ -302,108 +417,108 @@ def _launch(
                 plgpu.layout_cast(jnp.full((M,), LOWEST, jnp.float32), ROW),
                 plgpu.layout_cast(jnp.zeros((M,), jnp.float32), ROW),
             )
+            plgpu.barrier_wait(q_here.at[place])
+            total, largest, weight = lax.fori_loop(first, last, visit, state)
+            empty = start >= end  # such a row has seen what its neighbours see whole
+            # Read again, as registers are scarce in the loop.
+            head, box0, boxes, partial = read(item, HEAD, BOX0, BOXES, PARTIAL)
+            boxes, box0 = boxes - warpgroup * EIGHT, box0 + warpgroup * EIGHT
+
+            def write_result() -> None:
+                share = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, weight))
+                own_q[...] = jnp.where(across(empty, D), 0.0, total * across(share, D)).astype(q.dtype)
+                plgpu.commit_smem()
+                for i in range(EIGHT):
+                    target = out_ref.at[*box(head, box0 + i), pl.ds(0, D)]
+                    copy = functools.partial(plgpu.copy_smem_to_gmem, own_q.at[pl.ds(i * BOX, BOX)], target)
+                    pl.when(i < boxes)(copy)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            def write_partial() -> None:
+                rows = pl.ds((partial + warpgroup * EIGHT) * BOX, M)
+                total_ref, largest_ref, weight_ref = partial_refs
+                total_ref[rows, pl.ds(0, D)] = total
+                largest_ref[rows] = largest
+                weight_ref[rows] = jnp.where(empty, 0.0, weight)
+
+            pl.when(partial < 0)(write_result)
+            if outputs.partial_boxes:
+                pl.when((partial >= 0) & (boxes > 0))(write_partial)
+            plgpu.barrier_arrive(q_free.at[place])
+
+        def load(item: Any, place: Any, step: Any) -> None:
+            head, box0, table, first, last = read(item, HEAD, BOX0, TABLE, FROM, TO)
+            kv_head = lax.div(head, per_head)
+
+            def page(at: Any) -> Any:
+                return at if lists.tables is None else index_ref[lists.tables + table * lists.pages + at]
+
+            def visit(at: Any, current: Any) -> Any:
+                following = page(at + 1)  # one too far in the end; the buffer goes on
+                stage = lax.rem(step + at - first, jnp.int32(stages))
+                slots = pl.ds(current * PAGE, PAGE)
+                filled = step + at - first >= stages
+                pl.when(filled)(lambda: plgpu.barrier_wait(k_free.at[stage]))
+                plgpu.copy_gmem_to_smem(k_ref.at[slots, kv_head], k_smem.at[stage], k_here.at[stage])
+                pl.when(filled)(lambda: plgpu.barrier_wait(v_free.at[stage]))
+                plgpu.copy_gmem_to_smem(v_ref.at[slots, kv_head], v_smem.at[stage], v_here.at[stage])
+                return following
+
+            pl.when(item - begin >= queries)(lambda: plgpu.barrier_wait(q_free.at[place]))
+            for i in range(tile):
+                target = q_smem.at[place, i // EIGHT, pl.ds(i % EIGHT * BOX, BOX)]
+                plgpu.copy_gmem_to_smem(q_ref.at[box(head, box0 + i)], target, q_here.at[place])
+            lax.fori_loop(first, last, visit, page(first))
+
+        def compute_items() -> None:
+            plgpu.set_max_registers(224, action="increase")
             pl.when(warpgroup == 1)(change_turns)
-            total, largest, weight = walk(visit, state)
+            do_items(compute)
             pl.when(warpgroup == 0)(change_turns)
-            if splits > 1:
-                for ref, x in zip(out_refs, (total, largest, weight), strict=True):
-                    ref[split, head, tile, warpgroup] = x
-                return
-            empty = row_start >= row_end  # such a row has seen what its neighbours see whole
-            total = jnp.where(across(empty, D), 0.0, total / across(jnp.where(empty, 1.0, weight), D))
-            q_smem[warpgroup] = total.astype(q.dtype)
-            plgpu.commit_smem()
-            for i in range(BOXES):
-                plgpu.copy_smem_to_gmem(q_smem.at[warpgroup, pl.ds(i * BOX, BOX)], out_refs[0].at[box(i)])
-            plgpu.wait_smem_to_gmem(0)
 
-        def load() -> None:
+        def load_items() -> None:
             plgpu.set_max_registers(56, action="decrease")
+            do_items(load)
 
-            def visit(step: Any, at: Any, _: None) -> None:
-                stage = lax.rem(step, jnp.int32(stages))
-                slots = pl.ds(at * block, block)
-
-                def values_to(arrived: Any) -> None:
-                    plgpu.copy_gmem_to_smem(v_ref.at[slots, head], v_smem.at[stage], arrived)
-
-                def values_without_flaws() -> None:
-                    values_to(v_raw)
-                    plgpu.barrier_wait(v_raw)
-                    _move_flaws(v_smem.at[stage], flaws.at[stage], swizzle // 2)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(v_here.at[stage])
-
-                pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_free.at[stage]))
-                plgpu.copy_gmem_to_smem(k_ref.at[slots, head], k_smem.at[stage], k_here.at[stage])
-                pl.when(step >= stages)(lambda: plgpu.barrier_wait(v_free.at[stage]))
-                whole = seen_by_all(at)
-                pl.when(whole)(lambda: values_to(v_here.at[stage]))
-                pl.when(~whole)(values_without_flaws)
-
-            walk(visit, None)
-
-        pl.when(warpgroup < warpgroups)(compute)
-        pl.when(warpgroup == warpgroups)(load)
+        pl.when(warpgroup < warpgroups)(compute_items)
+        pl.when(warpgroup == warpgroups)(load_items)
 
     swizzle = 128 if D % 64 == 0 else 64
     transforms: Any = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
     tiled = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=transforms)
     buffers = (
-        tiled((warpgroups, M, D)),
-        tiled((stages, block, D)),
-        tiled((stages, block, D)),
-        tiled((warpgroups, M, block)) if interpret else None,
-        plgpu.SMEM((stages, block), jnp.float32),
+        tiled((queries, warpgroups, M, D)),
+        tiled((stages, PAGE, D)),
+        tiled((stages, PAGE, D)),
+        tiled((warpgroups, M, PAGE)) if interpret else None,
     )
     barriers = (
-        plgpu.Barrier(num_arrivals=BOXES, num_barriers=warpgroups),
+        plgpu.Barrier(num_arrivals=tile, num_barriers=queries),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=queries),
         plgpu.Barrier(num_barriers=stages),
-        plgpu.Barrier(),
         plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups),
     )
-    packed = (splits, K, tiles, warpgroups, M)
-    out_type = (
-        [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-        if splits == 1
-        else [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*packed, D), packed, packed)]
-    )
+    rows = outputs.partial_boxes * BOX
+    partials = [((rows, outputs.width), jnp.float32), ((rows,), jnp.float32), ((rows,), jnp.float32)]
+    out_types = [((outputs.rows, q.shape[1], outputs.width), q.dtype), *(partials if rows else ())]
 
     def attention_kernel(*refs: Any) -> None:
-        run = functools.partial(program, refs[:7], refs[7:])
+        run = functools.partial(program, refs[:5], refs[5:])
         pl.run_scoped(run, buffers, barriers, collective_axes="warpgroup")
 
     return plgpu.kernel(
         attention_kernel,
-        out_type=out_type,
-        # Programs that run together read the same head, which the L2 cache then holds.
-        grid=(splits, K, tiles),
-        grid_names=("split", "head", "tile"),
+        out_type=[jax.ShapeDtypeStruct(*out) for out in out_types],
+        grid=(lists.programs,),
+        grid_names=("program",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(q, k, v, bounds, visits, start, end)
-
-
-def _move_flaws(v: Any, flaws: Any, columns: int) -> None:
-    """Replaces what is not finite in a block of values by 0, and notes its slots.
-
-    A weight of 0 does not silence a NaN in V. Added to the scores, it reaches exactly the rows that see it.
-    """
-    for half in range(v.shape[0] // 64):
-        slots = pl.ds(half * 64, 64)
-        worst = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), ROW)
-        for at in range(0, v.shape[1], columns):
-            part = v.at[slots, pl.ds(at, columns)]
-            x = plgpu.load(part, layout=WGMMA, optimized=False)
-            finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
-            worst = worst + jnp.where(finite, 0.0, 1.0).sum(axis=1)
-            part[...] = jnp.where(finite, x, jnp.zeros_like(x))
-        flaws[slots] = jnp.where(worst > 0, jnp.nan, 0.0)
+    )(q, k, v, buffer, seen)
 
 
 def _accumulate(total: jax.Array, p: jax.Array, p_smem: Any, v: Any, interpreted: bool) -> jax.Array:
