@@ -35,7 +35,7 @@ from vlcache_jax.models import ModelConfig, Rows, abstract_model
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.qwen2_5_vl import VisionConfig as Qwen2VisionConfig
 from vlcache_jax.models.qwen3_vl import VisionConfig as Qwen3VisionConfig
-from vlcache_jax.pallas_kernels import attention, link
+from vlcache_jax.pallas_kernels import PAGE, attention, link
 from vlcache_jax.study import report
 
 TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
@@ -208,7 +208,10 @@ def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu") -> 
     """A runner without weights, whose programs can be compiled but not run."""
     params = nnx.to_pure_dict(nnx.state(abstract_model(config, jnp.bfloat16)))
     normalization = np.zeros((3, 256), np.float32)
-    return Runner(config, params, normalization, num_slots=SLOTS, ladder=Ladder(), implementation=implementation)
+    return Runner(
+        config, params, normalization,
+        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation,
+    )  # fmt: skip
 
 
 def compile_key(runner: Runner, name: str, *sizes: Any) -> Compiled:
@@ -220,17 +223,18 @@ def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
     """Compiles a whole prefill as one program; `bounds` are the rows of each layer, and those that leave the last."""
     layer = jax.jit(runner.definitions.layer_step, static_argnames="keep")  # traced once for each shape
 
-    def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: Rows) -> Any:
+    def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: Rows, works: dict[int, Any]) -> Any:
         updated = []
         for params, (k, v), keep in zip(layers, pool, bounds[1:], strict=True):
             rows = Rows(*(array[..., : len(x)] for array in rows))
-            x, k, v, _ = layer(params, x, k, v, rows, None, keep=keep)
+            x, k, v, _ = layer(params, x, k, v, rows, np.int32(len(x)), works[keep], None, keep=keep)
             updated.append([k, v])
         return x, updated
 
     text = runner.config.text
-    _, (layer_params, x, k, _, rows, _), _ = runner.definitions.layer(bounds[0], bounds[0], False)
-    return compile_program(prefill, ([layer_params] * text.num_layers, x, [[k, k]] * text.num_layers, rows), 2)
+    _, (layer_params, x, k, _, rows, *_), _ = runner.definitions.layer(bounds[0], bounds[0], False)
+    works = {keep: runner.definitions.work_config(keep).abstract() for keep in bounds[1:]}
+    return compile_program(prefill, ([layer_params] * text.num_layers, x, [[k, k]] * text.num_layers, rows, works), 2)
 
 
 def prefill_bounds(num_layers: int, *, shrinking: bool) -> tuple[int, ...]:

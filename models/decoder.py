@@ -16,7 +16,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, linear
-from vlcache_jax.pallas_kernels import attention
+from vlcache_jax.pallas_kernels import Work, attention, paged_attention
 
 
 class Rows(NamedTuple):
@@ -52,13 +52,25 @@ class SelfAttention(nnx.Module):
             self.k_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
 
     def __call__(
-        self, y: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, keep: int, implementation: str | None
+        self,
+        y: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rows: Rows,
+        work: Work | None = None,
+        *,
+        keep: int,
+        implementation: str | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
         """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D])."""
         q, new_k, raw_k, new_v = self.project(y, rows, keep=keep)
         k = k.at[rows.slot].set(new_k, mode="drop", unique_indices=True)
         v = v.at[rows.slot].set(new_v, mode="drop", unique_indices=True)
-        out = attention(q, k, v, rows.k_start[:keep], rows.k_end[:keep], implementation=implementation)
+        start, end = rows.k_start[:keep], rows.k_end[:keep]
+        if work is None:
+            out = attention(q, k, v, start, end, implementation=implementation)
+        else:
+            out = paged_attention(q, k, v, work, end=end - start, implementation=implementation)
         return self.o_proj(out.reshape(keep, -1)), k, v, (raw_k, new_v)
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -91,6 +103,7 @@ class DecoderLayer(nnx.Module):
         v: jax.Array,
         rows: Rows,
         deepstack: jax.Array | None = None,
+        work: Work | None = None,
         *,
         keep: int,
         capture: bool = False,
@@ -103,6 +116,8 @@ class DecoderLayer(nnx.Module):
           k, v: this layer's pool [S, K, D].
           rows: the N rows.
           deepstack: [N, M], added to the layer's output (zero at text rows), or None.
+          work: which of the first `keep` rows visits which pages of the pool; its tables lead from logical slots to
+            those of the rows. None: the rows' slots are looked at as they lie.
           keep: how many rows the next layer needs.
           capture: also return what the rows' records hold: keys before rotation (un-rotating bf16 keys loses digits),
             and values.
@@ -112,7 +127,7 @@ class DecoderLayer(nnx.Module):
           (x [keep, M], k, v, (raw K, V) [N, K, D] or None)
         """
         out, k, v, captured = self.self_attn(
-            self.input_layernorm(x), k, v, rows, keep=keep, implementation=implementation
+            self.input_layernorm(x), k, v, rows, work, keep=keep, implementation=implementation
         )
         x = x[:keep] + out
         x = x + self.mlp(self.post_attention_layernorm(x))

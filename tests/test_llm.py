@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.pallas_kernels import PAGE
 
 LADDER = Ladder(rows=(64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -147,19 +148,20 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
         if key[0] == "layer":
             layers = llm._runner._text["layers"]
             number = next(i for i in layers if layers[i] is args[0])
-            slots = np.asarray(args[4].slot)
-            written.update((number, int(slot)) for slot in slots[slots < llm._runner.num_slots])
+            slots = np.asarray(args[4].slot)[: args[5]]
+            assert (slots < llm._runner.num_slots).all()
+            written.update((number, int(slot)) for slot in slots)
         return run(key, *args)
 
     monkeypatch.setattr(llm._runner, "_run", spy)
     outputs = llm.chat(conversations, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-    expected, base = set(), 0
+    expected, base = set(), PAGE
     for output in outputs:
         count = len(output.prompt_token_ids)
         assert output.cache.rows == (count,) * llm._checkpoint.config.text.num_layers
         for layer, rows in enumerate(output.cache.rows):
             expected |= {(layer, base + slot) for slot in range(rows)}
-        base += count + 1
+        base += -(-(count + 1) // PAGE) * PAGE
     assert set(written) == expected
     assert set(written.values()) == {1}
 

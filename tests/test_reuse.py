@@ -23,6 +23,7 @@ import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
 
@@ -80,8 +81,9 @@ def tokens(outputs):
 
 
 def pool(llm, length):
-    """K and V of the first slots: [L, 2, length, K, D]."""
-    return np.stack([np.stack([np.asarray(half)[:length] for half in layer]) for layer in llm._runner._pool])
+    """K and V of the slots of a request that ran alone: [L, 2, length, K, D]."""
+    slots = slice(PAGE, PAGE + length)
+    return np.stack([np.stack([np.asarray(half)[slots] for half in layer]) for layer in llm._runner._pool])
 
 
 def kv_records(llm):
@@ -481,7 +483,8 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
             if key[0] == "layer":
                 layer = next(i for i in layers if layers[i] is args[0])
                 slots = np.asarray(args[4].slot)
-                rows[layer] += int(np.count_nonzero(slots < llm._runner.num_slots))
+                assert (slots[: args[5]] < llm._runner.num_slots).all()
+                rows[layer] += int(args[5])
                 assert key[1] == len(slots) == len(args[1])
             return run(key, *args)
 

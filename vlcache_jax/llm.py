@@ -40,7 +40,7 @@ from vlcache_jax.inputs.processor import ImageProcessor, check_limits
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
-from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.pallas_kernels import PAGE, dispatch
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
@@ -73,7 +73,8 @@ class LLM:
         "shift-R", R a ratio or a schedule file: so too, and what is not computed is moved by what was.
         "off": every image is computed and nothing is kept.
       cache: sizes and rules of the image cache.
-      kv_cache_bytes: size of the KV pool. By default most of the memory that weights and activations leave free.
+      kv_cache_bytes: size of the KV pool, rounded up to whole pages of 128 tokens (one page more is allocated, which no
+        request uses). By default most of the memory that weights and activations leave free.
         It bounds prompt and answer of one request, and how many requests run together.
       max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
         what the ladder says.
@@ -163,7 +164,8 @@ class LLM:
             config,
             _load(self._checkpoint, device, use_tqdm),
             self._processor.normalization_table,
-            num_slots=memory.num_slots,
+            num_slots=memory.num_slots + PAGE,
+            max_pages=-(-memory.max_model_len // PAGE),
             ladder=memory.ladder,
             implementation=implementation,
         )

@@ -1,3 +1,13 @@
-"""Attention over one interval of slots per row: `api.py` holds the contract, the other files are implementations."""
+"""Attention over one interval of slots per row: `api.py` holds the contracts, the other files are implementations.
+
+Where the slots of a request lie in pages, `packing.py` makes the list of what is to be done (`work.py`).
+"""
 
 from vlcache_jax.pallas_kernels.attention.api import attention as attention
+from vlcache_jax.pallas_kernels.attention.api import paged_attention as paged_attention
+from vlcache_jax.pallas_kernels.attention.api import work_config as work_config
+from vlcache_jax.pallas_kernels.attention.packing import Shared as Shared
+from vlcache_jax.pallas_kernels.attention.packing import make_work as make_work
+from vlcache_jax.pallas_kernels.attention.work import PAGE as PAGE
+from vlcache_jax.pallas_kernels.attention.work import Work as Work
+from vlcache_jax.pallas_kernels.attention.work import WorkConfig as WorkConfig

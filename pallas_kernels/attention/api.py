@@ -1,12 +1,14 @@
-"""The public attention function: its contract, the check of its arguments, the choice of the implementation."""
+"""The public attention functions: contracts, checks of arguments, the choice of the implementation."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.attention import xla
+from vlcache_jax.pallas_kernels.attention.work import PAGE, Work, WorkConfig
 
 DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
@@ -37,9 +39,11 @@ def attention(
         0 0 0 0     an empty row: its result is exactly 0
 
     Rows come in any order. A row's result depends on the slots of its interval only: neither on what the pool holds
-    besides (NaN included), nor on its size, nor, up to the order in which float32 sums are rounded, on other rows.
-    Memory is linear in `N` and `S`. Neighbouring rows are computed together and slots that none of them sees are
-    skipped, so the cost follows the intervals as far as neighbours see much the same slots. There is no gradient.
+    besides, nor on its size, nor, up to the order in which float32 sums are rounded, on other rows. V must be finite
+    all over the pool, K may be anything: who writes the pool carries a flaw of V in K (`carry_flaws`), which reaches
+    exactly the rows that see it. Memory is linear in `N` and `S`. Neighbouring rows are computed together and slots
+    that none of them sees are skipped, so the cost follows the intervals as far as neighbours see much the same slots.
+    There is no gradient.
 
     Args:
       q: Queries `[N, H, D]`; float32, bfloat16 or float16.
@@ -61,18 +65,8 @@ def attention(
     """
     q, k, v, k_start, k_end = (jnp.asarray(x) for x in (q, k, v, k_start, k_end))
     _check(q, k, v, k_start, k_end)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be a positive number, got {scale}")
-
-    def check() -> None:
-        from vlcache_jax.pallas_kernels.attention import mosaic_gpu  # takes a second to import
-
-        dispatch.check_array(implementation, q)
-        mosaic_gpu.check(q)
-
-    case = f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}"
-    choice = dispatch.choose("attention", case, implementation, check)
+    scale = _scale(scale, q)
+    choice = _choose("attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.attention(q, k, v, k_start, k_end, scale=scale)
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -80,7 +74,129 @@ def attention(
     return mosaic_gpu.attention(q, k, v, k_start, k_end, scale=scale, interpret=dispatch.interpreter(choice))
 
 
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    work: Work,
+    *,
+    end: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""Attention of the rows of several requests, each of which sees an interval of its request's logical slots.
+
+    The keys and values of a request lie in pages of 128 slots anywhere in the pool: its table leads from each logical
+    slot to the physical one. With `t` the table of row `n`,
+
+    .. math:: out[n] = softmax(scale \cdot q[n] k[s(i)]^T)\, v[s(i)], \quad start[n] \le i < end[n], \quad
+              s(i) = 128 \cdot tables[t, \lfloor i / 128 \rfloor] + i \bmod 128
+
+    The host says in `work` (see `make_work`) which rows visit which pages, so that rows that see much the same pages
+    load them together, and pages that several requests share are loaded once for all of them. The result does not
+    depend on how the work is cut, up to the order in which float32 sums are rounded.
+
+    What the pool holds besides does not matter as long as V is finite; see `attention`. Letters as there.
+
+    Args:
+      q: Queries `[N, H, D]`, N as in `work`; float32, bfloat16 or float16.
+      k: Keys `[S, K, D]` in the dtype of `q`, S a multiple of 128.
+      v: Values `[S, K, D]` in the dtype of `q`; finite.
+      work: The work list, made for this implementation (`work_config`).
+      end: Ends that the device decides, int32 `[N]`, none above that in `work` nor below its `least`, but for rows that
+        are to see nothing (0); None takes those of `work`.
+      scale, implementation: As in `attention`.
+
+    Returns:
+      `[N, H, D]` in the dtype of `q`; rows that see nothing are exactly 0.
+
+    Raises:
+      ValueError: An argument is wrong; the message names it.
+      NotImplementedError: The implementation asked for does not do this case.
+    """
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    _check_arrays(q, k, v)
+    scale = _scale(scale, q)
+    if not isinstance(work, Work):
+        raise ValueError(f"work must be a Work as made by make_work, got {type(work).__name__}")
+    config = work.config
+    if config.rows != len(q):
+        raise ValueError(f"work must be for the {len(q)} rows of q, got one for {config.rows}")
+    if len(k) % PAGE:
+        raise ValueError(f"k must have whole pages of {PAGE} slots, got {list(k.shape)}")
+    if end is not None and (end.shape != q.shape[:1] or end.dtype != jnp.int32):
+        raise ValueError(f"end must be int32 of shape {[len(q)]}, got {end.dtype} {list(end.shape)}")
+    choice = _choose("paged_attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
+    if (choice.implementation == "xla") != (config.programs == 1):
+        raise ValueError(f"work must be made for {choice.implementation} (see work_config), got {config}")
+    if choice.implementation == "xla":
+        return xla.paged_attention(q, k, v, work, end, scale=scale)
+    from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.paged_attention(q, k, v, work, end, scale=scale, interpret=dispatch.interpreter(choice))
+
+
+def work_config(
+    rows: int,
+    requests: int,
+    pages: int,
+    q: jax.ShapeDtypeStruct,
+    kv_heads: int,
+    *,
+    decode: bool,
+    implementation: str | None = None,
+) -> WorkConfig:
+    """How the work of a case is best cut.
+
+    Args:
+      rows: N, of a step.
+      requests: tables at most.
+      pages: of a table at most.
+      q: of which shape [N, H, D] and dtype the queries are.
+      kv_heads: K.
+      decode: each row is of another request.
+      implementation: as in `paged_attention`.
+
+    Raises:
+      NotImplementedError: the implementation asked for does not do this case.
+    """
+    choice = _choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
+    if choice.implementation == "xla":
+        return xla.work_config(rows, requests, pages, decode=decode)
+    from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+
+    return mosaic_gpu.work_config(
+        rows, requests, pages, q.shape[1], kv_heads, q.shape[2], decode=decode,
+        programs=3 if choice.implementation == "mosaic_gpu_interpreted" else mosaic_gpu.MULTIPROCESSORS,
+    )  # fmt: skip
+
+
+def _choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispatch.Choice:
+    def check() -> None:
+        from vlcache_jax.pallas_kernels.attention import mosaic_gpu  # takes a second to import
+
+        if isinstance(q, jax.Array):
+            dispatch.check_array(implementation, q)
+        mosaic_gpu.check(q)
+
+    return dispatch.choose(kernel, case, implementation, check)
+
+
+def _scale(scale: float | None, q: jax.Array) -> float:
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a positive number, got {scale}")
+    return scale
+
+
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: jax.Array) -> None:
+    _check_arrays(q, k, v)
+    for name, x in (("k_start", k_start), ("k_end", k_end)):
+        if x.shape != q.shape[:1] or x.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32 of shape {[q.shape[0]]}, got {x.dtype} {list(x.shape)}")
+
+
+def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if q.ndim != 3 or 0 in q.shape:
         raise ValueError(f"q must have shape [N, H, D] with no empty axis, got {list(q.shape)}")
     if k.ndim != 3 or 0 in k.shape or k.shape[2] != q.shape[2]:
@@ -94,6 +210,3 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: 
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-    for name, x in (("k_start", k_start), ("k_end", k_end)):
-        if x.shape != q.shape[:1] or x.dtype != jnp.int32:
-            raise ValueError(f"{name} must be int32 of shape {[q.shape[0]]}, got {x.dtype} {list(x.shape)}")

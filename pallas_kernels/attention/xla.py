@@ -1,15 +1,30 @@
-"""Attention over slot intervals as a blocked XLA program: any device, any shape, memory linear in rows and slots.
+"""Attention as a blocked XLA program: any device, any shape, memory linear in rows and slots.
 
-Rows are cut into tiles. A tile walks over the key blocks between the first and the last slot that any of its rows sees,
-with a running softmax. Blocks are sliced straight out of the pool, so neither time nor memory depends on its size.
+Rows are cut into tiles. A tile walks over the blocks of keys that its rows see, with a running softmax. Blocks are
+sliced straight out of the pool, so neither time nor memory depends on its size.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+
+from vlcache_jax.pallas_kernels.attention.work import (
+    BOX0,
+    BOXES,
+    FROM,
+    INNER_FROM,
+    INNER_TO,
+    PAGE,
+    TABLE,
+    TO,
+    Work,
+    WorkConfig,
+)
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, largest score, sum of weights
 
@@ -34,15 +49,38 @@ def block_slots(n: int) -> int:
     return 256 if 8 < n < 1024 else 128
 
 
+def work_config(rows: int, requests: int, pages: int, *, decode: bool) -> WorkConfig:
+    """How paged attention is cut: tiles hold rows of one request, large ones as long as it has many rows left.
+
+    Rows that decode are one to a request, and those that visit shared pages together fill a tile.
+    """
+    if decode:
+        return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows), small=1)
+    tile, small = (8, 4) if rows < 512 else (16, 4) if rows < 1024 else (32, 4)
+    return WorkConfig(rows, requests, pages, tile=tile, small=small)
+
+
 @functools.partial(jax.jit, static_argnames=("scale",))
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: jax.Array, *, scale: float
 ) -> jax.Array:
     """The contract of `vlcache_jax.pallas_kernels.attention`, for arguments that it has checked."""
+    return _on_each_platform(_attention, scale, q, k, v, k_start, k_end)
+
+
+@functools.partial(jax.jit, static_argnames=("scale",))
+def paged_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, work: Work, end: jax.Array | None = None, *, scale: float
+) -> jax.Array:
+    """The contract of `vlcache_jax.pallas_kernels.paged_attention`, for arguments that it has checked."""
+    return _on_each_platform(_paged_attention, scale, q, k, v, work, work.parts().end if end is None else end)
+
+
+def _on_each_platform(function: Callable[..., jax.Array], scale: float, q: jax.Array, *args: Any) -> jax.Array:
     # A CPU multiplies bfloat16 by widening it: widened once a block, the products take less time and round less.
-    wide = functools.partial(_attention, scale=scale, compute=jnp.float32)
-    narrow = functools.partial(_attention, scale=scale, compute=q.dtype)
-    return lax.platform_dependent(q, k, v, k_start, k_end, cpu=wide, default=narrow)
+    wide = functools.partial(function, scale=scale, compute=jnp.float32)
+    narrow = functools.partial(function, scale=scale, compute=q.dtype)
+    return lax.platform_dependent(q, *args, cpu=wide, default=narrow)
 
 
 def _attention(
@@ -83,29 +121,13 @@ def _tile(
     # Empty rows see whatever the tile sees, so that they never cost a mask; their results are dropped at the end.
     start, end = jnp.where(empty, lo, start), jnp.where(empty, hi, end)
     everyone_from, everyone_to = start.max(), end.min()
-
-    precision = lax.Precision.HIGHEST if compute == jnp.float32 else None
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     q = q.transpose(1, 2, 0, 3).astype(compute)
 
     def update(at: jax.Array, state: State, *, masked: bool) -> State:
-        total, largest, weight = state
         first = jnp.minimum(at, S - block)  # the last block of the pool reaches back over slots that are done
-        keys, values = (lax.dynamic_slice_in_dim(x, first, block).astype(compute) for x in (k, v))
-        scores = product("kgnd,skd->kgns", q, keys)
-        if masked:
-            slot = first + jnp.arange(block)
-            seen = (slot >= jnp.maximum(start, at)[:, None]) & (slot < end[:, None])
-            # A weight of 0 does not silence a NaN in V. Move it to the scores, where rows that do not see it drop it.
-            finite = jnp.isfinite(values).all(-1)
-            values = jnp.where(finite[..., None], values, 0)
-            scores = jnp.where(seen, scores + jnp.where(finite, 0, jnp.nan).T[:, None, None], -jnp.inf)
-        # As the scale is positive, it can wait: here it shares a pass with the exponential.
-        new_largest = jnp.maximum(largest, scores.max(-1))
-        weights = jnp.exp((scores - new_largest[..., None]) * scale)
-        decay = jnp.exp((largest - new_largest) * scale)
-        total = total * decay[..., None] + product("kgns,skd->kgnd", weights.astype(compute), values)
-        return total, new_largest, weight * decay + weights.sum(-1)
+        slot = first + jnp.arange(block)
+        seen = (slot >= jnp.maximum(start, at)[:, None]) & (slot < end[:, None]) if masked else None
+        return _add_block(q, *_block(k, v, first, block, compute), seen, state, scale)
 
     def step(j: jax.Array, state: State) -> State:
         at = lo + j * block
@@ -114,8 +136,120 @@ def _tile(
         partly, fully = (functools.partial(update, at, masked=masked) for masked in (True, False))
         return lax.switch(anyone.astype(jnp.int32) + everyone, (lambda state: state, partly, fully), state)
 
-    zeros = jnp.zeros((K, G, N), jnp.float32)
-    state = jnp.zeros((K, G, N, D), jnp.float32), jnp.full_like(zeros, jnp.finfo(jnp.float32).min), zeros
-    total, _, weight = lax.fori_loop(0, (hi - lo + block - 1) // block, step, state)
+    total, _, weight = lax.fori_loop(0, (hi - lo + block - 1) // block, step, _empty_state((K, G, N), D))
     out = jnp.where(empty[:, None], 0, total / weight[..., None])
     return out.transpose(2, 0, 1, 3).astype(k.dtype)
+
+
+def _paged_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, work: Work, end: jax.Array, scale: float, compute: DTypeLike
+) -> jax.Array:
+    """One item after the other goes on with the sums of its rows, so there are no partials."""
+    N, H, D = q.shape
+    K = k.shape[1]
+    parts, config = work.parts(), work.config
+    q = q.reshape(N, K, H // K, D)
+    start = parts.start
+
+    def add_item(height: int, i: jax.Array, sums: State) -> State:
+        item = parts.items[i]
+        places = height * config.box
+        row = lax.dynamic_slice_in_dim(parts.rows, item[BOX0] * config.box, places)
+        place = jnp.arange(places)
+        row = jnp.where((place < item[BOXES] * config.box) & (row < N), row, N + place)
+        mine, first, last = (x.at[row].get(mode="fill", fill_value=0) for x in (q, start, end))
+        total, largest, weight = (x.at[row].get(mode="clip") for x in sums)
+        if places == 1:
+            add = functools.partial(_add_row, _block_diagonal(mine[0]).astype(compute))
+            state = _block_diagonal(total[0]), largest.reshape(H), weight.reshape(H)
+        else:
+            add = functools.partial(_add_block, mine.transpose(1, 2, 0, 3).astype(compute))
+            state = total.transpose(1, 2, 0, 3), largest.transpose(1, 2, 0), weight.transpose(1, 2, 0)
+
+        def visit(page: jax.Array, state: State) -> State:
+            keys, values = _block(k, v, parts.tables[item[TABLE], page] * PAGE, PAGE, compute)
+            slot = page * PAGE + jnp.arange(PAGE)
+
+            def partly(state: State) -> State:
+                return add(keys, values, (slot >= first[:, None]) & (slot < last[:, None]), state, scale)
+
+            is_whole = (item[INNER_FROM] <= page) & (page < item[INNER_TO])
+            return lax.cond(is_whole, lambda state: add(keys, values, None, state, scale), partly, state)
+
+        total, largest, weight = lax.fori_loop(item[FROM], item[TO], visit, state)
+        if places == 1:
+            done = _own_blocks(total, K)[None], largest.reshape(1, K, -1), weight.reshape(1, K, -1)
+        else:
+            done = total.transpose(2, 0, 1, 3), largest.transpose(2, 0, 1), weight.transpose(2, 0, 1)
+        sum_total, sum_largest, sum_weight = (
+            x.at[row].set(new, mode="drop", unique_indices=True) for x, new in zip(sums, done, strict=True)
+        )
+        return sum_total, sum_largest, sum_weight
+
+    sums = _empty_state((N, K, H // K), D)
+    large = (parts.items[:, BOXES] > config.small).sum()  # items are ordered by size
+    for height, begin, stop in ((config.tile, 0, large), (config.small, large, parts.ctas[-1])):
+        sums = lax.fori_loop(begin, stop, functools.partial(add_item, height), sums)
+    total, _, weight = sums
+    return jnp.where(weight[..., None] == 0, 0, total / weight[..., None]).reshape(N, H, D).astype(k.dtype)
+
+
+def _empty_state(shape: tuple[int, ...], width: int) -> State:
+    zeros = jnp.zeros(shape, jnp.float32)
+    return jnp.zeros((*shape, width), jnp.float32), jnp.full_like(zeros, jnp.finfo(jnp.float32).min), zeros
+
+
+def _block(k: jax.Array, v: jax.Array, first: jax.Array, size: int, compute: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    keys, values = (lax.dynamic_slice_in_dim(x, first, size).astype(compute) for x in (k, v))
+    return keys, values
+
+
+def _add_block(
+    q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array | None, state: State, scale: float
+) -> State:
+    """Adds a block of keys and values [B, K, D] to the sums of rows q [K, G, N, D]; `seen` [N, B], None: all."""
+    scores = _product("kgnd,skd->kgns", q, keys)
+    weights, decay, largest = _softmax(scores, seen, state[1], scale)
+    total = state[0] * decay[..., None] + _product("kgns,skd->kgnd", weights.astype(q.dtype), values)
+    return total, largest, state[2] * decay + weights.sum(-1)
+
+
+def _add_row(
+    q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array | None, state: State, scale: float
+) -> State:
+    """The same for one row, q [H, K * D] as by `_block_diagonal`: plain products over the block as it lies."""
+    keys, values = (x.reshape(len(x), -1) for x in (keys, values))
+    weights, decay, largest = _softmax(_product("hc,sc->hs", q, keys), seen, state[1], scale)
+    total = state[0] * decay[:, None] + _product("hs,sc->hc", weights.astype(q.dtype), values)
+    return total, largest, state[2] * decay + weights.sum(-1)
+
+
+def _softmax(scores: jax.Array, seen: jax.Array | None, largest: jax.Array, scale: float) -> State:
+    """Weights of a block's scores, what earlier sums decay by, and the new largest score."""
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    # As the scale is positive, it can wait: here it shares a pass with the exponential.
+    new_largest = jnp.maximum(largest, scores.max(-1))
+    return jnp.exp((scores - new_largest[..., None]) * scale), jnp.exp((largest - new_largest) * scale), new_largest
+
+
+def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _block_diagonal(q: jax.Array) -> jax.Array:
+    """Queries of a row [K, G, D] -> [H, K * D], zero outside their own key-value head.
+
+    So the heads of a page need not be taken apart: K times the multiplications take half the time.
+    """
+    K, G, D = q.shape
+    own = jnp.eye(K, dtype=bool)[:, None, :, None]
+    return jnp.where(own, q[:, :, None], 0).reshape(K * G, K * D)
+
+
+def _own_blocks(total: jax.Array, kv_heads: int) -> jax.Array:
+    """[H, K * D] -> [K, G, D], of each head the part of its own key-value head."""
+    H, width = total.shape
+    blocks = total.reshape(kv_heads, H // kv_heads, kv_heads, width // kv_heads)
+    return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)

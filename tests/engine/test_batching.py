@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -7,10 +8,12 @@ from vlcache_jax.engine.batching import Sequence, cut_waves, encoder_calls, pref
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
+from vlcache_jax.pallas_kernels import PAGE, WorkConfig
 from vlcache_jax.reuse.plan import Plan, full_prefill
 from vlcache_jax.reuse.policies import first_tokens
 
-LAYERS, SLOTS = 3, 500
+LAYERS, SLOTS = 3, 6 * PAGE
+CONFIG = functools.partial(WorkConfig, requests=4, pages=5)
 LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
 
 
@@ -102,14 +105,17 @@ def test_more_logits_than_the_head_holds_make_more_steps():
 
 def test_waves_keep_the_order_and_the_limits():
     rng = np.random.default_rng(1)
-    sequences = [sequence(int(n)) for n in rng.integers(1, 90, 60)]
-    waves = cut_waves(sequences, 4, 120)
+    sequences = [sequence(int(n)) for n in rng.integers(1, 300, 60)]
+    waves = cut_waves(sequences, 4, 8 * PAGE)
     assert [s for wave in waves for s in wave] == sequences
     for wave in waves:
         assert len(wave) <= 4
-        ends = np.cumsum([s.num_slots for s in wave])
-        assert ends[-1] <= 120
-        assert [s.base for s in wave] == [0, *ends[:-1].tolist()]
+        pages = [page for s in wave for page in s.pages]
+        assert pages == list(range(1, 1 + len(pages)))  # page 0 is nobody's
+        assert len(pages) < 8
+        for s in wave:
+            assert s.base == PAGE * s.pages[0]
+            assert len(s.pages) * PAGE - PAGE < s.num_slots <= len(s.pages) * PAGE
 
 
 def test_an_image_of_two_answers_is_encoded_once():
@@ -150,17 +156,27 @@ def test_rows_that_drop_out_become_padding():
     written = [set() for _ in range(LAYERS)]
     for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
         assert list(step.bounds) == sorted(step.bounds, reverse=True)
+        works = step.works(CONFIG)
         for layer in range(LAYERS):
-            rows = step.layer_rows(layer)
-            assert len(rows.slot) == step.bounds[layer]
-            assert len(set(rows.slot.tolist())) == len(rows.slot)
-            live = rows.slot < SLOTS
-            assert live[: step.active[layer]].all()
-            assert not live[step.active[layer] :].any()
-            assert not rows.k_end[~live].any()
-            np.testing.assert_array_equal(rows.position[:, live], step.rows.position[:, : step.active[layer]])
-            assert not written[layer] & set(rows.slot[live].tolist())
-            written[layer] |= set(rows.slot[live].tolist())
+            slots = step.rows.slot[: step.active[layer]]
+            assert step.active[layer] <= step.bounds[layer]
+            assert (slots < SLOTS).all()
+            assert not written[layer] & set(slots.tolist())
+            written[layer] |= set(slots.tolist())
+            # Of the rows that attend, each sees its own request's slots up to its own.
+            parts = works[step.bounds[layer + 1], False].parts()
+            leaving = len(step.wanted) if layer + 1 == LAYERS else step.active[layer + 1]
+            for row in range(leaving):
+                [item] = [
+                    item for item in parts.items[: parts.ctas[-1]] if row in parts.rows[item[1] * 8 :][: item[2] * 8]
+                ]
+                assert item[4] == parts.start[row] == 0
+                slot = step.rows.slot[row]
+                last = parts.end[row] - 1
+                assert parts.tables[item[3], last // PAGE] * PAGE + last % PAGE == slot
+                assert item[5] > last // PAGE
+                owner = next(s for s in wave if slot // PAGE in s.pages)
+                assert parts.tables[item[3], : len(owner.pages)].tolist() == list(owner.pages)
     for layer in range(LAYERS):
         planned = {s.base + i for s in wave for i in np.flatnonzero(s.plan.depth > layer).tolist()}
         assert written[layer] == planned
@@ -171,7 +187,7 @@ def test_levels_run_one_after_the_other():
     sequences[1].level = 1
     waves = cut_waves(sequences, 4, SLOTS)
     assert waves == [[sequences[0], sequences[2], sequences[3]], [sequences[1]]]
-    assert sequences[1].base == 0
+    assert sequences[1].base == PAGE
 
 
 def shifted(*parts, share):
@@ -203,11 +219,15 @@ def test_a_step_does_not_end_inside_an_image_that_moves_others():
                 np.testing.assert_array_equal(shift.position[:, mine], one.layout.positions[:, span.tokens])
                 assert shift.depth[mine].tolist() == [2] * (span.length // 2) + [0] * (span.length - span.length // 2)
     third = wave[2].base
-    assert moved == {20: [*range(20, 30)], 43: [*range(43, 55)], third + 2: [third + 2, third + 3]}
+    assert moved == {
+        PAGE + 20: [*range(PAGE + 20, PAGE + 30)],
+        PAGE + 43: [*range(PAGE + 43, PAGE + 55)],
+        third + 2: [third + 2, third + 3],
+    }
 
 
 def test_an_image_with_more_rows_than_a_step_is_moved_by_its_first_step():
-    [wave] = cut_waves([shifted(3, (10, 10), 2, share=0.9)], 4, SLOTS)
+    wave = [shifted(3, (10, 10), 2, share=0.9)]
     steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
     assert [len(step.shifts) for step in steps] == [0, 1, 0, 0]
     assert steps[1].rows.slot.tolist() == list(range(3, 35))
@@ -226,8 +246,8 @@ def test_an_image_that_fits_in_a_step_is_in_one_whatever_comes_behind_it():
 def test_many_images_are_moved_in_several_calls():
     wave = [shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)]
     steps = []
-    for part in cut_waves(wave, 100, 1000):
-        steps += prefill_steps(part, Ladder(rows=(512,), patches=(16, 64), sequences=(100,)), 1000, LAYERS)
+    for part in cut_waves(wave, 100, 21 * PAGE):
+        steps += prefill_steps(part, Ladder(rows=(512,), patches=(16, 64), sequences=(100,)), 21 * PAGE, LAYERS)
     assert [len(np.unique(shift.image)) for step in steps for shift in step.shifts] == [64, 64, 64, 8]
     steps = prefill_steps(wave[:4], Ladder(rows=(8, 16), patches=(16, 64), sequences=(100,)), 1000, LAYERS)
     assert max(len(shift.slot) for step in steps for shift in step.shifts) <= 16

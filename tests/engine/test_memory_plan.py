@@ -34,7 +34,9 @@ def plan(checkpoints):
 
 def test_a_pool_too_small_to_serve_anybody(plan):
     plan, slot = plan
-    assert plan(slots=64).num_slots == 64
+    assert plan(slots=64).num_slots == 128  # a page
+    assert plan(slots=128).num_slots == 128
+    assert plan(slots=129).num_slots == plan(slots=129).max_model_len == 256
     message = (
         rf"kv_cache_bytes must hold at least 64 slots, that is {64 * slot} bytes \({slot} a slot\), got {63 * slot}"
     )

@@ -173,23 +173,28 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     import numpy as np
 
     from vlcache_jax.models import Rows
+    from vlcache_jax.pallas_kernels import PAGE, make_work
 
     runner = llm._runner
     layer = runner.config.text.num_layers - 2
-    rungs = [size for size in runner.ladder.rows if size <= runner.num_slots]
+    pages = range(1, runner.num_slots // PAGE)
+    rungs = [size for size in runner.ladder.rows if size <= min(len(pages) * PAGE, llm.max_model_len)]
     measured = {}
     with Progress("timing", len(rungs)) as bar:
         for size in rungs:
-            slot = np.arange(size, dtype=np.int32)
-            rows = Rows(slot, np.tile(slot, (3, 1)), np.zeros_like(slot), slot + 1, slot)
+            place = np.arange(size, dtype=np.int32)
+            rows = Rows(PAGE + place, np.tile(place, (3, 1)), np.zeros_like(place), place + 1, place)
+            config = runner.definitions.work_config(size)
+            work = make_work(np.zeros(size, int), rows.k_start, rows.k_end, [pages[: config.pages]], config)
             took = []
             for _ in range(repeats + 1):
                 pool, runner._pool = runner._pool_now(), None
                 x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
                 start = time.perf_counter()
                 x, *pool[layer], _ = runner._run(
-                    ("layer", size, size, False), runner._text["layers"][layer], x, *pool[layer], rows, None
-                )
+                    ("layer", size, size, False),
+                    runner._text["layers"][layer], x, *pool[layer], rows, np.int32(size), work, None,
+                )  # fmt: skip
                 jax.block_until_ready((x, pool[layer]))
                 took.append(time.perf_counter() - start)
                 runner._pool = pool

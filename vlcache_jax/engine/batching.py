@@ -1,8 +1,9 @@
 """How requests are put together: waves that share the pool, and the steps that prefill a wave (host, numpy).
 
-The rows that a wave computes lie one after the other in slot order and are cut into steps of static sizes. A cut may
-fall inside a request or an image: a step's rows see all slots before them, so cutting is exact. Images whose linked K,
-V are moved are not cut, unless more of their tokens are computed than one step can.
+Every request has whole pages of the pool; page 0 is nobody's. The rows that a wave computes follow each other in slot
+order and are cut into steps of static sizes. A cut may fall inside a request or an image: a step's rows see all slots
+before them, so cutting is exact. Images whose linked K, V are moved are not cut, unless more of their tokens are
+computed than one step can.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.models import Rows
+from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work
 from vlcache_jax.reuse.selection import Selection
 from vlcache_jax.reuse.shift import Shift, make_shifts, shifted_images
 
@@ -43,6 +45,8 @@ class Step[S: Sequence]:
 
     Attributes:
       rows: padded to a rung.
+      sequence: which of the wave's sequences each row is of, without padding [n].
+      tables: pages of the wave's sequences.
       active: rows that each layer computes, [L].
       bounds: rungs that hold them, and last the rows leaving the last layer, [L + 1]; both non-increasing.
       placements: the images whose rows are computed.
@@ -54,6 +58,8 @@ class Step[S: Sequence]:
     """
 
     rows: Rows
+    sequence: Index
+    tables: tuple[range, ...]
     active: tuple[int, ...]
     bounds: tuple[int, ...]
     placements: tuple[Placement, ...]
@@ -63,28 +69,56 @@ class Step[S: Sequence]:
     selection: Selection | None = None
     shifts: tuple[Shift, ...] = ()
 
-    def layer_rows(self, layer: int) -> Rows:
-        """The rows that enter a layer.
+    @property
+    def leaving(self) -> tuple[tuple[int, int, bool], ...]:
+        """Of each layer how many rows attend: their bound, how many there are, whether some were chosen on the device.
 
-        A rung may reach beyond the layer's own rows, into those that have dropped out. They are turned into padding:
-        what they would write belongs to the linked K, V.
+        The layer behind which rows are chosen computes all of them.
         """
-        bound, active = self.bounds[layer], self.active[layer]
-        return pad_rows(Rows(*(field[..., :active] for field in self.rows)), bound, self.num_slots)
+        check = len(self.active) if self.selection is None else self.selection.policy.check_layer
+        counts = (*self.active[1:], len(self.wanted))
+        return tuple(
+            (self.bounds[i], self.active[i], False) if i == check else (self.bounds[i + 1], counts[i], i > check)
+            for i in range(len(self.active))
+        )
+
+    def works(self, config: abc.Callable[[int], WorkConfig]) -> dict[tuple[int, bool], Work]:
+        """The attention of all layers, by bound and whether some rows were chosen: once for layers that agree in these.
+
+        Args:
+          config: of a bound.
+        """
+        most: dict[tuple[int, bool], int] = {}
+        for bound, count, is_chosen in self.leaving:
+            most[bound, is_chosen] = max(count, most.get((bound, is_chosen), 0))
+        return {kind: self._work(count, kind[1], config(kind[0])) for kind, count in most.items()}
+
+    def _work(self, count: int, is_chosen: bool, config: WorkConfig) -> Work:
+        used, table = np.unique(self.sequence[:count], return_inverse=True)
+        least = end = (self.rows.k_end - self.rows.k_start)[:count]
+        if is_chosen and self.selection is not None:
+            # Those that follow the rows that must go on may be any of the prompt's.
+            must = np.arange(count) < self.selection.must
+            end, least = np.where(must, end, self.selection.length), np.where(must, end, 0)
+        return make_work(table, np.zeros_like(end), end, [self.tables[i] for i in used], config, least=least)
 
 
 def cut_waves[S: Sequence](sequences: abc.Iterable[S], max_sequences: int, num_slots: int) -> list[list[S]]:
-    """Sequences of one level that fit in the pool together, in their order; each gets its first slot."""
+    """Sequences of one level that fit in the pool together, in their order; each gets its first slot.
+
+    Args:
+      num_slots: of the pool; those of page 0 are nobody's.
+    """
     waves: list[list[S]] = []
     used = num_slots
     for sequence in sorted(sequences, key=lambda sequence: sequence.level):
         alone = sequence.choice is not None or bool(waves and waves[-1][-1].choice)
-        is_full = used + sequence.num_slots > num_slots or len(waves[-1]) == max_sequences or alone
+        is_full = used + PAGE * sequence.num_pages > num_slots or len(waves[-1]) == max_sequences or alone
         if is_full or waves[-1][-1].level != sequence.level:
             waves.append([])
-            used = 0
+            used = PAGE
         sequence.base = used
-        used += sequence.num_slots
+        used += PAGE * sequence.num_pages
         waves[-1].append(sequence)
     return waves
 
@@ -143,6 +177,8 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
         steps.append(
             Step(
                 rows=pad_rows(Rows(slot, position[:, rows], base[rows], slot + 1, source), bounds[0], num_slots),
+                sequence=owner[rows],
+                tables=tuple(sequence.pages for sequence in wave),
                 active=active,
                 bounds=(*bounds, ladder.outputs(bounds[-1])),
                 placements=placements,

@@ -34,7 +34,8 @@ class Definitions:
     """Defines each program by a method of its name, whose arguments are the program's static sizes.
 
     Args:
-      config, params, normalization, num_slots, ladder, implementation: see `Runner`; of arrays only the shapes count.
+      config, params, normalization, num_slots, max_pages, ladder, implementation: see `Runner`; of arrays only the
+        shapes count.
 
     Attributes:
       token_rungs: numbers of an image's tokens.
@@ -50,12 +51,14 @@ class Definitions:
         normalization: jax.Array,
         *,
         num_slots: int,
+        max_pages: int,
         ladder: Ladder,
         implementation: str | None,
     ):
         self.config = config
         self.ladder = ladder
         self.num_slots = num_slots
+        self.max_pages = max_pages
         self.implementation = implementation
         self.dtype = params["language_model"]["norm"]["scale"].dtype
         self._visual, self._normalization = shapes((params["visual"], normalization))
@@ -140,10 +143,20 @@ class Definitions:
 
         return embed, (self._text["embed_tokens"], self.shape_of("encoder_rows"), _rows(size)), ()
 
+    def work_config(self, rows: int, *, decode: bool = False) -> kernels.WorkConfig:
+        """How the attention of `rows` rows is cut, of one request each where they decode."""
+        text = self.config.text
+        q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)
+        return kernels.work_config(
+            rows, min(rows, self.ladder.max_sequences), self.max_pages, q, text.num_kv_heads,
+            decode=decode, implementation=self.implementation,
+        )  # fmt: skip
+
     def layer(self, size: int, keep: int, has_deepstack: bool) -> Any:
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
-        pool = self.shape_of("pool")
-        arguments = self._text["layers"][0], x, pool, pool, _rows(size), x if has_deepstack else None
+        pool, count = self.shape_of("pool"), jax.ShapeDtypeStruct((), jnp.int32)
+        work = self.work_config(keep).abstract()
+        arguments = self._text["layers"][0], x, pool, pool, _rows(size), count, work, x if has_deepstack else None
         # x can only be updated in place where the output has its shape.
         return functools.partial(self.layer_step, keep=keep), arguments, (1, 2, 3) if keep == size else (2, 3)
 
@@ -154,12 +167,18 @@ class Definitions:
         k: jax.Array,
         v: jax.Array,
         rows: Rows,
+        count: jax.Array,
+        work: kernels.Work,
         added: jax.Array | None,
         *,
         keep: int,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """A layer of which the first `count` rows write: the bound may reach beyond them, into rows that have dropped
+        out, whose slots hold linked K, V."""
+        index = jnp.arange(len(x), dtype=jnp.int32)
+        rows = rows._replace(slot=jnp.where(index < count, rows.slot, self.num_slots + index))
         layer = bind(self.layer_graph, params)
-        return layer(x, k, v, rows, added, keep=keep, capture=True, implementation=self.implementation)
+        return layer(x, k, v, rows, added, work, keep=keep, capture=True, implementation=self.implementation)
 
     def take(self, size: int, chosen: int, less: int) -> Any:
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
@@ -226,16 +245,16 @@ class Definitions:
     def decode(self, count: int) -> Any:
         layer = jax.jit(self.layer_step, static_argnames="keep")  # traced once, not once a layer
 
-        def decode(text: Params, head: Params, pool: list[list[jax.Array]], rows: Rows) -> Any:
+        def decode(text: Params, head: Params, pool: list[list[jax.Array]], rows: Rows, work: kernels.Work) -> Any:
             x = bind(self.table_graph, text["embed_tokens"])(rows.source)
             updated = []
             for i, (k, v) in enumerate(pool):
-                x, k, v, _ = layer(text["layers"][i], x, k, v, rows, None, keep=count)
+                x, k, v, _ = layer(text["layers"][i], x, k, v, rows, np.int32(count), work, None, keep=count)
                 updated.append([k, v])
             return *self.logits(text["norm"], head, x, count=count), updated
 
         pool = [[self.shape_of("pool")] * 2] * self.config.text.num_layers
-        return decode, (self._text, self._head, pool, _rows(count)), 2
+        return decode, (self._text, self._head, pool, _rows(count), self.work_config(count, decode=True).abstract()), 2
 
     def sample(self, count: int) -> Any:
         def of(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:

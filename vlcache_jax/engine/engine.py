@@ -248,7 +248,7 @@ class Engine:
             active = [sequence for sequence in active if sequence.finish_reason is None]
             if not active:
                 return
-            self._choose(active, *self.runner.decode(self._next_rows(active)))
+            self._choose(active, *self.runner.decode(self._next_rows(active), [sequence.pages for sequence in active]))
 
     def _scores(self, step: Step[Forced], x: jax.Array) -> None:
         start = time.perf_counter()

@@ -13,10 +13,10 @@ import numpy as np
 
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.models import ModelConfig
+from vlcache_jax.pallas_kernels import PAGE
 
 GIB = 2**30
 MIN_SLOTS = 64  # a pool below this serves nobody
-SLOT_MULTIPLE = 8  # which the bulk copies of GPUs ask for
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MemoryPlan:
 
     Attributes:
       ladder: without rungs that are not needed.
-      num_slots: of the KV pool.
+      num_slots: of the KV pool that requests can use, whole pages; the page that is nobody's comes on top.
       max_model_len: tokens of prompt and answer at most.
     """
 
@@ -89,12 +89,12 @@ def plan_pool(
     kv_cache_bytes: int | None,
     max_model_len: int,
 ) -> int:
-    """The slots of the KV pool.
+    """The slots of the KV pool that requests can use.
 
     Args:
       weights: bytes of the weights.
-      kv_cache_bytes: bytes of the pool; None takes most of what is free, but no more than the ladder's sequences of
-        `max_model_len` tokens can use.
+      kv_cache_bytes: bytes of these slots, rounded up to whole pages; None takes most of what is free, but no more than
+        the ladder's sequences of `max_model_len` tokens can use.
 
     Raises:
       MemoryError: it does not fit; the message has the figures.
@@ -107,23 +107,23 @@ def plan_pool(
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
         share = 0.25 if device.platform == "cpu" else 0.9
         most = int(share * max(free - weights - activations, 0))
-        useful = max(MIN_SLOTS, ladder.max_sequences * max_model_len)
-        num_slots = min(most // slot, useful + -useful % SLOT_MULTIPLE)
+        useful = ladder.max_sequences * -(-max_model_len // PAGE)
+        pages = min(most // (slot * PAGE) - 1, useful)
     elif kv_cache_bytes < MIN_SLOTS * slot:
         raise ValueError(
             f"kv_cache_bytes must hold at least {MIN_SLOTS} slots, that is {MIN_SLOTS * slot} bytes ({slot} a slot), "
             f"got {kv_cache_bytes}"
         )
     else:
-        num_slots = kv_cache_bytes // slot
-    num_slots -= num_slots % SLOT_MULTIPLE
-    if num_slots < MIN_SLOTS or weights + activations + num_slots * slot > free:
-        wanted = "at least " + _gib(MIN_SLOTS * slot) if kv_cache_bytes is None else _gib(kv_cache_bytes)
+        pages = -(-kv_cache_bytes // (slot * PAGE))
+    if pages < 1 or weights + activations + (pages + 1) * PAGE * slot > free:
+        wanted = "at least " + _gib(2 * PAGE * slot) if kv_cache_bytes is None else _gib((pages + 1) * PAGE * slot)
         raise MemoryError(
             f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
-            f"activations about {_gib(activations)}, KV pool {wanted} ({slot} bytes a slot, {MIN_SLOTS} slots or more)"
+            f"activations about {_gib(activations)}, KV pool {wanted} ({slot} bytes a slot, {PAGE} slots a page, and "
+            "one page that no request uses)"
         )
-    return num_slots
+    return pages * PAGE
 
 
 def slot_bytes(config: ModelConfig, dtype: np.dtype) -> int:

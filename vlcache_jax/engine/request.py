@@ -17,6 +17,7 @@ from vlcache_jax.cache.why import Why
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.inputs.prompt import Prompt
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice
 
@@ -108,7 +109,7 @@ class Linked:
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt and what is generated after it, in consecutive slots of the pool.
+    """One prompt and what is generated after it, in consecutive pages of the pool.
 
     Attributes:
       layout, plan: of the prompt.
@@ -116,7 +117,7 @@ class Sequence:
       images: of the prompt.
       level: sequences of a level can run when all below have run.
       choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
-      base: first slot; set when the sequence joins a wave.
+      base: first slot, that of a page; set when the sequence joins a wave.
       error: why it ended before it was done; None: it did not.
       is_finished: it ended, one way or the other.
     """
@@ -134,6 +135,16 @@ class Sequence:
     @property
     def num_slots(self) -> int:
         return len(self.layout) + self.new_slots
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.num_slots // PAGE)
+
+    @property
+    def pages(self) -> range:
+        """The pool's page of each of its logical pages."""
+        first = self.base // PAGE
+        return range(first, first + self.num_pages)
 
     def fail(self, error: str) -> None:
         """Ends it."""

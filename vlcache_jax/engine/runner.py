@@ -33,7 +33,8 @@ class Runner:
       config: of the model.
       params: nested dict of device arrays, all of one dtype.
       normalization: each byte's pixel value per channel, float32 [3, 256].
-      num_slots: S of the pool.
+      num_slots: S of the pool, whole pages; the first page is nobody's.
+      max_pages: of a request.
       ladder: sizes to compile for.
       implementation: of the kernels; None is the best for each case.
     """
@@ -45,6 +46,7 @@ class Runner:
         normalization: np.ndarray,
         *,
         num_slots: int,
+        max_pages: int,
         ladder: Ladder,
         implementation: str | None = None,
     ):
@@ -58,8 +60,9 @@ class Runner:
         self._head = params.get("lm_head", self._text["embed_tokens"])
         self._normalization = jax.device_put(normalization)
         self.definitions = Definitions(
-            config, params, self._normalization, num_slots=num_slots, ladder=ladder, implementation=implementation
-        )
+            config, params, self._normalization,
+            num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation,
+        )  # fmt: skip
         self.programs = Programs(self.definitions)
         self.token_rungs = self.definitions.token_rungs
         self._run = self.programs.run
@@ -126,10 +129,10 @@ class Runner:
         first = step.bounds[0]
         selection = step.selection
         check = self.config.text.num_layers if selection is None else selection.policy.check_layer
-        kinds = {(step.bounds[i], n): i for i, n in enumerate(step.active) if i <= check}
-        rows = {kind: jax.device_put(step.layer_rows(layer)) for kind, layer in kinds.items()}
-        entering = rows[first, step.active[0]]
-        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), entering)
+        sizes = set(step.bounds[: check + 1])
+        rows = {n: jax.device_put(Rows(*(field[..., :n] for field in step.rows))) for n in sizes}
+        works = jax.device_put(step.works(self.definitions.work_config))
+        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), rows[first])
         pool, self._pool = self._pool_now(), None
         shifts = [
             jax.device_put(shift.tokens(round_up(len(shift.slot), self.definitions.moved_rungs)))
@@ -139,7 +142,7 @@ class Runner:
         score = chosen = None
         for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
             if layer <= check:
-                own = rows[size, step.active[layer]]
+                own = rows[size]
             elif layer > check + 1 and step.active[layer] < step.active[layer - 1]:
                 own = self._run(("narrow", len(own.slot), size), own, np.int32(step.active[layer]))
             added = deepstack[layer] if layer < len(deepstack) else None
@@ -154,10 +157,11 @@ class Runner:
                 if layer:  # in the first layer nothing differs
                     row_image = shift.layer_rows(step.active[layer], size)
                     self._shift(layer, weights, x, pool[layer], own, row_image, tokens)
-            leaving = size if layer == check else keep
+            leaving, _, is_chosen = step.leaving[layer]
             x, *pool[layer], values = self._run(
-                ("layer", size, leaving, added is not None), weights, x, *pool[layer], own, added
-            )
+                ("layer", size, leaving, added is not None),
+                weights, x, *pool[layer], own, np.int32(step.active[layer]), works[leaving, is_chosen], added,
+            )  # fmt: skip
             if selection is not None and layer == check:
                 counts = np.array([selection.must, selection.among, selection.keep[0]], np.int32)
                 x, own, chosen = self._run(("choose", size, keep), x, own, score, counts)
@@ -191,10 +195,20 @@ class Runner:
         size = min(round_up(count, self.ladder.sequences), len(x))
         return self._run(("head", len(x), size), self._text["norm"], self._head, x)
 
-    def decode(self, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        """Writes K, V of one row a sequence; returns logits, float32 [B, V], and the most likely tokens, int32 [B]."""
+    def decode(self, rows: Rows, tables: abc.Sequence[range]) -> tuple[jax.Array, jax.Array]:
+        """Writes K, V of one row a sequence; returns logits, float32 [B, V], and the most likely tokens, int32 [B].
+
+        Args:
+          rows: padded to a rung.
+          tables: pages of each sequence.
+        """
+        size, count = len(rows.slot), len(tables)
+        end = (rows.k_end - rows.k_start)[:count]
+        work = kernels.make_work(
+            np.arange(count), np.zeros(count, int), end, tables, self.definitions.work_config(size, decode=True)
+        )
         pool, self._pool = self._pool_now(), None
-        logits, greedy, self._pool = self._run(("decode", len(rows.slot)), self._text, self._head, pool, rows)
+        logits, greedy, self._pool = self._run(("decode", size), self._text, self._head, pool, rows, work)
         return logits, greedy
 
     def sample(self, logits: jax.Array, inputs: SamplerInputs) -> Sampled:
@@ -240,11 +254,10 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     """Raises NotImplementedError if the implementation does not do the kernels' cases of the model."""
     text, vision = config.text, config.vision
     index = jax.ShapeDtypeStruct((8,), jnp.int32)
-    attention = functools.partial(kernels.attention, implementation=implementation)
-    heads = ((text.num_heads, text.num_kv_heads, text.head_dim), (vision.num_heads,) * 2 + (vision.head_dim,))
-    for num_heads, kv_heads, width in heads:
-        q, k = (jax.ShapeDtypeStruct((8, h, width), dtype) for h in (num_heads, kv_heads))
-        jax.eval_shape(attention, q, k, k, index, index)
+    x = jax.ShapeDtypeStruct((8, vision.num_heads, vision.head_dim), dtype)
+    jax.eval_shape(functools.partial(kernels.attention, implementation=implementation), x, x, x, index, index)
+    q = jax.ShapeDtypeStruct((8, text.num_heads, text.head_dim), dtype)
+    kernels.work_config(8, 1, 1, q, text.num_kv_heads, decode=False, implementation=implementation)
     k = jax.ShapeDtypeStruct((8, text.num_kv_heads, text.head_dim), dtype)
     angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
     jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, k, k, index, angle, angle)

@@ -1,0 +1,179 @@
+"""The work list of attention over pages: its parts, and how it is cut.
+
+A page is `PAGE` slots. Every request has a *table*: the pool's page of each of its logical pages. A row of a step sees
+an interval of its request's logical slots. Rows that see something are packed into *octets* of one table each, in the
+order in which their intervals end; several octets are a *tile*; a tile with a range of pages is an *item*. Pages that
+several requests share are items of their own, over the rows of all of them.
+
+Where a device runs many programs side by side, items are dealt to them in equal shares, longest first, and only what
+cannot be dealt whole is cut. What is cut or shared gives *partials*, sums that are merged at the end.
+
+`packing.make_work` makes a work list, `shares` deals its items.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+PAGE = 128  # slots, the keys that the kernels multiply at once
+FAR = 2**30  # a page beyond every other
+
+COLUMNS = 16  # of an item
+HEAD, BOX0, BOXES, TABLE, FROM, TO, INNER_FROM, INNER_TO, PARTIAL = range(9)
+
+MAX_SHARED_BOXES = 16384  # of partials of shared pages: 64 MB at D = 128
+
+
+@dataclass(frozen=True)
+class WorkConfig:
+    """How work is cut. Every length of a `Work` follows from it.
+
+    Attributes:
+      rows: N, rows of a step.
+      requests: T, tables at most.
+      pages: B, pages of a table at most.
+      box: rows of an octet.
+      group: boxes of an octet: one for each query head that an item's head stands for; 1 where an item does all heads.
+      heads: that have items of their own; 1 where an item does all heads.
+      tile: boxes of an item at most.
+      small: boxes of an item of what is left of a request's rows; `tile` where all items are cut alike.
+      programs: P that share the items; 1 does one after the other, and keeps no partials.
+      pieces: partials of a row at most, where programs share.
+
+    Raises:
+      ValueError: numbers that are not such.
+    """
+
+    rows: int
+    requests: int
+    pages: int
+    box: int = 8
+    group: int = 1
+    heads: int = 1
+    tile: int = 16
+    small: int = 16
+    programs: int = 1
+    pieces: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "requests", "pages", "box", "group", "heads", "programs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"config.{name} must be positive, got {getattr(self, name)}")
+        if not self.group <= self.small <= self.tile:
+            raise ValueError(f"config must have group <= small <= tile, got {self.group}, {self.small}, {self.tile}")
+        if self.programs > 1 and self.pieces < 4:
+            raise ValueError(f"config.pieces must be at least 4 where programs share, got {self.pieces}")
+
+    @property
+    def octets(self) -> int:
+        """Octets at most: of the rows, of which every request may leave one unfilled, and of rows that share pages."""
+        few = min(self.rows, self.requests)
+        return -(-self.rows // self.box) + (2 * few if self.box > 1 else 0)
+
+    @property
+    def tiles(self) -> int:
+        """Items of a head at most, before they are cut."""
+        return -(-self.octets // (self.small // self.group)) + 2 * min(self.rows, self.requests)
+
+    @property
+    def items(self) -> int:
+        return self.heads * self.tiles + self.programs
+
+    @property
+    def partial_boxes(self) -> int:
+        """Boxes of all partials at most; each occupies whole eights of boxes."""
+        if self.programs == 1:
+            return 0
+        shared = 2 * self.heads * self.octets * eights(self.group)
+        return 2 * self.programs * eights(self.tile) + min(shared, MAX_SHARED_BOXES)
+
+    @property
+    def merges(self) -> int:
+        """Rows of partials at most."""
+        return min(self.rows * self.heads * self.pieces, self.partial_boxes * self.box // self.group)
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Where each part of a work list lies in its buffer, and its shape."""
+        merging = self.programs > 1
+        shapes = {
+            "ctas": (self.programs + 1,),
+            "items": (self.items, COLUMNS),
+            "tables": (self.requests, self.pages),
+            "rows": ((self.octets * self.box + self.tile * self.box),),  # a tile more, for reading beyond the last one
+            "start": (self.rows,),
+            "end": (self.rows,),
+            "unpack": (self.rows * merging,),
+            "merge_first": ((self.rows * self.heads + 1) * merging,),
+            "merge": (self.merges,),
+        }
+        ends = itertools.accumulate((int(np.prod(shape)) for shape in shapes.values()), initial=0)
+        return {
+            name: (slice(begin, stop), shape)
+            for (name, shape), (begin, stop) in zip(shapes.items(), itertools.pairwise(ends), strict=True)
+        }
+
+    @property
+    def size(self) -> int:
+        """Numbers in the buffer of a work list."""
+        return self.places["merge"][0].stop
+
+    def abstract(self) -> Work:
+        """A work list of shapes."""
+        return Work(jax.ShapeDtypeStruct((self.size,), np.int32), self)
+
+
+class Parts(NamedTuple):
+    """What a work list says, int32.
+
+    Attributes:
+      ctas: [P + 1], program c does the items ctas[c] to ctas[c + 1].
+      items: [I, 16]: head; first box (octet * group); boxes; table; pages from, to; all its rows see the pages from,
+        to whole; first box of its partial, or -1: it gives the result.
+      tables: [T, B], the pool's page of each logical page; unused ones are 0.
+      rows: [R + tile * box], the step's row at each place of the octets, N for none.
+      start, end: [N], logical slots that each row sees.
+      unpack: [N], the place in the octets of a row whose result one item gives, R for the others.
+      merge_first: [N * heads + 1], row n of head h has the entries of `merge` from merge_first[n * heads + h] on.
+      merge: a row of a partial: its box * `box` + its place in the octet; those of the group's other query heads
+        follow at a distance of `box`.
+    """
+
+    ctas: Any
+    items: Any
+    tables: Any
+    rows: Any
+    start: Any
+    end: Any
+    unpack: Any
+    merge_first: Any
+    merge: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["buffer"], meta_fields=["config"])
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The work list of one step and row bound.
+
+    Attributes:
+      buffer: its parts in one array, so that they travel together.
+      config: how it was cut.
+    """
+
+    buffer: Any
+    config: WorkConfig
+
+    def parts(self) -> Parts:
+        """Views of the buffer."""
+        return Parts(**{name: self.buffer[at].reshape(shape) for name, (at, shape) in self.config.places.items()})
+
+
+def eights(boxes: Any) -> Any:
+    """Rounded up to whole eights."""
+    return -(-boxes // 8) * 8
