@@ -1,26 +1,32 @@
-"""How long attention takes on an H200's 132 multiprocessors, by a model: no chip was measured.
+"""How long attention takes on an H200's 132 multiprocessors, by a model: nothing here was measured on a chip.
 
     python -m vlcache_jax.benchmarks.chip_model --out benchmarks/results/attention_model.json
 
-A multiprocessor runs one program at a time. A block of 128 slots takes 1.4 us for the rows of a program (64 or 128 of
-them with all query heads of a group), a masked one 0.5 us more per 377 instructions more; a program 5 us besides. Where
-programs take items from a list, each costs 0.5 us, as its queries are loaded ahead, and 0.5 us more if it writes a
-partial. What is not merged in the kernel is combined by an operation of its own: 3 us and its bytes at 4 TB/s. Nothing
-is faster than reading K and V once, at 4.3 TB/s.
+A multiprocessor runs one program at a time. A block of 128 slots takes 1.4 us for the packed rows of a program (64 or
+128), a masked one 0.5 us more per 377 instructions that it has more; a program takes 5 us besides. Where programs take
+items from a list, each costs 0.5 us, as its queries are loaded ahead, and 0.5 us more if it gives a partial. What
+is to be combined, or brought from packed rows to their places, takes an operation of its own: 3 us, and its bytes at
+4 TB/s. Nothing is faster than reading K and V once, at
+4.3 TB/s.
 
-Two kernels are compared: `tiles`, which cut the rows as they come, 128 with all heads of a group or less, a program for
-each tile (the state before the work list, commit 4036324), and the work list's.
+Two kernels are compared. `work_list` is today's. `tiles` is the one before (commit 4036324): it cut the rows as they
+came, whatever request they belonged to, with a program for each tile, head and split.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import heapq
+import pathlib
 from collections.abc import Iterable
 
 import numpy as np
 
-from vlcache_jax.benchmarks.shapes import PAGE, AttentionShape
+from vlcache_jax.benchmarks.shapes import ATTENTION, AttentionShape
+from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.pallas_kernels.attention import work
+from vlcache_jax.study import report
 
 MULTIPROCESSORS = 132
 BLOCK, PROGRAM, ITEM, PARTIAL = 1.4, 5.0, 0.5, 0.5  # us
@@ -95,10 +101,33 @@ def tiles(shape: AttentionShape) -> Estimate:
         programs=schedule(programs),
         mean=float(programs.sum()) / MULTIPROCESSORS,
         read=_read(shape, paged=False),
-        combine=_combine(shape, partials * boxes * 8) if partials else 0.0,
+        combine=_combine(shape, partials * boxes * 8, 0) if partials else 0.0,
         items=len(programs),
         partials=partials,
         slots=slots,
+    )
+
+
+def work_list(shape: AttentionShape) -> Estimate:
+    """The kernel that does the items of a work list, page by page."""
+    listed = shape.work("mosaic_gpu")
+    config, parts = listed.config, listed.parts()
+    items = parts.items[: parts.ctas[-1]].astype(np.int64)
+    pages = items[:, work.TO] - items[:, work.FROM]
+    front = np.clip(items[:, work.INNER_FROM] - items[:, work.FROM], 0, pages)
+    back = np.clip(items[:, work.TO] - items[:, work.INNER_TO], 0, pages)
+    partial = items[:, work.PARTIAL] >= 0
+    merged = np.diff(parts.merge_first)  # partials of each row and head, none where it has one result
+    cost = ITEM + BLOCK * pages + MASK * INSTRUCTION * (front + back) + PARTIAL * partial
+    programs = PROGRAM + np.diff(np.append(0.0, np.cumsum(cost))[parts.ctas])
+    return Estimate(
+        programs=float(programs.max()),
+        mean=float(programs.mean()),
+        read=_read(shape, paged=True),
+        combine=_combine(shape, config.group * merged.sum(), config.group * (merged == 0).sum()),
+        items=len(items),
+        partials=int(partial.sum()),
+        slots=PAGE * int(pages.sum()) // shape.K,
     )
 
 
@@ -117,6 +146,39 @@ def _read(shape: AttentionShape, *, paged: bool, itemsize: int = 2) -> float:
     return 2 * itemsize * shape.K * shape.D * shape.seen_slots(paged=paged) / READ_RATE
 
 
-def _combine(shape: AttentionShape, rows: int, itemsize: int = 2) -> float:
-    """Reads float32 sums, largest scores and weights of `rows` partial rows of a head, writes the results."""
-    return COMBINE + (4 * rows * (shape.D + 2) + itemsize * shape.N * shape.H * shape.D) / COMBINE_RATE
+def _combine(shape: AttentionShape, partials: int, results: int, itemsize: int = 2) -> float:
+    """Reads float32 sums, largest scores and weights of partials of a row and query head, and results that are only
+    to be brought to their places; writes all results."""
+    values = itemsize * shape.D * (results + shape.N * shape.H)
+    return COMBINE + (4 * int(partials) * (shape.D + 2) + int(values)) / COMBINE_RATE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    rows = []
+    for model, shapes in ATTENTION.items():
+        for shape in filter(lambda shape: shape.has_pages, shapes):
+            before, now = tiles(shape), work_list(shape)
+            rows.append(
+                {
+                    "model": model,
+                    "case": shape.name,
+                    "tiles us": before.time,
+                    "work list us": now.time,
+                    "ratio": now.time / before.time,
+                    "least us": now.read,
+                    "combine us": now.combine,
+                    "imbalance": now.imbalance,
+                    "imbalance of tiles": before.imbalance,
+                    "items": now.items,
+                    "partials": now.partials,
+                    "loads of a slot": now.slots / shape.seen_slots(),
+                    "by tiles": before.slots / shape.seen_slots(paged=False),
+                }
+            )
+    report.publish("Attention by the model of a chip", rows, report.environment(), parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,6 @@ jax's own kernel, `jax.experimental.pallas.ops.gpu.attention_mgpu`, stands besid
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import functools
@@ -26,9 +25,6 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.benchmarks.compile_report import compile_program
-from vlcache_jax.benchmarks.shapes import ATTENTION
-from vlcache_jax.pallas_kernels import attention
-from vlcache_jax.study import report
 
 _INSTRUCTION = re.compile(r":(\d+)\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(\w+)\s+)?([A-Z][A-Z0-9_.]*) *(.*?)\s*$")
 _TARGET = re.compile(r"^(.*)`\((\.L\w+)\)")

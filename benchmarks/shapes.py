@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PAGE = 128
+from vlcache_jax.pallas_kernels import PAGE, Shared, Work, make_work, work_config
 
 
 class Seen(NamedTuple):
@@ -42,7 +42,7 @@ class Paged(NamedTuple):
     Attributes:
       table, start, end: as in `Seen`.
       tables: of each request the pool's page of each of its pages, in random order; page 0 is nobody's.
-      shared: tables whose first so many pages are the same, and how many.
+      shared: the prefix that they have in common, if there is one.
       pages: of the pool, with page 0.
     """
 
@@ -50,7 +50,7 @@ class Paged(NamedTuple):
     start: np.ndarray
     end: np.ndarray
     tables: list[np.ndarray]
-    shared: list[tuple[np.ndarray, int]]
+    shared: list[Shared]
     pages: int
 
 
@@ -116,8 +116,24 @@ class AttentionShape:
         order = 1 + np.random.default_rng(seed).permutation(count - 1)
         first = np.cumsum(own) - own + common
         tables = [np.concatenate([order[:common], order[a : a + n]]) for a, n in zip(first, own, strict=True)]
-        shared = [(np.arange(len(tables)), common)] if common and len(tables) > 1 else []
+        shared = [Shared(range(len(tables)), common)] if common else []
         return Paged(*seen[:3], tables, shared, count)
+
+    def work(self, implementation: str | None = None, *, shared: bool = True, seed: int = 0) -> Work:
+        """The work list of paged attention by an implementation; shared: whether it knows of a shared prefix."""
+        case = self.paged(seed)
+        q, *_ = self.paged_specs()
+        rows = np.bincount(case.table[case.start < case.end])
+        config = work_config(
+            self.N,
+            len(case.tables),
+            max(map(len, case.tables)),
+            q,
+            self.K,
+            decode=bool(rows.max() == 1),
+            implementation=implementation,
+        )
+        return make_work(*case[:3], case.tables, config, shared=case.shared if shared else ())
 
     def in_small(self) -> AttentionShape:
         """The same case with one key-value head and few rows and slots."""

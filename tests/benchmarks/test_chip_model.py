@@ -63,3 +63,29 @@ def test_what_is_shared_is_read_once():
     assert len(first) == 1
     assert 64 * 16384 < shape.seen_slots(paged=False) < 64 * 16640
     assert 16384 < shape.seen_slots() < 16384 + 64 * 256
+
+
+def test_what_the_work_list_saves():
+    def ratio(case):
+        return chip_model.work_list(SHAPES[case]).time / chip_model.tiles(SHAPES[case]).time
+
+    assert ratio("stage 512 of 20480") < 0.75
+    assert ratio("decode 64 over one prefix of 16384") < 0.1
+    # Requests apart are read no faster than their bytes, which is half of what the tiles took.
+    apart = chip_model.work_list(SHAPES["8 requests x 20 rows x 20480"])
+    assert apart.time < 1.05 * apart.read
+    # Results are brought from packed rows to their places: 9 % more.
+    cold = chip_model.work_list(SHAPES["cold 4096"])
+    assert cold.programs < 0.9 * chip_model.tiles(SHAPES["cold 4096"]).time
+    for estimate in (cold, apart):
+        assert estimate.imbalance < 1.015
+
+
+def test_the_model_counts_items():
+    shape = SHAPES["decode 1 x 20480"]
+    estimate = chip_model.work_list(shape)
+    assert estimate.slots == 144 * PAGE
+    assert estimate.items == estimate.partials == 8 * 17  # 132 programs share 8 heads, and begin within some
+    pages = 8 * 144 / 132
+    assert estimate.mean == pytest.approx(5 + 1.4 * pages + estimate.items / 132, rel=1e-9)
+    assert estimate.combine == pytest.approx(3 + (17 * 32 * 130 * 4 + 32 * 128 * 2) / 4e6)
