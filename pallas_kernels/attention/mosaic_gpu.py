@@ -57,6 +57,7 @@ TUNED = pathlib.Path(__file__).with_name("tuned.json")
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
+ACC = functools.partial(plgpu.ACC, dtype=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +341,7 @@ def _launch(
     group, tile, stages, warpgroups = lists.group, config.tile, config.stages, config.warpgroups
     queries = config.queries(D)
     per_head = lists.heads // k.shape[1]
+    turns = warpgroups > 1 and config.take_turns
     to_exponent = scale * math.log2(math.e)
 
     def program(inputs: Any, out_refs: Any, buffers: Any, barriers: Any) -> None:
@@ -366,10 +368,13 @@ def _launch(
 
             lax.fori_loop(begin, stop, one, jnp.int32(0))
 
-        def change_turns() -> None:
-            if warpgroups > 1 and config.take_turns:
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(turn)
+        def take_turn() -> None:
+            if turns:
+                plgpu.barrier_wait(turn.at[warpgroup])
+
+        def pass_turn() -> None:
+            if turns:
+                plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
         def across(x: jax.Array, width: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (M, width), [0])
@@ -383,42 +388,81 @@ def _launch(
             start, end = (plgpu.load(seen_ref.at[i, rows], layout=ROW, optimized=False) for i in (0, 1))
             own_q = q_smem.at[place, warpgroup]
 
-            def visit(at: Any, state: Any) -> Any:
-                total, largest, weight = state
-                stage = lax.rem(step + at - first, jnp.int32(stages))
+            def stage(at: Any) -> Any:
+                return lax.rem(step + at - first, jnp.int32(stages))
 
-                def scores(acc: Any) -> jax.Array:
-                    plgpu.wgmma(acc, own_q, k_smem.at[stage].T)
-                    change_turns()
-                    return acc[...]
-
-                plgpu.barrier_wait(k_here.at[stage])
-                x = pl.run_scoped(scores, plgpu.ACC((M, PAGE), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[stage])
-
+            def softmax(x: jax.Array, at: Any, total: jax.Array, largest: jax.Array, weight: jax.Array) -> Any:
+                """Scores of the page, and the sums before it: (sums, weights of the page, largest score, weight)."""
                 slot = plgpu.broadcasted_iota(jnp.int32, (M, PAGE), 1, layout=WGMMA)
                 x = mask(x, at < inner_from, lambda: slot >= across(start - at * PAGE, PAGE))
                 x = mask(x, at >= inner_to, lambda: slot < across(end - at * PAGE, PAGE))
                 new_largest = jnp.maximum(largest, x.max(axis=1) * to_exponent)
                 p = jnp.exp2(x * to_exponent - across(new_largest, PAGE))
                 decay = jnp.exp2(largest - new_largest)
-                weight = weight * decay + p.sum(axis=1)
-                total = total * across(decay, D)
-                p = p.astype(q.dtype)
+                return total * across(decay, D), p.astype(q.dtype), new_largest, weight * decay + p.sum(axis=1)
 
-                plgpu.barrier_wait(v_here.at[stage])
-                change_turns()
-                total = _accumulate(total, p, p_smem, v_smem.at[stage], interpret is not None)
-                plgpu.barrier_arrive(v_free.at[stage])
-                return total, new_largest, weight
+            def multiply_keys(acc: Any, at: Any) -> None:
+                plgpu.wgmma(acc, own_q, k_smem.at[stage(at)].T)
 
+            def multiply_values(acc: Any, at: Any, total: jax.Array, p: jax.Array) -> None:
+                if interpret:  # it multiplies what lies in shared memory only, and starts from 0
+                    p_smem[warpgroup] = p
+                    plgpu.commit_smem()
+                    plgpu.wgmma(acc, p_smem.at[warpgroup], v_smem.at[stage(at)])
+                else:
+                    acc[...] = total
+                    plgpu.wgmma(acc, p, v_smem.at[stage(at)])
+
+            def sums(acc: Any, at: Any, total: jax.Array, behind: int) -> jax.Array:
+                x = plgpu.wgmma_accumulator_load(acc, wait_n=behind)
+                plgpu.barrier_arrive(v_free.at[stage(at)])
+                return total + x if interpret else x
+
+            def scores(acc: Any, at: Any) -> jax.Array:
+                x = acc[...]
+                plgpu.barrier_arrive(k_free.at[stage(at)])
+                return x
+
+            def first_keys(acc: Any) -> jax.Array:
+                multiply_keys(acc, first)
+                pass_turn()
+                return scores(acc, first)
+
+            def visit(at: Any, state: Any) -> Any:
+                total, p, largest, weight = state
+
+                def both(s_acc: Any, o_acc: Any) -> Any:
+                    plgpu.barrier_wait(v_here.at[stage(at - 1)])
+                    plgpu.barrier_wait(k_here.at[stage(at)])
+                    take_turn()
+                    multiply_values(o_acc, at - 1, total, p)
+                    multiply_keys(s_acc, at)
+                    pass_turn()
+                    new = sums(o_acc, at - 1, total, 1)
+                    return scores(s_acc, at), new
+
+                x, total = pl.run_scoped(both, ACC((M, PAGE)), ACC((M, D)))
+                return softmax(x, at, total, largest, weight)
+
+            plgpu.barrier_wait(q_here.at[place])
+            plgpu.barrier_wait(k_here.at[stage(first)])
+            take_turn()
+            x = pl.run_scoped(first_keys, ACC((M, PAGE)))
             state = (
                 plgpu.layout_cast(jnp.zeros((M, D), jnp.float32), WGMMA),
                 plgpu.layout_cast(jnp.full((M,), LOWEST, jnp.float32), ROW),
                 plgpu.layout_cast(jnp.zeros((M,), jnp.float32), ROW),
             )
-            plgpu.barrier_wait(q_here.at[place])
-            total, largest, weight = lax.fori_loop(first, last, visit, state)
+            total, p, largest, weight = lax.fori_loop(first + 1, last, visit, softmax(x, first, *state))
+
+            def last_values(acc: Any) -> jax.Array:
+                plgpu.barrier_wait(v_here.at[stage(last - 1)])
+                take_turn()
+                multiply_values(acc, last - 1, total, p)
+                pass_turn()
+                return sums(acc, last - 1, total, 0)
+
+            total = pl.run_scoped(last_values, ACC((M, D)))
             empty = start >= end  # such a row has seen what its neighbours see whole
             # Read again, as registers are scarce in the loop.
             head, box0, boxes, partial = read(item, HEAD, BOX0, BOXES, PARTIAL)
@@ -471,13 +515,13 @@ def _launch(
             lax.fori_loop(first, last, visit, page(first))
 
         def compute_items() -> None:
-            plgpu.set_max_registers(224, action="increase")
-            pl.when(warpgroup == 1)(change_turns)
+            plgpu.set_max_registers(240, action="increase")
+            pl.when(warpgroup == 1)(pass_turn)
             do_items(compute)
-            pl.when(warpgroup == 0)(change_turns)
+            pl.when(warpgroup == 0)(take_turn)
 
         def load_items() -> None:
-            plgpu.set_max_registers(56, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             do_items(load)
 
         pl.when(warpgroup < warpgroups)(compute_items)
@@ -499,7 +543,7 @@ def _launch(
         plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=warpgroups),
+        plgpu.Barrier(num_barriers=warpgroups),
     )
     rows = outputs.partial_boxes * BOX
     partials = [((rows, outputs.width), jnp.float32), ((rows,), jnp.float32), ((rows,), jnp.float32)]
@@ -519,18 +563,3 @@ def _launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(q, k, v, buffer, seen)
-
-
-def _accumulate(total: jax.Array, p: jax.Array, p_smem: Any, v: Any, interpreted: bool) -> jax.Array:
-    """total + p @ v. The interpreter multiplies what lies in shared memory only, and knows no run_state."""
-    if not interpreted:
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.ACC.init(total))
-    p_smem = p_smem.at[lax.axis_index("warpgroup")]
-    p_smem[...] = p
-    plgpu.commit_smem()
-
-    def product(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, p_smem, v)
-        return acc[...]
-
-    return total + pl.run_scoped(product, plgpu.ACC((total.shape[0], total.shape[1]), jnp.float32))
