@@ -10,6 +10,7 @@ jax's own kernel, `jax.experimental.pallas.ops.gpu.attention_mgpu`, stands besid
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import functools
@@ -25,6 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.benchmarks.compile_report import compile_program
+from vlcache_jax.benchmarks.shapes import ATTENTION, AttentionShape
+from vlcache_jax.pallas_kernels import paged_attention
+from vlcache_jax.study import report
 
 _INSTRUCTION = re.compile(r":(\d+)\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(\w+)\s+)?([A-Z][A-Z0-9_.]*) *(.*?)\s*$")
 _TARGET = re.compile(r"^(.*)`\((\.L\w+)\)")
@@ -207,10 +211,58 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def compile_jaxs(n: int, heads: int, kv_heads: int, width: int, *, causal: bool) -> object:
-    """Compiles jax's kernel, two warpgroups of 64 rows and blocks of 128 slots as in ours."""
+def compile_paged(shape: AttentionShape) -> Kernel:
+    """Our kernel for a case (another one merges what it gives)."""
+    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+    arguments = *shape.paged_specs(), shape.work("mosaic_gpu").config.abstract()
+    return kernels(lambda: compile_program(attend, arguments))[0]
+
+
+def compile_jaxs(shape: AttentionShape, *, causal: bool) -> Kernel:
+    """jax's kernel for as many rows as slots, two warpgroups of 64 rows and blocks of 128 slots as in ours."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=causal)
-    q, k = (jax.ShapeDtypeStruct((1, n, h, width), jnp.float16) for h in (heads, kv_heads))  # it knows no bfloat16
-    return compile_program(functools.partial(attention_mgpu.attention, config=config), (q, k, k))
+    attend = functools.partial(attention_mgpu.attention, config=config)
+    # In jax 0.11.2 it does float16 alone.
+    q, k = (jax.ShapeDtypeStruct((1, shape.N, heads, shape.D), jnp.float16) for heads in (shape.H, shape.K))
+    [kernel] = kernels(lambda: compile_program(attend, (q, k, k)))
+    return kernel
+
+
+def _rows(name: str, kernel: Kernel) -> Iterator[dict[str, object]]:
+    for kind, loops_of_kind in (("multiplies", kernel.compute), ("loads", kernel.load)):
+        whole = min((turn.instructions for loop in loops_of_kind for turn in loop.values()), default=0)
+        for loop in loops_of_kind:
+            for turn in loop.values():
+                yield {
+                    "kernel": name,
+                    "loop": kind,
+                    "instructions": turn.instructions,
+                    "more": turn.instructions - whole,
+                    "stall cycles": turn.stall,
+                    **{instruction: turn.names[instruction] for instruction in COUNTED},
+                    "of shared memory": sum(turn.names[instruction] for instruction in SHARED_MEMORY),
+                    "registers": kernel.registers,
+                    "spilled bytes": kernel.spills,
+                    "shared memory": kernel.shared_memory,
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    arguments = parser.parse_args()
+    cases = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
+    cold = cases["cold 4096"]
+    compiled = {f"paged attention, {name}": compile_paged(cases[name]) for name in ("cold 4096", "decode 8 x 20480")}
+    for causal in (False, True):
+        name = f"jax.experimental.pallas.ops.gpu.attention_mgpu, {'causal' if causal else 'not causal'}"
+        compiled[name] = compile_jaxs(cold, causal=causal)
+    rows = [row for name, kernel in compiled.items() for row in _rows(name, kernel)]
+    head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm") | {"target": "NVIDIA H200"}
+    report.publish("Instructions of a warp for each turn of a loop", rows, head, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
