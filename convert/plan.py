@@ -32,7 +32,6 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F1
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 _MOST_HEADER_BYTES = 100 << 20  # the limit of the format's own readers
-_PIECE = 1 << 18  # values that stay in a core's cache
 _MOST_LINES = 20  # of each kind of problem in one error
 
 
@@ -161,17 +160,6 @@ def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:
 def sha256(array: np.ndarray) -> str:
     """Of an array's bytes, little-endian, in C order."""
     return hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
-
-
-def is_finite(array: np.ndarray) -> bool:
-    """Whether an array of a supported dtype holds neither infinities nor not-a-numbers, without a second copy of it.
-
-    Both have all bits of the exponent set, which is several times faster to see than to ask for in bfloat16.
-    """
-    exponent = np.array(np.inf, array.dtype).view(f"u{array.itemsize}")
-    bits = array.reshape(-1).view(exponent.dtype)
-    pieces = (bits[i : i + _PIECE] for i in range(0, len(bits), _PIECE))
-    return not any(np.any(piece & exponent == exponent) for piece in pieces)
 
 
 def source_digest(plan: Iterable[Source], digests: dict[str, str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vlcache_jax.checks import is_finite
 from vlcache_jax.convert.manifest import (
     WEIGHTS_DIRECTORY,
     Manifest,
@@ -23,7 +24,7 @@ from vlcache_jax.convert.manifest import (
 )
 from vlcache_jax.convert.memory import PeakMemory
 from vlcache_jax.convert.partial import appearing
-from vlcache_jax.convert.plan import Source, as_dtype, is_finite, make_plan, sha256, source_digest, stored_dtype
+from vlcache_jax.convert.plan import Source, as_dtype, make_plan, sha256, source_digest, stored_dtype
 from vlcache_jax.convert.progress import Meter, Progress
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import SIDE_FILES, locate

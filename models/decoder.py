@@ -16,7 +16,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, linear
-from vlcache_jax.pallas_kernels import Work, attention, paged_attention
+from vlcache_jax.pallas_kernels import Work, attention, carry_flaws, paged_attention
 
 
 class Rows(NamedTuple):
@@ -64,8 +64,9 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
         """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D])."""
         q, new_k, raw_k, new_v = self.project(y, rows, keep=keep)
-        k = k.at[rows.slot].set(new_k, mode="drop", unique_indices=True)
-        v = v.at[rows.slot].set(new_v, mode="drop", unique_indices=True)
+        clean_k, clean_v = carry_flaws(new_k, new_v)
+        k = k.at[rows.slot].set(clean_k, mode="drop", unique_indices=True)
+        v = v.at[rows.slot].set(clean_v, mode="drop", unique_indices=True)
         start, end = rows.k_start[:keep], rows.k_end[:keep]
         if work is None:
             out = attention(q, k, v, start, end, implementation=implementation)

@@ -22,7 +22,7 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import VisionConfig
 from vlcache_jax.models.layers import linear
-from vlcache_jax.pallas_kernels import attention
+from vlcache_jax.pallas_kernels import attention, carry_flaws
 
 Grid = tuple[int, int, int]  # (1, h, w) in patches
 
@@ -56,7 +56,8 @@ class VisionAttention(nnx.Module):
     ) -> jax.Array:
         qkv = self.qkv(y).reshape(len(y), 3, self.config.num_heads, self.config.head_dim)
         q, k = (rope.rotate(qkv[:, i].astype(jnp.float32), *rotation).astype(y.dtype) for i in (0, 1))
-        return self.proj(attention(q, k, qkv[:, 2], *segment, implementation=implementation).reshape(len(y), -1))
+        k, v = carry_flaws(k, qkv[:, 2])
+        return self.proj(attention(q, k, v, *segment, implementation=implementation).reshape(len(y), -1))
 
 
 class VisionBlock(nnx.Module):

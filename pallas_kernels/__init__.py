@@ -4,8 +4,9 @@ A kernel is a folder. Its `api.py` has the public function, whose docstring is t
 implementations beside it: `implementation=None` takes the best one for the device, a name takes that one or raises.
 One attention serves the whole library: a row sees an interval of key slots, which covers prefill, recomputing a few
 rows of a cached image, several requests at once, decoding, and the windows of the vision towers. Where the slots are
-those of requests, they lie in pages, and a work list made on the host says who visits which. Linking writes the stored
-keys and values of an image into a request's slots.
+those of requests, they lie in pages, and a work list made on the host says who visits which. Attention trusts that
+values are finite; `carry_flaws` is how whoever writes them sees to it. Linking writes the stored keys and values of an
+image into a request's slots.
 """
 
 from vlcache_jax.pallas_kernels import dispatch as dispatch
@@ -17,4 +18,5 @@ from vlcache_jax.pallas_kernels.attention import attention as attention
 from vlcache_jax.pallas_kernels.attention import make_work as make_work
 from vlcache_jax.pallas_kernels.attention import paged_attention as paged_attention
 from vlcache_jax.pallas_kernels.attention import work_config as work_config
+from vlcache_jax.pallas_kernels.flaws import carry_flaws as carry_flaws
 from vlcache_jax.pallas_kernels.link import link as link

@@ -51,7 +51,7 @@ def choose(kernel: str, case: str, implementation: str | None, check: Callable[[
 
     Raises:
       ValueError: there is no such implementation.
-      NotImplementedError: the implementation asked for does not do the case.
+      NotImplementedError: the implementation asked for does not do the case, or would be compiled wrong.
     """
     check_name(implementation)
     if implementation is None:
@@ -60,6 +60,8 @@ def choose(kernel: str, case: str, implementation: str | None, check: Callable[[
         why = "asked for"
         if implementation != "xla":
             check()
+        if implementation == "mosaic_gpu":
+            check_toolchain()
     choice = Choice(kernel, case, implementation, why)
     record = _record.get()
     if record is not None:
@@ -83,6 +85,21 @@ def check_array(implementation: str | None, array: jax.Array) -> None:
     """The same for an array at hand. Code that is traced may be compiled for another device than the default one."""
     if not isinstance(array, jax.core.Tracer):
         check_device(implementation, next(iter(array.devices())))
+
+
+def check_toolchain() -> None:
+    """Raises NotImplementedError if ptxas, CUDA's assembler, is one that is known to compile masks wrong.
+
+    The versions are those for which jax's own attention kernel refuses masks. 12.9.1, too, calls itself 12.9.
+    """
+    from jax._src.lib import cuda_versions
+
+    version = 0 if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+    if 12080 <= version < 12091:
+        raise NotImplementedError(
+            "mosaic_gpu needs a CUDA before 12.8 or after 12.9, as the ptxas of those miscompiles masks, "
+            f"got {version // 1000}.{version % 1000 // 10}"
+        )
 
 
 def is_hopper(device: jax.Device) -> bool:
@@ -111,6 +128,7 @@ def _best(check: Callable[[], None]) -> tuple[str, str]:
         return "xla", f"no Hopper GPU, but {device.device_kind}"
     try:
         check()
+        check_toolchain()
     except NotImplementedError as error:
         return "xla", str(error)
     return "mosaic_gpu", f"{device.device_kind} is a Hopper GPU"

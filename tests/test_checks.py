@@ -1,6 +1,8 @@
+import ml_dtypes
+import numpy as np
 import pytest
 
-from vlcache_jax.checks import check_flags, parse_bytes
+from vlcache_jax.checks import check_flags, is_finite, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,15 @@ def test_only_a_bool_is_a_flag(value):
     check_flags(verify=True, use_tqdm=False)
     with pytest.raises(ValueError, match=r"^use_tqdm must be a bool, got"):
         check_flags(verify=True, use_tqdm=value)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_finite(dtype, value):
+    array = np.array(
+        [0, -0.0, 1, ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).smallest_subnormal] * 60_000, dtype
+    )
+    assert is_finite(array.reshape(5, -1))
+    assert is_finite(array[:0])
+    array[-1] = value
+    assert not is_finite(array)

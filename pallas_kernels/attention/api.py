@@ -38,17 +38,19 @@ def attention(
         0 1 1 0
         0 0 0 0     an empty row: its result is exactly 0
 
+    V must be finite, also where no row sees it, as a weight of 0 does not silence a NaN. K may hold anything: scores
+    outside a row's interval are dropped, so a NaN in a key reaches exactly the rows that see it. Writers of a pool let
+    K carry what is not finite in V (`vlcache_jax.pallas_kernels.carry_flaws`).
+
     Rows come in any order. A row's result depends on the slots of its interval only: neither on what the pool holds
-    besides, nor on its size, nor, up to the order in which float32 sums are rounded, on other rows. V must be finite
-    all over the pool, K may be anything: who writes the pool carries a flaw of V in K (`carry_flaws`), which reaches
-    exactly the rows that see it. Memory is linear in `N` and `S`. Neighbouring rows are computed together and slots
-    that none of them sees are skipped, so the cost follows the intervals as far as neighbours see much the same slots.
-    There is no gradient.
+    besides, nor on its size, nor, up to the order in which float32 sums are rounded, on other rows.
+    Memory is linear in `N` and `S`. Neighbouring rows are computed together and slots that none of them sees are
+    skipped, so the cost follows the intervals as far as neighbours see much the same slots. There is no gradient.
 
     Args:
       q: Queries `[N, H, D]`; float32, bfloat16 or float16.
       k: Keys `[S, K, D]` in the dtype of `q`.
-      v: Values `[S, K, D]` in the dtype of `q`.
+      v: Values `[S, K, D]` in the dtype of `q`; finite.
       k_start: First slot that each row sees, int32 `[N]`; below 0 counts as 0.
       k_end: One past the last slot that each row sees, int32 `[N]`; above `S` counts as `S`.
       scale: Positive number, applied to the float32 scores; None is `D ** -0.5`.

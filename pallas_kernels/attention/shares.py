@@ -80,10 +80,8 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     points = np.unique(np.concatenate([begin[:-1], cuts[cuts < begin[-1]]]))
     stops = np.append(points[1:], begin[-1])
     item = np.searchsorted(begin, points, side="right") - 1
-    if np.bincount(item).max() > limit:
-        return dealt_whole
     first = tiles.first[rest[item]] + points - begin[item]
-    return Pieces(
+    cut = Pieces(
         np.concatenate([tile[:dealt], rest[item]]),
         np.concatenate([head[:dealt], head[dealt:][item]]),
         np.concatenate([tiles.first[tile[:dealt]], first]),
@@ -91,6 +89,8 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
         np.concatenate([np.zeros(dealt, bool), stops - points < pages[rest[item]]]),
         np.concatenate([program[:dealt], by_room[np.searchsorted(cuts, points, side="right")]]),
     )
+    spent = np.bincount(cut.program, ITEM + cut.last - cut.first, programs)
+    return cut if np.bincount(item).max() <= limit and spent.max() < load.max() else dealt_whole
 
 
 def _cuts(begin: Any, cost: Any, fixed: Any, inner: Any, load: Any, share: float) -> Numbers:
@@ -102,9 +102,10 @@ def _cuts(begin: Any, cost: Any, fixed: Any, inner: Any, load: Any, share: float
     line = [0.0, *np.cumsum(cost).tolist()]
     start, fixed, inner, used = begin.tolist(), fixed.tolist(), inner.tolist(), load.tolist()
     programs, items = len(used), len(fixed)
+    share = max(share, ITEM + 1 + MASK)  # less than a page cannot be shared out
     full = max(share, (line[-1] + sum(used)) / programs + ITEM)
     cuts: list[int] = []
-    for _ in range(4):
+    for _ in range(8):
         cuts, at, place, debt, is_inside = [], 0.0, 0, 0.0, False
         for spent in used:
             target = at + full - spent + debt - ITEM * is_inside

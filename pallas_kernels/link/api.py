@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.link import xla
@@ -12,7 +14,7 @@ def link(
     v_pool: jax.Array,
     k_raw: jax.Array,
     v: jax.Array,
-    slot: jax.Array,
+    slot: jax.Array | npt.NDArray[np.int32],
     cos: jax.Array,
     sin: jax.Array,
     *,
@@ -24,6 +26,10 @@ def link(
     an image takes, whatever the layout of M-RoPE. The result equals what computing the same keys at these positions
     writes, up to how often a compiler rounds on the way (the GPU kernel: once, from float32).
 
+    The pool's values are finite, which `vlcache_jax.pallas_kernels.attention` relies on: where a stored value is NaN or
+    infinite, 0 is written, and NaN to the same place of the key (`vlcache_jax.pallas_kernels.carry_flaws`). So what is
+    damaged reaches exactly the rows that see it. Keys may hold anything.
+
     Letters: `T` tokens, `S` slots, `K` key-value heads, `D` head width.
 
     Args:
@@ -31,7 +37,9 @@ def link(
       v_pool: Values of a layer `[S, K, D]`.
       k_raw: Keys before rotation `[T, K, D]`.
       v: Values `[T, K, D]`.
-      slot: Where each token goes, int32 `[T]`, all distinct, none negative; tokens at slots from `S` on go nowhere.
+      slot: Where each token goes, int32 `[T]`, none negative and all below `S` distinct; tokens at slots from `S` on,
+        of which there may be any number, write nothing. A numpy array is checked; one of jax is not, because it may
+        have to be waited for (`vlcache_jax.pallas_kernels.link.check_slots`).
       cos: Of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
       sin: Likewise.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel moves bfloat16 and float16.
@@ -55,6 +63,9 @@ def link(
             )
     if slot.ndim != 1 or slot.dtype != jnp.int32:
         raise ValueError(f"slot must be int32 of shape [T], got {slot.dtype} {list(slot.shape)}")
+    if isinstance(slot, np.ndarray):
+        check_slots(slot, len(k_pool))
+        slot = jnp.asarray(slot)
     angles = (tokens[0], 1, tokens[2] // 2)
     for name, array in (("cos", cos), ("sin", sin)):
         if array.shape != angles or array.dtype != k_pool.dtype:
@@ -76,3 +87,18 @@ def link(
 
     interpret = dispatch.interpreter(choice)
     return mosaic_gpu.link(k_pool, v_pool, k_raw, v, slot, cos, sin, interpret=interpret)
+
+
+def check_slots(slot: npt.NDArray[np.int32], slots: int) -> None:
+    """Sees that of a pool's `slots` none is written twice: two writers of one slot race, and K and V may differ in who
+    wins.
+
+    Raises:
+      ValueError: a slot is negative, or comes again.
+    """
+    if len(slot) and slot.min() < 0:
+        raise ValueError(f"slot must not be negative, got {slot.min()}")
+    taken = np.sort(slot[slot < slots])
+    again = taken[1:][taken[1:] == taken[:-1]]
+    if len(again):
+        raise ValueError(f"slot must be distinct below {slots}, got {again[0]} more than once")

@@ -1,8 +1,8 @@
 """Linking as a Mosaic GPU kernel for Hopper: one pass over memory, in place.
 
 Each program copies a few tokens into shared memory, turns their keys there, and copies every token's keys and values to
-its slot. Copies are bulk (TMA), which drop what is out of range. Programs are small, so that many run on a
-multiprocessor and cover each other's waiting.
+its slot, unless that is out of range. Programs are small, so that many run on a multiprocessor and cover each other's
+waiting.
 """
 
 import functools
@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TOKENS = 8  # of a program
-NOWHERE = 2**30  # a slot beyond every pool
 WARPS, LANES = 4, 32
 
 
@@ -43,7 +42,7 @@ def link(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it and `check` have checked."""
-    T, K, D = k_raw.shape
+    S, (T, K, D) = len(k_pool), k_raw.shape
     half = D // 2
     # Four heads, one for each warp, are turned at once. Where they are of several tokens, so are the angles.
     rows = K if K % WARPS == 0 else WARPS
@@ -52,14 +51,16 @@ def link(
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, half), (half // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
-    slot = jnp.concatenate([slot, jnp.arange(-T % TOKENS, dtype=jnp.int32) + NOWHERE])
+    slot = jnp.pad(slot, (0, -T % TOKENS), constant_values=S)
+
+    def load(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
     def load_angles(ref: Any, i: int) -> jax.Array:
         if rows == K:
             x = plgpu.load(ref.at[i], layout=layout.reduce(0), optimized=False)
             return lax.broadcast_in_dim(x.astype(jnp.float32), (rows, half), [1])
-        x = plgpu.load(ref.at[pl.ds(i * rows, rows)], layout=layout, optimized=False)
-        return x.astype(jnp.float32)
+        return load(ref.at[pl.ds(i * rows, rows)])
 
     def link_kernel(k_ref: Any, v_ref: Any, slot_ref: Any, cos_ref: Any, sin_ref: Any, k_out: Any, v_out: Any) -> None:
         def program(k_smem: Any, v_smem: Any, cos_smem: Any, sin_smem: Any, here: Any) -> None:
@@ -70,15 +71,22 @@ def link(
             plgpu.barrier_wait(here)
             for i in range(TOKENS * K // rows):
                 c, s = load_angles(cos_smem, i), load_angles(sin_smem, i)
-                low, high = (k_smem.at[pl.ds(i * rows, rows), pl.ds(start, half)] for start in (0, half))
-                a, b = (plgpu.load(x, layout=layout, optimized=False).astype(jnp.float32) for x in (low, high))
-                low[...] = (a * c - b * s).astype(k_pool.dtype)
-                high[...] = (b * c + a * s).astype(k_pool.dtype)
+                halves = [(pl.ds(i * rows, rows), pl.ds(start, half)) for start in (0, half)]
+                a, b = (load(k_smem.at[part]) for part in halves)
+                for part, turned in zip(halves, (a * c - b * s, b * c + a * s), strict=True):
+                    value = load(v_smem.at[part])
+                    finite = jnp.abs(value) < jnp.inf  # see `carry_flaws`
+                    k_smem[part] = jnp.where(finite, turned, jnp.nan).astype(k_pool.dtype)
+                    v_smem[part] = jnp.where(finite, value, 0.0).astype(v_pool.dtype)
             plgpu.commit_smem()
             for i in range(TOKENS):
                 place = slot_ref[first + i]
-                plgpu.copy_smem_to_gmem(k_smem.at[pl.ds(i * K, K)], k_out.at[place])
-                plgpu.copy_smem_to_gmem(v_smem.at[pl.ds(i * K, K)], v_out.at[place])
+
+                def copy(i: int = i, place: Any = place) -> None:
+                    plgpu.copy_smem_to_gmem(k_smem.at[pl.ds(i * K, K)], k_out.at[place])
+                    plgpu.copy_smem_to_gmem(v_smem.at[pl.ds(i * K, K)], v_out.at[place])
+
+                pl.when((place >= 0) & (place < S))(copy)
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from vlcache_jax.pallas_kernels.flaws import carry_flaws
+
 
 def link(
     k_pool: jax.Array,
@@ -16,6 +18,7 @@ def link(
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it has checked."""
     a, b = jnp.split(k_raw, 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    k_pool = k_pool.at[slot].set(rotated, mode="drop", unique_indices=True)
+    k, v = carry_flaws(rotated, v)
+    k_pool = k_pool.at[slot].set(k, mode="drop", unique_indices=True)
     v_pool = v_pool.at[slot].set(v, mode="drop", unique_indices=True)
     return k_pool, v_pool

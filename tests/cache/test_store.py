@@ -309,6 +309,36 @@ def test_damage_is_found_and_padding_is_not_looked_at():
     assert store.stats().bytes == 0
 
 
+@pytest.mark.parametrize("meta", [kv("a"), enc("a")], ids=["kv", "enc"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_not_finite_is_no_record(meta, dtype):
+    meta = dataclasses.replace(meta, dtype=dtype)
+    rows = (slice(None), slice(None)) if meta.context else (slice(None),)
+    for token, value, kept in ((2, np.nan, False), (0, -np.inf, False), (3, np.nan, True)):  # the last one is padding
+        store = Store(CacheConfig())
+        [record] = store.reserve([meta])
+        record.data[:] = 1
+        record.data[(*rows, token)][-1, ..., -1] = value
+        store.publish(record)
+        assert record.wait() is kept
+        assert store.tier.get(meta.name) is (record if kept else None)
+        store.discard(record)
+        stats = store.stats()
+        assert (stats.not_finite, stats.stored, stats.failed) == (not kept, kept, kept)
+        if meta.context and not kept:
+            assert lookup(store, "a").why is Why.not_finite
+
+
+def test_what_comes_from_outside_memory_is_finite():
+    tier = Outside(kv("a"), lambda array: array)
+    store = Store(CacheConfig())
+    record = tier.get("kv/a/c")
+    record.data[0, 1, 2] = np.inf
+    record.meta = dataclasses.replace(record.meta, checksums=record.checksums())
+    assert store.load(tier, "kv/a/c") is None
+    assert (store.stats().not_finite, store.stats().bytes) == (1, 0)
+
+
 def test_what_is_never_filled_is_no_record():
     store = Store(CacheConfig())
     [failed, cancelled, late] = store.reserve([kv("a"), kv("b"), kv("c")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,18 @@ def test_linking_is_one_operation_in_place(shape: LinkShape) -> None:
     assert compiled.alias == 2 * shape.S * shape.K * shape.D * 2
     assert compiled.temp == 0
     assert compiled.operations == 1
+
+
+def test_linking_copies_nothing_for_padding(monkeypatch, tmp_path) -> None:
+    """Each copy into the pool stands behind a branch on its slot: what a copy out of range does, PTX does not say."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    shape = LinkShape(64, 41, 4, 128)
+    compile_program(functools.partial(link, implementation="mosaic_gpu"), shape.specs(), (0, 1))
+    [file] = tmp_path.glob("*.ptx")
+    ptx, copy = file.read_text(), "global.shared::cta"
+    guarded = rf"setp\.gt\.u32\s+(%p\d+), %r\d+, {shape.S - 1};[^%]*@\1 bra\s+(\$L\w+);.*?^\2:"
+    assert ptx.count(copy) == 2 * 8  # K and V of eight tokens
+    assert copy not in re.sub(guarded, "", ptx, flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize(

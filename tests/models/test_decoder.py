@@ -174,3 +174,27 @@ def test_capture_is_optional(case):
     assert nothing is None
     assert [part.shape for part in without] == [part.shape for part in others]
     assert raw_k.shape == v.shape == (case.length, *without[1].shape[1:])
+
+
+def test_keys_carry_what_is_not_finite_in_values(case):
+    """One value of one row overflows: the pool's values stay finite, and no row before it knows."""
+    text = case.model.config.text
+    row, head, place = 5, text.num_kv_heads - 1, 3
+    params = jax.tree.map(jnp.array, case.model.params["language_model"]["layers"][0])
+    largest = float(jnp.finfo(jnp.float32).max)
+    params["self_attn"]["v_proj"]["kernel"] = (
+        params["self_attn"]["v_proj"]["kernel"].at[0, head * text.head_dim + place].set(largest)
+    )
+    params["input_layernorm"]["scale"] = jnp.ones(text.hidden_size)
+    layer = bind(case.model.layer_graph, params)
+    x = np.random.default_rng(0).normal(size=(case.length, text.hidden_size)).astype(np.float32)
+    x[:, 0] = 0
+    x[row, 0] = 1000
+    k, v = map(jnp.asarray, helper.empty_pool(case.model, SLOTS, fill=2.0)[0])
+    out, k, v, (raw_k, raw_v) = jax.jit(functools.partial(layer, keep=case.length, capture=True))(x, k, v, case.rows)
+    assert np.isfinite(v).all()
+    np.testing.assert_array_equal(np.argwhere(np.isnan(k)), [[row, head, place]])
+    assert np.isfinite(raw_k).all()  # records see what was computed
+    np.testing.assert_array_equal(np.argwhere(np.isinf(raw_v)), [[row, head, place]])
+    assert np.isfinite(out[:row]).all()
+    assert np.isnan(out[row:]).all()

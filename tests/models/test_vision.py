@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.models import helper, parity
-from vlcache_jax.models import vision
+from vlcache_jax import pallas_kernels as kernels
+from vlcache_jax.models import rope, vision
 from vlcache_jax.models.qwen2_5_vl.vision import encoder_tables as window_tables
 from vlcache_jax.models.registry import load_config
 
@@ -112,3 +115,29 @@ def test_learned_positions(height, width):
     # The grid's own coordinates are planes, which bilinear interpolation reproduces.
     for value, at, n in ((tap // side, y, 2 * height), (tap % side, x, 2 * width)):
         np.testing.assert_allclose((value * weight).sum(axis=1), at * (side - 1) / (n - 1), atol=1e-5)
+
+
+def test_keys_carry_what_is_not_finite_in_values(checkpoints, monkeypatch):
+    """One value of one patch overflows: attention gets finite values, and the other image does not know."""
+    config = load_config(checkpoints("qwen3_vl-tied")).vision
+    layer = vision.VisionAttention(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    patch, head, place = 2, 1, 3
+    column = 2 * config.hidden_size + head * config.head_dim + place
+    layer.qkv.kernel[...] = layer.qkv.kernel[...].at[0, column].set(jnp.finfo(jnp.float32).max)
+    y = np.random.default_rng(0).normal(size=(9, config.hidden_size)).astype(np.float32)
+    y[:, 0] = 0
+    y[patch, 0] = 1000
+    given = []
+
+    def attention(q, k, v, *rest, **options):
+        given.extend((k, v))
+        return kernels.attention(q, k, v, *rest, **options)
+
+    monkeypatch.setattr(vision, "attention", attention)
+    rotation = rope.vision_rotation(jnp.zeros((9, 2), jnp.int32), config.head_dim)
+    out = layer(jnp.asarray(y), rotation, tuple(map(jnp.asarray, vision.segments([4, 5], 9))), None)
+    k, v = given
+    assert np.isfinite(v).all()
+    np.testing.assert_array_equal(np.argwhere(np.isnan(k)), [[patch, head, place]])
+    assert np.isnan(out[:4]).all()
+    assert np.isfinite(out[4:]).all()

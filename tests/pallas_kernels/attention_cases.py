@@ -13,6 +13,11 @@ Intervals = tuple[np.ndarray, np.ndarray]
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
+def large(dtype: str) -> float:
+    """Half of the largest finite number."""
+    return float(jnp.finfo(dtype).max) / 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Shapes by their letters, and intervals as a function of (generator, N, S)."""
@@ -27,7 +32,8 @@ class Case:
     scale: float | None = None
 
     def inputs(self, dtype: str = "float32", *, poison: bool = False, seed: int = 0) -> Inputs:
-        """Arguments of attention; `poison` fills every slot that no row sees with NaN and infinities."""
+        """Arguments of attention; `poison` fills every slot that no row sees: K with NaN and infinities, V with numbers
+        near the largest."""
         rng = np.random.default_rng((seed, self.N, self.S, self.D))
         q, k, v = (rng.standard_normal(s) for s in ((self.N, self.H, self.D), *[(self.S, self.K, self.D)] * 2))
         start, end = self.intervals(rng, self.N, self.S)
@@ -35,7 +41,7 @@ class Case:
             slot = np.arange(self.S)[:, None]
             unseen = ~((slot >= start) & (slot < end)).any(1)
             k[unseen] = rng.choice([np.nan, np.inf, -np.inf], k[unseen].shape)
-            v[unseen] = rng.choice([np.nan, np.inf, -np.inf], v[unseen].shape)
+            v[unseen] = rng.choice([-large(dtype), large(dtype)], v[unseen].shape)
         index = (jnp.asarray(x, jnp.int32) for x in (start, end))
         return *(jnp.asarray(x, dtype) for x in (q, k, v)), *index
 

@@ -37,6 +37,34 @@ def test_tokens_go_to_their_slots_rotated(slots):
     np.testing.assert_array_equal(new_v, expected_v)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_keys_carry_what_is_not_finite_in_values(dtype):
+    k_pool, v_pool, k_raw, v, cos, sin = arrays(6, dtype)
+    slot = jnp.asarray([3, S, 8, 9, 20, 30], jnp.int32)
+    k_raw = k_raw.at[0, 2, 5].set(jnp.inf)
+    broken = v.at[1].set(jnp.nan).at[2, 1, 4].set(-jnp.inf).at[4, 0].set(jnp.nan)
+    want_k, want_v = jax.jit(link)(k_pool, v_pool, k_raw, v, slot, cos, sin)
+    k, new_v = jax.jit(link)(k_pool, v_pool, k_raw, broken, slot, cos, sin)
+    k, new_v, want_k, want_v = (np.array(x, np.float32) for x in (k, new_v, want_k, want_v))
+    places = (8, 1, 4), (20, 0)
+    for place in places:
+        want_k[place], want_v[place] = np.nan, 0
+    np.testing.assert_array_equal(k, want_k)
+    np.testing.assert_array_equal(new_v, want_v)
+    assert np.isfinite(new_v).all()
+
+
+@pytest.mark.parametrize(("slots", "message"), [([1, 5, S, S, 5, 2], "got 5 more than once"), ([0, -1, 3], "got -1")])
+def test_slots_are_checked_where_they_need_not_be_waited_for(slots, message):
+    k_pool, v_pool, k_raw, v, cos, sin = arrays(len(slots))
+    with pytest.raises(ValueError, match=f"slot must .*{message}"):
+        link(k_pool, v_pool, k_raw, v, np.array(slots, np.int32), cos, sin)
+    good = np.array([7, S + 1, S + 1, *range(20, 20 + len(slots) - 3)], np.int32)
+    k, new_v = link(k_pool, v_pool, k_raw, v, good, cos, sin)
+    np.testing.assert_array_equal(new_v[7], v[0])
+    assert (np.asarray(k) != np.asarray(k_pool)).any((1, 2)).sum() == len(slots) - 2
+
+
 def test_the_worked_example():
     """Width 2, frequency 1: the key (1, 0) at position 5 is (cos 5, sin 5); turned from 3 by 2 more it is the same."""
 

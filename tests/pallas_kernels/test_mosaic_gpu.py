@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.pallas_kernels.attention_cases import (
     windows,
 )
 from vlcache_jax.benchmarks.shapes import ATTENTION, AttentionShape
-from vlcache_jax.pallas_kernels import attention, dispatch, link
+from vlcache_jax.pallas_kernels import attention, carry_flaws, dispatch, link
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
 from vlcache_jax.pallas_kernels.link import xla as xla_link
@@ -100,10 +101,10 @@ def test_nan_reaches_exactly_the_rows_that_see_it(splits: int) -> None:
     sees = np.asarray(end) > 140
     # In slot 140 only some rows see it; slot 70 is seen by all but the empty one.
     for slot, rows in ((140, sees), (70, np.asarray(end) > 70)):
-        for broken in ((k.at[slot].set(jnp.nan), v), (k, v.at[slot, 0, 3].set(jnp.inf))):
+        for broken in ((k.at[slot].set(jnp.nan), v), carry_flaws(k, v.at[slot, 0, 3].set(jnp.inf))):
             out = interpreted((q, *broken, start, end), config=config)
             np.testing.assert_array_equal(out[~rows], want[~rows])
-            assert not np.isfinite(out[rows][:, :, 3]).any()
+            assert not np.isfinite(out[rows]).any()
 
 
 def test_rows_in_any_order() -> None:
@@ -164,6 +165,7 @@ def test_slots_that_nobody_sees_are_not_loaded() -> None:
     assert walk == list(range(15_100 // 64 + 1))
 
 
+@not_a_number
 @pytest.mark.parametrize(("heads", "width"), [(8, 128), (4, 64), (2, 64), (3, 128)])
 @pytest.mark.parametrize("tokens", [5, 16])
 def test_link(heads: int, width: int, tokens: int) -> None:
@@ -171,14 +173,19 @@ def test_link(heads: int, width: int, tokens: int) -> None:
     slots = 40
     pool = [jnp.asarray(rng.normal(size=(slots, heads, width)), jnp.bfloat16) for _ in "kv"]
     stored = [jnp.asarray(rng.normal(size=(tokens, heads, width)), jnp.bfloat16) for _ in "kv"]
-    slot = jnp.asarray(rng.permutation(slots + 3)[:tokens], jnp.int32).at[1].set(slots + 7)
+    stored[0] = stored[0].at[0, 0, 3].set(jnp.nan)
+    stored[1] = stored[1].at[2, 1, 5].set(jnp.inf).at[3, 0, width - 1].set(jnp.nan)
+    slot = jnp.asarray(rng.permutation(slots)[:tokens], jnp.int32).at[jnp.array([1, 4])].set(slots + 7)
     angle = rng.uniform(0, 6, (tokens, 1, width // 2))
     args = *pool, *stored, slot, jnp.asarray(np.cos(angle), jnp.bfloat16), jnp.asarray(np.sin(angle), jnp.bfloat16)
-    k, v = jax.jit(functools.partial(link, implementation="mosaic_gpu_interpreted"))(*args)
+    linked = jax.jit(functools.partial(link, implementation="mosaic_gpu_interpreted"))(*args)
     wide = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args)
-    want_k, want_v = xla_link.link(*wide)
-    np.testing.assert_array_equal(k, want_k.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(v, want_v.astype(jnp.bfloat16))
+    k, v = (np.asarray(x, np.float32) for x in linked)
+    for ours, want in zip((k, v), xla_link.link(*wide), strict=True):
+        np.testing.assert_array_equal(ours, want.astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.isfinite(v).all()
+    flawed = {(int(slot[token]), head) for token, head in ((0, 0), (2, 1), (3, 0))}
+    assert {(s, h) for s, h, _ in np.argwhere(np.isnan(k)).tolist()} == flawed
 
 
 def test_what_the_kernels_do_not_do() -> None:
@@ -218,8 +225,35 @@ def test_the_choice_is_recorded_with_its_reason(monkeypatch: pytest.MonkeyPatch)
     assert choices(x, None) == [("mosaic_gpu", "NVIDIA H200 is a Hopper GPU")]
     assert choices(wide, None) == [("xla", "mosaic_gpu multiplies bfloat16 and float16, got q in float32")]
     assert dispatch.is_hopper(Hopper())
-    Hopper.compute_capability = "10.0"
+    monkeypatch.setattr(Hopper, "compute_capability", "10.0")
     assert not dispatch.is_hopper(Hopper())
+
+
+@pytest.mark.parametrize(("version", "refused"), [(12060, False), (12080, True), (12090, True), (13000, False)])
+def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: bool, monkeypatch) -> None:
+    x, index = jax.ShapeDtypeStruct((4, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
+    angle = jax.ShapeDtypeStruct((4, 1, 32), jnp.bfloat16)
+    versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
+    monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
+    monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
+
+    def choice(kernel, arguments, implementation):
+        with dispatch.recorded() as made:  # a new function: what was traced before is not traced again
+            jax.eval_shape(lambda *args: kernel(*args, implementation=implementation), *arguments)
+        return made[0]
+
+    for kernel, arguments in ((attention, (x, x, x, index, index)), (link, (x, x, x, x, index, angle, angle))):
+        best = choice(kernel, arguments, None)
+        # No assembler works for the interpreter.
+        assert choice(kernel, arguments, "mosaic_gpu_interpreted").implementation == "mosaic_gpu_interpreted"
+        if refused:
+            assert best.implementation == "xla"
+            assert "the ptxas of those miscompiles masks, got 12." in best.why
+            with pytest.raises(NotImplementedError, match=r"the ptxas of those miscompiles masks, got 12\.[89]"):
+                choice(kernel, arguments, "mosaic_gpu")
+        else:
+            assert best.implementation == "mosaic_gpu"
+            assert choice(kernel, arguments, "mosaic_gpu").implementation == "mosaic_gpu"
 
 
 def test_too_few_threads_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import ml_dtypes  # noqa: F401  (lets numpy know bfloat16)
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.checks import is_finite
 from vlcache_jax.inputs.processor import Grid
 
 Part = tuple[str] | tuple[str, int]
@@ -110,9 +111,13 @@ def verified(meta: Meta, part: Part, array: npt.NDArray[Any]) -> npt.NDArray[Any
 
 
 def _checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
-    """Of a part, K and V [2, T, K, D] or rows [T, M], without padding."""
+    return functools.reduce(lambda crc, rows: zlib.crc32(rows.view(np.uint8), crc), _blocks(meta, part), 0)
+
+
+def _blocks(meta: Meta, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Of a part, K and V [2, T, K, D] or rows [T, M]: contiguous arrays, without padding."""
     blocks = part[None] if meta.context is None else part
-    return functools.reduce(lambda crc, rows: zlib.crc32(rows.view(np.uint8), crc), blocks[:, : meta.tokens], 0)
+    return blocks[:, : meta.tokens]
 
 
 class Record:
@@ -170,6 +175,10 @@ class Record:
             self.meta = replace(self.meta, checksums=self.checksums())
         self.is_ready = is_ready
         self._settled.set()
+
+    def is_finite(self) -> bool:
+        """Whether it holds no NaN and no infinity."""
+        return all(is_finite(rows) for part in self.data for rows in _blocks(self.meta, part))
 
     def checksums(self) -> tuple[int, ...]:
         """Of each part as it is now."""

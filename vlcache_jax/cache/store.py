@@ -44,6 +44,7 @@ class CacheStats:
       clashes: look-ups that met another image's record.
       corrupt: records that were found damaged.
       failed: records that could not be filled.
+      not_finite: records that held NaN or infinities, and were not kept.
       encoder_records, kv_records, pinned: records that are kept now.
       pinned_bytes: of records that `pin` keeps.
       bytes, capacity: of host memory.
@@ -59,6 +60,7 @@ class CacheStats:
     clashes: int = 0
     corrupt: int = 0
     failed: int = 0
+    not_finite: int = 0
     encoder_records: int = 0
     kv_records: int = 0
     pinned: int = 0
@@ -251,7 +253,9 @@ class Store:
         return record if record.is_ready else None
 
     def publish(self, record: Record) -> None:
-        """The record is filled."""
+        """The record is filled. One that is not finite is withdrawn, so that nobody reuses what is damaged."""
+        if not (record.is_settled or record.is_finite()):
+            self.withdraw(record, Why.not_finite)
         record.settle(True)
         with self._lock:
             if self.tier.get(record.meta.name) is record:  # it may have had to go already
@@ -266,12 +270,15 @@ class Store:
             if not record.is_settled:
                 record.settle(False)
                 self._counts.corrupt += why is Why.corrupt
-                self._counts.failed += why is not Why.corrupt
+                self._counts.not_finite += why is Why.not_finite
+                self._counts.failed += why is Why.load_failed
                 self.tier.remove(record, why)
 
     def discard(self, record: Record) -> None:
         """The record came from a request that failed."""
         with self._lock:
+            if record.is_settled and not record.is_ready:
+                return
             record.settle(False)
             record.is_ready = False
             self._counts.failed += 1

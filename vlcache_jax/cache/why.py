@@ -15,4 +15,5 @@ class Why(enum.Enum):
     evicted = "evicted"  # known, but it had to make room (`host_bytes`), or was told to go
     too_large = "too_large"  # the cache has no room for it
     load_failed = "load_failed"  # known, but its record could not be filled or read
+    not_finite = "not_finite"  # known, but what was computed of it was not finite, and is not kept
     corrupt = "corrupt"  # known, but its record was found damaged

@@ -65,6 +65,8 @@ class Writer:
 
     def discard(self, records: Sequence[Record]) -> None:
         """These records are of no use, filled or not; who waits for one computes instead."""
+        if any(record.is_claimed for record in records):
+            self.flush()  # one that is not finite is to be counted as that
         for record in records:
             self._store.discard(record)
 

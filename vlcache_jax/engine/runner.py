@@ -23,6 +23,7 @@ from vlcache_jax.engine.programs import Programs
 from vlcache_jax.engine.sampling import Sampled, SamplerInputs
 from vlcache_jax.models import ModelConfig, Rows
 from vlcache_jax.models.vision import Grid
+from vlcache_jax.pallas_kernels.link import check_slots
 from vlcache_jax.reuse.selection import Selection
 
 
@@ -110,7 +111,11 @@ class Runner:
 
         Returns:
           Something to wait for.
+
+        Raises:
+          ValueError: a slot is negative, or comes again.
         """
+        check_slots(slot, self.num_slots)
         size = data.shape[2]
         missing = size - len(slot)
         slots = np.concatenate([slot, self.num_slots + np.arange(missing)]).astype(np.int32)

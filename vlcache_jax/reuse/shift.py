@@ -21,6 +21,7 @@ import numpy.typing as npt
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows, rope
 from vlcache_jax.models.config import TextConfig
+from vlcache_jax.pallas_kernels import carry_flaws
 from vlcache_jax.reuse.plan import Plan
 
 IMAGES = 64  # images whose differences are held at once
@@ -174,11 +175,14 @@ def move(
     to = jnp.where(depth <= layer, slot, slots + jnp.arange(len(slot)))
 
     def add(old: jax.Array, change: jax.Array) -> jax.Array:
-        moved = (old[slot].astype(jnp.float32) + change).astype(old.dtype)
-        return old.at[to].set(moved, mode="drop", unique_indices=True)
+        return (old[slot].astype(jnp.float32) + change).astype(old.dtype)
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[to].set(new, mode="drop", unique_indices=True)
 
     dk, dv = (part[image] for part in difference)
-    return add(k, rope.rotate(dk, cos, sin)), add(v, dv)
+    new_k, new_v = carry_flaws(add(k, rope.rotate(dk, cos, sin)), add(v, dv))
+    return write(k, new_k), write(v, new_v)
 
 
 def _rotation(config: TextConfig, position: jax.Array) -> tuple[jax.Array, jax.Array]:

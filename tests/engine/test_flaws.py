@@ -1,0 +1,124 @@
+"""What is not finite reaches those that see it, and no record."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.cache.store import CacheStats
+
+LADDER = Ladder(rows=(64, 256), patches=(256,), sequences=(1, 4))
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+SETTINGS = {"ladder": LADDER, "max_rows": 256, "max_model_len": 512, "kv_cache_bytes": 8 * 2**20, "dtype": "float32"}
+
+
+def ask(llm, *questions, **options):
+    rows = [
+        [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
+        for image, text in questions
+    ]
+    return llm.chat(rows, GREEDY, use_tqdm=False, on_error="return", **options)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def picture(textured_image):
+    return textured_image(64, 96)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    with LLM(checkpoints("qwen3_vl-tied"), **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine):
+    """An engine whose cache is empty, and has counted nothing."""
+    engine.reset_mm_cache()
+    engine._store._counts = CacheStats()
+    return engine
+
+
+def once(monkeypatch, runner, name, damage):
+    """Lets the first result of a method of the runner be damaged."""
+    method, calls = getattr(runner, name), itertools.count()
+    monkeypatch.setattr(runner, name, lambda *args: damage(method(*args)) if next(calls) == 0 else method(*args))
+
+
+def damage_captured(result):
+    x, captured, chosen = result
+    k, v = captured[1]
+    return x, [captured[0], (k, v.at[:, 0, 3].set(np.inf)), *captured[2:]], chosen
+
+
+def test_keys_and_values_that_are_not_finite_are_not_kept(llm, picture, monkeypatch):
+    cold = tokens(ask(llm, (picture, "what?"), reuse="off"))
+    once(monkeypatch, llm._runner, "prefill", damage_captured)
+    reports = []
+    for _ in range(3):
+        outputs = ask(llm, (picture, "what?"))
+        assert tokens(outputs) == cold
+        llm.cache.flush()
+        [image] = outputs[0].cache.images
+        stats = llm.cache.stats()
+        why = image.why and image.why.value
+        reports.append((image.match, why, image.encoder, stats.not_finite, stats.kv_records, stats.encoder_records))
+    assert reports == [
+        ("miss", "unknown_image", "computed", 1, 0, 1),
+        ("miss", "not_finite", "host", 1, 1, 1),
+        ("exact", None, "none", 1, 1, 1),
+    ]
+    assert llm.cache.stats().failed == 0
+
+
+def test_who_waits_for_what_is_not_finite_computes(llm, picture, monkeypatch):
+    questions = (picture, "what?"), (picture, "where?")
+    cold = tokens(ask(llm, *questions, reuse="off"))
+    once(monkeypatch, llm._runner, "prefill", damage_captured)
+    outputs = ask(llm, *questions)
+    assert [output.metrics.wave for output in outputs] == [0, 1]
+    assert tokens(outputs) == cold
+    assert [output.cache.images[0].match for output in outputs] == ["miss", "miss"]
+    llm.cache.flush()
+    assert llm.cache.stats().not_finite == 1
+
+
+def test_encoder_rows_that_are_not_finite_are_not_kept(llm, picture, monkeypatch):
+    cold = tokens(ask(llm, (picture, "what?"), reuse="off"))
+    once(monkeypatch, llm._runner, "encode", lambda rows: rows.at[0, 2].set(np.nan))
+    [output] = ask(llm, (picture, "what?"))
+    assert output.error.startswith("conversations[0]: logits must be finite")
+    stats = llm.cache.stats()
+    assert (stats.not_finite, stats.failed, stats.bytes) == (2, 0, 0)  # encoder rows, and K and V
+    assert tokens(ask(llm, (picture, "what?"))) == cold
+
+
+def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeypatch):
+    projection = llm._runner._text["layers"][1]["self_attn"]["v_proj"]
+    monkeypatch.setitem(projection, "kernel", projection["kernel"].at[3, 5].set(np.inf))
+    [output] = ask(llm, (picture, "what?"))
+    assert output.error.startswith("conversations[0]: logits must be finite")
+    stats = llm.cache.stats()
+    assert (stats.not_finite, stats.failed, stats.bytes) == (1, 1, 0)  # the encoder rows go with their request
+    used = slice(len(output.prompt_token_ids))
+    for number, (k, v) in enumerate(llm._runner._pool):
+        assert np.isfinite(v).all()
+        flawed = np.isnan(k[used]).any(-1).all(0)
+        assert flawed.tolist() == [number > 0, number > 1]  # of the heads
+
+
+@pytest.mark.parametrize(("slots", "message"), [([4, 9, 4], "got 4 more than once"), ([0, -2], "got -2")])
+def test_no_slot_is_linked_twice(llm, slots, message):
+    runner = llm._runner
+    data = np.ones((len(runner._text["layers"]), 2, runner.token_rungs[0], 2, 16), np.float32)
+    with pytest.raises(ValueError, match=f"slot must .*{message}"):
+        runner.link(runner.put(data), np.array(slots), np.zeros((3, len(slots)), np.int32))
+    runner.link(runner.put(data), np.array([4, 9]), np.zeros((3, 2), np.int32))
+    assert {(runner._pool[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}
