@@ -119,21 +119,27 @@ class AttentionShape:
         shared = [Shared(range(len(tables)), common)] if common else []
         return Paged(*seen[:3], tables, shared, count)
 
-    def work(self, implementation: str | None = None, *, shared: bool = True, seed: int = 0) -> Work:
-        """The work list of paged attention by an implementation; shared: whether it knows of a shared prefix."""
+    def work(self, implementation: str | None = None, *, shared: bool = True, seed: int = 0, **cut: int) -> Work:
+        """The work list of paged attention by an implementation.
+
+        Args:
+          shared: whether it knows of a shared prefix.
+          cut: fields of its configuration that are not the usual ones.
+        """
         case = self.paged(seed)
         q, *_ = self.paged_specs()
-        rows = np.bincount(case.table[case.start < case.end])
-        config = work_config(
-            self.N,
-            len(case.tables),
-            max(map(len, case.tables)),
-            q,
-            self.K,
-            decode=bool(rows.max() == 1),
-            implementation=implementation,
+        pages = max(map(len, case.tables))
+        usual = work_config(
+            self.N, len(case.tables), pages, q, self.K, decode=self.is_decode, implementation=implementation
         )
+        config = dataclasses.replace(usual, **cut)
         return make_work(*case[:3], case.tables, config, shared=case.shared if shared else ())
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row is of another request."""
+        seen = self.rows()
+        return bool(np.bincount(seen.table[seen.start < seen.end]).max() == 1)
 
     def in_small(self) -> AttentionShape:
         """The same case with one key-value head and few rows and slots."""
