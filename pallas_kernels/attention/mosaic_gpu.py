@@ -65,8 +65,9 @@ class Config:
     """How the kernel works on items.
 
     Attributes:
-      tile: boxes of an item at most: 8 or 16, for one or two warpgroups that compute and share the loaded pages.
-      stages: pages of K and of V in flight.
+      tile: boxes of an item at most: 8 or 16, for one or two warpgroups that compute and share what is loaded.
+      block: slots of a page that are loaded and multiplied at once, 64 or 128.
+      stages: blocks of K and of V in flight.
       take_turns: of two warpgroups, one multiplies while the other is at its softmax.
       programs: that share the items.
 
@@ -75,13 +76,17 @@ class Config:
     """
 
     tile: int = 16
+    block: int = PAGE
     stages: int = 2
     take_turns: bool = True
     programs: int = MULTIPROCESSORS
 
     def __post_init__(self) -> None:
-        if self.tile not in (EIGHT, 2 * EIGHT) or self.stages < 2 or self.programs < 2:
-            raise ValueError(f"config must have a tile of 8 or 16 boxes, 2 stages and programs or more, got {self}")
+        if self.tile not in (EIGHT, 2 * EIGHT) or self.block not in (64, PAGE) or min(self.stages, self.programs) < 2:
+            raise ValueError(
+                f"config must have a tile of 8 or 16, a block of 64 or {PAGE}, and 2 stages and programs or more, "
+                f"got {self}"
+            )
 
     @property
     def warpgroups(self) -> int:
@@ -93,8 +98,8 @@ class Config:
         Raises:
           ValueError: not even one.
         """
-        queries, page = 2 * self.tile * BOX * width, 2 * PAGE * width
-        room = SHARED_MEMORY - 2048 - 2 * self.stages * page  # barriers, and what Mosaic adds
+        queries, keys = 2 * self.tile * BOX * width, 2 * self.block * width
+        room = SHARED_MEMORY - 2048 - 2 * self.stages * keys  # barriers, and what Mosaic adds
         if room < queries:
             raise ValueError(f"config must fit into {SHARED_MEMORY} bytes of shared memory at D = {width}, got {self}")
         return min(2, room // queries)
@@ -338,7 +343,8 @@ def _launch(
       results [R, H, width], and if there are partials their float32 sums [rows, D], largest scores and weights [rows].
     """
     D = q.shape[2]
-    group, tile, stages, warpgroups = lists.group, config.tile, config.stages, config.warpgroups
+    group, tile, block, stages, warpgroups = lists.group, config.tile, config.block, config.stages, config.warpgroups
+    of_page = PAGE // block
     queries = config.queries(D)
     per_head = lists.heads // k.shape[1]
     turns = warpgroups > 1 and config.take_turns
@@ -359,12 +365,12 @@ def _launch(
             return pl.ds(lax.div(index, group) * BOX, BOX), head * group + lax.rem(index, group)
 
         def do_items(do: Callable[[Any, Any, Any], None]) -> None:
-            """do(item, place of its queries, pages before it) for each item; counts of pages run on."""
+            """do(item, place of its queries, blocks before it) for each item; counts of blocks run on."""
 
             def one(item: Any, step: Any) -> Any:
                 first, last = read(item, FROM, TO)
                 do(item, lax.rem(item - begin, jnp.int32(queries)), step)
-                return step + last - first
+                return step + (last - first) * of_page
 
             lax.fori_loop(begin, stop, one, jnp.int32(0))
 
@@ -384,6 +390,7 @@ def _launch(
 
         def compute(item: Any, place: Any, step: Any) -> None:
             box0, first, last, inner_from, inner_to = read(item, BOX0, FROM, TO, INNER_FROM, INNER_TO)
+            first, last = first * of_page, last * of_page
             rows = pl.ds((box0 + warpgroup * EIGHT) * BOX, M)
             start, end = (plgpu.load(seen_ref.at[i, rows], layout=ROW, optimized=False) for i in (0, 1))
             own_q = q_smem.at[place, warpgroup]
@@ -392,12 +399,12 @@ def _launch(
                 return lax.rem(step + at - first, jnp.int32(stages))
 
             def softmax(x: jax.Array, at: Any, total: jax.Array, largest: jax.Array, weight: jax.Array) -> Any:
-                """Scores of the page, and the sums before it: (sums, weights of the page, largest score, weight)."""
-                slot = plgpu.broadcasted_iota(jnp.int32, (M, PAGE), 1, layout=WGMMA)
-                x = mask(x, at < inner_from, lambda: slot >= across(start - at * PAGE, PAGE))
-                x = mask(x, at >= inner_to, lambda: slot < across(end - at * PAGE, PAGE))
+                """Scores of the block, and the sums before it: (sums, weights of the block, largest score, weight)."""
+                slot = plgpu.broadcasted_iota(jnp.int32, (M, block), 1, layout=WGMMA)
+                x = mask(x, lax.div(at, of_page) < inner_from, lambda: slot >= across(start - at * block, block))
+                x = mask(x, lax.div(at, of_page) >= inner_to, lambda: slot < across(end - at * block, block))
                 new_largest = jnp.maximum(largest, x.max(axis=1) * to_exponent)
-                p = jnp.exp2(x * to_exponent - across(new_largest, PAGE))
+                p = jnp.exp2(x * to_exponent - across(new_largest, block))
                 decay = jnp.exp2(largest - new_largest)
                 return total * across(decay, D), p.astype(q.dtype), new_largest, weight * decay + p.sum(axis=1)
 
@@ -441,13 +448,13 @@ def _launch(
                     new = sums(o_acc, at - 1, total, 1)
                     return scores(s_acc, at), new
 
-                x, total = pl.run_scoped(both, ACC((M, PAGE)), ACC((M, D)))
+                x, total = pl.run_scoped(both, ACC((M, block)), ACC((M, D)))
                 return softmax(x, at, total, largest, weight)
 
             plgpu.barrier_wait(q_here.at[place])
             plgpu.barrier_wait(k_here.at[stage(first)])
             take_turn()
-            x = pl.run_scoped(first_keys, ACC((M, PAGE)))
+            x = pl.run_scoped(first_keys, ACC((M, block)))
             state = (
                 plgpu.layout_cast(jnp.zeros((M, D), jnp.float32), WGMMA),
                 plgpu.layout_cast(jnp.full((M,), LOWEST, jnp.float32), ROW),
@@ -492,15 +499,17 @@ def _launch(
 
         def load(item: Any, place: Any, step: Any) -> None:
             head, box0, table, first, last = read(item, HEAD, BOX0, TABLE, FROM, TO)
+            first, last = first * of_page, last * of_page
             kv_head = lax.div(head, per_head)
 
             def page(at: Any) -> Any:
+                at = lax.div(at, of_page)
                 return at if lists.tables is None else index_ref[lists.tables + table * lists.pages + at]
 
             def visit(at: Any, current: Any) -> Any:
                 following = page(at + 1)  # one too far in the end; the buffer goes on
                 stage = lax.rem(step + at - first, jnp.int32(stages))
-                slots = pl.ds(current * PAGE, PAGE)
+                slots = pl.ds(current * PAGE + lax.rem(at, of_page) * block, block)
                 filled = step + at - first >= stages
                 pl.when(filled)(lambda: plgpu.barrier_wait(k_free.at[stage]))
                 plgpu.copy_gmem_to_smem(k_ref.at[slots, kv_head], k_smem.at[stage], k_here.at[stage])
@@ -532,9 +541,9 @@ def _launch(
     tiled = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=transforms)
     buffers = (
         tiled((queries, warpgroups, M, D)),
-        tiled((stages, PAGE, D)),
-        tiled((stages, PAGE, D)),
-        tiled((warpgroups, M, PAGE)) if interpret else None,
+        tiled((stages, block, D)),
+        tiled((stages, block, D)),
+        tiled((warpgroups, M, block)) if interpret else None,
     )
     barriers = (
         plgpu.Barrier(num_arrivals=tile, num_barriers=queries),
