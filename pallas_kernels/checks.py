@@ -76,13 +76,13 @@ def _paged(
     rows = case(np.random.default_rng(0))
     count = -(-max(len(rows.table), 1) // 16) * 16
     q, k, v = paged_cases.arrays(rows, count, heads, kv_heads, width, poison=True, flaw=flaw)
-    args = [jax.numpy.asarray(x, dtype) for x in (q, k, v)]
+    q, k, v = (jax.numpy.asarray(x, dtype) for x in (q, k, v))
     shape = jax.ShapeDtypeStruct(q.shape, dtype)
     config = work_config(count, len(rows.tables) + 1, 40, shape, kv_heads, decode=decode, implementation=implementation)
     work = rows.work(config)
     run = jax.jit(functools.partial(paged_attention, implementation=implementation))
-    runs = [run(*args, work) for _ in range(2)]
-    return _compare(runs, paged_cases.reference(rows, *args), TOLERANCE[dtype])
+    runs = [run(q, k, v, work) for _ in range(2)]
+    return _compare(runs, paged_cases.reference(rows, q, k, v), TOLERANCE[dtype])
 
 
 def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> float:

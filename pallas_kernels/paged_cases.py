@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +141,7 @@ CASES: tuple[Callable[[np.random.Generator], Rows], ...] = (
 DECODING = (decode, one_long, shared, two_levels, nothing)
 
 
-def reference(rows: Rows, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None) -> np.ndarray:
+def reference(rows: Rows, q: Any, k: Any, v: Any, scale: float | None = None) -> np.ndarray:
     """Row by row in float64, from the slots that it sees; rows of q beyond those of the case see nothing."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     kv_heads, width = k.shape[1:]

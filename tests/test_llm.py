@@ -363,15 +363,15 @@ def test_other_bad_arguments(llm, conversations, textured_image):
         chat(conversations[0], SamplingParams(min_tokens=1, stop_token_ids=range(40)))
 
 
-def test_a_pool_too_small_names_the_figures(llm, family_checkpoint, conversations):
+def test_a_pool_too_small_names_the_figures(llm, family_checkpoint):
     text = llm._checkpoint.config.text
     slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 4
     with (
         open_llm(family_checkpoint, kv_cache_bytes=104 * slot, max_model_len=None) as engine,
-        pytest.raises(ValueError, match="max_model_len = 104"),
+        pytest.raises(ValueError, match="max_model_len = 128"),  # a page
     ):
-        engine.chat(conversations[3], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="max_model_len must be at most 104"):
+        engine.chat([{"role": "user", "content": "long " * 40}], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="max_model_len must be at most 128"):
         open_llm(family_checkpoint, kv_cache_bytes=104 * slot, max_model_len=200)
 
 

@@ -170,7 +170,7 @@ def work_config(
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
     return mosaic_gpu.work_config(
-        rows, requests, pages, q.shape[1], kv_heads, q.shape[2], decode=decode,
+        rows, requests, pages, q.shape[1], kv_heads, q.shape[2], decode=decode, shared=shared,
         programs=3 if choice.implementation == "mosaic_gpu_interpreted" else mosaic_gpu.MULTIPROCESSORS,
     )  # fmt: skip
 

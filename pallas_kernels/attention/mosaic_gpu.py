@@ -134,6 +134,7 @@ def work_config(
     width: int,
     *,
     decode: bool,
+    shared: bool,
     programs: int | None = None,
 ) -> WorkConfig:
     """How work is to be cut for `paged_attention`.
@@ -142,9 +143,10 @@ def work_config(
       rows, requests, pages: see `WorkConfig`.
       heads, kv_heads, width: H, K, D.
       decode: requests have one row each.
+      shared: prefixes may be shared; the rows that visit them together fill large items.
       programs: None is as many as `default_config` says.
     """
-    config = default_config(rows, heads, kv_heads, width, decode=decode)
+    config = default_config(rows, heads, kv_heads, width, decode=decode and not shared)
     group = _part_of_group(heads // kv_heads, config.tile, rows)
     programs = programs or config.programs
     pieces = programs // (heads // group) + 3 if rows <= 128 else 6
@@ -157,6 +159,7 @@ def work_config(
         heads=heads // group,
         tile=config.tile,
         small=config.tile,
+        shared=shared,
         programs=programs,
         pieces=max(4, pieces),
     )

@@ -52,7 +52,7 @@ def make_work(
       start, end: the logical slots start <= s < end that it sees, [n].
       tables: of each request, the pool's page of each of its logical pages.
       least: what `end` is at least where the device decides, [n]; None is `end`.
-      shared: prefixes that several tables have in common, each once; a table may be in several, of which the longer
+      shared: where `config` allows it, prefixes that several tables have in common, each once; a table may be in several, of which the longer
         ones have no other tables. Rows that see them whole visit them together, where that saves time and there is
         room for their partials.
 
@@ -128,7 +128,7 @@ def _worthwhile(
 ) -> tuple[_Group, ...]:
     """The groups of rows whose visiting a prefix together saves more blocks than its partials cost."""
     groups: list[_Group] = []
-    if not shared:
+    if not shared or not config.shared:
         return ()
     done = np.zeros(len(tables), np.int64)  # pages that an earlier group of the table visits
     per = config.tile // config.group

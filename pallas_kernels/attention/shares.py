@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from vlcache_jax.pallas_kernels.attention.work import WorkConfig
 
-# What a program spends, in whole blocks: on an item besides its blocks, and more on a block with a masked side.
+# What a program spends, in whole blocks: on an item besides its blocks, likewise on a partial, and more on a block with
+# a masked side.
 ITEM, MASK = 0.36, 0.12
 
 Numbers = npt.NDArray[np.int64]
@@ -44,7 +45,7 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     """Deals tiles, times heads, to the programs; cuts what cannot be dealt whole, no tile into more than `limit`."""
     pages = tiles.last - tiles.first
     inner = np.clip(tiles.inner_to - tiles.first, 0, pages)  # in front of the pages whose ends are masked
-    fixed = ITEM + MASK * np.clip(tiles.inner_from - tiles.first, 0, pages)
+    fixed = ITEM * (1 + tiles.partial) + MASK * np.clip(tiles.inner_from - tiles.first, 0, pages)
     cost = fixed + inner + (1 + MASK) * (pages - inner)
     order = np.argsort(-cost if config.programs > 1 else -tiles.octets, kind="stable")
     tile = np.repeat(order, config.heads)
@@ -89,26 +90,27 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
         np.concatenate([np.zeros(dealt, bool), stops - points < pages[rest[item]]]),
         np.concatenate([program[:dealt], by_room[np.searchsorted(cuts, points, side="right")]]),
     )
-    spent = np.bincount(cut.program, ITEM + cut.last - cut.first, programs)
+    spent = np.bincount(cut.program, ITEM * (1 + cut.is_cut) + cut.last - cut.first, programs)
     return cut if np.bincount(item).max() <= limit and spent.max() < load.max() else dealt_whole
 
 
 def _cuts(begin: Any, cost: Any, fixed: Any, inner: Any, load: Any, share: float) -> Numbers:
     """Where the programs' shares of a line of items end, counted in pages [P].
 
-    A program that begins inside an item pays an item's fixed cost again. How many do is known afterwards, so the share,
+    A program that begins inside an item pays for an item and a partial again. How many do is known afterwards, so the share,
     at least `share`, is found in a few turns. What rounding to pages takes from a program, the next one gets.
     """
     line = [0.0, *np.cumsum(cost).tolist()]
     start, fixed, inner, used = begin.tolist(), fixed.tolist(), inner.tolist(), load.tolist()
     programs, items = len(used), len(fixed)
-    share = max(share, ITEM + 1 + MASK)  # less than a page cannot be shared out
-    full = max(share, (line[-1] + sum(used)) / programs + ITEM)
+    share = max(share, 2 * ITEM + 1 + MASK)  # less than a page cannot be shared out
+    inside = programs - min(items, programs) / 2
+    full = max(share, (line[-1] + sum(used) + 2 * ITEM * inside) / programs)
     cuts: list[int] = []
     for _ in range(8):
         cuts, at, place, debt, is_inside = [], 0.0, 0, 0.0, False
         for spent in used:
-            target = at + full - spent + debt - ITEM * is_inside
+            target = at + full - spent + debt - 2 * ITEM * is_inside
             item = bisect.bisect_right(line, target) - 1
             if item >= items:
                 at, place, is_inside = line[-1], start[-1], False
@@ -126,8 +128,8 @@ def _cuts(begin: Any, cost: Any, fixed: Any, inner: Any, load: Any, share: float
                     at, place = reached, start[item] + count
             debt = target - at
             cuts.append(place)
-        left = line[-1] - at - debt  # for the last program, above its share
-        if abs(left) < 0.5 or (left < 0 and full <= share):
+        left = line[-1] - at - debt  # for the last program, above its share; below it does no harm
+        if -2 * full < left <= 1 or (left < 0 and full <= share):
             break
         full = max(share, full + left / programs)
     cuts[-1] = start[-1]

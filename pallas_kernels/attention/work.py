@@ -27,7 +27,7 @@ FAR = 2**30  # a page beyond every other
 COLUMNS = 16  # of an item
 HEAD, BOX0, BOXES, TABLE, FROM, TO, INNER_FROM, INNER_TO, PARTIAL = range(9)
 
-MAX_SHARED_BOXES = 16384  # of partials of shared pages: 64 MB at D = 128
+MAX_SHARED_BOXES = 32768  # of partials of shared pages: 128 MB at D = 128
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class WorkConfig:
       heads: that have items of their own; 1 where an item does all heads.
       tile: boxes of an item at most.
       small: boxes of an item of what is left of a request's rows; `tile` where all items are cut alike.
+      shared: tables may share prefixes.
       programs: P that share the items; 1 does one after the other, and keeps no partials.
       pieces: partials of a row at most, where programs share.
 
@@ -58,6 +59,7 @@ class WorkConfig:
     heads: int = 1
     tile: int = 16
     small: int = 16
+    shared: bool = False
     programs: int = 1
     pieces: int = 0
 
@@ -73,13 +75,13 @@ class WorkConfig:
     @property
     def octets(self) -> int:
         """Octets at most: of the rows, of which every request may leave one unfilled, and of rows that share pages."""
-        few = min(self.rows, self.requests)
-        return -(-self.rows // self.box) + (2 * few if self.box > 1 else 0)
+        few = min(self.rows, self.requests) if self.box > 1 else 0
+        return -(-self.rows // self.box) + few * (1 + self.shared)
 
     @property
     def tiles(self) -> int:
         """Items of a head at most, before they are cut."""
-        return -(-self.octets // (self.small // self.group)) + 2 * min(self.rows, self.requests)
+        return -(-self.octets // (self.small // self.group)) + min(self.rows, self.requests) * (1 + self.shared)
 
     @property
     def items(self) -> int:
@@ -90,8 +92,8 @@ class WorkConfig:
         """Boxes of all partials at most; each occupies whole eights of boxes."""
         if self.programs == 1:
             return 0
-        shared = 2 * self.heads * self.octets * eights(self.group)
-        return 2 * self.programs * eights(self.tile) + min(shared, MAX_SHARED_BOXES)
+        shared = min(2 * self.heads * self.octets * eights(self.group), MAX_SHARED_BOXES) if self.shared else 0
+        return 2 * self.programs * eights(self.tile) + shared
 
     @property
     def merges(self) -> int:

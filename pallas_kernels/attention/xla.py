@@ -56,8 +56,9 @@ def work_config(rows: int, requests: int, pages: int, *, decode: bool, shared: b
     Sizes that are not needed are not compiled.
     """
     if decode:
-        return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows) if shared else 1, small=1)
-    return WorkConfig(rows, requests, pages, tile=4 if rows < 512 else 16 if rows < 1024 else 32, small=4)
+        return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows) if shared else 1, small=1, shared=shared)
+    tile = 4 if rows < 512 else 16 if rows < 1024 else 32
+    return WorkConfig(rows, requests, pages, tile=tile, small=4, shared=shared)
 
 
 @functools.partial(jax.jit, static_argnames=("scale",))

@@ -34,7 +34,7 @@ WAYS = {
 
 
 def config(way: str, rows: int = 304, requests: int = 20, pages: int = 40) -> WorkConfig:
-    return WorkConfig(rows, requests, pages, **WAYS[way])
+    return WorkConfig(rows, requests, pages, shared=True, **WAYS[way])
 
 
 def walk(work: Work):
@@ -52,7 +52,8 @@ def loads(work: Work) -> np.ndarray:
     for program, item in walk(work):
         masked_end = item[TO] - np.clip(item[INNER_TO], item[FROM], item[TO])
         masked_start = np.clip(item[INNER_FROM], item[FROM], item[TO]) - item[FROM]
-        spent[program] += ITEM + item[TO] - item[FROM] + MASK * (masked_start + masked_end)
+        spent[program] += ITEM * (1 + (item[PARTIAL] >= 0)) + item[TO] - item[FROM]
+        spent[program] += MASK * (masked_start + masked_end)
     return spent
 
 
@@ -116,7 +117,7 @@ def test_every_row_visits_every_slot_that_it_sees_once(case, way):
     check(work, rows)
     if work.config.programs > 1 and "few" not in way:
         spent = loads(work)
-        assert spent.max() <= max(1.015 * spent.mean(), spent.mean() + 1.5, 3)
+        assert spent.max() <= max(1.015 * spent.mean(), spent.mean() + 2, 3.5)  # a block and what comes with it
 
 
 def test_random_cases():
@@ -136,7 +137,7 @@ def test_thousands_of_rows_are_shared_out_evenly():
     pages = tables(np.random.default_rng(0), 64)
     rows = Rows(np.zeros(count, int), np.zeros(count, int), np.arange(count) + 4097, pages)
     spent = loads(rows.work(config("GPU, groups of 4", count, pages=64)))
-    assert spent.max() - spent.min() <= max(2, 0.015 * spent.mean())
+    assert spent.max() <= 1.015 * spent.mean()
 
 
 @pytest.mark.parametrize(("tile", "per_head"), [(16, 2), (8, 4)])
@@ -145,7 +146,7 @@ def test_many_questions_over_one_document_read_it_together(tile, per_head):
     count, prefix = 64, 128
     both = [np.concatenate([np.arange(1, prefix + 1), [200 + i]]) for i in range(count)]
     end = np.full(count, prefix * PAGE + 50)
-    one = WorkConfig(count, count, prefix + 1, group=4, heads=8, tile=tile, small=tile, programs=132, pieces=19)
+    one = WorkConfig(count, count, prefix + 1, group=4, heads=8, tile=tile, small=tile, shared=True, programs=132, pieces=19)
     apart = make_work(np.arange(count), np.zeros(count), end, both, one)
     together = make_work(np.arange(count), np.zeros(count), end, both, one, shared=[Shared(range(count), prefix)])
     blocks = [sum(item[TO] - item[FROM] for _, item in walk(work)) for work in (apart, together)]
