@@ -146,7 +146,9 @@ def test_many_questions_over_one_document_read_it_together(tile, per_head):
     count, prefix = 64, 128
     both = [np.concatenate([np.arange(1, prefix + 1), [200 + i]]) for i in range(count)]
     end = np.full(count, prefix * PAGE + 50)
-    one = WorkConfig(count, count, prefix + 1, group=4, heads=8, tile=tile, small=tile, shared=True, programs=132, pieces=19)
+    one = WorkConfig(
+        count, count, prefix + 1, group=4, heads=8, tile=tile, small=tile, shared=True, programs=132, pieces=19
+    )
     apart = make_work(np.arange(count), np.zeros(count), end, both, one)
     together = make_work(np.arange(count), np.zeros(count), end, both, one, shared=[Shared(range(count), prefix)])
     blocks = [sum(item[TO] - item[FROM] for _, item in walk(work)) for work in (apart, together)]
