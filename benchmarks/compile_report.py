@@ -35,7 +35,7 @@ from vlcache_jax.models import ModelConfig, Rows, abstract_model
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.qwen2_5_vl import VisionConfig as Qwen2VisionConfig
 from vlcache_jax.models.qwen3_vl import VisionConfig as Qwen3VisionConfig
-from vlcache_jax.pallas_kernels import PAGE, attention, link
+from vlcache_jax.pallas_kernels import PAGE, attention, link, paged_attention
 from vlcache_jax.study import report
 
 TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
@@ -248,7 +248,12 @@ def kernels(model: str) -> Iterator[tuple[str, Compiled]]:
     """Every real shape of the model's kernels."""
     for shape in ATTENTION[model]:
         attend = functools.partial(attention, implementation="mosaic_gpu")
-        yield f"attention, {shape.name}", compile_program(attend, shape.specs())
+        if shape.has_pages:
+            attend_pages = functools.partial(paged_attention, implementation="mosaic_gpu")
+            work = shape.work("mosaic_gpu").config.abstract()
+            yield f"paged attention, {shape.name}", compile_program(attend_pages, (*shape.paged_specs(), work))
+        if not shape.has_pages or shape.name == "cold 4096":
+            yield f"attention, {shape.name}", compile_program(attend, shape.specs())
     for case in LINK.get(model, ()):
         write = functools.partial(link, implementation="mosaic_gpu")
         yield f"link {case.T} tokens", compile_program(write, case.specs(), (0, 1))

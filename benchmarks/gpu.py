@@ -35,13 +35,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
-from vlcache_jax.pallas_kernels import attention, dispatch, link
+from vlcache_jax.pallas_kernels import Work, attention, dispatch, link, paged_attention
 from vlcache_jax.study import report
 
 Row = dict[str, Any]
 Case = tuple[str, Callable[[], Row]]  # a name, and what measures it
 SECTIONS = ("check", "ceiling", "speed", "tune", "ttft", "decode")
 SHAPES = ATTENTION["Qwen3-VL-8B"] + tuple(s for s in ATTENTION["Qwen2.5-VL-7B"] if s.H != 28)
+JAXS = "jax.experimental.pallas.ops.gpu.attention_mgpu"
+REHEARSED = ("stage 512 of 20480", "decode 64 over one prefix of 16384")
+L2_CACHE = 50 * 2**20  # bytes of an H100's or H200's
 TOLERANCE = 0.04  # of the root mean square of a row's results: weights and results are rounded to bfloat16
 TEXT_8B = {
     "hidden_size": 4096,
@@ -80,7 +83,7 @@ class Plan:
         return "mosaic_gpu_interpreted" if self.rehearse else "mosaic_gpu"
 
     def shapes(self) -> tuple[AttentionShape, ...]:
-        return (SHAPES[3].in_small(), SHAPES[8].in_small()) if self.rehearse else SHAPES
+        return tuple(s.in_small() for s in SHAPES if s.name in REHEARSED) if self.rehearse else SHAPES
 
     def links(self) -> tuple[LinkShape, ...]:
         return (LinkShape(16, 40, 8, 128),) if self.rehearse else LINK["Qwen3-VL-8B"]
@@ -122,14 +125,19 @@ def check(plan: Plan) -> Iterator[Case]:
 
 
 def _check_attention(plan: Plan, shape: AttentionShape) -> Row:
-    args = shape.arrays()
-    run = jax.jit(functools.partial(attention, implementation=plan.implementation))
+    plain = shape.arrays()
+    args: tuple[Any, ...] = (*shape.paged_arrays(), shape.work(plan.implementation)) if shape.has_pages else plain
+    run = jax.jit(functools.partial(_contract(shape), implementation=plan.implementation))
     out = run(*args)
-    error = _error(shape, args, out)
+    error = _error(shape, plain, out)
     again = bool((out == run(*args)).all())
     if not (error < TOLERANCE and again):
         raise ValueError(f"{shape.name}: error {error}, must be below {TOLERANCE}; bit-equal when repeated: {again}")
     return {"error": error, "bit-equal": again}
+
+
+def _contract(shape: AttentionShape) -> Callable[..., jax.Array]:
+    return paged_attention if shape.has_pages else attention
 
 
 def _error(shape: AttentionShape, args: tuple[jax.Array, ...], out: jax.Array) -> float:
@@ -202,6 +210,9 @@ def speed(plan: Plan) -> Iterator[Case]:
     for shape in plan.shapes():
         name = f"attention, {shape.name}, D {shape.D}"
         yield name, functools.partial(_time_attention, plan, shape, plan.implementation)
+        if shape.has_pages and shape.paged().shared:
+            time_apart = functools.partial(_time_attention, plan, shape, plan.implementation, shared=False)
+            yield f"{name}, each request apart", time_apart
         if not plan.rehearse:
             yield f"{name}, XLA", functools.partial(_time_attention, plan, shape, "xla")
     for case in plan.links()[-1:]:  # the largest: smaller ones stay in the L2 cache
@@ -213,6 +224,7 @@ def speed(plan: Plan) -> Iterator[Case]:
         yield f"causal {n}", functools.partial(_time_causal, plan, heads, plan.implementation)
         if not plan.rehearse:
             yield f"causal {n}, cuDNN", functools.partial(_time_causal, plan, heads, "cudnn")
+            yield f"causal {n}, {JAXS}, float16", functools.partial(_time_causal, plan, heads, JAXS)
         yield f"causal {n}, torch", functools.partial(_time_torch, plan, heads)
 
 
@@ -220,25 +232,43 @@ def _rates(took: float, operations: int, traffic: int) -> Row:
     return {"ms": 1e3 * took, "TFLOP/s": operations / took / 1e12, "TB/s": traffic / took / 1e12}
 
 
-def _time_attention(plan: Plan, shape: AttentionShape, implementation: str, config: Any = None) -> Row:
-    args = shape.arrays()
-    if config is None:
-        step: Callable[..., Any] = functools.partial(attention, implementation=implementation)
-    else:
+def _time_attention(
+    plan: Plan, shape: AttentionShape, implementation: str, config: Any = None, *, shared: bool = True
+) -> Row:
+    options: dict[str, Any] = {"implementation": implementation}
+    step = _contract(shape)
+    if config is not None:
         from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
-        choice = dispatch.Choice("attention", shape.name, implementation, "measured")
-        step = functools.partial(
-            mosaic_gpu.attention, scale=shape.D**-0.5, config=config, interpret=dispatch.interpreter(choice)
-        )
-    q, k, v, start, end = args
+        step = mosaic_gpu.paged_attention if shape.has_pages else mosaic_gpu.attention
+        interpret = dispatch.interpreter(dispatch.Choice("attention", shape.name, implementation, "measured"))
+        options = {"scale": shape.D**-0.5, "config": config, "interpret": interpret}
+    step = functools.partial(step, **options)
+    times = 1 if plan.rehearse else times_for(shape.operations(), shape.bytes())
+    if not shape.has_pages:
+        q, k, v, start, end = shape.arrays()
+
+        def plain_turn(carry: Any, k: jax.Array, v: jax.Array) -> Any:
+            q, start, end = carry
+            return step(q, k, v, start, end), start, end
+
+        took = seconds(plain_turn, (q, start, end), k, v, times=times, repeats=plan.repeats)
+        return _rates(took, shape.operations(), shape.bytes())
+
+    # Every turn reads other pages, so that none finds its own in the cache.
+    q, k, v = shape.paged_arrays()
+    pages, copies = shape.paged().pages, 2 if plan.rehearse else 1 + 3 * L2_CACHE // (k.nbytes + v.nbytes)
+    work = shape.work(implementation, shared=shared, **({"tile": config.tile, "small": config.tile} if config else {}))
+    place, _ = work.config.places["tables"]
+    lists = np.tile(work.buffer, (copies, 1))
+    lists[:, place] += pages * np.arange(copies, dtype=np.int32)[:, None]
 
     def turn(carry: Any, k: jax.Array, v: jax.Array) -> Any:
-        q, start, end = carry
-        return step(q, k, v, start, end), start, end
+        q, count, lists = carry
+        return step(q, k, v, Work(lists[count % copies], work.config)), count + 1, lists
 
-    times = 1 if plan.rehearse else times_for(shape.operations(), shape.bytes())
-    took = seconds(turn, (q, start, end), k, v, times=times, repeats=plan.repeats)
+    k, v = (jnp.tile(x, (copies, 1, 1)) for x in (k, v))
+    took = seconds(turn, (q, jnp.int32(0), jnp.asarray(lists)), k, v, times=times, repeats=plan.repeats)
     return _rates(took, shape.operations(), shape.bytes())
 
 
@@ -269,6 +299,15 @@ def _time_causal(plan: Plan, shape: tuple[int, int, int, int], implementation: s
             return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True, implementation="cudnn")[0]
 
         args: tuple[jax.Array, ...] = (q, k, v)
+    elif implementation == JAXS:
+        from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+        config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
+
+        def step(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return attention_mgpu.attention(q, k, v, config)
+
+        args = tuple(x[None].astype(jnp.float16) for x in (q, k, v))  # in jax 0.11.2 it does float16 alone
     else:
         step = functools.partial(attention, implementation=implementation)
         args = q, k, v, jnp.zeros(n, jnp.int32), jnp.arange(n, dtype=jnp.int32) + 1
@@ -305,27 +344,26 @@ def _time_torch(plan: Plan, shape: tuple[int, int, int, int]) -> Row:
     return _rates(statistics.median(measured), operations, traffic)
 
 
-# (c) Block sizes, stages and splits.
+# (c) Tiles, stages, turns.
 
 
 def tune(plan: Plan) -> Iterator[Case]:
-    """Shapes that static sizes cannot tell apart share one way to cut."""
-    for (n, heads, kv_heads, width), same in itertools.groupby(
-        sorted(plan.shapes(), key=_static), key=_static
-    ):  # the groups are used at once
-        shapes = list(same)
-        yield f"N {n}, {heads}/{kv_heads} heads of {width}", functools.partial(_tune, plan, shapes)
+    """Shapes that the kernel's sizes cannot tell apart share one way to cut."""
+    for key, same in itertools.groupby(sorted(plan.shapes(), key=_static), key=_static):
+        n, heads, kv_heads, width, decode = key
+        name = f"N {n}, {heads}/{kv_heads} heads of {width}{', decoding' * decode}"
+        yield name, functools.partial(_tune, plan, list(same))
 
 
-def _static(shape: AttentionShape) -> tuple[int, int, int, int]:
-    return shape.N, shape.H, shape.K, shape.D
+def _static(shape: AttentionShape) -> tuple[int, int, int, int, bool]:
+    return shape.N, shape.H, shape.K, shape.D, shape.is_decode
 
 
 def _tune(plan: Plan, shapes: list[AttentionShape]) -> Row:
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
-    n, heads, kv_heads, width = _static(shapes[0])
-    usual = mosaic_gpu.default_config(n, shapes[0].S, heads, kv_heads, width)
+    n, heads, kv_heads, width, decode = _static(shapes[0])
+    usual = mosaic_gpu.default_config(n, heads, kv_heads, width, decode=decode)
     took: dict[Any, float] = {}
 
     def total_ms(config: Any) -> float:
@@ -336,9 +374,9 @@ def _tune(plan: Plan, shapes: list[AttentionShape]) -> Row:
     total_ms(usual)
     # One setting after the other, each from the best so far.
     for changes in (
-        [{"block": 64}] if plan.rehearse else [{"block": 128, "stages": 3}, {"block": 64}, {"block": 64, "stages": 4}],
-        [] if plan.rehearse else [{"splits": max(1, usual.splits // 2)}, {"splits": 2 * usual.splits}],
-        [{"take_turns": False}] if usual.warpgroups == 2 and not plan.rehearse else [],
+        [] if plan.rehearse else [{"tile": 24 - usual.tile, "stages": stages} for stages in (2, 3)],
+        [{"stages": 5 - usual.stages}],
+        [] if plan.rehearse else [{"take_turns": False}],
     ):
         best = min(took, key=total_ms)
         for change in changes:
@@ -348,7 +386,7 @@ def _tune(plan: Plan, shapes: list[AttentionShape]) -> Row:
                 print(f"{shapes[0].name}: {change}: {str(error).splitlines()[0][:160]}")
     best = min(took, key=total_ms)
     return {
-        "N": n, "H": heads, "K": kv_heads, "D": width,
+        "N": n, "H": heads, "K": kv_heads, "D": width, "decode": decode,
         "config": dataclasses.asdict(best), "ms": took[best], "default ms": took[usual],
     }  # fmt: skip
 
@@ -401,7 +439,8 @@ def _ttft(plan: Plan, count: int, tokens: int) -> Row:
             **_settings(plan),
         )
     rows = json.loads(out.read_text())["rows"]
-    return {row["configuration"] + " ms": row["TTFT ms"] for row in rows}
+    measured = {row["configuration"] + " ms": row["TTFT ms"] for row in rows}
+    return measured | {row["configuration"] + " floor ms": row["floor ms"] for row in rows if "floor ms" in row}
 
 
 def _in_process(function: Callable[..., Row], *args: Any) -> Row:

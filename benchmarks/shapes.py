@@ -2,8 +2,7 @@
 
     python -m vlcache_jax.benchmarks.shapes --out benchmarks/results/shapes.json
 
-prints it, with counted operations and bytes, and with what the tiles of the Mosaic GPU kernel load: rows that see much
-the same slots share their loads, and a tile whose rows belong to two requests loads the slots of both.
+prints it, with counted operations and bytes. What the kernels make of the cases tells `chip_model`.
 """
 
 from __future__ import annotations
@@ -11,21 +10,60 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Intervals = tuple[np.ndarray, np.ndarray]
+from vlcache_jax.pallas_kernels import PAGE, Shared, Work, make_work, work_config
+
+
+class Seen(NamedTuple):
+    """What the rows of a case see.
+
+    Attributes:
+      table: the request through whose slots each row looks, [n].
+      start, end: the slots start <= s < end of the request that it sees, [n].
+      lengths: slots of each request, [T].
+      prefix: the first slots, whole pages, in which all requests have the same.
+    """
+
+    table: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    lengths: np.ndarray
+    prefix: int = 0
+
+
+class Paged(NamedTuple):
+    """A case in pages of 128 slots: arguments of `make_work`.
+
+    Attributes:
+      table, start, end: as in `Seen`.
+      tables: of each request the pool's page of each of its pages, in random order; page 0 is nobody's.
+      shared: the prefix that they have in common, if there is one.
+      pages: of the pool, with page 0.
+    """
+
+    table: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    tables: list[np.ndarray]
+    shared: list[Shared]
+    pages: int
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """A case of attention by its letters, and its intervals as a function of (generator, N, S).
+    """A case of attention by its letters, and what its rows see as a function of (generator, N, S).
+
+    The plain contract has the requests' slots one after the other in a pool of S slots, a shared prefix as often as it
+    is shared; the paged one has it once.
 
     Attributes:
       small: (N, S) of the same case where it is interpreted.
+      has_pages: whether it is a case of the paged contract, too.
     """
 
     name: str
@@ -34,8 +72,9 @@ class AttentionShape:
     H: int
     K: int
     D: int
-    intervals: Callable[[np.random.Generator, int, int], Intervals]
+    seen: Callable[[np.random.Generator, int, int], Seen]
     small: tuple[int, int]
+    has_pages: bool = True
 
     def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arguments of attention."""
@@ -43,11 +82,64 @@ class AttentionShape:
         index = jax.ShapeDtypeStruct((self.N,), jnp.int32)
         return q, k, k, index, index
 
+    def paged_specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract q, k and v of paged attention."""
+        q, k = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.H, self.D), self._pool))
+        return q, k, k
+
     def arrays(self, dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Random arguments of attention, on the default device."""
-        keys = jax.random.split(jax.random.key(seed), 3)
-        values = (jax.random.normal(key, spec.shape, dtype) for key, spec in zip(keys, self.specs(), strict=False))
-        return *values, *(jnp.asarray(x, jnp.int32) for x in self._intervals(seed))
+        """Random arguments of attention, on the default device, with the values of `paged_arrays`."""
+        q, k, v = self.paged_arrays(dtype, seed)
+        slots = jnp.asarray(self._places())
+        seen = self.rows(seed)
+        first = (np.cumsum(seen.lengths) - seen.lengths)[seen.table]
+        return q, k[slots], v[slots], *(jnp.asarray(first * (seen.start < seen.end) + x, jnp.int32) for x in seen[1:3])
+
+    def paged_arrays(self, dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, ...]:
+        """Random q, k and v of paged attention, on the default device; page 0 is zero."""
+        q, k, v = (
+            jax.random.normal(key, spec.shape, dtype)
+            for key, spec in zip(jax.random.split(jax.random.key(seed), 3), self.paged_specs(), strict=True)
+        )
+        return q, k.at[:PAGE].set(0), v.at[:PAGE].set(0)
+
+    def rows(self, seed: int = 0) -> Seen:
+        """What the rows see."""
+        return self.seen(np.random.default_rng(seed), self.N, self.S)
+
+    def paged(self, seed: int = 0) -> Paged:
+        """The same in pages."""
+        seen = self.rows(seed)
+        common = seen.prefix // PAGE
+        own = -(-seen.lengths // PAGE) - common
+        count = 1 + common + int(own.sum())
+        order = 1 + np.random.default_rng(seed).permutation(count - 1)
+        first = np.cumsum(own) - own + common
+        tables = [np.concatenate([order[:common], order[a : a + n]]) for a, n in zip(first, own, strict=True)]
+        shared = [Shared(range(len(tables)), common)] if common else []
+        return Paged(*seen[:3], tables, shared, count)
+
+    def work(self, implementation: str | None = None, *, shared: bool = True, seed: int = 0, **cut: int) -> Work:
+        """The work list of paged attention by an implementation.
+
+        Args:
+          shared: whether it knows of a shared prefix.
+          cut: fields of its configuration that are not the usual ones.
+        """
+        case = self.paged(seed)
+        q, *_ = self.paged_specs()
+        pages = max(map(len, case.tables))
+        usual = work_config(
+            self.N, len(case.tables), pages, q, self.K, decode=self.is_decode, implementation=implementation
+        )
+        config = dataclasses.replace(usual, **cut)
+        return make_work(*case[:3], case.tables, config, shared=case.shared if shared else ())
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row is of another request."""
+        seen = self.rows()
+        return bool(np.bincount(seen.table[seen.start < seen.end]).max() == 1)
 
     def in_small(self) -> AttentionShape:
         """The same case with one key-value head and few rows and slots."""
@@ -56,85 +148,106 @@ class AttentionShape:
 
     def operations(self) -> int:
         """Multiplications and additions of both products, of the pairs of rows and slots that are seen."""
-        start, end = self._intervals(0)
-        return 4 * self.H * self.D * int((end - start).clip(0).sum())
+        seen = self.rows()
+        return 4 * self.H * self.D * int((seen.end - seen.start).clip(0).sum())
 
-    def bytes(self, itemsize: int = 2) -> int:
+    def bytes(self, itemsize: int = 2, *, paged: bool = True) -> int:
         """Least traffic: queries and results, and once every slot that some row sees."""
-        return itemsize * self.D * 2 * (self.N * self.H + self.seen_slots() * self.K)
+        return itemsize * self.D * 2 * (self.N * self.H + self.seen_slots(paged=paged) * self.K)
 
-    def seen_slots(self) -> int:
-        """Slots that some row sees."""
-        start, end = self._intervals(0)
+    def seen_slots(self, *, paged: bool = True) -> int:
+        """Slots that some row sees; unless paged, those of a shared prefix as often as it is shared."""
+        seen = self.rows()
+        first = (np.cumsum(seen.lengths) - seen.lengths)[seen.table]
+        some = seen.start < seen.end
         change = np.zeros(self.S + 1, np.int64)
-        np.add.at(change, start[start < end], 1)
-        np.add.at(change, end[start < end], -1)
-        return int((change.cumsum() > 0).sum())
+        np.add.at(change, (first + seen.start)[some], 1)
+        np.add.at(change, (first + seen.end)[some], -1)
+        slots = np.flatnonzero(change.cumsum() > 0)
+        return len(np.unique(self._places()[slots]) if paged else slots)
 
-    def loaded_slots(self) -> int:
-        """Slots that the tiles of the Mosaic GPU kernel load, all together."""
-        from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+    @property
+    def _pool(self) -> tuple[int, int, int]:
+        return self.paged().pages * PAGE, self.K, self.D
 
-        config = mosaic_gpu.default_config(self.N, self.S, self.H, self.K, self.D)
-        start, end = (jnp.asarray(x, jnp.int32) for x in self._intervals(0))
-        bounds, _ = mosaic_gpu._visits(start, end, self.H // self.K, config)
-        return config.block * int(bounds[:, 1].sum())
+    def _places(self, seed: int = 0) -> np.ndarray:
+        """Of each slot of the plain pool its slot in the paged one; what is nobody's is in page 0."""
+        places = np.zeros(self.S, np.int64)
+        at = 0
+        for pages, length in zip(self.paged(seed).tables, self.rows(seed).lengths, strict=True):
+            slots = pages[:, None] * PAGE + np.arange(PAGE)
+            places[at : at + length] = slots.ravel()[:length]
+            at += length
+        return places
 
-    def _intervals(self, seed: int) -> Intervals:
-        return self.intervals(np.random.default_rng(seed), self.N, self.S)
+
+def _one(start: np.ndarray, end: np.ndarray, s: int) -> Seen:
+    return Seen(np.zeros(len(start), int), start, end, np.array([s]))
 
 
-def cold(rng: np.random.Generator, n: int, s: int) -> Intervals:
+def cold(rng: np.random.Generator, n: int, s: int) -> Seen:
     """A whole prefill, or the last chunk of one."""
-    return np.zeros(n, int), np.arange(s - n, s) + 1
+    return _one(np.zeros(n, int), np.arange(s - n, s) + 1, s)
 
 
-def stage(rng: np.random.Generator, n: int, s: int) -> Intervals:
+def stage(rng: np.random.Generator, n: int, s: int) -> Seen:
     """A stage of a schedule: the text rows at the end of the prompt, then rows scattered over its images."""
     text = n // 8
     image = np.sort(rng.choice(s - text, n - text, replace=False))
-    return np.zeros(n, int), np.concatenate([np.arange(s - text, s), image]) + 1
+    return _one(np.zeros(n, int), np.concatenate([np.arange(s - text, s), image]) + 1, s)
 
 
-def text(rng: np.random.Generator, n: int, s: int) -> Intervals:
+def text(rng: np.random.Generator, n: int, s: int) -> Seen:
     """Late layers: the rows of the question only, and padding."""
-    start, end = cold(rng, n, s)
+    end = np.arange(s - n, s) + 1
     end[n - n // 4 :] = 0
-    return start, end
+    return _one(np.zeros(n, int), end, s)
 
 
-def requests(rng: np.random.Generator, n: int, s: int, *, count: int, used: float = 0.9) -> Intervals:
+def requests(rng: np.random.Generator, n: int, s: int, *, count: int, used: float = 0.9) -> Seen:
     """The last rows of several requests; part of each one's slots waits for its answer."""
     slots, rows = s // count, n // count
-    start = np.repeat(np.arange(count) * slots, rows)
-    end = start + int(slots * used) - rows + np.tile(np.arange(rows), count) + 1
-    rest = n - len(start)
-    return np.pad(start, (0, rest)), np.pad(end, (0, rest))
+    table, row = np.divmod(np.arange(n), rows)
+    end = np.where(table < count, int(slots * used) - rows + row + 1, 0)
+    return Seen(np.minimum(table, count - 1), np.zeros(n, int), end, np.full(count, slots))
 
 
-def aligned(rng: np.random.Generator, n: int, s: int, *, count: int) -> Intervals:
-    """`requests`, every one's rows at the boundary of a tile, with empty rows between them."""
-    rows = n // count * 5 // 8
-    start, end = (x.reshape(count, rows) for x in requests(rng, count * rows, s, count=count))
-    empty = ((0, 0), (0, n // count - rows))
-    return np.pad(start, empty).ravel(), np.pad(end, empty).ravel()
-
-
-def decode(rng: np.random.Generator, n: int, s: int) -> Intervals:
+def decode(rng: np.random.Generator, n: int, s: int) -> Seen:
     """One row each of as many requests."""
     return requests(rng, n, s, count=n)
 
 
-def windows(rng: np.random.Generator, n: int, s: int, *, size: int) -> Intervals:
+def beside(rng: np.random.Generator, n: int, s: int) -> Seen:
+    """An eighth of the rows decode, requests of a fifth of the longest length up to it; the others are the last rows
+    of a prefill of that length."""
+    decoding = n // 8
+    longest = int(s / (0.6 * decoding + 1))
+    lengths = np.append(rng.permutation(np.linspace(longest // 5, longest, decoding).astype(int)), longest)
+    table = np.minimum(np.arange(n), decoding)
+    end = np.append(lengths[:-1], np.arange(longest - (n - decoding), longest) + 1)
+    return Seen(table, np.zeros(n, int), end, lengths)
+
+
+def questions(rng: np.random.Generator, n: int, s: int, *, rows: int) -> Seen:
+    """The last rows of several requests with one long prefix; behind it each has two pages or more of its own."""
+    count = n // rows
+    slots = s // count
+    prefix = (slots // PAGE - 2) * PAGE
+    table, row = np.divmod(np.arange(n), rows)
+    ends = prefix + rng.integers(rows, slots - prefix, count)
+    return Seen(table, np.zeros(n, int), ends[table] - rows + row + 1, np.full(count, slots), prefix)
+
+
+def windows(rng: np.random.Generator, n: int, s: int, *, size: int) -> Seen:
     """Rows of consecutive windows, or packed images, which see their own."""
     start = np.arange(n) // size * size
-    return start, np.minimum(start + size, n)
+    return _one(start, np.minimum(start + size, n), s)
 
 
 def _shapes(heads: int, kv_heads: int, width: int) -> tuple[AttentionShape, ...]:
     """What a text decoder asks for, from cold prefill to decoding."""
     last_rows = functools.partial(requests, count=8)
-    at_tiles = functools.partial(aligned, count=8)
+    one_each, some_each = (functools.partial(questions, rows=rows) for rows in (1, 20))
     H, K, D = heads, kv_heads, width
     return (
         AttentionShape("cold 4096", 4096, 4096, H, K, D, cold, (75, 150)),
@@ -144,16 +257,18 @@ def _shapes(heads: int, kv_heads: int, width: int) -> tuple[AttentionShape, ...]
         AttentionShape("stage 128 of 20480", 128, 20480, H, K, D, stage, (19, 600)),
         AttentionShape("text rows", 64, 20480, H, K, D, text, (9, 600)),
         AttentionShape("8 requests x 20 rows x 20480", 160, 8 * 20480, H, K, D, last_rows, (24, 1600)),
-        AttentionShape("8 requests x 20 rows x 20480, aligned", 256, 8 * 20480, H, K, D, at_tiles, (64, 1600)),
         AttentionShape("decode 1 x 20480", 1, 20480, H, K, D, decode, (1, 600)),
         AttentionShape("decode 8 x 20480", 8, 8 * 20480, H, K, D, decode, (8, 1600)),
         AttentionShape("decode 64 x 4096", 64, 64 * 4096, H, K, D, decode, (9, 1800)),
+        AttentionShape("decode 64 beside 448 rows, 4096 to 20480", 512, 806912, H, K, D, beside, (40, 1200)),
+        AttentionShape("decode 64 over one prefix of 16384", 64, 64 * 16640, H, K, D, one_each, (6, 6 * 540)),
+        AttentionShape("64 x 20 rows over one prefix of 16384", 1280, 64 * 16640, H, K, D, some_each, (60, 3 * 540)),
     )
 
 
 def _vision(name: str, width: int, size: int) -> AttentionShape:
     seen = functools.partial(windows, size=size)
-    return AttentionShape(f"vision, {name}", 16384, 16384, 16, 16, width, seen, (150, 150))
+    return AttentionShape(f"vision, {name}", 16384, 16384, 16, 16, width, seen, (150, 150), has_pages=False)
 
 
 ATTENTION: dict[str, tuple[AttentionShape, ...]] = {
@@ -212,7 +327,6 @@ def main() -> None:
             "GFLOP": shape.operations() / 1e9,
             "MB": shape.bytes() / 1e6,
             "slots seen": shape.seen_slots(),
-            "loads of a slot": shape.loaded_slots() / shape.seen_slots(),
         }
         for model, shapes in ATTENTION.items()
         for shape in shapes

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from vlcache_jax.benchmarks import gpu
 from vlcache_jax.benchmarks.shapes import ATTENTION
+
+SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 
 
 @pytest.mark.parametrize("sections", [("check", "ceiling"), ("ttft", "decode")])
@@ -30,20 +33,20 @@ def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
     def took(plan, shape, implementation, config):
-        if config.stages == 4:
+        if config.stages == 3:
             raise ValueError("too much shared memory")
-        return {"ms": 1.0 + (config.block != 64) + abs(config.splits - 6)}
+        return {"ms": 1.0 + config.take_turns}
 
     monkeypatch.setattr(gpu, "_time_attention", took)
-    monkeypatch.setattr(gpu, "SHAPES", tuple(s for s in ATTENTION["Qwen3-VL-8B"] if s.N in (64, 512)))
+    monkeypatch.setattr(gpu, "SHAPES", tuple(s for s in SHAPES.values() if s.N in (64, 2048)))
     rows = gpu.run(gpu.Plan(rehearse=False, out=tmp_path), minutes=9, only=("tune",))
-    assert len(rows) == 2  # text rows and decoding of 64 look alike
+    # Decoding of 64 looks alike, with one prefix or apart; its usual way is three stages here.
+    assert [row["result"].split()[0] for row in rows] == ["N", "failed:", "N"]
     monkeypatch.setattr(mosaic_gpu, "TUNED", tmp_path / "tuned.json")
     mosaic_gpu._tuned.cache_clear()
     try:
-        found = mosaic_gpu.default_config(512, 20480, 32, 8, 128)
-        assert (found.block, found.splits) == (64, 6)
-        assert mosaic_gpu.default_config(64, 20480, 32, 8, 128).block == 64
+        found = mosaic_gpu.default_config(2048, 32, 8, 128)
+        assert (found.stages, found.take_turns) == (2, False)
     finally:
         mosaic_gpu._tuned.cache_clear()
 
@@ -72,15 +75,15 @@ def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkey
 
 def test_lost_slots_are_found(tmp_path, monkeypatch):
     """Results of long intervals are small, and so are such faults."""
-    right, shape = gpu.attention, gpu.SHAPES[8].in_small()
+    right, shape = gpu.paged_attention, SHAPES["decode 1 x 20480"].in_small()
 
-    def lossy(q, k, v, start, end, **options):
-        return right(q, k, v, start + 16, end, **options)
+    def lossy(q, k, v, work, **options):
+        return right(q, k, v, work, end=work.parts().end - 16, **options)
 
     monkeypatch.setattr(gpu.Plan, "shapes", lambda plan: (shape,))
     monkeypatch.setattr(gpu.Plan, "implementation", "xla")
     assert gpu.run(gpu.Plan(rehearse=True, out=tmp_path / "a"), 9, ("check",))[0]["result"].startswith("error")
-    monkeypatch.setattr(gpu, "attention", lossy)
+    monkeypatch.setattr(gpu, "paged_attention", lossy)
     rows = gpu.run(gpu.Plan(rehearse=True, out=tmp_path / "b"), 9, ("check",))
     assert rows[0]["result"].startswith("failed: ValueError: decode 1")
 
@@ -116,3 +119,23 @@ def test_without_a_hopper_gpu_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path)])
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got cpu"):
         gpu.main()
+
+
+def test_every_turn_reads_other_pages(tmp_path, monkeypatch):
+    """And finds the same there."""
+    used = []
+
+    def two_turns(step, carry, *pools, **options):
+        q, count, lists = carry
+        used.extend(lists)
+        first, count, lists = step(carry, *pools)
+        again, *_ = step((q, count, lists), *pools)
+        assert (first == again).all()
+        return 1.0
+
+    shape = SHAPES["decode 64 over one prefix of 16384"].in_small()
+    monkeypatch.setattr(gpu, "seconds", two_turns)
+    gpu._time_attention(gpu.Plan(rehearse=True, out=tmp_path), shape, "xla")
+    place, _ = shape.work("xla").config.places["tables"]
+    first, again = (set(np.asarray(lists[place]).tolist()) for lists in used)
+    assert not first & again

@@ -21,8 +21,7 @@ from vlcache_jax.benchmarks.compile_report import (
 )
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
 from vlcache_jax.models import Rows, abstract_model, bind
-from vlcache_jax.pallas_kernels import attention, link
-from vlcache_jax.pallas_kernels.attention.mosaic_gpu import default_config
+from vlcache_jax.pallas_kernels import attention, link, paged_attention
 
 pytestmark = pytest.mark.cuda_gate
 
@@ -35,23 +34,35 @@ def runner():
     return abstract_runner(CONFIG)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(s, id=f"{model}: {s.name}")
-        for model, shapes in ATTENTION.items()
-        for s in shapes
-        if not s.name.endswith("aligned")  # for comparison only
-    ],
-)
+def shapes(*, paged: bool) -> list[pytest.param]:
+    return [
+        pytest.param(shape, id=f"{model}: {shape.name}")
+        for model, of_model in ATTENTION.items()
+        for shape in of_model
+        if (shape.has_pages if paged else not shape.has_pages or shape.name == "cold 4096")
+    ]
+
+
+@pytest.mark.parametrize("shape", shapes(paged=True))
+def test_paged_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> None:
+    config = shape.work("mosaic_gpu").config
+    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+    compiled = compile_program(attend, (*shape.paged_specs(), config.abstract()))
+    assert compiled.spills == 0
+    assert compiled.operations <= 4  # the kernel, merging, and what packs the rows
+    # Packed queries and results, with the intervals of their rows, and sums of partials in float32.
+    packed = 8 * (config.octets + config.tile) * (2 * 2 * shape.H * shape.D + 2 * 4 * config.group)
+    partials = 4 * 8 * config.partial_boxes * (shape.D + 2)
+    assert compiled.temp < packed + partials + 2**20
+
+
+@pytest.mark.parametrize("shape", shapes(paged=False))
 def test_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> None:
     compiled = compile_program(functools.partial(attention, implementation="mosaic_gpu"), shape.specs())
     assert compiled.spills == 0
-    splits = default_config(shape.N, shape.S, shape.H, shape.K, shape.D).splits
-    # Sums of the splits in float32, queries and results, and tables of the tiles; in vision towers padded operands.
-    partial_sums = 4 * 2 * splits * (shape.N + 32) * shape.H * (shape.D + 2) * (splits > 1)
+    # In vision towers padded operands; intervals of the packed rows.
     operands = 2 * 4 * (shape.N + 8) * shape.H * 96 * (1 if shape.D % 32 else 0)
-    assert compiled.temp < partial_sums + operands + 2**20
+    assert compiled.temp < operands + 2 * 4 * 2 * shape.N * shape.H // shape.K + 2**20
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""What a run costs at least: operations and bytes of its operators, and the seconds that a device's rates leave them.
+
+An operator takes the longer of operations / matrix rate and bytes / bandwidth; they come one after the other. A linear
+moves its weights and its rows in and out (an MLP is one operator), attention K, V of the slots that its rows see, once,
+and queries and results, linking K, V of the tokens that are not computed, in and out. What else there is counts
+nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
+
+    python -m vlcache_jax.benchmarks.floor
+
+prints the reference cases: images of 1024 tokens, 20 480 in all, between 20 and 6 text tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from vlcache_jax.inputs.processor import Grid
+from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.params import parameters
+from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.study import report
+
+PARTS = ("encoder", "linear", "attention", "head", "link")
+# Of the reference cases: tokens of an image, images, text tokens before and after, and the levels (in 1/500) of the
+# falling schedule, each in a sixth of the layers: its mean is 0.025 where six divides the layers.
+IMAGE, IMAGES, BEFORE, AFTER = 1024, 20, 20, 6
+FALLING = (40, 20, 10, 5, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a device does in a second; the defaults were measured on an H200.
+
+    Attributes:
+      matrix: operations of matrix products in bfloat16.
+      memory: bytes, read or written.
+      host: bytes from the host's memory.
+    """
+
+    matrix: float = 790e12
+    memory: float = 4.3e12
+    host: float = 50e9
+
+
+H200 = Rates()
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """An operator of a run: the part it belongs to, multiply-adds times two, bytes in the device's memory."""
+
+    part: str
+    operations: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """What a run costs at least.
+
+    Attributes:
+      parts: seconds of encoder, linears, attention, output head, linking, and loading from the host.
+      operations: of all parts.
+    """
+
+    parts: dict[str, float]
+    operations: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def floor(
+    config: ModelConfig,
+    plan: Plan,
+    rates: Rates = H200,
+    *,
+    encoded: Sequence[Grid] = (),
+    loaded: int = 0,
+    itemsize: int = 2,
+) -> Floor:
+    """What one prompt costs at least.
+
+    Args:
+      plan: what is computed; in every layer the other tokens' K, V are linked.
+      encoded: grids, in patches, of the images that pass the encoder.
+      loaded: bytes of records that come from the host's memory.
+      itemsize: bytes of a value.
+    """
+    operators = [*encoder(config, encoded, itemsize), *prefill(config, plan, itemsize)]
+    parts = dict.fromkeys(PARTS, 0.0)
+    for operator in operators:
+        parts[operator.part] += max(operator.operations / rates.matrix, operator.bytes / rates.memory)
+    return Floor(parts | {"load": loaded / rates.host}, sum(operator.operations for operator in operators))
+
+
+def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2) -> Iterator[Operator]:
+    """Of the decoder on one prompt.
+
+    A layer projects K and V of its rows; everything else it computes for the rows of the next layer only.
+    """
+    text = config.text
+    width, q = text.hidden_size, text.num_heads * text.head_dim
+    kv = 2 * text.num_kv_heads * text.head_dim
+    linear = functools.partial(_linear, itemsize=itemsize)
+    depth = plan.depth[np.argsort(plan.slots)]  # of the token in each slot
+    mlp = _weights(config, "language_model", "layers", 0, "mlp")
+    for layer in range(text.num_layers):
+        rows, last = int((depth > layer).sum()), np.flatnonzero(depth > layer + 1)
+        yield linear("linear", rows, width, kv, width * kv)
+        yield linear("linear", len(last), width, q, width * q)
+        yield _attention("attention", last + 1, text.num_heads, text.num_kv_heads, text.head_dim, itemsize)
+        yield linear("linear", len(last), q, width, q * width)
+        yield linear("linear", len(last), width, width, mlp)
+        yield Operator("link", 0, itemsize * 2 * kv * (len(depth) - rows))
+    wanted = int((depth > text.num_layers).sum())
+    yield linear("head", wanted, width, text.vocab_size, width * text.vocab_size)
+
+
+def encoder(config: ModelConfig, grids: Sequence[Grid], itemsize: int = 2) -> Iterator[Operator]:
+    """Of the vision tower on images that pass it together."""
+    if not grids:
+        return
+    vision = config.vision
+    patches, width, group = sum(math.prod(grid) for grid in grids), vision.hidden_size, vision.merge_size**2
+    tables = FAMILIES[config.model_type].encoder_tables(vision, grids, patches)
+    full = getattr(vision, "full_blocks", None)  # where there are such, the other blocks attend in windows
+    linear = functools.partial(_linear, "encoder", itemsize=itemsize)
+    mlp = _weights(config, "visual", "blocks", 0, "mlp")
+    for block in range(vision.depth):
+        sight = "" if full is None else "image_" if block in full else "window_"
+        seen = tables[f"{sight}end"] - tables[f"{sight}start"]
+        yield linear(patches, width, 3 * width, 3 * width * width)
+        yield _attention("encoder", seen, vision.num_heads, vision.num_heads, vision.head_dim, itemsize, slots=patches)
+        yield linear(patches, width, width, width * width)
+        yield linear(patches, width, width, mlp)
+    for _ in range(1 + vision.num_deepstack):
+        merger = _weights(config, "visual", "merger")
+        yield linear(patches // group, width * group, vision.out_hidden_size, merger)
+
+
+def _weights(config: ModelConfig, *path: str | int) -> int:
+    """Of the linears below a path of the parameters."""
+    return sum(
+        math.prod(parameter.shape)
+        for parameter in parameters(config)
+        if parameter.is_kernel and parameter.path[: len(path)] == path
+    )
+
+
+def _linear(part: str, rows: int, wide_in: int, wide_out: int, weights: int, *, itemsize: int) -> Operator:
+    values = weights + rows * (wide_in + wide_out) if rows else 0
+    return Operator(part, 2 * rows * weights, itemsize * values)
+
+
+def _attention(
+    part: str, seen: np.ndarray, heads: int, kv_heads: int, width: int, itemsize: int, slots: int | None = None
+) -> Operator:
+    """`seen`: how many slots each row sees, `slots`: how many some row sees, by default the most that a row does."""
+    slots = int(seen.max(initial=0)) if slots is None else slots
+    values = 2 * width * (len(seen) * heads + slots * kv_heads)
+    return Operator(part, 4 * heads * width * int(seen.sum(dtype=np.int64)), itemsize * values)
+
+
+def reference(config: ModelConfig) -> dict[str, Floor]:
+    """The reference cases of a model, on an H200 with K, V in its memory."""
+    layers = config.text.num_layers
+
+    def plan(levels: Sequence[int]) -> Plan:
+        fresh = np.array(levels) * IMAGE // 500
+        depth = np.full(BEFORE + IMAGES * IMAGE + AFTER, layers, np.int16)
+        depth[BEFORE:-AFTER] = np.tile((np.arange(IMAGE)[:, None] < fresh).sum(1), IMAGES)
+        depth[-1] = layers + 1
+        return Plan(depth)
+
+    side = int(np.sqrt(IMAGE)) * config.vision.merge_size
+    whole = plan([500] * layers)
+    return {
+        "cold": floor(config, whole, encoded=[(1, side, side)] * IMAGES),
+        "encoder cached": floor(config, whole),
+        "r = 0.1": floor(config, plan([50] * layers)),
+        "falling to 0": floor(config, plan([FALLING[layer * len(FALLING) // layers] for layer in range(layers)])),
+        "r = 0": floor(config, plan([0] * layers)),
+    }
+
+
+def main() -> None:
+    from vlcache_jax.benchmarks.compile_report import MODELS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    rows = [
+        {"model": model, "case": name, "ms": 1e3 * found.seconds}
+        | {f"{part} ms": 1e3 * seconds for part, seconds in found.parts.items()}
+        | {"TFLOP": found.operations / 1e12}
+        for model, config in MODELS.items()
+        for name, found in reference(config).items()
+    ]
+    head = report.environment() | {"rates": dataclasses.asdict(H200)}
+    report.publish("What a prefill costs at least on an H200", rows, head, parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What a run costs at least, against the values of the specification."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from vlcache_jax.benchmarks.compile_report import MODELS
+from vlcache_jax.benchmarks.floor import H200, floor, reference
+from vlcache_jax.reuse.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("model", "printed"),
+    [
+        ("Qwen3-VL-8B", ("650", "504", "52", "15", "5.6")),
+        ("Qwen3-VL-32B", ("2293", "2145", "216", "61", "19")),
+        ("Qwen2.5-VL-7B", ("577", "430", "44", "12", "4.1")),
+    ],
+)
+def test_the_specification(model, printed):
+    """To the last digit that it prints."""
+    milliseconds = [1000 * found.seconds for found in reference(MODELS[model]).values()]
+    assert tuple(f"{ms:.{len(p.partition('.')[2])}f}" for ms, p in zip(milliseconds, printed, strict=True)) == printed
+
+
+def test_parts():
+    config = dataclasses.replace(
+        MODELS["Qwen3-VL-8B"], text=dataclasses.replace(MODELS["Qwen3-VL-8B"].text, num_layers=1)
+    )
+    text = config.text
+    found = floor(config, Plan(np.array([1, 0, 0, 2], np.int16)), loaded=10**9)
+    weights = text.hidden_size * (2 * text.num_heads + 2 * text.num_kv_heads) * text.head_dim
+    weights += 3 * text.hidden_size * text.intermediate_size
+    # Two rows bring K and V; the last one alone goes on, and sees four slots.
+    kv = 2 * 2 * text.hidden_size * 2 * text.num_kv_heads * text.head_dim
+    other = 2 * (weights - text.hidden_size * 2 * text.num_kv_heads * text.head_dim)
+    attention = 4 * 4 * text.num_heads * text.head_dim
+    head = 2 * text.hidden_size * text.vocab_size
+    assert found.operations == kv + other + attention + head
+    assert found.parts["encoder"] == 0
+    assert found.parts["load"] == 10**9 / H200.host
+    assert found.parts["link"] == 2 * 2 * 2 * 2 * text.num_kv_heads * text.head_dim / H200.memory
+    assert 2 * weights / H200.memory < found.parts["linear"] < 1.001 * 2 * weights / H200.memory
+    fast = dataclasses.replace(H200, memory=1e30, matrix=H200.matrix / 2)
+    assert floor(config, Plan(np.array([1, 0, 0, 2], np.int16)), fast).seconds == pytest.approx(
+        2 * found.operations / H200.matrix
+    )
+
+
+def test_a_row_sees_the_slots_before_its_own():
+    config = MODELS["Qwen2.5-VL-7B"]
+    depth = np.array([29, 0, 0, 28, 28], np.int16)  # a question that stands last in memory
+    moved = Plan(depth, slot=np.array([4, 0, 1, 2, 3], np.int32))
+    assert floor(config, moved).operations > floor(config, Plan(depth)).operations
