@@ -133,25 +133,16 @@ CASES = (
 
 # On a GPU only: ways to cut that no heuristic chooses for cases so small, as fields of the kernel's `Config`.
 WAYS: tuple[tuple[Case, dict[str, Any]], ...] = (
-    (Case("causal", 45, 300, 6, 2, 64, causal), {"warpgroups": 2, "block": 128, "stages": 2, "splits": 1}),
-    (
-        Case("no turns", 45, 300, 4, 1, 64, causal),
-        {"warpgroups": 2, "block": 64, "stages": 3, "splits": 1, "take_turns": False},
-    ),
-    (Case("scattered, split", 33, 500, 3, 1, 64, scattered), {"warpgroups": 2, "block": 64, "stages": 2, "splits": 3}),
-    (Case("packed, four stages", 40, 300, 5, 1, 128, packed), {"warpgroups": 1, "block": 64, "stages": 4, "splits": 1}),
-    (
-        Case("more splits than blocks", 7, 100, 8, 1, 64, causal),
-        {"warpgroups": 1, "block": 64, "stages": 2, "splits": 5},
-    ),
-    (Case("windows", 70, 70, 2, 2, 80, windows), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
-    (Case("some empty", 30, 200, 4, 1, 64, some_empty), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 2}),
-    (Case("all empty", 9, 100, 2, 1, 64, all_empty), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 2}),
-    (Case("beyond the pool", 20, 150, 4, 2, 24, beyond), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
-    (Case("requests apart", 12, 2600, 8, 1, 64, decode), {"warpgroups": 1, "block": 128, "stages": 2, "splits": 2}),
-    (Case("one row", 1, 300, 2, 1, 64, whole), {"warpgroups": 1, "block": 128, "stages": 2, "splits": 1}),
-    (Case("one slot", 3, 1, 3, 3, 24, whole), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
-    (Case("scale", 10, 90, 4, 1, 64, causal, scale=0.07), {"warpgroups": 1, "block": 64, "stages": 2, "splits": 1}),
+    (Case("causal", 45, 300, 6, 2, 64, causal), {"block": 128}),
+    (Case("no turns", 45, 300, 4, 1, 64, causal), {"block": 64, "stages": 3, "take_turns": False}),
+    (Case("packed, few programs", 75, 300, 7, 1, 128, packed), {"tile": 8, "stages": 2, "programs": 2}),
+    (Case("scattered, half pages", 33, 500, 9, 1, 32, scattered), {"block": 64, "stages": 4, "programs": 3}),
+    (Case("some empty", 30, 200, 4, 1, 64, some_empty), {"tile": 8, "stages": 3}),
+    (Case("all empty", 9, 100, 2, 1, 64, all_empty), {"tile": 8, "stages": 3}),
+    (Case("beyond the pool", 20, 150, 4, 2, 24, beyond), {"tile": 8, "stages": 3}),
+    (Case("a large group", 5, 300, 32, 1, 64, scattered), {"block": 128}),
+    (Case("one slot", 3, 1, 3, 3, 24, whole), {"tile": 8, "stages": 3}),
+    (Case("scale", 10, 90, 4, 1, 64, causal, scale=0.07), {"tile": 8, "stages": 3}),
 )
 
 

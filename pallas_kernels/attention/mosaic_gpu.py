@@ -51,6 +51,9 @@ EIGHT = 8  # boxes of a warpgroup, whose matrix product has 64 rows
 M = BOX * EIGHT
 MULTIPROCESSORS = 132  # of an H100 or H200
 SHARED_MEMORY = 232_448  # bytes that a program of theirs may use
+# jax 0.12 has kernels linked by nvJitLink, for which ptxas ignores that warpgroups take more registers than others
+# (C7504). Three warpgroups then have 168 each, too few for the scores of 64 rows and 128 slots.
+SPLITS_REGISTERS = jax.__version_info__ < (0, 12)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # largest score of a row that has seen nothing: finite, as differences are
 
 TUNED = pathlib.Path(__file__).with_name("tuned.json")
@@ -111,8 +114,10 @@ def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: boo
     measured = {rows: config for rows, config in _tuned().get((heads, kv_heads, width), ()) if n <= rows <= 4 * n}
     if measured:
         return measured[min(measured)]
-    few = (heads // kv_heads if decode else n * heads // kv_heads) <= (EIGHT if decode else M)
-    return Config(tile=EIGHT, stages=3) if few else Config()
+    group = heads // kv_heads
+    if group <= EIGHT and (decode or n * group <= M):
+        return Config(tile=EIGHT, stages=3)
+    return Config() if SPLITS_REGISTERS else Config(block=64, stages=4)
 
 
 @functools.cache

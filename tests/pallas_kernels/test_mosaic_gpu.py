@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import types
 from collections.abc import Callable, Iterator
@@ -17,45 +18,45 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu
 
 from vlcache_jax.benchmarks.shapes import ATTENTION, AttentionShape
 from vlcache_jax.first_contact import Verdict, contact
-from vlcache_jax.pallas_kernels import attention, dispatch, link
-from vlcache_jax.pallas_kernels.attention import mosaic_gpu
+from vlcache_jax.pallas_kernels import PAGE, attention, carry_flaws, dispatch, link, paged_cases
+from vlcache_jax.pallas_kernels.attention import mosaic_gpu, mosaic_gpu_merge
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
+from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import merge
+from vlcache_jax.pallas_kernels.attention.work import BOX0, BOXES, FROM, HEAD, INNER_FROM, INNER_TO, PARTIAL, TO
 from vlcache_jax.pallas_kernels.cases import (
     LINK_CASES,
     WAYS,
     Case,
     LinkCase,
-    all_empty,
     causal,
-    decode,
     link_reference,
     packed,
     reference,
     scattered,
-    some_empty,
     whole,
     windows,
 )
+from vlcache_jax.pallas_kernels.paged_cases import Rows
 
 ATOL = 2e-2  # weights and results are rounded to bfloat16
 RACES = dispatch.interpreter(dispatch.Choice("attention", "", "mosaic_gpu_interpreted", ""))
 not_a_number = pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
-# Every class once, and of the family with seven query heads a group those that differ most.
-SHAPES = [*ATTENTION["Qwen3-VL-8B"], *(s for s in ATTENTION["Qwen2.5-VL-7B"] if s.N in (160, 512) or s.H == s.K)]
+SMALL, LARGE = Config(tile=8, stages=3), Config(block=128)
+# Every class of the plain contract once: what towers ask for, and what has only one row or many.
+PLAIN = [s for s in ATTENTION["Qwen3-VL-8B"] if s.name in ("cold 4096", "stage 512 of 20480", "decode 1 x 20480")]
+PLAIN += [s for model in ("Qwen3-VL-8B", "Qwen2.5-VL-7B") for s in ATTENTION[model] if s.H == s.K]
 
 
-def interpreted(args, *, scale=None, config=None):
-    run = functools.partial(
-        mosaic_gpu.attention, scale=scale or args[0].shape[-1] ** -0.5, config=config, interpret=RACES
-    )
-    return np.asarray(jax.jit(run)(*args), np.float32)
+def plain(args, *, scale=None, config=None):
+    scale = args[0].shape[-1] ** -0.5 if scale is None else scale
+    return np.asarray(mosaic_gpu.attention(*args, scale=scale, config=config, interpret=RACES), np.float32)
 
 
 def assert_close(out, args, scale=None):
     np.testing.assert_allclose(out, reference(*args, scale), atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.name}, {s.H}x{s.D}")
+@pytest.mark.parametrize("shape", PLAIN, ids=lambda s: f"{s.name}, {s.H}x{s.D}")
 def test_real_shapes_in_small(shape: AttentionShape) -> None:
     args = shape.in_small().arrays()
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
@@ -64,39 +65,30 @@ def test_real_shapes_in_small(shape: AttentionShape) -> None:
 @pytest.mark.parametrize(("case", "fields"), WAYS, ids=lambda x: x.name if isinstance(x, Case) else None)
 def test_ways_to_cut(case: Case, fields: dict[str, Any]) -> None:
     args = case.inputs("bfloat16")
-    assert_close(interpreted(args, scale=case.scale, config=Config(**fields)), args, case.scale)
+    assert_close(plain(args, scale=case.scale, config=Config(**fields)), args, case.scale)
 
 
 @not_a_number
-@pytest.mark.parametrize("splits", [1, 2])
-def test_the_rest_of_the_pool_may_hold_anything(splits: int) -> None:
-    case, config = Case("", 20, 400, 4, 1, 64, packed), Config(1, 64, 2, splits)
-    clean, poisoned = (interpreted(case.inputs("bfloat16", poison=poison), config=config) for poison in (False, True))
-    assert np.isfinite(clean).all()
-    np.testing.assert_array_equal(clean, poisoned)
+def test_keys_that_nobody_sees_may_be_anything() -> None:
+    clean, poisoned = (Case("", 20, 400, 4, 1, 64, packed).inputs("bfloat16", poison=poison) for poison in (0, 1))
+    out = plain(clean, config=SMALL)
+    assert np.isfinite(out).all()
+    q, k, _, start, end = poisoned
+    np.testing.assert_array_equal(plain((q, k, clean[2], start, end), config=SMALL), out)
 
 
 @not_a_number
-@pytest.mark.parametrize("splits", [1, 2])
-def test_nan_reaches_exactly_the_rows_that_see_it(splits: int) -> None:
-    config = Config(1, 64, 2, splits)
+def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
     q, k, v, start, end = Case("", 32, 160, 2, 1, 64, whole).inputs("bfloat16")
     start, end = start.at[3].set(0), (128 + jnp.arange(32, dtype=jnp.int32)).at[3].set(0)  # row 3 is empty
-    want = interpreted((q, k, v, start, end), config=config)
-    sees = np.asarray(end) > 140
-    # In slot 140 only some rows see it; slot 70 is seen by all but the empty one.
-    for slot, rows in ((140, sees), (70, np.asarray(end) > 70)):
+    want = plain((q, k, v, start, end), config=SMALL)
+    # Slot 140 only some rows see; slot 70 all but the empty one.
+    for slot in (140, 70):
+        sees = np.asarray(end) > slot
         for broken in ((k.at[slot].set(jnp.nan), v), carry_flaws(k, v.at[slot, 0, 3].set(jnp.inf))):
-            out = interpreted((q, *broken, start, end), config=config)
-            np.testing.assert_array_equal(out[~rows], want[~rows])
-            assert not np.isfinite(out[rows]).any()
-
-
-def test_rows_in_any_order() -> None:
-    q, k, v, start, end = Case("", 40, 500, 4, 1, 64, scattered).inputs("bfloat16")
-    order = np.random.default_rng(0).permutation(40)
-    out = interpreted((q[order], k, v, start[order], end[order]))
-    np.testing.assert_allclose(out, reference(q, k, v, start, end)[order], atol=ATOL, rtol=0)
+            out = plain((q, *broken, start, end), config=SMALL)
+            np.testing.assert_array_equal(out[~sees], want[~sees])
+            assert not np.isfinite(out[sees]).any()
 
 
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,45 +103,200 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic_gpu.plgpu, "barrier_wait", forgetful)
     try:
         with pytest.raises(Exception, match="RACE DETECTED"):
-            interpreted(Case("", 8, 70, 2, 1, 64, causal).inputs("bfloat16"))
+            plain(Case("", 8, 70, 2, 1, 64, causal).inputs("bfloat16"))
     finally:
         reset_gpu_interpret_mode_state()  # its documentation asks for this after an exception
 
 
-def visited(start, end, group, config):
-    """Blocks of each tile, as the kernel walks over them."""
-    bounds, runs = mosaic_gpu._visits(jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32), group, config)
-    tiles = []
-    for (count, blocks, _, _), of_tile in zip(np.asarray(bounds), np.asarray(runs), strict=True):
-        walk = [block for begin, stop in of_tile[:count] for block in range(begin, stop)]
-        assert len(walk) == blocks
-        tiles.append(walk)
-    return tiles
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 32])
+@pytest.mark.parametrize("intervals", [causal, scattered, packed, windows, some_empty, all_empty])
+def test_items_of_the_plain_contract(group: int, intervals) -> None:
+    """Each tile has one item a head, from the first to the last page that its rows see, and programs do their share."""
+    heads, boxes, programs, pages = 2, 8, 5, 20
+    start, end = (np.clip(x, 0, 2500) for x in intervals(np.random.default_rng(0), 70, 2500))
+    start, end = (np.repeat(np.pad(x, (0, 2)).reshape(-1, 1, 8), group, 1).ravel() for x in (start, end))
+    start, end = (np.pad(x, (0, -len(x) % (boxes * 8))).reshape(-1, boxes * 8) for x in (start, end))
+    ctas, items = mosaic_gpu._items(*(jnp.asarray(x, jnp.int32) for x in (start, end)), heads, boxes, programs)
+    items = np.asarray(items)
+    assert ctas[0] == 0
+    assert ctas[-1] == len(items) == heads * len(start)
+    assert {(head, box) for head, box in items[:, [HEAD, BOX0]].tolist()} == {
+        (head, boxes * tile) for head in range(heads) for tile in range(len(start))
+    }
+    for item in items:
+        tile = item[BOX0] // boxes
+        first, last = start[tile][:, None] // PAGE, -(-end[tile][:, None] // PAGE)
+        page, some = np.arange(pages + 1), (start[tile] < end[tile])[:, None]
+        seen = (some & (first <= page) & (page < last)).any(0)
+        assert (item[BOXES], item[PARTIAL]) == (boxes, -1)
+        assert item[TO] - item[FROM] >= 1
+        if seen.any():
+            assert (item[FROM], item[TO]) == (seen.argmax(), seen.nonzero()[0][-1] + 1)
+        whole = (~some | ((start[tile][:, None] <= page * PAGE) & ((page + 1) * PAGE <= end[tile][:, None]))).all(0)
+        inner = (item[INNER_FROM] <= page) & (page < item[INNER_TO])
+        np.testing.assert_array_equal(inner[item[FROM] : item[TO]], whole[item[FROM] : item[TO]])
+    lengths = items[:, TO] - items[:, FROM]
+    loads = [lengths[begin:stop].sum() for begin, stop in itertools.pairwise(ctas)]
+    assert max(loads) - min(loads) <= lengths.max()
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
-@pytest.mark.parametrize("intervals", [causal, scattered, packed, windows, decode, some_empty, all_empty])
-def test_tiles_visit_every_block_that_their_rows_see(group: int, intervals) -> None:
-    config = Config(warpgroups=1, block=64)
-    start, end = intervals(np.random.default_rng(0), 70, 900)
-    start, end = (np.clip(x, 0, 900) for x in (start, end))
-    for tile, walk in enumerate(visited(start, end, group, config)):
-        assert len(set(walk)) == len(walk)
-        rows = sorted({box // group * 8 + i for box in range(8 * tile, 8 * tile + 8) for i in range(8)})
-        seen = {s // 64 for row in rows if row < 70 for s in range(start[row], end[row])}
-        assert seen <= set(walk)
-        assert not walk or (min(walk) in seen and max(walk) in seen)
+def paged(rows, arrays, cut, *, end=None, least=None, **settings):
+    """The kernel's results for q [N, H, D] and pools, whose work `cut` says how to cut."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays)
+    work = rows.work(cut, least)
+    scale = q.shape[2] ** -0.5
+    out = mosaic_gpu.paged_attention(q, k, v, work, end, scale=scale, interpret=RACES, **settings)
+    return np.asarray(out, np.float32), work.parts()
 
 
-def test_slots_that_nobody_sees_are_not_loaded() -> None:
-    start = np.arange(16) * 1000
-    [walk] = visited(start, start + 100, 4, Config(warpgroups=1, block=64))
-    assert set(walk) == {s // 64 for a in start for s in range(a, a + 100)}
-    # In another order they are, as in the middle of a prompt's rows.
-    [walk] = visited(start[::-1], start[::-1] + 100, 4, Config(warpgroups=1, block=64))
-    assert walk == list(range(15_100 // 64 + 1))
+def paged_inputs(case, count, heads, kv_heads, width, *, decode=False, pages=60, programs=3, **settings):
+    """Rows, arrays as bfloat16 has them, and how to cut; of one shape for all cases, so that they compile once."""
+    rows = case(np.random.default_rng(0))
+    q, *pools = paged_cases.arrays(rows, count, heads, kv_heads, width, **settings)
+    pools = [np.pad(pool, ((0, pages * PAGE - len(pool)), (0, 0), (0, 0))) for pool in pools]
+    arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (q, *pools)]
+    cut = mosaic_gpu.work_config(count, 20, 40, heads, kv_heads, width, decode=decode, programs=programs)
+    return rows, arrays, cut
 
 
+def assert_paged(rows, arrays, out):
+    np.testing.assert_allclose(out, paged_cases.reference(rows, *arrays), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [paged_cases.requests, paged_cases.decode_beside_prefill, paged_cases.shared_by_prefill, paged_cases.nothing],
+    ids=lambda case: case.__name__,
+)
+def test_pages(case) -> None:
+    rows, arrays, cut = paged_inputs(case, 96, 6, 2, 64)
+    assert cut.tile == 16
+    out, parts = paged(rows, arrays, cut)
+    assert_paged(rows, arrays, out)
+    if case is paged_cases.shared_by_prefill:
+        assert (parts.items[: parts.ctas[-1], PARTIAL] >= 0).any()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [paged_cases.decode, paged_cases.one_long, paged_cases.shared, paged_cases.two_levels],
+    ids=lambda case: case.__name__,
+)
+def test_rows_that_decode(case) -> None:
+    rows, arrays, cut = paged_inputs(case, 20, 8, 2, 128, decode=True)
+    assert cut.tile == 8
+    assert_paged(rows, arrays, paged(rows, arrays, cut)[0])
+
+
+def few(rng: np.random.Generator) -> Rows:
+    """Two rows of one request, of which programs share the pages, and one of another."""
+    tables = paged_cases.tables(rng, 7, 1)
+    return Rows(np.array([0, 1, 0]), np.array([0, 7, 140]), np.array([880, 90, 690]), tables)
+
+
+@pytest.mark.parametrize(
+    ("group", "width", "config"),
+    [
+        (1, 24, None),
+        (3, 72, Config(block=64, stages=3, take_turns=False)),
+        (4, 128, Config(stages=3)),
+        (7, 80, None),
+        (9, 64, None),
+        (32, 64, Config(block=128)),
+    ],
+)
+def test_groups_and_widths(group: int, width: int, config: Config | None) -> None:
+    rows, arrays, cut = paged_inputs(few, 5, group, 1, width, pages=9)
+    assert cut.heads * cut.group == group
+    out, parts = paged(rows, arrays, cut, config=config)
+    assert (parts.items[: parts.ctas[-1], PARTIAL] >= 0).any()
+    assert_paged(rows, arrays, out)
+
+
+def test_rows_are_copied_whole_or_merged_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program of the merge does where rows are many: all heads of a row."""
+    monkeypatch.setattr(mosaic_gpu_merge, "ENOUGH", 1)
+    rng = np.random.default_rng(0)
+    rows, heads = paged_cases.one_long(rng), 4
+    cut = mosaic_gpu.work_config(12, 8, 40, heads, heads, 32, decode=False, programs=3)
+    work = rows.work(cut)
+    parts = work.parts()
+    packed = rng.standard_normal((cut.octets * 8, heads, 128)).astype(np.float32)
+    lines = cut.partial_boxes * 8
+    total, largest, weight = (rng.random(shape).astype(np.float32) for shape in ((lines, 128), lines, lines))
+    results = merge(jnp.asarray(packed, jnp.float16), (total, largest, weight), work, RACES)
+    kinds = set()
+    for n, of_row in enumerate(np.asarray(results, np.float32)):
+        counts = np.diff(parts.merge_first[n * heads : (n + 1) * heads + 1])
+        kinds.add((n < len(rows.table), bool(counts.any()), bool(counts.all())))
+        for head, out in enumerate(of_row):
+            entries = parts.merge[parts.merge_first[n * heads + head] :][: counts[head]]
+            if len(entries):
+                share = np.exp2(largest[entries])
+                want = (total[entries] * share[:, None]).sum(0) / (weight[entries] * share).sum()
+            else:
+                want = packed[parts.unpack[n], head] if n < len(rows.table) else 0
+            np.testing.assert_allclose(out, want, atol=1e-3, rtol=1e-3)
+    assert kinds == {(False, False, False), (True, False, False), (True, True, False)}
+
+
+def test_ends_that_the_device_decides() -> None:
+    rows, arrays, cut = paged_inputs(paged_cases.decode, 20, 8, 2, 128, decode=True)
+    least = np.maximum(rows.end - 150, 0)
+    end = np.zeros(20, np.int32)
+    end[: len(rows.end)] = np.random.default_rng(0).integers(least, rows.end + 1)
+    end[5] = 0  # has ended
+    out, _ = paged(rows, arrays, cut, end=jnp.asarray(end), least=least)
+    assert_paged(dataclasses.replace(rows, end=end[: len(rows.end)]), arrays, out)
+
+
+@not_a_number
+def test_keys_of_other_requests_may_be_anything() -> None:
+    clean, poisoned = (
+        paged_inputs(paged_cases.two_levels, 20, 8, 2, 128, decode=True, poison=poison) for poison in (False, True)
+    )
+    np.testing.assert_array_equal(paged(*clean)[0], paged(*poisoned)[0])
+
+
+@not_a_number
+def test_nan_in_a_page_reaches_exactly_the_rows_that_see_it() -> None:
+    rows, arrays, cut = paged_inputs(paged_cases.two_levels, 20, 8, 2, 128, decode=True)
+    want = paged(rows, arrays, cut)[0]
+    seen = rows.slots(4)
+    for broken in (int(seen[100]), int(seen[-1])):  # in the prefix that all share, and at the row's own end
+        sees = np.array([n < len(rows.table) and broken in rows.slots(n) for n in range(20)])
+        q, k, v = (np.array(x) for x in arrays)
+        k[broken, 1] = np.nan
+        out = paged(rows, (q, k, v), cut)[0]
+        np.testing.assert_array_equal(out[~sees], want[~sees])
+        np.testing.assert_array_equal(out[:, :4], want[:, :4])  # the other key-value head
+        assert sees[4]
+        assert np.isnan(out[sees][:, 4:]).all()
+
+
+def test_how_work_is_cut() -> None:
+    def cut(rows, heads, kv_heads, decode=False):
+        config = mosaic_gpu.work_config(rows, 64, 160, heads, kv_heads, 128, decode=decode)
+        return config.group, config.heads, config.tile, config.pieces
+
+    assert cut(64, 32, 8, decode=True) == (4, 8, 8, 19)
+    assert cut(1, 64, 8, decode=True) == (8, 8, 8, 19)
+    assert cut(64, 9, 1, decode=True) == (9, 1, 16, 135)
+    assert cut(64, 32, 1, decode=True) == (16, 2, 16, 69)  # a group that does not fit
+    assert cut(8, 32, 8) == (4, 8, 8, 19)
+    assert cut(512, 32, 8) == (4, 8, 16, 6)
+    assert cut(512, 28, 4) == (7, 4, 16, 6)
+    assert cut(8192, 28, 4) == (1, 28, 16, 6)  # rows enough to fill a tile with those of one head
+
+
+def test_work_of_other_arguments_is_refused() -> None:
+    rows, arrays, _ = paged_inputs(few, 5, 4, 1, 64, pages=9)
+    other = mosaic_gpu.work_config(5, 20, 40, 8, 1, 64, decode=False, programs=3)
+    with pytest.raises(ValueError, match="work must be cut for 5 rows, 4 heads, 1 key-value heads, got WorkConfig"):
+        paged(rows, arrays, other)
+
+
+@not_a_number
 @pytest.mark.parametrize("case", LINK_CASES, ids=lambda case: case.name)
 def test_link(case: LinkCase) -> None:
     args = case.inputs()
@@ -258,22 +405,32 @@ def tuned(tmp_path, monkeypatch) -> Iterator[Callable[[list[dict[str, Any]]], No
 ENTRY = {"N": 512, "H": 32, "K": 8, "D": 128, "ms": 1.0, "default ms": 2.0}
 
 
-def test_the_table_of_fastest_cuts_is_read(tuned) -> None:
+def test_the_table_of_fastest_settings_is_read(tuned) -> None:
     tuned([])
-    usual = mosaic_gpu.default_config(512, 20480, 32, 8, 128)
-    fastest = Config(1, 64, 4, 7, take_turns=False)
-    tuned([ENTRY | {"config": dataclasses.asdict(fastest)}, ENTRY | {"N": 64, "config": {"splits": 3}}])
-    assert mosaic_gpu.default_config(512, 20480, 32, 8, 128) == fastest
-    assert mosaic_gpu.default_config(300, 20480, 32, 8, 128) == fastest
-    assert mosaic_gpu.default_config(100, 20480, 32, 8, 128).block == usual.block  # far below it
-    assert mosaic_gpu.default_config(300, 512, 32, 8, 128) == dataclasses.replace(fastest, splits=2)
-    assert mosaic_gpu.default_config(64, 20480, 32, 8, 128) == Config(splits=3)
-    assert mosaic_gpu.default_config(513, 20480, 32, 8, 128).block == usual.block  # beyond the table
-    assert mosaic_gpu.default_config(512, 20480, 32, 8, 64) != fastest
+    usual = mosaic_gpu.default_config(512, 32, 8, 128)
+    fastest = Config(8, 64, 4, take_turns=False, programs=264)
+    tuned([ENTRY | {"config": dataclasses.asdict(fastest)}, ENTRY | {"N": 64, "config": {"stages": 3}}])
+    assert mosaic_gpu.default_config(512, 32, 8, 128) == fastest
+    assert mosaic_gpu.default_config(300, 32, 8, 128) == fastest
+    assert mosaic_gpu.default_config(100, 32, 8, 128) == usual  # far below it
+    assert mosaic_gpu.default_config(64, 32, 8, 128) == Config(stages=3)
+    assert mosaic_gpu.default_config(513, 32, 8, 128) == usual  # beyond the table
+    assert mosaic_gpu.default_config(512, 32, 8, 64) != fastest
+    cut = mosaic_gpu.work_config(512, 1, 160, 32, 8, 128, decode=False)
+    assert (cut.tile, cut.programs) == (8, 264)
 
 
-@pytest.mark.parametrize("wrong", [{"block": 96}, {"block": 0}, {"warpgroups": 3}, {"stages": 0}, {"splits": 0}])
-def test_a_table_of_cuts_that_cannot_be_is_refused(tuned, wrong) -> None:
+@pytest.mark.parametrize("wrong", [{"block": 96}, {"block": 256}, {"tile": 24}, {"stages": 1}, {"programs": 1}])
+def test_a_table_of_settings_that_cannot_be_is_refused(tuned, wrong) -> None:
     tuned([ENTRY | {"config": wrong}])
-    with pytest.raises(ValueError, match="config must have 1 or 2 warpgroups"):
-        mosaic_gpu.default_config(512, 20480, 32, 8, 128)
+    with pytest.raises(ValueError, match="config must have a tile of 8 or 16, a block of 64 or 128, and 2 stages"):
+        mosaic_gpu.default_config(512, 32, 8, 128)
+
+
+def test_settings_that_do_not_fit_into_shared_memory_are_refused() -> None:
+    assert Config(stages=2).queries(128) == 2
+    assert Config(stages=3).queries(128) == 1
+    assert Config(tile=8, stages=3).queries(128) == 2
+    x, index = jnp.zeros((4, 2, 128), jnp.bfloat16), jnp.zeros(4, jnp.int32)
+    with pytest.raises(ValueError, match="config must fit into 232448 bytes of shared memory at D = 128, got Config"):
+        plain((x, x, x, index, index), config=Config(block=128, stages=4))
