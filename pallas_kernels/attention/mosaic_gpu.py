@@ -33,6 +33,7 @@ from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
     BOXES,
     COLUMNS,
+    DIRECT,
     FAR,
     FROM,
     HEAD,
@@ -139,7 +140,7 @@ def work_config(
     width: int,
     *,
     decode: bool,
-    shared: bool,
+    shared: bool = True,
     programs: int | None = None,
 ) -> WorkConfig:
     """How work is to be cut for `paged_attention`.
@@ -233,10 +234,10 @@ def paged_attention(
     seen = jnp.stack([of_boxes(parts.start), of_boxes(parts.end if end is None else end)])
     first = {name: place.start for name, (place, _) in cut.places.items()}
     lists = _Lists(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
-    outputs = _Outputs(cut.octets * BOX, WIDTH, cut.partial_boxes)
+    outputs = _Outputs(cut.octets * BOX, WIDTH, cut.partial_boxes, N)
     q = q.at[parts.rows].get(mode="clip")
-    packed, *partials = _launch(q, k, v, work.buffer, seen, lists, outputs, scale, config, interpret)
-    return merge(packed, tuple(partials), work, interpret)[:, :, :D]
+    packed, *partials, out = _launch(q, k, v, work.buffer, seen, lists, outputs, scale, config, interpret)
+    return merge(out, packed, tuple(partials), work, interpret)[:, :, :D]
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
@@ -274,7 +275,7 @@ def attention(
     ctas, items = _items(start, end, K, config.tile, programs)
     lists = _Lists(0, len(ctas), None, 0, H // K, K, programs)
     seen = jnp.stack([start.reshape(-1), end.reshape(-1)])
-    outputs = _Outputs(len(q), q.shape[2], 0)
+    outputs = _Outputs(len(q), q.shape[2], 0, 0)
     buffer = jnp.concatenate([ctas, items.reshape(-1)])
     (out,) = _launch(q, k, v, buffer, seen, lists, outputs, scale, config, interpret)
     return out[:N, :, :D]
@@ -321,11 +322,13 @@ class _Lists(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """Packed rows of results, their width, and boxes of partials; without these there are none."""
+    """Packed rows of results and their width; boxes of partials, and rows of results that items write to their place:
+    of both there may be none."""
 
     rows: int
     width: int
     partial_boxes: int
+    direct_rows: int
 
 
 def _launch(
@@ -348,7 +351,8 @@ def _launch(
       seen: [2, ...], first slot and one past the last of every row of the boxes.
 
     Returns:
-      results [R, H, width], and if there are partials their float32 sums [rows, D], largest scores and weights [rows].
+      results [R, H, width]; if there are partials their float32 sums [rows, D], largest scores and weights [rows]; and
+      if there are such, results in their place [direct_rows, H, width].
     """
     D = q.shape[2]
     group, tile, block, stages, warpgroups = lists.group, config.tile, config.block, config.stages, config.warpgroups
@@ -360,7 +364,7 @@ def _launch(
 
     def program(inputs: Any, out_refs: Any, buffers: Any, barriers: Any) -> None:
         q_ref, k_ref, v_ref, index_ref, seen_ref = inputs
-        out_ref, *partial_refs = out_refs
+        out_ref, *partial_refs = out_refs[: 4 if outputs.partial_boxes else 1]
         q_smem, k_smem, v_smem, p_smem = buffers
         q_here, q_free, k_here, v_here, k_free, v_free, turn = barriers
         cta, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -480,7 +484,7 @@ def _launch(
             total = pl.run_scoped(last_values, ACC((M, D)))
             empty = start >= end  # such a row has seen what its neighbours see whole
             # Read again, as registers are scarce in the loop.
-            head, box0, boxes, partial = read(item, HEAD, BOX0, BOXES, PARTIAL)
+            head, box0, boxes, partial, direct = read(item, HEAD, BOX0, BOXES, PARTIAL, DIRECT)
             boxes, box0 = boxes - warpgroup * EIGHT, box0 + warpgroup * EIGHT
 
             def write_result() -> None:
@@ -488,9 +492,16 @@ def _launch(
                 own_q[...] = jnp.where(across(empty, D), 0.0, total * across(share, D)).astype(q.dtype)
                 plgpu.commit_smem()
                 for i in range(EIGHT):
-                    target = out_ref.at[*box(head, box0 + i), pl.ds(0, D)]
-                    copy = functools.partial(plgpu.copy_smem_to_gmem, own_q.at[pl.ds(i * BOX, BOX)], target)
-                    pl.when(i < boxes)(copy)
+                    copy = functools.partial(plgpu.copy_smem_to_gmem, own_q.at[pl.ds(i * BOX, BOX)])
+                    rows, query_head = box(head, box0 + i)
+                    packed = functools.partial(copy, out_ref.at[rows, query_head, pl.ds(0, D)])
+                    if not outputs.direct_rows:
+                        pl.when(i < boxes)(packed)
+                        continue
+                    rows = pl.ds(direct + lax.div(warpgroup * EIGHT + i, group) * BOX, BOX)
+                    pl.when((i < boxes) & (direct < 0))(packed)
+                    in_place = functools.partial(copy, out_refs[-1].at[rows, query_head, pl.ds(0, D)])
+                    pl.when((i < boxes) & (direct >= 0))(in_place)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             def write_partial() -> None:
@@ -564,7 +575,8 @@ def _launch(
     )
     rows = outputs.partial_boxes * BOX
     partials = [((rows, outputs.width), jnp.float32), ((rows,), jnp.float32), ((rows,), jnp.float32)]
-    out_types = [((outputs.rows, q.shape[1], outputs.width), q.dtype), *(partials if rows else ())]
+    results = [((n, q.shape[1], outputs.width), q.dtype) for n in (outputs.rows, outputs.direct_rows) if n]
+    out_types = [results[0], *(partials if rows else ()), *results[1:]]
 
     def attention_kernel(*refs: Any) -> None:
         run = functools.partial(program, refs[:5], refs[5:])

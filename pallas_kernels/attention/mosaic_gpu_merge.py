@@ -1,7 +1,8 @@
 """The results of a step's rows, from what `mosaic_gpu` gives for its items: one Mosaic GPU kernel.
 
-Where a row's heads come from one item each, they are copied from its place among the packed rows; so it is for most
-rows where there are many. Partials of the others are summed, relative to their largest score.
+Where a row's heads come from one item each, the item has written them to their place if its rows follow each other in
+the step, or they are copied from among the packed rows. Partials of the others are summed, relative to their largest
+score.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def merge(
+    out: jax.Array,
     packed: jax.Array,
     partials: tuple[jax.Array, ...],
     work: Work,
@@ -29,7 +31,8 @@ def merge(
     """Results of the rows of a step.
 
     Args:
-      packed: [R, H, 128], results of items.
+      out: [N, H, 128], with the results of items that have written them to their place.
+      packed: [R, H, 128], results of the others.
       partials: float32 [rows, 128], [rows], [rows], of items: weighted sums of values, largest scores as exponents of
         2, and sums of weights relative to them, 0 for a row that sees nothing.
 
@@ -68,7 +71,7 @@ def merge(
             def nothing() -> None:
                 out[row, at] = plgpu.layout_cast(jnp.zeros(shape, packed.dtype), layout)
 
-            pl.when(place < R)(result)
+            pl.when((place >= 0) & (place < R))(result)
             pl.when(place >= R)(nothing)
 
         def write_sum(head: Any) -> None:
@@ -110,12 +113,12 @@ def merge(
         pl.when(none)(lambda: copy(head0, per))
         pl.when(~none)(lambda: lax.fori_loop(head0, head0 + per, lambda head, _: one(head), None))
 
-    out = plgpu.kernel(
+    out_ref = jax.new_ref(out.reshape(N, H * WIDTH))
+    plgpu.kernel(
         merge_kernel,
-        out_type=jax.ShapeDtypeStruct((N, H * WIDTH), packed.dtype),
         grid=(N, heads // per),
         grid_names=("row", "heads"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(packed.reshape(R, H * WIDTH), *partials, work.buffer)
-    return out.reshape(N, H, WIDTH)
+    )(packed.reshape(R, H * WIDTH), *partials, work.buffer, out_ref)
+    return jax.freeze(out_ref).reshape(N, H, WIDTH)

@@ -12,6 +12,7 @@ from vlcache_jax.pallas_kernels.attention.shares import Numbers, Pieces, Tiles, 
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
     BOXES,
+    DIRECT,
     FAR,
     FROM,
     HEAD,
@@ -26,6 +27,8 @@ from vlcache_jax.pallas_kernels.attention.work import (
     WorkConfig,
     eights,
 )
+
+Index = npt.NDArray[np.int32]
 
 
 class Shared(NamedTuple):
@@ -52,9 +55,9 @@ def make_work(
       start, end: the logical slots start <= s < end that it sees, [n].
       tables: of each request, the pool's page of each of its logical pages.
       least: what `end` is at least where the device decides, [n]; None is `end`.
-      shared: where `config` allows it, prefixes that several tables have in common, each once; a table may be in several, of which the longer
-        ones have no other tables. Rows that see them whole visit them together, where that saves time and there is
-        room for their partials.
+      shared: prefixes that several tables have in common, each once; a table may be in several, of which the longer
+        ones have no other tables. Rows that see them whole visit them together, where `config` allows it, that saves
+        time, and there is room for their partials.
 
     Returns:
       The work list; it is never changed later, as a device may read it at any time.
@@ -275,6 +278,8 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
     np.cumsum(np.bincount(pieces.program, minlength=config.programs), out=parts.ctas[1:])
     if config.programs == 1:
         return
+    first_row = _first_rows(parts.rows, tiles, config)
+    parts.items[: len(tile), DIRECT] = np.where(is_partial, -1, first_row[tile])
 
     # Which rows the items of each octet give: the row at its place, and which of its own rows have partials.
     cut = np.flatnonzero(is_partial)
@@ -291,6 +296,18 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
     np.cumsum(np.bincount(target, minlength=config.rows * heads), out=parts.merge_first[1:])
     parts.unpack[:] = config.octets * box
     parts.unpack[rows.row] = place[0]
+    direct = first_row >= 0
+    count = tiles.octets[direct] * box
+    parts.unpack[np.repeat(first_row[direct] - np.cumsum(count) + count, count) + np.arange(count.sum())] = -1
+
+
+def _first_rows(rows: Index, tiles: Tiles, config: WorkConfig) -> Numbers:
+    """The first row of each tile whose rows follow each other in the step, and no other items visit; -1 of others."""
+    begin = tiles.octet * config.box
+    last = begin + tiles.octets * config.box - 1
+    breaks = np.concatenate([[0], np.cumsum(rows[1:] != rows[:-1] + 1)])
+    follow = (breaks[last] == breaks[begin]) & (rows[last] < config.rows)
+    return np.where(follow & ~tiles.partial, rows[begin], -1)
 
 
 def _up(x: Any, unit: int) -> Any:

@@ -97,8 +97,8 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
 def _cuts(begin: Any, cost: Any, fixed: Any, inner: Any, load: Any, share: float) -> Numbers:
     """Where the programs' shares of a line of items end, counted in pages [P].
 
-    A program that begins inside an item pays for an item and a partial again. How many do is known afterwards, so the share,
-    at least `share`, is found in a few turns. What rounding to pages takes from a program, the next one gets.
+    A program that begins inside an item pays for an item and a partial again. How many do is known afterwards, so the
+    share, at least `share`, is found in a few turns. What rounding to pages takes from a program, the next one gets.
     """
     line = [0.0, *np.cumsum(cost).tolist()]
     start, fixed, inner, used = begin.tolist(), fixed.tolist(), inner.tolist(), load.tolist()

@@ -25,7 +25,7 @@ PAGE = 128  # slots, the keys that the kernels multiply at once
 FAR = 2**30  # a page beyond every other
 
 COLUMNS = 16  # of an item
-HEAD, BOX0, BOXES, TABLE, FROM, TO, INNER_FROM, INNER_TO, PARTIAL = range(9)
+HEAD, BOX0, BOXES, TABLE, FROM, TO, INNER_FROM, INNER_TO, PARTIAL, DIRECT = range(10)
 
 MAX_SHARED_BOXES = 32768  # of partials of shared pages: 128 MB at D = 128
 
@@ -137,11 +137,13 @@ class Parts(NamedTuple):
     Attributes:
       ctas: [P + 1], program c does the items ctas[c] to ctas[c + 1].
       items: [I, 16]: head; first box (octet * group); boxes; table; pages from, to; all its rows see the pages from,
-        to whole; first box of its partial, or -1: it gives the result.
+        to whole; first box of its partial, or -1: it gives the result; its first row, if its rows follow each other in
+        the step and it can write the result to its place, else -1.
       tables: [T, B], the pool's page of each logical page; unused ones are 0.
       rows: [R + tile * box], the step's row at each place of the octets, N for none.
       start, end: [N], logical slots that each row sees.
-      unpack: [N], the place in the octets of a row whose result one item gives, R for the others.
+      unpack: [N], the place in the octets of a row whose result one item gives, -1 if that writes it to its place; R
+        for rows that see nothing.
       merge_first: [N * heads + 1], row n of head h has the entries of `merge` from merge_first[n * heads + h] on.
       merge: a row of a partial: its box * `box` + its place in the octet; those of the group's other query heads
         follow at a distance of `box`.

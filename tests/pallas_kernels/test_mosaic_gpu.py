@@ -28,11 +28,13 @@ from vlcache_jax.pallas_kernels.cases import (
     WAYS,
     Case,
     LinkCase,
+    all_empty,
     causal,
     link_reference,
     packed,
     reference,
     scattered,
+    some_empty,
     whole,
     windows,
 )
@@ -155,7 +157,10 @@ def paged_inputs(case, count, heads, kv_heads, width, *, decode=False, pages=60,
     q, *pools = paged_cases.arrays(rows, count, heads, kv_heads, width, **settings)
     pools = [np.pad(pool, ((0, pages * PAGE - len(pool)), (0, 0), (0, 0))) for pool in pools]
     arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (q, *pools)]
-    cut = mosaic_gpu.work_config(count, 20, 40, heads, kv_heads, width, decode=decode, programs=programs)
+    shared = bool(rows.shared)
+    cut = mosaic_gpu.work_config(
+        count, 20, 40, heads, kv_heads, width, decode=decode, shared=shared, programs=programs
+    )
     return rows, arrays, cut
 
 
@@ -184,7 +189,7 @@ def test_pages(case) -> None:
 )
 def test_rows_that_decode(case) -> None:
     rows, arrays, cut = paged_inputs(case, 20, 8, 2, 128, decode=True)
-    assert cut.tile == 8
+    assert cut.tile == (16 if rows.shared else 8)
     assert_paged(rows, arrays, paged(rows, arrays, cut)[0])
 
 
@@ -221,10 +226,11 @@ def test_rows_are_copied_whole_or_merged_head_by_head(monkeypatch: pytest.Monkey
     cut = mosaic_gpu.work_config(12, 8, 40, heads, heads, 32, decode=False, programs=3)
     work = rows.work(cut)
     parts = work.parts()
-    packed = rng.standard_normal((cut.octets * 8, heads, 128)).astype(np.float32)
+    packed, there = (rng.standard_normal((n, heads, 128)).astype(np.float32) for n in (cut.octets * 8, 12))
     lines = cut.partial_boxes * 8
     total, largest, weight = (rng.random(shape).astype(np.float32) for shape in ((lines, 128), lines, lines))
-    results = merge(jnp.asarray(packed, jnp.float16), (total, largest, weight), work, RACES)
+    half = (jnp.asarray(x, jnp.float16) for x in (there, packed))
+    results = merge(*half, (total, largest, weight), work, RACES)
     kinds = set()
     for n, of_row in enumerate(np.asarray(results, np.float32)):
         counts = np.diff(parts.merge_first[n * heads : (n + 1) * heads + 1])
@@ -235,7 +241,8 @@ def test_rows_are_copied_whole_or_merged_head_by_head(monkeypatch: pytest.Monkey
                 share = np.exp2(largest[entries])
                 want = (total[entries] * share[:, None]).sum(0) / (weight[entries] * share).sum()
             else:
-                want = packed[parts.unpack[n], head] if n < len(rows.table) else 0
+                place = parts.unpack[n]
+                want = there[n, head] if place < 0 else packed[place, head] if place < len(packed) else 0
             np.testing.assert_allclose(out, want, atol=1e-3, rtol=1e-3)
     assert kinds == {(False, False, False), (True, False, False), (True, True, False)}
 

@@ -10,6 +10,7 @@ from vlcache_jax.pallas_kernels.attention.shares import ITEM, MASK
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
     BOXES,
+    DIRECT,
     FROM,
     HEAD,
     INNER_FROM,
@@ -63,6 +64,7 @@ def check(work: Work, rows: Rows) -> None:
     least = np.minimum(rows.end, rows.end)
     visited = [[] for _ in range(count * config.heads)]  # (first slot, last, partial row or None) of a row and head
     partial_boxes = np.zeros(config.partial_boxes, int)
+    in_place = set()  # rows whose results some item writes to their place
     for _, item in walk(work):
         assert item[FROM] < item[TO]
         assert item[BOX0] % group == item[BOXES] % group == 0
@@ -70,6 +72,10 @@ def check(work: Work, rows: Rows) -> None:
         octet, size = item[BOX0] // group, item[BOXES] // group
         members = parts.rows[octet * box :][: size * box]
         real = members[members < config.rows]
+        if config.programs > 1 and item[DIRECT] >= 0:
+            assert item[PARTIAL] < 0
+            assert members.tolist() == list(range(item[DIRECT], item[DIRECT] + len(members)))
+            in_place.update(members.tolist())
         assert len(real)
         if item[FROM] < item[INNER_FROM] or item[INNER_TO] < item[TO]:
             assert set(rows.table[real]) == {item[TABLE]}
@@ -101,7 +107,7 @@ def check(work: Work, rows: Rows) -> None:
         assert len(merged) <= config.pieces
         if spans and not merged:
             assert len(spans) == 1
-            assert parts.rows[parts.unpack[row]] == row
+            assert row in in_place if parts.unpack[row] < 0 else parts.rows[parts.unpack[row]] == row
     if config.programs > 1:
         empty = np.setdiff1d(np.arange(config.rows), np.flatnonzero(rows.start < rows.end))
         assert (parts.unpack[empty] == config.octets * box).all()
