@@ -46,8 +46,12 @@ def shapes(*, paged: bool) -> list[pytest.param]:
 @pytest.mark.parametrize("shape", shapes(paged=True))
 def test_paged_attention_spills_nothing_and_copies_no_pool(shape: AttentionShape) -> None:
     config = shape.work("mosaic_gpu").config
-    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
-    compiled = compile_program(attend, (*shape.paged_specs(), config.abstract()))
+
+    def attend(q, k, v, work, end=None):
+        return paged_attention(q, k, v, work, end=end, implementation="mosaic_gpu")
+
+    ends = (jax.ShapeDtypeStruct((shape.N,), jnp.int32),) if shape.is_decode else ()  # of a window, from the device
+    compiled = compile_program(attend, (*shape.paged_specs(), config.abstract(), *ends))
     assert compiled.spills == 0
     assert compiled.operations <= 4  # the kernel, merging, and what packs the rows
     # Packed queries and results, with the intervals of their rows, and sums of partials in float32.
@@ -147,7 +151,7 @@ def test_decoding(runner) -> None:
     compiled = compile_key(runner, "decode", 64)
     assert compiled.spills == 0
     assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES
-    assert compiled.temp < 64 * 2**20
+    assert compiled.temp < 128 * 2**20  # of which 76 are partials, should the requests share prefixes
     assert compiled.operations < 20 * CONFIG.text.num_layers
 
 
