@@ -352,7 +352,7 @@ def _time_torch(plan: Plan, shape: tuple[int, int, int, int]) -> Row:
     return _rates(statistics.median(measured), operations, traffic)
 
 
-# (c) Tiles, stages, turns.
+# (c) Tiles, blocks, stages, turns.
 
 
 def tune(plan: Plan) -> Iterator[Case]:
@@ -380,10 +380,11 @@ def _tune(plan: Plan, shapes: list[AttentionShape]) -> Row:
         return took[config]
 
     total_ms(usual)
+    blocks = [{"block": 128, "stages": 2}, {"block": 128, "stages": 3}, {"block": 64, "stages": 4}]
     # One setting after the other, each from the best so far.
     for changes in (
-        [] if plan.rehearse else [{"tile": 24 - usual.tile, "stages": stages} for stages in (2, 3)],
-        [{"stages": 5 - usual.stages}],
+        [] if plan.rehearse else [{"tile": 24 - usual.tile} | block for block in blocks],
+        blocks[:1] if plan.rehearse else blocks,
         [] if plan.rehearse else [{"take_turns": False}],
     ):
         best = min(took, key=total_ms)

@@ -158,9 +158,7 @@ def paged_inputs(case, count, heads, kv_heads, width, *, decode=False, pages=60,
     pools = [np.pad(pool, ((0, pages * PAGE - len(pool)), (0, 0), (0, 0))) for pool in pools]
     arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (q, *pools)]
     shared = bool(rows.shared)
-    cut = mosaic_gpu.work_config(
-        count, 20, 40, heads, kv_heads, width, decode=decode, shared=shared, programs=programs
-    )
+    cut = mosaic_gpu.work_config(count, 20, 40, heads, kv_heads, width, decode=decode, shared=shared, programs=programs)
     return rows, arrays, cut
 
 
