@@ -280,11 +280,12 @@ def test_nan_in_a_page_reaches_exactly_the_rows_that_see_it() -> None:
 
 
 def test_how_work_is_cut() -> None:
-    def cut(rows, heads, kv_heads, decode=False):
-        config = mosaic_gpu.work_config(rows, 64, 160, heads, kv_heads, 128, decode=decode)
+    def cut(rows, heads, kv_heads, decode=False, shared=False):
+        config = mosaic_gpu.work_config(rows, 64, 160, heads, kv_heads, 128, decode=decode, shared=shared)
         return config.group, config.heads, config.tile, config.pieces
 
     assert cut(64, 32, 8, decode=True) == (4, 8, 8, 19)
+    assert cut(64, 32, 8, decode=True, shared=True) == (4, 8, 16, 19)  # rows over a prefix fill large tiles
     assert cut(1, 64, 8, decode=True) == (8, 8, 8, 19)
     assert cut(64, 9, 1, decode=True) == (9, 1, 16, 135)
     assert cut(64, 32, 1, decode=True) == (16, 2, 16, 69)  # a group that does not fit
