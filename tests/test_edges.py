@@ -452,8 +452,8 @@ def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeyp
     expected = chat(llm, rows, params)
     decode, steps = llm._runner.decode, itertools.count()
 
-    def damaged(given):
-        logits, greedy = decode(given)
+    def damaged(*given):
+        logits, greedy = decode(*given)
         if next(steps) == 1:  # the third token of the second row
             logits = logits.at[1, 7].set(np.nan)
             greedy = greedy.at[1].set(-1)

@@ -14,6 +14,7 @@ from vlcache_jax.benchmarks.shapes import ATTENTION
 SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter: NaN in K
 @pytest.mark.parametrize("sections", [("check", "ceiling"), ("ttft", "decode")])
 def test_rehearsal(tmp_path, sections, monkeypatch):
     plan = gpu.Plan(rehearse=True, out=tmp_path)

@@ -15,7 +15,11 @@ from vlcache_jax.first_contact.chip import Chip
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
 CHIP = Chip("NVIDIA H200", "9.0", "580.65.06", "")
-PASSED = {"attention": Verdict(True, "24 cases"), "link": Verdict(True, "6 cases")}
+PASSED = {
+    "attention": Verdict(True, "24 cases"),
+    "paged_attention": Verdict(True, "20 cases"),
+    "link": Verdict(True, "6 cases"),
+}
 
 
 @pytest.fixture

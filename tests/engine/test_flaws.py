@@ -9,6 +9,7 @@ import pytest
 
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.store import CacheStats
+from vlcache_jax.pallas_kernels import PAGE
 
 LADDER = Ladder(rows=(64, 256), patches=(256,), sequences=(1, 4))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -107,7 +108,7 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
     assert output.error.startswith("conversations[0]: logits must be finite")
     stats = llm.cache.stats()
     assert (stats.not_finite, stats.failed, stats.bytes) == (1, 1, 0)  # the encoder rows go with their request
-    used = slice(len(output.prompt_token_ids))
+    used = slice(PAGE, PAGE + len(output.prompt_token_ids))
     for number, (k, v) in enumerate(llm._runner._pool):
         assert np.isfinite(v).all()
         flawed = np.isnan(k[used]).any(-1).all(0)
