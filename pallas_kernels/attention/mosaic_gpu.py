@@ -498,7 +498,7 @@ def _launch(
                     if not outputs.direct_rows:
                         pl.when(i < boxes)(packed)
                         continue
-                    rows = pl.ds(direct + lax.div(warpgroup * EIGHT + i, group) * BOX, BOX)
+                    rows = pl.ds((lax.div(direct, BOX) + lax.div(warpgroup * EIGHT + i, group)) * BOX, BOX)
                     pl.when((i < boxes) & (direct < 0))(packed)
                     in_place = functools.partial(copy, out_refs[-1].at[rows, query_head, pl.ds(0, D)])
                     pl.when((i < boxes) & (direct >= 0))(in_place)

@@ -302,12 +302,15 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
 
 
 def _first_rows(rows: Index, tiles: Tiles, config: WorkConfig) -> Numbers:
-    """The first row of each tile whose rows follow each other in the step, and no other items visit; -1 of others."""
+    """The first row of each tile whose rows follow each other in the step, and no other items visit; -1 of others.
+
+    It is a multiple of `box`, as bulk copies ask.
+    """
     begin = tiles.octet * config.box
     last = begin + tiles.octets * config.box - 1
     breaks = np.concatenate([[0], np.cumsum(rows[1:] != rows[:-1] + 1)])
     follow = (breaks[last] == breaks[begin]) & (rows[last] < config.rows)
-    return np.where(follow & ~tiles.partial, rows[begin], -1)
+    return np.where(follow & (rows[begin] % config.box == 0) & ~tiles.partial, rows[begin], -1)
 
 
 def _up(x: Any, unit: int) -> Any:

@@ -138,7 +138,7 @@ class Parts(NamedTuple):
       ctas: [P + 1], program c does the items ctas[c] to ctas[c + 1].
       items: [I, 16]: head; first box (octet * group); boxes; table; pages from, to; all its rows see the pages from,
         to whole; first box of its partial, or -1: it gives the result; its first row, if its rows follow each other in
-        the step and it can write the result to its place, else -1.
+        the step from a multiple of `box` on and it can write the result to its place, else -1.
       tables: [T, B], the pool's page of each logical page; unused ones are 0.
       rows: [R + tile * box], the step's row at each place of the octets, N for none.
       start, end: [N], logical slots that each row sees.

@@ -74,6 +74,7 @@ def check(work: Work, rows: Rows) -> None:
         real = members[members < config.rows]
         if config.programs > 1 and item[DIRECT] >= 0:
             assert item[PARTIAL] < 0
+            assert item[DIRECT] % box == 0
             assert members.tolist() == list(range(item[DIRECT], item[DIRECT] + len(members)))
             in_place.update(members.tolist())
         assert len(real)
