@@ -119,7 +119,7 @@ class AttentionShape:
         shared = [Shared(range(len(tables)), common)] if common else []
         return Paged(*seen[:3], tables, shared, count)
 
-    def work(self, implementation: str | None = None, *, shared: bool = True, seed: int = 0, **cut: int) -> Work:
+    def work(self, implementation: str | None = None, *, shared: bool = True, seed: int = 0, **cut: Any) -> Work:
         """The work list of paged attention by an implementation.
 
         Args:
@@ -130,8 +130,9 @@ class AttentionShape:
         q, *_ = self.paged_specs()
         pages = max(map(len, case.tables))
         usual = work_config(
-            self.N, len(case.tables), pages, q, self.K, decode=self.is_decode, implementation=implementation
-        )
+            self.N, len(case.tables), pages, q, self.K,
+            decode=self.is_decode, shared=shared and bool(case.shared), implementation=implementation,
+        )  # fmt: skip
         config = dataclasses.replace(usual, **cut)
         return make_work(*case[:3], case.tables, config, shared=case.shared if shared else ())
 

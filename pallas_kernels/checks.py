@@ -75,8 +75,8 @@ def _paged(
 ) -> float:
     rows = case(np.random.default_rng(0))
     count = -(-max(len(rows.table), 1) // 16) * 16
-    q, k, v = paged_cases.arrays(rows, count, heads, kv_heads, width, poison=True, flaw=flaw)
-    q, k, v = (jax.numpy.asarray(x, dtype) for x in (q, k, v))
+    arrays = paged_cases.arrays(rows, count, heads, kv_heads, width, poison=True, flaw=flaw)
+    q, k, v = (jax.numpy.asarray(x, dtype) for x in arrays)
     shape = jax.ShapeDtypeStruct(q.shape, dtype)
     config = work_config(count, len(rows.tables) + 1, 40, shape, kv_heads, decode=decode, implementation=implementation)
     work = rows.work(config)
@@ -145,7 +145,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             Check(f"{case.__name__}, NaN", functools.partial(_paged, case, 8, 2, 64, flaw=True), first=True)
             for case in (paged_cases.requests, paged_cases.two_levels)
         ),
-        Check("causal, float16", functools.partial(_paged, paged_cases.causal, 8, 2, 64, dtype="float16"), first=True),
+        Check("decode, float16", functools.partial(_paged, paged_cases.decode, 8, 2, 64, dtype="float16"), first=True),
     ),
     "link": (
         *(Check(case.name, functools.partial(_link, case), first=True) for case in LINK_CASES),
