@@ -4,6 +4,7 @@
 (`vlcache_jax.first_contact`), which runs some of them; `benchmarks.gpu check` runs all.
 """
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -72,17 +73,25 @@ def _paged(
     dtype: str = "bfloat16",
     decode: bool = False,
     flaw: bool = False,
+    count: int = 0,
+    programs: int | None = None,
 ) -> float:
+    """Some rows turn out to see nothing; `count` rows at least, by so many `programs`."""
     rows = case(np.random.default_rng(0))
-    count = -(-max(len(rows.table), 1) // 16) * 16
+    count = max(count, -(-max(len(rows.table), 1) // 16) * 16)
     arrays = paged_cases.arrays(rows, count, heads, kv_heads, width, poison=True, flaw=flaw)
     q, k, v = (jax.numpy.asarray(x, dtype) for x in arrays)
     shape = jax.ShapeDtypeStruct(q.shape, dtype)
     config = work_config(count, len(rows.tables) + 1, 40, shape, kv_heads, decode=decode, implementation=implementation)
+    if programs is not None and config.programs > 1:
+        config = dataclasses.replace(config, programs=programs, pieces=programs + 3)
     work = rows.work(config)
+    end = rows.end.copy()
+    end[::7] = 0
+    ends = jax.numpy.asarray(np.pad(end, (0, count - len(end))), jax.numpy.int32)
     run = jax.jit(functools.partial(paged_attention, implementation=implementation))
-    runs = [run(q, k, v, work) for _ in range(2)]
-    return _compare(runs, paged_cases.reference(rows, q, k, v), TOLERANCE[dtype])
+    runs = [run(q, k, v, work, end=ends) for _ in range(2)]
+    return _compare(runs, paged_cases.reference(dataclasses.replace(rows, end=end), q, k, v), TOLERANCE[dtype])
 
 
 def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> float:
@@ -143,6 +152,14 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         ),
         *(
             Check(f"{case.__name__}, NaN", functools.partial(_paged, case, 8, 2, 64, flaw=True), first=True)
+            for case in (paged_cases.requests, paged_cases.two_levels)
+        ),
+        Check("causal, many rows", functools.partial(_paged, paged_cases.causal, 32, 8, 128, count=2048), first=True),
+        *(
+            Check(
+                f"{case.__name__}, few programs",
+                functools.partial(_paged, case, 32, 8, 128, programs=3), first=True,
+            )
             for case in (paged_cases.requests, paged_cases.two_levels)
         ),
         Check("decode, float16", functools.partial(_paged, paged_cases.decode, 8, 2, 64, dtype="float16"), first=True),

@@ -171,7 +171,7 @@ def work_config(
 
     return mosaic_gpu.work_config(
         rows, requests, pages, q.shape[1], kv_heads, q.shape[2], decode=decode, shared=shared,
-        programs=3 if choice.implementation == "mosaic_gpu_interpreted" else mosaic_gpu.MULTIPROCESSORS,
+        programs=3 if choice.implementation == "mosaic_gpu_interpreted" else None,
     )  # fmt: skip
 
 

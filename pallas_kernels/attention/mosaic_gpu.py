@@ -112,7 +112,8 @@ class Config:
 def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: bool = False) -> Config:
     """What was measured to be fastest for the next larger N of these heads, if `TUNED` has one up to four times as
     large. Otherwise, where requests have few packed rows, one warpgroup and many pages in flight."""
-    measured = {rows: config for rows, config in _tuned().get((heads, kv_heads, width), ()) if n <= rows <= 4 * n}
+    tuned = _tuned().get((heads, kv_heads, width, decode), ())
+    measured = {rows: config for rows, config in tuned if n <= rows <= 4 * n}
     if measured:
         return measured[min(measured)]
     group = heads // kv_heads
@@ -122,12 +123,13 @@ def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: boo
 
 
 @functools.cache
-def _tuned() -> dict[tuple[int, int, int], list[tuple[int, Config]]]:
-    """(H, K, D) -> (N, fastest way to work), as `benchmarks.gpu` wrote them."""
-    table: dict[tuple[int, int, int], list[tuple[int, Config]]] = {}
+def _tuned() -> dict[tuple[int, int, int, bool], list[tuple[int, Config]]]:
+    """(H, K, D, decode) -> (N, fastest way to work), as `benchmarks.gpu` wrote them."""
+    table: dict[tuple[int, int, int, bool], list[tuple[int, Config]]] = {}
     if TUNED.exists():
         for entry in json.loads(TUNED.read_text())["rows"]:
-            table.setdefault((entry["H"], entry["K"], entry["D"]), []).append((entry["N"], Config(**entry["config"])))
+            key = entry["H"], entry["K"], entry["D"], entry.get("decode", False)
+            table.setdefault(key, []).append((entry["N"], Config(**entry["config"])))
     return table
 
 
@@ -155,7 +157,6 @@ def work_config(
     config = default_config(rows, heads, kv_heads, width, decode=decode and not shared)
     group = _part_of_group(heads // kv_heads, config.tile, rows)
     programs = programs or config.programs
-    pieces = programs // (heads // group) + 3 if rows <= 128 else 6
     return WorkConfig(
         rows=rows,
         requests=requests,
@@ -167,7 +168,7 @@ def work_config(
         small=config.tile,
         shared=shared,
         programs=programs,
-        pieces=max(4, pieces),
+        pieces=max(4, programs // (heads // group) + 3),
     )
 
 
@@ -508,7 +509,7 @@ def _launch(
                 rows = pl.ds((partial + warpgroup * EIGHT) * BOX, M)
                 total_ref, largest_ref, weight_ref = partial_refs
                 total_ref[rows, pl.ds(0, D)] = total
-                largest_ref[rows] = largest
+                largest_ref[rows] = jnp.where(empty, LOWEST, largest)
                 weight_ref[rows] = jnp.where(empty, 0.0, weight)
 
             pl.when(partial < 0)(write_result)

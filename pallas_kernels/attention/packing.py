@@ -76,12 +76,10 @@ def make_work(
     parts.start[: len(start)], parts.end[: len(end)] = start, end
     live = np.flatnonzero(start < end)
     rows = _Rows(live, table[live], start[live], end[live], least[live])
-    cut = _cut(rows, _worthwhile(rows, tables, shared, config), config)
-    if cut is None:
-        cut = _cut(rows, (), config)
-    assert cut is not None, "the lengths of the configuration hold all rows apart"
-    tiles, place, pieces = cut
-    _write(parts, rows, tiles, place, pieces, config)
+    groups = _worthwhile(rows, tables, shared, config)
+    cuts = (_cut(rows, groups[:count], config) for count in range(len(groups), -1, -1))
+    cut = next(cut for cut in cuts if cut is not None)  # the longest prefixes are given up first; with none, all fits
+    _write(parts, rows, *cut, config)
     return work
 
 
@@ -220,7 +218,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
             )
         )
     merged = Tiles(*(np.concatenate(column) for column in zip(*tiles, strict=True))) if groups else tiles[0]
-    if used > config.octets or len(merged.octet) > config.tiles:
+    if used > config.octets or len(merged.octet) > config.tiles or (config.programs > 1 and levels >= config.pieces):
         return None
     pieces = share_out(merged, config, config.pieces // (1 + levels))
     if config.programs > 1 and groups:

@@ -71,9 +71,11 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     if load.max() - mean <= max(1.0, 0.015 * mean):
         return dealt_whole
 
-    share = max(mean, costs[0] / max(limit - 1, 1))
+    share = max(mean, costs[0] / max(limit - 1, 1) + 2 * ITEM)
     rounds = sum(1 for dealt_to in loads[1:] if dealt_to.max() <= share)
     dealt = min(rounds * programs, len(tile))
+    if dealt == len(tile):
+        return dealt_whole
     by_room = np.argsort(loads[rounds], kind="stable")
     rest = tile[dealt:]
     begin = np.concatenate([[0], np.cumsum(pages[rest])])  # of each on the line of all their pages

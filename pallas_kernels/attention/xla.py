@@ -195,7 +195,8 @@ def _paged_attention(
     if config.tile > config.small:
         sums = lax.fori_loop(0, large, functools.partial(add_item, config.tile), sums)
     total, _, weight = lax.fori_loop(large, parts.ctas[-1], functools.partial(add_item, config.small), sums)
-    return jnp.where(weight[..., None] == 0, 0, total / weight[..., None]).reshape(N, H, D).astype(k.dtype)
+    is_empty = (weight == 0) | (start >= end)[:, None, None]  # an item may have added pages that others see whole
+    return jnp.where(is_empty[..., None], 0, total / weight[..., None]).reshape(N, H, D).astype(k.dtype)
 
 
 def _empty_state(shape: tuple[int, ...], width: int) -> State:

@@ -76,13 +76,14 @@ def test_nan_in_k_reaches_exactly_the_rows_that_see_it(case):
     assert np.isnan(out[sees][:, 3:]).all()
 
 
-def test_ends_that_the_device_decides():
+@pytest.mark.parametrize("least", [np.zeros_like, np.copy])
+def test_ends_that_the_device_decides(least):
     """The list is made for the most that rows may see; some see less, some nothing."""
     rows = paged_cases.decode_beside_prefill(np.random.default_rng(0))
     q, k, v = arrays(rows, COUNT, HEADS, KV_HEADS, WIDTH)
-    work = rows.work(config(), least=np.zeros(len(rows.end), int))
-    end = np.random.default_rng(1).integers(0, rows.end + 1)
-    end[2] = 0
+    work = rows.work(config(), least=least(rows.end))
+    end = np.maximum(np.random.default_rng(1).integers(0, rows.end + 1), least(rows.end))
+    end[[2, 20]] = 0
     less = paged_cases.Rows(rows.table, rows.start, end, rows.tables)
     out = jitted(q, *padded(k, v), work, end=jnp.asarray(np.pad(end, (0, COUNT - len(end))), jnp.int32))
     np.testing.assert_allclose(out, reference(less, q, k, v), atol=ATOL["float32"], rtol=0)

@@ -30,6 +30,7 @@ WAYS = {
     "GPU, groups of 4": {"group": 4, "heads": 8, "programs": 132, "pieces": 19},
     "GPU, groups of 7": {"group": 7, "heads": 4, "programs": 132, "pieces": 36},
     "GPU, one warpgroup": {"group": 8, "heads": 2, "tile": 8, "small": 8, "programs": 9, "pieces": 8},
+    "GPU, few partials of many programs": {"group": 8, "heads": 2, "programs": 132, "pieces": 6},
     "GPU, few partials": {"group": 1, "heads": 3, "programs": 5, "pieces": 4},
 }
 
@@ -58,10 +59,10 @@ def loads(work: Work) -> np.ndarray:
     return spent
 
 
-def check(work: Work, rows: Rows) -> None:
+def check(work: Work, rows: Rows, least: np.ndarray | None = None) -> None:
     config, parts = work.config, work.parts()
     count, box, group = len(rows.table), config.box, config.group
-    least = np.minimum(rows.end, rows.end)
+    least = rows.end if least is None else least
     visited = [[] for _ in range(count * config.heads)]  # (first slot, last, partial row or None) of a row and head
     partial_boxes = np.zeros(config.partial_boxes, int)
     in_place = set()  # rows whose results some item writes to their place
@@ -172,7 +173,9 @@ def test_a_prefix_too_short_to_be_worth_it_is_read_apart():
 
 def test_ends_that_the_device_decides_are_masked():
     end, least = np.full(20, 5 * PAGE), np.full(20, PAGE + 3)
-    work = make_work(np.zeros(20), np.zeros(20), end, [np.arange(1, 6)], config("XLA"), least=least)
+    rows = Rows(np.zeros(20, int), np.zeros(20, int), end, [np.arange(1, 6)])
+    work = rows.work(config("XLA"), least=least)
+    check(work, rows, least)
     assert {(item[TO], item[INNER_TO]) for _, item in walk(work)} == {(5, 1)}
 
 

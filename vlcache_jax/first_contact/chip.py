@@ -65,7 +65,8 @@ def find_chip(load: Load = ctypes.CDLL) -> Chip | None:
     _check("cuDeviceGet", cuda.cuDeviceGet(ctypes.byref(device), 0))
     name, identifier = ctypes.create_string_buffer(256), ctypes.create_string_buffer(16)
     _check("cuDeviceGetName", cuda.cuDeviceGetName(name, len(name), device))
-    _check("cuDeviceGetUuid", cuda.cuDeviceGetUuid_v2(identifier, device))
+    get_uuid = cuda.cuDeviceGetUuid_v2 if hasattr(cuda, "cuDeviceGetUuid_v2") else cuda.cuDeviceGetUuid  # an old driver
+    _check("cuDeviceGetUuid", get_uuid(identifier, device))
     capability = []
     for attribute in (_MAJOR, _MINOR):
         _check("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device))

@@ -22,6 +22,8 @@ _PACKAGES = (
     "jaxlib",
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
+    "nvidia-nvjitlink",
+    "nvidia-nvjitlink-cu12",
     "nvidia-cuda-nvcc",
     "nvidia-cuda-nvcc-cu12",
 )  # fmt: skip
