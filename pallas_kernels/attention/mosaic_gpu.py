@@ -302,7 +302,7 @@ def _items(start: jax.Array, end: jax.Array, heads: int, boxes: int, programs: i
     rank = of_programs[there]
     tile = order[rank // heads]
     columns: dict[int, Any] = {HEAD: rank % heads, BOX0: tile * boxes, BOXES: boxes, FROM: first[tile], TO: last[tile]}
-    columns |= {INNER_FROM: inner_from[tile], INNER_TO: inner_to[tile], PARTIAL: -1}
+    columns |= {INNER_FROM: inner_from[tile], INNER_TO: inner_to[tile], PARTIAL: -1, DIRECT: -1}
     items = [jnp.broadcast_to(columns.get(i, 0), count) for i in range(COLUMNS)]
     return np.cumsum([0, *there.sum(1)]).astype(np.int32), jnp.stack(items, 1).astype(jnp.int32)
 
@@ -486,23 +486,21 @@ def _launch(
             empty = start >= end  # such a row has seen what its neighbours see whole
             # Read again, as registers are scarce in the loop.
             head, box0, boxes, partial, direct = read(item, HEAD, BOX0, BOXES, PARTIAL, DIRECT)
-            boxes, box0 = boxes - warpgroup * EIGHT, box0 + warpgroup * EIGHT
+            boxes = boxes - warpgroup * EIGHT
+
+            def copy_boxes(ref: Any, box0: Any) -> None:
+                for i in range(EIGHT):
+                    target = ref.at[*box(head, box0 + warpgroup * EIGHT + i), pl.ds(0, D)]
+                    copy = functools.partial(plgpu.copy_smem_to_gmem, own_q.at[pl.ds(i * BOX, BOX)], target)
+                    pl.when(i < boxes)(copy)
 
             def write_result() -> None:
                 share = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, weight))
                 own_q[...] = jnp.where(across(empty, D), 0.0, total * across(share, D)).astype(q.dtype)
                 plgpu.commit_smem()
-                for i in range(EIGHT):
-                    copy = functools.partial(plgpu.copy_smem_to_gmem, own_q.at[pl.ds(i * BOX, BOX)])
-                    rows, query_head = box(head, box0 + i)
-                    packed = functools.partial(copy, out_ref.at[rows, query_head, pl.ds(0, D)])
-                    if not outputs.direct_rows:
-                        pl.when(i < boxes)(packed)
-                        continue
-                    rows = pl.ds((lax.div(direct, BOX) + lax.div(warpgroup * EIGHT + i, group)) * BOX, BOX)
-                    pl.when((i < boxes) & (direct < 0))(packed)
-                    in_place = functools.partial(copy, out_refs[-1].at[rows, query_head, pl.ds(0, D)])
-                    pl.when((i < boxes) & (direct >= 0))(in_place)
+                pl.when(direct < 0)(lambda: copy_boxes(out_ref, box0))
+                if outputs.direct_rows:
+                    pl.when(direct >= 0)(lambda: copy_boxes(out_refs[-1], lax.div(direct, BOX) * group))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             def write_partial() -> None:
