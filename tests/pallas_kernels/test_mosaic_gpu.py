@@ -171,6 +171,7 @@ def assert_paged(rows, arrays, out):
     [paged_cases.requests, paged_cases.decode_beside_prefill, paged_cases.shared_by_prefill, paged_cases.nothing],
     ids=lambda case: case.__name__,
 )
+@pytest.mark.interpreted
 def test_pages(case) -> None:
     rows, arrays, cut = paged_inputs(case, 96, 6, 2, 64)
     assert cut.tile == 16
@@ -185,6 +186,7 @@ def test_pages(case) -> None:
     [paged_cases.decode, paged_cases.one_long, paged_cases.shared, paged_cases.two_levels],
     ids=lambda case: case.__name__,
 )
+@pytest.mark.interpreted
 def test_rows_that_decode(case) -> None:
     rows, arrays, cut = paged_inputs(case, 20, 8, 2, 128, decode=True)
     assert cut.tile == (16 if rows.shared else 8)
@@ -208,6 +210,7 @@ def few(rng: np.random.Generator) -> Rows:
         (32, 64, Config(block=128)),
     ],
 )
+@pytest.mark.interpreted
 def test_groups_and_widths(group: int, width: int, config: Config | None) -> None:
     rows, arrays, cut = paged_inputs(few, 5, group, 1, width, pages=9)
     assert cut.heads * cut.group == group
@@ -245,6 +248,7 @@ def test_rows_are_copied_whole_or_merged_head_by_head(monkeypatch: pytest.Monkey
     assert kinds == {(False, False, False), (True, False, False), (True, True, False)}
 
 
+@pytest.mark.interpreted
 def test_ends_that_the_device_decides() -> None:
     rows, arrays, cut = paged_inputs(paged_cases.decode, 20, 8, 2, 128, decode=True)
     least = np.maximum(rows.end - 150, 0)
@@ -256,6 +260,7 @@ def test_ends_that_the_device_decides() -> None:
 
 
 @not_a_number
+@pytest.mark.interpreted
 def test_keys_of_other_requests_may_be_anything() -> None:
     clean, poisoned = (
         paged_inputs(paged_cases.two_levels, 20, 8, 2, 128, decode=True, poison=poison) for poison in (False, True)
@@ -264,6 +269,7 @@ def test_keys_of_other_requests_may_be_anything() -> None:
 
 
 @not_a_number
+@pytest.mark.interpreted
 def test_nan_in_a_page_reaches_exactly_the_rows_that_see_it() -> None:
     rows, arrays, cut = paged_inputs(paged_cases.two_levels, 20, 8, 2, 128, decode=True)
     want = paged(rows, arrays, cut)[0]
