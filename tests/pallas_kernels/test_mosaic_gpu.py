@@ -374,6 +374,7 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
     versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
     monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
+    monkeypatch.setattr(contact, "_known", dict.fromkeys(("attention", "link"), Verdict(True, "3 cases")))
     monkeypatch.setattr(contact, "_known", dict.fromkeys(("attention", "link"), Verdict(True, "")))
 
     def choice(kernel, arguments, implementation):
