@@ -375,7 +375,6 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
     monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
     monkeypatch.setattr(contact, "_known", dict.fromkeys(("attention", "link"), Verdict(True, "3 cases")))
-    monkeypatch.setattr(contact, "_known", dict.fromkeys(("attention", "link"), Verdict(True, "")))
 
     def choice(kernel, arguments, implementation):
         with dispatch.recorded() as made:  # a new function: what was traced before is not traced again
