@@ -41,6 +41,7 @@ class Definitions:
       token_rungs: numbers of an image's tokens.
       moved_rungs: numbers of tokens that are moved together.
       windows: sizes of the part of the pool that scores look at.
+      work_config: (rows, decode=False) -> how their attention is cut, the same object every time.
       layer_graph, table_graph, norm_graph: what weights of a decoder layer, an embedding table and a norm are bound to.
     """
 
@@ -59,6 +60,7 @@ class Definitions:
         self.ladder = ladder
         self.num_slots = num_slots
         self.max_pages = max_pages
+        self.work_config = functools.cache(self._work_config)  # asked for at every token
         self.implementation = implementation
         self.dtype = params["language_model"]["norm"]["scale"].dtype
         self._visual, self._normalization = shapes((params["visual"], normalization))
@@ -143,7 +145,7 @@ class Definitions:
 
         return embed, (self._text["embed_tokens"], self.shape_of("encoder_rows"), _rows(size)), ()
 
-    def work_config(self, rows: int, *, decode: bool = False) -> kernels.WorkConfig:
+    def _work_config(self, rows: int, decode: bool = False) -> kernels.WorkConfig:
         """How the attention of `rows` rows is cut, of one request each where they decode."""
         text = self.config.text
         q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)

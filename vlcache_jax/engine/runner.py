@@ -136,7 +136,7 @@ class Runner:
         check = self.config.text.num_layers if selection is None else selection.policy.check_layer
         sizes = set(step.bounds[: check + 1])
         rows = {n: jax.device_put(Rows(*(field[..., :n] for field in step.rows))) for n in sizes}
-        works = jax.device_put(step.works(self.definitions.work_config))
+        works, attending = jax.device_put(step.works(self.definitions.work_config)), step.leaving
         x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), rows[first])
         pool, self._pool = self._pool_now(), None
         shifts = [
@@ -162,7 +162,7 @@ class Runner:
                 if layer:  # in the first layer nothing differs
                     row_image = shift.layer_rows(step.active[layer], size)
                     self._shift(layer, weights, x, pool[layer], own, row_image, tokens)
-            leaving, _, is_chosen = step.leaving[layer]
+            leaving, _, is_chosen = attending[layer]
             x, *pool[layer], values = self._run(
                 ("layer", size, leaving, added is not None),
                 weights, x, *pool[layer], own, np.int32(step.active[layer]), works[leaving, is_chosen], added,
