@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import types
 
 import jax
@@ -90,6 +92,22 @@ def test_what_is_wrong_or_unknown_is_a_problem(run, on_a_chip):
     assert result.exit_code == 1
     assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
     assert "to do: link could not be checked: see with `nvidia-smi` who uses the device" in result.stdout
+
+
+def test_importing_it_changes_nothing(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    spec = importlib.util.find_spec("vlcache_jax.commands.doctor")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
+
+
+def test_it_takes_little_of_the_device(run, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")  # put back afterwards
+    del os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]
+    devices, seen = jax.devices, []
+    monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]) or devices())
+    assert run().exit_code == 0
+    assert seen == ["false"]
 
 
 def test_a_chip_that_jax_does_not_use(run, on_a_chip, monkeypatch):

@@ -7,9 +7,6 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-# The device may be in use, and nothing here needs much of it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
 import jax
 
 from vlcache_jax.fields import read_object
@@ -31,6 +28,8 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
     Args:
       again: check kernels that have a verdict, too.
     """
+    # Before jax opens the device, which may be in use: nothing here needs much of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     problems: list[str] = []
     with Progress("examining this machine"):
         try:
