@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from vlcache_jax.first_contact import verdict_on
+from vlcache_jax.first_contact.toolchain import refusal
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_gpu_interpreted")
 
@@ -91,18 +92,10 @@ def check_array(implementation: str | None, array: jax.Array) -> None:
 
 
 def check_toolchain() -> None:
-    """Raises NotImplementedError if ptxas, CUDA's assembler, is one that is known to compile masks wrong.
-
-    The versions are those for which jax's own attention kernel refuses masks. 12.9.1, too, calls itself 12.9.
-    """
-    from jax._src.lib import cuda_versions
-
-    version = 0 if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
-    if 12080 <= version < 12091:
-        raise NotImplementedError(
-            "mosaic_gpu needs a CUDA before 12.8 or after 12.9, as the ptxas of those miscompiles masks, "
-            f"got {version // 1000}.{version % 1000 // 10}"
-        )
+    """Raises NotImplementedError if CUDA's assembler is one that is known to compile masks wrong."""
+    why = refusal()
+    if why is not None:
+        raise NotImplementedError(why)
 
 
 def is_hopper(device: jax.Device) -> bool:

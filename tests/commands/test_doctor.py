@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from vlcache_jax.commands import doctor
 from vlcache_jax.commands.cli import app
 from vlcache_jax.first_contact import Verdict, contact
+from vlcache_jax.first_contact import verdicts as kept
 from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.first_contact.toolchain import Ptxas
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
 CHIP = Chip("NVIDIA H200", "9.0", "580.65.06", "")
@@ -32,7 +34,7 @@ def run(tmp_path, monkeypatch):
 
     def run(*options):
         result = CliRunner().invoke(app, ["doctor", *options])
-        result.found = {line[:12].strip(): line[12:] for line in result.stdout.split("\n\n")[0].splitlines()}
+        result.found = {line[:17].strip(): line[17:] for line in result.stdout.split("\n\n")[0].splitlines()}
         return result
 
     return run
@@ -47,8 +49,10 @@ def on_a_chip(monkeypatch):
         monkeypatch.setattr(doctor, "memory", lambda chip: (100 * 2**30, 140 * 2**30))
         monkeypatch.setattr(contact, "chip_of_jax", lambda: CHIP if plugin else None)
         monkeypatch.setattr(contact, "_check", lambda kernels, limit: {kernel: verdicts[kernel] for kernel in kernels})
-        packages = {"jax": "0.12"} | ({"jax-cuda13-plugin": "0.12", "nvidia-cuda-nvcc": "13.0.88"} if plugin else {})
+        packages = {"jax": "0.12"} | ({"jax-cuda13-plugin": "0.12"} if plugin else {})
         monkeypatch.setattr(doctor, "versions", lambda: packages)
+        for module in (doctor, kept):
+            monkeypatch.setattr(module, "find_ptxas", lambda: Ptxas("/usr/local/cuda/bin/ptxas", "13.0.88"))
         if used:
             device = types.SimpleNamespace(platform="gpu", device_kind=CHIP.name)
             monkeypatch.setattr(jax, "devices", lambda: [device])
@@ -72,7 +76,7 @@ def test_a_chip_on_which_all_passes(run, on_a_chip, tmp_path):
     assert result.exit_code == 0, result.output
     assert result.found["GPU"] == "NVIDIA H200, compute capability 9.0, driver 580.65.06"
     assert result.found["memory"] == "100.0 GiB free of 140.0 GiB"
-    assert result.found["ptxas"] == "nvidia-cuda-nvcc 13.0.88"
+    assert result.found["ptxas"] == "13.0.88 (/usr/local/cuda/bin/ptxas)"
     assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
     assert result.found["link"] == "mosaic_gpu (passed: 6 cases)"
     assert result.found["verdicts"].startswith(str(tmp_path))
@@ -92,6 +96,23 @@ def test_what_is_wrong_or_unknown_is_a_problem(run, on_a_chip):
     assert result.exit_code == 1
     assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
     assert "to do: link could not be checked: see with `nvidia-smi` who uses the device" in result.stdout
+
+
+def test_a_refused_toolchain_is_no_wrong_kernel(run, on_a_chip, monkeypatch, tmp_path):
+    on_a_chip({})
+    versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: 12080)
+    monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
+    result = run()
+    assert result.exit_code == 1
+    for kernel in PASSED:
+        assert result.found[kernel] == "xla (the toolchain is refused)"
+    assert result.stdout.count("to do: ") == 1
+    assert (
+        "to do: the toolchain is refused, and XLA, which is slower, runs in place of the kernels: mosaic_gpu needs a CUDA "
+        "before 12.8 or after 12.9, as the ptxas of those miscompiles masks, got 12.8. Install with `--extra cuda13`"
+    ) in result.stdout
+    assert "wrong" not in result.stdout
+    assert not (tmp_path / "vlcache-jax" / "verdicts").exists()
 
 
 def test_importing_it_changes_nothing(monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 
 from vlcache_jax.first_contact import Verdict, contact, meet, verdict_on, verdicts
 from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.first_contact.toolchain import Ptxas
 
 HOPPER = Chip("NVIDIA H200", "9.0", "580.65.06", "")
 KERNELS = """
@@ -63,6 +64,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(contact, "chip_of_jax", lambda: HOPPER)
     monkeypatch.setattr(contact, "_known", None)
+    monkeypatch.setattr(verdicts, "find_ptxas", lambda: None)  # which starts a process
     return tmp_path / "vlcache-jax" / "verdicts"
 
 
@@ -206,8 +208,11 @@ def test_only_what_is_new_is_checked(home, checked, monkeypatch):
     meet(["a"], show=False)
     monkeypatch.setattr(verdicts, "_digest_kernels", lambda: "changed")
     meet(["a"], show=False)
-    assert checked[3:] == [["a"]] * 5
-    assert len(list(home.iterdir())) == 6
+    for version in ("12.9.86", "13.0.88"):  # of the machine's own ptxas
+        monkeypatch.setattr(verdicts, "find_ptxas", lambda version=version: Ptxas("/usr/local/cuda/bin/ptxas", version))
+        meet(["a"], show=False)
+    assert checked[3:] == [["a"]] * 7
+    assert len(list(home.iterdir())) == 8
 
 
 def test_a_change_of_a_kernel_or_of_the_table_of_settings_changes_the_identity(tmp_path, monkeypatch):
@@ -262,6 +267,16 @@ def test_without_a_hopper_gpu_no_process_is_started(home, monkeypatch, chip):
     monkeypatch.setattr(subprocess, "Popen", no_process)
     assert meet(["a"]) == {}
     assert verdict_on("a").passed is None
+    assert not home.exists()
+
+
+def test_a_refused_toolchain_is_said_and_nothing_is_checked(home, monkeypatch, capsys):
+    monkeypatch.setattr(contact, "refusal", lambda: "mosaic_gpu needs another CUDA, got 12.8")
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    refused = Verdict(None, "mosaic_gpu needs another CUDA, got 12.8")
+    assert meet(["a", "b"]) == {"a": refused, "b": refused}
+    assert verdict_on("b") == refused
+    assert capsys.readouterr().err == "the kernels run on XLA: mosaic_gpu needs another CUDA, got 12.8\n"
     assert not home.exists()
 
 

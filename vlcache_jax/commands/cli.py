@@ -68,8 +68,9 @@ def doctor_command(
         from vlcache_jax.commands.doctor import examine
 
         findings, problems = examine(again)
+        width = 2 + max(len(name) for name, _ in findings)
         for name, found in findings:
-            typer.echo(f"{name:<12}{found}")
+            typer.echo(f"{name:<{width}}{found}")
         for problem in problems:
             typer.echo(f"\nto do: {problem}")
         if problems:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Mapping
 
 import jax
 
@@ -13,6 +12,7 @@ from vlcache_jax.fields import read_object
 from vlcache_jax.files import cache_home
 from vlcache_jax.first_contact import Verdict, meet
 from vlcache_jax.first_contact.chip import Chip, find_chip, memory
+from vlcache_jax.first_contact.toolchain import find_ptxas, refusal
 from vlcache_jax.first_contact.verdicts import identity, place, versions
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.checks import CHECKS
@@ -48,34 +48,42 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
     if chip is None:
         findings.append(("GPU", "none: XLA runs on the CPU. With an NVIDIA GPU, install with `--extra cuda13`"))
     else:
-        findings += _of_chip(chip, named)
+        findings += _of_chip(chip)
         if platform != "gpu" and not (jax.config.jax_platforms or "cuda").startswith("cpu"):  # else so wished
             how = "see with `nvidia-smi` who uses it, and set JAX_PLATFORMS=cuda to be told why"
             if not any(name.endswith("-plugin") for name in named):
                 how = "install with `--extra cuda13`"
             problems.append(f"jax does not use {chip.name}: {how}.")
+    refused = refusal() if verdicts else None
+    if refused is not None:
+        problems.append(
+            f"the toolchain is refused, and XLA, which is slower, runs in place of the kernels: {refused}. "
+            "Install with `--extra cuda13`, which brings a newer CUDA."
+        )
     for kernel in CHECKS:
         found = "xla (no Hopper GPU that jax uses)"
-        if kernel in verdicts:
+        if refused is not None:
+            found = "xla (the toolchain is refused)"
+        elif kernel in verdicts:
             found = f"{'mosaic_gpu' if verdicts[kernel].passed else 'xla'} ({verdicts[kernel]})"
             problems += _problems(kernel, verdicts[kernel])
         findings.append((kernel, found))
-    if chip is not None and verdicts:
+    if chip is not None and verdicts and refused is None:
         findings.append(("verdicts", str(place(identity(chip)))))
     findings += [("tuned", _tuned(problems)), ("programs", _programs())]
     return findings, problems
 
 
-def _of_chip(chip: Chip, named: Mapping[str, str]) -> Findings:
+def _of_chip(chip: Chip) -> Findings:
     sizes = memory(chip)
     room = "unknown: NVML does not tell"
     if sizes is not None:
         room = "{:.1f} GiB free of {:.1f} GiB".format(*(size / 2**30 for size in sizes))
-    compilers = [f"{name} {version}" for name, version in named.items() if name.startswith("nvidia-cuda-nvcc")]
+    ptxas = find_ptxas()
     return [
         ("GPU", f"{chip.name}, compute capability {chip.capability}, driver {chip.driver}"),
         ("memory", room),
-        ("ptxas", ", ".join(compilers) or "of this machine: no package nvidia-cuda-nvcc"),
+        ("ptxas", f"{ptxas.version} ({ptxas.path})" if ptxas else "none"),
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from vlcache_jax.checks import shorten
 from vlcache_jax.first_contact import verdicts
 from vlcache_jax.first_contact.chip import Chip, find_chip
+from vlcache_jax.first_contact.toolchain import refusal
 from vlcache_jax.first_contact.verdicts import Verdict
 from vlcache_jax.progress import Progress, say
 
@@ -40,13 +41,19 @@ def meet(kernels: Iterable[str], *, again: bool = False, show: bool = True, limi
       limit: seconds for a child process. A kernel that does not end within has failed, the others get a new process.
 
     Returns:
-      By kernel; nothing where there is no such GPU: then no process is started.
+      By kernel; nothing where there is no such GPU. Then no process is started, and none where the toolchain is refused.
     """
     global _known
     chip = chip_of_jax()
     if chip is None or not chip.is_hopper:
         return {}
     with _lock:
+        refused = refusal()
+        if refused is not None:
+            if show:
+                say(f"the kernels run on XLA: {refused}")
+            _known = {kernel: Verdict(None, refused) for kernel in kernels}
+            return _known
         identity = verdicts.identity(chip)
         known = {} if again else verdicts.read(identity)
         missing = [kernel for kernel in kernels if kernel not in known]
@@ -67,7 +74,7 @@ def meet(kernels: Iterable[str], *, again: bool = False, show: bool = True, limi
 
 
 def verdict_on(kernel: str) -> Verdict:
-    """What is known about a kernel on this process's chip. Starts no process."""
+    """What is known about a kernel on this process's chip. Checks nothing."""
     global _known
     if _known is None:
         chip = chip_of_jax()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from vlcache_jax.fields import FLAG, OBJECT, TEXT, check_fields, one_of, read_object
 from vlcache_jax.files import cache_home, write_whole
 from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.first_contact.toolchain import find_ptxas
 
 FORMAT = "vlcache-verdicts/1"
 _KERNELS = pathlib.Path(__file__).parents[1] / "pallas_kernels"
@@ -50,12 +51,14 @@ class Verdict:
 
 
 def identity(chip: Chip) -> Identity:
-    """What verdicts hold for. Whatever may change what runs on the chip is in it."""
+    """What verdicts hold for. Whatever may change what runs on the chip is in it, the machine's own ptxas, too."""
+    ptxas = find_ptxas()
     return {
         "device": chip.name,
         "compute capability": chip.capability,
         "driver": chip.driver,
         **versions(),
+        "ptxas": ptxas.version if ptxas else "none",
         "kernels": _digest_kernels(),
     }
 
