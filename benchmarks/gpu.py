@@ -6,7 +6,8 @@ It runs from the repository on jax 0.11.2, transformers and torch, with nothing 
 `gpu.json` in the folder `--out`; run again, it goes on with the next one, those that were tried before last, and after
 the last minute it begins no case. What could not be measured is in the table with its reason. A folder belongs to one
 chip, one version of jax and one state of the kernels. Copy `tuned.json` to `pallas_kernels/attention/`, where the
-kernel reads it. `--rehearse` goes through all cases on a CPU, in small, with interpreted kernels.
+kernel reads it; a jax that cannot split registers where this one could, or the reverse, passes it over. `--rehearse`
+goes through all cases on a CPU, in small, with interpreted kernels.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-# Torch measures on the same chip.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
@@ -396,6 +394,7 @@ def _tune(plan: Plan, shapes: list[AttentionShape]) -> Row:
     best = min(took, key=total_ms)
     return {
         "N": n, "H": heads, "K": kv_heads, "D": width, "decode": decode,
+        "splits registers": mosaic_gpu.SPLITS_REGISTERS,
         "config": dataclasses.asdict(best), "ms": took[best], "default ms": took[usual],
     }  # fmt: skip
 
@@ -611,6 +610,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, in small")
     arguments = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch measures on the same chip
     if not arguments.rehearse:
         dispatch.check_device("mosaic_gpu", jax.devices()[0])
     rows = run(Plan(arguments.rehearse, arguments.out), arguments.minutes, tuple(arguments.only))

@@ -18,7 +18,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -122,12 +122,18 @@ def default_config(n: int, heads: int, kv_heads: int, width: int, *, decode: boo
     return Config() if SPLITS_REGISTERS else Config(block=64, stages=4)
 
 
+def is_tuned_here(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of `TUNED` holds: registers could be split, or could not, where it was measured, as here."""
+    return entry.get("splits registers") is SPLITS_REGISTERS
+
+
 @functools.cache
 def _tuned() -> dict[tuple[int, int, int, bool], list[tuple[int, Config]]]:
-    """(H, K, D, decode) -> (N, fastest way to work), as `benchmarks.gpu` wrote them."""
+    """(H, K, D, decode) -> (N, fastest way to work), as `benchmarks.gpu` wrote them; those that do not hold are not
+    among them."""
     table: dict[tuple[int, int, int, bool], list[tuple[int, Config]]] = {}
     if TUNED.exists():
-        for entry in json.loads(TUNED.read_text())["rows"]:
+        for entry in filter(is_tuned_here, json.loads(TUNED.read_text())["rows"]):
             key = entry["H"], entry["K"], entry["D"], entry.get("decode", False)
             table.setdefault(key, []).append((entry["N"], Config(**entry["config"])))
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import types
 
@@ -108,8 +109,8 @@ def test_a_refused_toolchain_is_no_wrong_kernel(run, on_a_chip, monkeypatch, tmp
         assert result.found[kernel] == "xla (the toolchain is refused)"
     assert result.stdout.count("to do: ") == 1
     assert (
-        "to do: the toolchain is refused, and XLA, which is slower, runs in place of the kernels: mosaic_gpu needs a CUDA "
-        "before 12.8 or after 12.9, as the ptxas of those miscompiles masks, got 12.8. Install with `--extra cuda13`"
+        "to do: the toolchain is refused, and XLA, which is slower, runs in place of the kernels: mosaic_gpu needs a "
+        "CUDA before 12.8 or after 12.9, as the ptxas of those miscompiles masks, got 12.8. Install with `--extra"
     ) in result.stdout
     assert "wrong" not in result.stdout
     assert not (tmp_path / "vlcache-jax" / "verdicts").exists()
@@ -162,8 +163,12 @@ def test_tuned_settings(run, tmp_path, monkeypatch):
     assert run().found["tuned"] == "none: defaults"
     path = tmp_path / "tuned.json"
     monkeypatch.setattr(mosaic_gpu, "TUNED", path)
-    path.write_text('{"rows": [{"N": 512, "H": 32, "K": 8, "D": 128, "config": {}}]}')
+    row = {"N": 512, "H": 32, "K": 8, "D": 128, "config": {}, "splits registers": mosaic_gpu.SPLITS_REGISTERS}
+    path.write_text(json.dumps({"rows": [row]}))
     assert run().found["tuned"] == f"512 rows of 32/8 heads of 128 ({path})"
+    monkeypatch.setattr(mosaic_gpu, "SPLITS_REGISTERS", not mosaic_gpu.SPLITS_REGISTERS)
+    passed_over = "512 rows of 32/8 heads of 128 (passed over: of a jax that uses registers otherwise)"
+    assert run().found["tuned"] == f"{passed_over} ({path})"
     path.write_text('{"rows": [{"N": 512}]}')
     result = run()
     assert result.exit_code == 1

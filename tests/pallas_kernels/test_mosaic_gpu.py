@@ -415,7 +415,7 @@ def tuned(tmp_path, monkeypatch) -> Iterator[Callable[[list[dict[str, Any]]], No
     mosaic_gpu._tuned.cache_clear()
 
 
-ENTRY = {"N": 512, "H": 32, "K": 8, "D": 128, "ms": 1.0, "default ms": 2.0}
+ENTRY = {"N": 512, "H": 32, "K": 8, "D": 128, "splits registers": mosaic_gpu.SPLITS_REGISTERS, "ms": 1.0}
 
 
 def test_the_table_of_fastest_settings_is_read(tuned) -> None:
@@ -431,6 +431,18 @@ def test_the_table_of_fastest_settings_is_read(tuned) -> None:
     assert mosaic_gpu.default_config(512, 32, 8, 64) != fastest
     cut = mosaic_gpu.work_config(512, 1, 160, 32, 8, 128, decode=False)
     assert (cut.tile, cut.programs) == (8, 264)
+
+
+@pytest.mark.parametrize("splits", [not mosaic_gpu.SPLITS_REGISTERS, None])
+def test_settings_of_a_jax_that_uses_registers_otherwise_are_passed_over(tuned, splits) -> None:
+    """Blocks of 128 slots spill where registers cannot be split."""
+    tuned([])
+    usual = mosaic_gpu.default_config(512, 32, 8, 128)
+    entry = ENTRY | {"config": dataclasses.asdict(LARGE), "splits registers": splits}
+    tuned([entry if splits is not None else {key: entry[key] for key in entry if key != "splits registers"}])
+    assert mosaic_gpu.default_config(512, 32, 8, 128) == usual != LARGE
+    tuned([entry, ENTRY | {"config": {"stages": 5}}])
+    assert mosaic_gpu.default_config(512, 32, 8, 128) == Config(stages=5)
 
 
 @pytest.mark.parametrize("wrong", [{"block": 96}, {"block": 256}, {"tile": 24}, {"stages": 1}, {"programs": 1}])

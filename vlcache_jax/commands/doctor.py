@@ -104,8 +104,12 @@ def _tuned(problems: list[str]) -> str:
         return "none: defaults"
     try:
         rows = read_object(path)["rows"]
-        shapes = ", ".join(f"{row['N']} rows of {row['H']}/{row['K']} heads of {row['D']}" for row in rows)
-    except (ValueError, KeyError, TypeError) as error:
+        shapes = ", ".join(
+            f"{row['N']} rows of {row['H']}/{row['K']} heads of {row['D']}"
+            + ("" if mosaic_gpu.is_tuned_here(row) else " (passed over: of a jax that uses registers otherwise)")
+            for row in rows
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"{path} is damaged ({error!r}): remove it, or let `python -m benchmarks.gpu` make it anew.")
         return f"damaged: {path}"
     return f"{shapes} ({path})"

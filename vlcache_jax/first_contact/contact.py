@@ -41,7 +41,7 @@ def meet(kernels: Iterable[str], *, again: bool = False, show: bool = True, limi
       limit: seconds for a child process. A kernel that does not end within has failed, the others get a new process.
 
     Returns:
-      By kernel; nothing where there is no such GPU. Then no process is started, and none where the toolchain is refused.
+      By kernel; nothing where there is no such GPU. Then no process is started, as where the toolchain is refused.
     """
     global _known
     chip = chip_of_jax()
