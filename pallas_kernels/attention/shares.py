@@ -92,7 +92,11 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
         np.concatenate([np.zeros(dealt, bool), stops - points < pages[rest[item]]]),
         np.concatenate([program[:dealt], by_room[np.searchsorted(cuts, points, side="right")]]),
     )
-    spent = np.bincount(cut.program, ITEM * (1 + cut.is_cut) + cut.last - cut.first, programs)
+    # As `cost` counts what is whole: a page that is masked on both sides counts as masked twice.
+    front = np.clip(tiles.inner_from[cut.tile], cut.first, cut.last) - cut.first
+    back = cut.last - np.clip(tiles.inner_to[cut.tile], cut.first, cut.last)
+    each = ITEM * (1 + (tiles.partial[cut.tile] | cut.is_cut)) + cut.last - cut.first + MASK * (front + back)
+    spent = np.bincount(cut.program, each, programs)
     return cut if np.bincount(item).max() <= limit and spent.max() < load.max() else dealt_whole
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.pallas_kernels import PAGE, Shared, WorkConfig, make_work
-from vlcache_jax.pallas_kernels.attention.shares import ITEM, MASK
+from vlcache_jax.pallas_kernels.attention.shares import ITEM, MASK, Pieces, Tiles, share_out
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
     BOXES,
@@ -146,6 +146,32 @@ def test_thousands_of_rows_are_shared_out_evenly():
     rows = Rows(np.zeros(count, int), np.zeros(count, int), np.arange(count) + 4097, pages)
     spent = loads(rows.work(config("GPU, groups of 4", count, pages=64)))
     assert spent.max() <= 1.015 * spent.mean()
+
+
+def test_tiles_are_cut_only_where_that_costs_less():
+    """With partials and masked pages counted, as `loads` does."""
+    rng = np.random.default_rng(0)
+
+    def most(tiles: Tiles, pieces: Pieces) -> float:
+        tile, first, last = pieces.tile, pieces.first, pieces.last
+        masked = np.clip(tiles.inner_from[tile], first, last) - first + last - np.clip(tiles.inner_to[tile], first, last)
+        spent = ITEM * (1 + (tiles.partial[tile] | pieces.is_cut)) + last - first + MASK * masked
+        return float(np.bincount(pieces.program, spent).max())
+
+    kinds = set()
+    for _ in range(300):
+        count, programs = rng.integers(1, 40), int(rng.integers(2, 20))
+        first = rng.integers(0, 4, count)
+        last = first + rng.integers(1, 12, count)
+        inner = np.sort(rng.integers(first, last + 1, (2, count)), axis=0)
+        one = np.ones(count, int)
+        tiles = Tiles(np.arange(count), one, 0 * one, first, last, *inner, rng.random(count) < 0.2)
+        ways = WorkConfig(64, 1, 16, shared=True, programs=programs, pieces=programs + 3)
+        dealt, whole = (share_out(tiles, ways, limit) for limit in (programs, 0))
+        assert not whole.is_cut.any()
+        assert most(tiles, dealt) <= most(tiles, whole) + 1e-9
+        kinds.add(bool(dealt.is_cut.any()))
+    assert kinds == {False, True}
 
 
 @pytest.mark.parametrize(("tile", "per_head"), [(16, 2), (8, 4)])
