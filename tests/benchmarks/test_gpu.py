@@ -15,7 +15,9 @@ SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter: NaN in K
-@pytest.mark.parametrize("sections", [("check", "ceiling"), ("ttft", "decode")])
+@pytest.mark.parametrize(
+    "sections", [pytest.param(("check", "ceiling"), marks=pytest.mark.interpreted), ("ttft", "decode")]
+)
 def test_rehearsal(tmp_path, sections, monkeypatch):
     plan = gpu.Plan(rehearse=True, out=tmp_path)
     rows = gpu.run(plan, minutes=9, only=sections)

@@ -86,6 +86,7 @@ def by_xla(directory):
     return run(directory, "xla")
 
 
+@pytest.mark.interpreted
 def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
     tokens, matches, logits, kernels = by_xla
     assert matches == ["miss", "approximate"]

@@ -58,13 +58,19 @@ def assert_close(out, args, scale=None):
     np.testing.assert_allclose(out, reference(*args, scale), atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("shape", PLAIN, ids=lambda s: f"{s.name}, {s.H}x{s.D}")
+def first_quick(cases):
+    """The first case runs with all tests, the others, minutes together, where what is interpreted does."""
+    first, *others = ((case if isinstance(case, tuple) else (case,)) for case in cases)
+    return [pytest.param(*first), *(pytest.param(*case, marks=pytest.mark.interpreted) for case in others)]
+
+
+@pytest.mark.parametrize("shape", first_quick(PLAIN), ids=lambda s: f"{s.name}, {s.H}x{s.D}")
 def test_real_shapes_in_small(shape: AttentionShape) -> None:
     args = shape.in_small().arrays()
     assert_close(np.asarray(attention(*args, implementation="mosaic_gpu_interpreted"), np.float32), args)
 
 
-@pytest.mark.parametrize(("case", "fields"), WAYS, ids=lambda x: x.name if isinstance(x, Case) else None)
+@pytest.mark.parametrize(("case", "fields"), first_quick(WAYS), ids=lambda x: x.name if isinstance(x, Case) else None)
 def test_ways_to_cut(case: Case, fields: dict[str, Any]) -> None:
     args = case.inputs("bfloat16")
     assert_close(plain(args, scale=case.scale, config=Config(**fields)), args, case.scale)
@@ -202,15 +208,19 @@ def few(rng: np.random.Generator) -> Rows:
 @pytest.mark.parametrize(
     ("group", "width", "config"),
     [
-        (1, 24, None),
         (3, 72, Config(block=64, stages=3, take_turns=False)),
-        (4, 128, Config(stages=3)),
-        (7, 80, None),
-        (9, 64, None),
-        (32, 64, Config(block=128)),
+        *(
+            pytest.param(*case, marks=pytest.mark.interpreted)
+            for case in (
+                (1, 24, None),
+                (4, 128, Config(stages=3)),
+                (7, 80, None),
+                (9, 64, None),
+                (32, 64, Config(block=128)),
+            )
+        ),
     ],
 )
-@pytest.mark.interpreted
 def test_groups_and_widths(group: int, width: int, config: Config | None) -> None:
     rows, arrays, cut = paged_inputs(few, 5, group, 1, width, pages=9)
     assert cut.heads * cut.group == group
@@ -309,7 +319,7 @@ def test_work_of_other_arguments_is_refused() -> None:
 
 
 @not_a_number
-@pytest.mark.parametrize("case", LINK_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", first_quick(LINK_CASES), ids=lambda case: case.name)
 def test_link(case: LinkCase) -> None:
     args = case.inputs()
     found = jax.jit(functools.partial(link, implementation="mosaic_gpu_interpreted"))(*args)
