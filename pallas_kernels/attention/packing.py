@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.pallas_kernels.attention.shares import Numbers, Pieces, Tiles, share_out
+from vlcache_jax.pallas_kernels.attention.shares import Numbers, Pieces, Tiles, share_out, stable_order
 from vlcache_jax.pallas_kernels.attention.work import (
     BOX0,
     BOXES,
+    COLUMNS,
     DIRECT,
     FAR,
     FROM,
@@ -71,12 +72,12 @@ def make_work(
     _check(table, start, end, lengths, config)
     work = Work(np.zeros(config.size, np.int32), config)
     parts = work.parts()
-    for target, pages in zip(parts.tables, tables, strict=False):
-        target[: len(pages)] = pages  # type: ignore[arg-type]
+    if lengths.any():
+        parts.tables[: len(lengths)][np.arange(config.pages) < lengths[:, None]] = np.concatenate(tables)
     parts.start[: len(start)], parts.end[: len(end)] = start, end
-    live = np.flatnonzero(start < end)
+    live = (start < end).nonzero()[0]
     rows = _Rows(live, table[live], start[live], end[live], least[live])
-    groups = _worthwhile(rows, tables, shared, config)
+    groups = _worthwhile(rows, parts.tables, lengths, shared, config)
     cuts = (_cut(rows, groups[:count], config) for count in range(len(groups), -1, -1))
     cut = next(cut for cut in cuts if cut is not None)  # the longest prefixes are given up first; with none, all fits
     _write(parts, rows, *cut, config)
@@ -113,10 +114,10 @@ def _check(table: Any, start: Any, end: Any, lengths: Any, config: WorkConfig) -
             f"tables must be at most {config.requests} of at most {config.pages} pages, got {len(lengths)} of up to "
             f"{max(lengths, default=0)}"
         )
-    if ((table < 0) | (table >= len(lengths))).any():
+    if len(table) and (table.min() < 0 or table.max() >= len(lengths)):
         raise ValueError(f"table must name one of {len(lengths)} tables, got {table.min()} to {table.max()}")
-    wrong = (start < end) & ((start < 0) | (end > PAGE * lengths[table] if len(lengths) else False))
-    if wrong.any():
+    wrong = (start < 0) | (end > PAGE * lengths[table] if len(lengths) else False)
+    if wrong.any() and (wrong := wrong & (start < end)).any():
         row = int(np.argmax(wrong))
         raise ValueError(
             f"start and end must lie within the {lengths[table[row]]} pages of the row's table, got {start[row]} and "
@@ -125,27 +126,28 @@ def _check(table: Any, start: Any, end: Any, lengths: Any, config: WorkConfig) -
 
 
 def _worthwhile(
-    rows: _Rows, tables: Sequence[npt.ArrayLike], shared: Sequence[Shared], config: WorkConfig
+    rows: _Rows, tables: Index, lengths: Numbers, shared: Sequence[Shared], config: WorkConfig
 ) -> tuple[_Group, ...]:
     """The groups of rows whose visiting a prefix together saves more blocks than its partials cost."""
     groups: list[_Group] = []
     if not shared or not config.shared:
         return ()
-    done = np.zeros(len(tables), np.int64)  # pages that an earlier group of the table visits
+    done = np.zeros(len(lengths), np.int64)  # pages that an earlier group of the table visits
     per = config.tile // config.group
     for members, pages in sorted(shared, key=lambda prefix: prefix.pages):
         ids = np.asarray(members, np.int64)
-        if len(ids) == 0 or ids.min() < 0 or ids.max() >= len(tables):
-            raise ValueError(f"shared must name some of {len(tables)} tables, got {list(members)}")
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= len(lengths):
+            raise ValueError(f"shared must name some of {len(lengths)} tables, got {list(members)}")
         first = int(done[ids[0]])
-        common = np.asarray(tables[int(ids[0])])[:pages]
-        same = all(np.array_equal(np.asarray(tables[i])[:pages], common) for i in ids.tolist()) and len(common) == pages
+        same = lengths[ids].min() >= pages and (tables[ids, :pages] == tables[ids[0], :pages]).all()
         if not same or (done[ids] != first).any():
             raise ValueError(f"shared must have tables with the same first {pages} pages, nested, got {list(members)}")
         whole = (rows.start <= 0) & (rows.least >= pages * PAGE)
-        joined = np.flatnonzero(np.isin(rows.table, ids) & whole)
-        count = np.bincount(rows.table[joined], minlength=1)
-        apart, together = (int(_up(_up(x, config.box), per).sum()) for x in (count, np.array(len(joined))))
+        is_member = np.zeros(len(lengths), bool)
+        is_member[ids] = True
+        joined = (is_member[rows.table] & whole).nonzero()[0]
+        apart = int(_up(_up(np.bincount(rows.table[joined]), config.box), per).sum())
+        together = _up(_up(len(joined), config.box), per)
         if (pages - first) * (apart - together) > apart + together:
             groups.append(_Group(joined, int(ids[0]), first, pages))
             done[ids] = pages
@@ -172,56 +174,58 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
 
     new = np.ones(count, bool)
     new[1:] = (apart[:, 1:] != apart[:, :-1]).any(0)
-    first_row = np.flatnonzero(new)
-    run_of = np.cumsum(new) - 1
-    octets = -(-np.diff(first_row, append=count) // box)
-    first_octet = np.cumsum(octets) - octets
+    first_row = new.nonzero()[0]
+    run_of = new.cumsum() - 1
+    runs = np.concatenate([first_row, [count]])
+    octets = _up(runs[1:] - runs[:-1], box)
+    first_octet = octets.cumsum() - octets
     within = np.arange(count) - first_row[run_of] if count else run_of
     place = np.full((1 + len(groups), count), -1)
     place[0, order] = (first_octet[run_of] + within // box) * box + within % box if count else 0
 
-    run, offset, height = _tile_starts(octets, config)
-    at = first_row[run] + offset * box
-    pages = (
-        (np.minimum, np.maximum(start // PAGE, tail)),
-        (np.maximum, -(-end // PAGE)),
-        (np.maximum, -(-start // PAGE)),
-        (np.minimum, least // PAGE),
-    )
-    bounds = [reduce.reduceat(x, at) if count else np.zeros(0, np.int64) for reduce, x in pages]
-    kept = bounds[0] < bounds[1]
-    own = [first_octet[run] + offset, height, table[at], *bounds, tail[at] > 0]
-    tiles = [Tiles(*(x[kept] for x in own))]
-
-    used = int(octets.sum())
+    used, apart_octets = int(octets.sum()), len(octets)
+    spans: list[tuple[int, ...]] = []
     for number, group in enumerate(groups, 1):
-        mine = np.sort(place[0, group.rows] // box)
-        begin, stop = int(mine[0]), int(mine[-1]) + 1
-        if box > 1 and 2 * -(-len(group.rows) // box) <= stop - begin:  # packed densely they fill half the octets
-            begin, stop = used, used + -(-len(group.rows) // box)
+        mine, dense = place[0, group.rows] // box, _up(len(group.rows), box)
+        begin, stop = int(mine.min()), int(mine.max()) + 1
+        if box > 1 and 2 * dense <= stop - begin:  # packed densely they fill half the octets
+            begin, stop = used, used + dense
             place[number, group.rows] = begin * box + np.arange(len(group.rows))
             used = stop
         else:
             place[number, group.rows] = place[0, group.rows]
-        _, offset, height = _tile_starts(np.array([stop - begin]), config)
-        same = np.ones_like(offset)
-        tiles.append(
-            Tiles(
-                octet=begin + offset,
-                octets=height,
-                table=group.table * same,
-                first=group.first * same,
-                last=group.last * same,
-                inner_from=0 * same,
-                inner_to=FAR * same,
-                partial=same > 0,
-            )
-        )
-    merged = Tiles(*(np.concatenate(column) for column in zip(*tiles, strict=True))) if groups else tiles[0]
+        spans.append((begin, stop - begin, group.table, group.first, group.last))
+    shared: list[Any] = []
+    if groups:
+        begins, lengths, *of_groups = np.array(spans).T
+        octets, first_octet = np.concatenate([octets, lengths]), np.concatenate([first_octet, begins])
+
+    run, offset, height = _tile_starts(octets, config)
+    octet = first_octet[run] + offset
+    if groups:
+        own = int(run.searchsorted(apart_octets))
+        together = run[own:] - apart_octets
+        visits = [column[together] for column in of_groups]
+        shared = [octet[own:], height[own:], *visits, 0 * together, 0 * together + FAR, together >= 0]
+        run, offset, octet, height = (x[:own] for x in (run, offset, octet, height))
+    at = first_row[run] + offset * box
+    pages = (
+        (np.minimum, np.maximum(start // PAGE, tail)),
+        (np.maximum, _up(end, PAGE)),
+        (np.maximum, _up(start, PAGE)),
+        (np.minimum, least // PAGE),
+    )
+    bounds = [reduce.reduceat(x, at) if count else np.zeros(0, np.int64) for reduce, x in pages]
+    tiles: list[Any] = [octet, height, table[at], *bounds, tail[at] > 0]
+    kept = bounds[0] < bounds[1]
+    if not kept.all():
+        tiles = [x[kept] for x in tiles]
+    merged = Tiles(*([np.concatenate(columns) for columns in zip(tiles, shared, strict=True)] if groups else tiles))
     if used > config.octets or len(merged.octet) > config.tiles or (config.programs > 1 and levels >= config.pieces):
         return None
     pieces = share_out(merged, config, config.pieces // (1 + levels))
-    if config.programs > 1 and groups:
+    most = eights(config.tile) * len(pieces.tile)
+    if config.programs > 1 and groups and most > config.partial_boxes:
         is_partial = merged.partial[pieces.tile] | pieces.is_cut
         boxes = eights(merged.octets[pieces.tile[is_partial]] * config.group).sum()
         if boxes > config.partial_boxes:
@@ -235,11 +239,16 @@ def _tile_starts(octets: Numbers, config: WorkConfig) -> tuple[Any, Any, Any]:
     What is left of a run is one more large tile if it fills most of it, else small ones.
     """
     per, small = config.tile // config.group, config.small // config.group
-    whole, rest = octets // per, octets % per
-    left = np.where(4 * rest > 3 * per, 1, -(-rest // small))
-    count = whole + left
-    run = np.repeat(np.arange(len(octets)), count)
-    index = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+    if small == per:
+        count = _up(octets, per)
+    else:
+        whole, rest = octets // per, octets % per
+        count = whole + np.where(4 * rest > 3 * per, 1, _up(rest, small))
+    run = np.arange(len(octets)).repeat(count)
+    index = np.arange(len(run)) - (count.cumsum() - count)[run]
+    if small == per:
+        offset = index * per
+        return run, offset, np.minimum(per, octets[run] - offset)
     beyond = np.maximum(index - whole[run], 0)
     offset = (index - beyond) * per + beyond * small
     most = np.where((index < whole[run]) | (4 * rest[run] > 3 * per), per, small)
@@ -250,53 +259,55 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
     """Fills in what is not filled in yet."""
     box, group, heads = config.box, config.group, config.heads
     parts.rows[:] = config.rows
-    for places in place:
+    parts.rows[place[0]] = rows.row
+    for places in place[1:]:
         packed = places >= 0
         parts.rows[places[packed]] = rows.row[packed]
 
-    order = np.argsort(pieces.program, kind="stable")
-    pieces = Pieces(*[column[order] for column in pieces])  # type: ignore[arg-type]
-    tile = pieces.tile
-    is_partial = (tiles.partial[tile] | pieces.is_cut) & (config.programs > 1)
+    order = stable_order(pieces.program, config.programs)
+    tile, head, first, last, is_cut = (column[order] for column in pieces[:5])
+    is_partial = (tiles.partial[tile] | is_cut) & (config.programs > 1)
     octets = tiles.octets[tile]
-    boxes = np.where(is_partial, eights(octets * group), 0)
-    columns = {
-        HEAD: pieces.head,
-        BOX0: tiles.octet[tile] * group,
-        BOXES: octets * group,
-        TABLE: tiles.table[tile],
-        FROM: pieces.first,
-        TO: pieces.last,
-        INNER_FROM: tiles.inner_from[tile],
-        INNER_TO: tiles.inner_to[tile],
-        PARTIAL: np.where(is_partial, np.cumsum(boxes) - boxes, -1),
-    }
-    for column, values in columns.items():
-        parts.items[: len(tile), column] = values
+    boxes = eights(tiles.octets * group)[tile] * is_partial
+    partial = np.where(is_partial, boxes.cumsum() - boxes, -1)
+    items, of_tiles = parts.items[: len(tile)], np.zeros((len(tiles.octet), COLUMNS), np.int32)
+    for column, values in {
+        BOX0: tiles.octet * group,
+        BOXES: tiles.octets * group,
+        TABLE: tiles.table,
+        INNER_FROM: tiles.inner_from,
+        INNER_TO: tiles.inner_to,
+    }.items():
+        of_tiles[:, column] = values
+    if config.programs > 1:
+        first_row = _first_rows(parts.rows, tiles, config)
+        of_tiles[:, DIRECT] = first_row
+    of_tiles.take(tile, 0, items, "clip")
+    items[:, HEAD], items[:, FROM], items[:, TO], items[:, PARTIAL] = head, first, last, partial
     np.cumsum(np.bincount(pieces.program, minlength=config.programs), out=parts.ctas[1:])
     if config.programs == 1:
         return
-    first_row = _first_rows(parts.rows, tiles, config)
-    parts.items[: len(tile), DIRECT] = np.where(is_partial, -1, first_row[tile])
+    cut = is_partial.nonzero()[0]
+    items[cut, DIRECT] = -1
 
     # Which rows the items of each octet give: the row at its place, and which of its own rows have partials.
-    cut = np.flatnonzero(is_partial)
-    size = octets[cut] * box
-    index = np.repeat(np.arange(len(cut)), size)
-    lane = np.arange(len(index)) - np.repeat(np.cumsum(size) - size, size)
-    row = parts.rows[columns[BOX0][cut][index] // group * box + lane]
-    here = row < config.rows
-    index, lane, row = index[here], lane[here], row[here]
-    target = row * heads + pieces.head[cut][index]
-    at = (columns[PARTIAL][cut][index] + lane // box * group) * box + lane % box
-    by_target = np.argsort(target, kind="stable")
-    parts.merge[: len(at)] = at[by_target]
+    size = octets[cut]
+    index = np.arange(size.sum()) - (size.cumsum() - size).repeat(size)  # of an octet in its item
+    row = parts.rows.reshape(-1, box)[tiles.octet[tile[cut]].repeat(size) + index]
+    here = (row < config.rows).ravel().nonzero()[0]
+    row *= heads
+    row += head[cut].astype(np.int32).repeat(size)[:, None]
+    target = row.ravel()[here]
+    here = here[stable_order(target, config.rows * heads)]
+    at = (partial[cut] * box).repeat(size) + index * (group * box)
+    parts.merge[: len(here)] = (at.astype(np.int32)[:, None] + np.arange(box, dtype=np.int32)).ravel()[here]
     np.cumsum(np.bincount(target, minlength=config.rows * heads), out=parts.merge_first[1:])
     parts.unpack[:] = config.octets * box
     parts.unpack[rows.row] = place[0]
-    direct = first_row >= 0
-    count = tiles.octets[direct] * box
-    parts.unpack[np.repeat(first_row[direct] - np.cumsum(count) + count, count) + np.arange(count.sum())] = -1
+    direct = (first_row >= 0).nonzero()[0]
+    if len(direct):
+        count = tiles.octets[direct] * box
+        parts.unpack[(first_row[direct] - count.cumsum() + count).repeat(count) + np.arange(count.sum())] = -1
 
 
 def _first_rows(rows: Index, tiles: Tiles, config: WorkConfig) -> Numbers:
@@ -306,9 +317,14 @@ def _first_rows(rows: Index, tiles: Tiles, config: WorkConfig) -> Numbers:
     """
     begin = tiles.octet * config.box
     last = begin + tiles.octets * config.box - 1
-    breaks = np.concatenate([[0], np.cumsum(rows[1:] != rows[:-1] + 1)])
-    follow = (breaks[last] == breaks[begin]) & (rows[last] < config.rows)
-    return np.where(follow & (rows[begin] % config.box == 0) & ~tiles.partial, rows[begin], -1)
+    first_row, last_row = rows[begin], rows[last]
+    follow = (last_row - first_row == last - begin) & (last_row < config.rows)
+    follow &= (first_row % config.box == 0) & ~tiles.partial
+    if follow.any():  # by their ends
+        breaks = np.zeros(len(rows), np.int64)
+        (rows[1:] != rows[:-1] + 1).cumsum(out=breaks[1:])
+        follow &= breaks[last] == breaks[begin]
+    return np.where(follow, first_row, -1)
 
 
 def _up(x: Any, unit: int) -> Any:

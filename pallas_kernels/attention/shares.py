@@ -41,15 +41,21 @@ class Pieces(NamedTuple):
     program: Numbers
 
 
+def stable_order(numbers: Numbers, below: int) -> Numbers:
+    """The order of integers from 0 to `below`, equal ones as they stand. Small types are sorted by their digits."""
+    return (numbers.astype(np.uint16) if below <= 1 << 16 else numbers).argsort(kind="stable")
+
+
 def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     """Deals tiles, times heads, to the programs; cuts what cannot be dealt whole, no tile into more than `limit`."""
     pages = tiles.last - tiles.first
-    inner = np.clip(tiles.inner_to - tiles.first, 0, pages)  # in front of the pages whose ends are masked
-    fixed = ITEM * (1 + tiles.partial) + MASK * np.clip(tiles.inner_from - tiles.first, 0, pages)
+    inner = np.minimum(np.maximum(tiles.inner_to - tiles.first, 0), pages)  # in front of those whose ends are masked
+    masked = np.minimum(np.maximum(tiles.inner_from - tiles.first, 0), pages)
+    fixed = ITEM * (1 + tiles.partial) + MASK * masked
     cost = fixed + inner + (1 + MASK) * (pages - inner)
-    order = np.argsort(-cost if config.programs > 1 else -tiles.octets, kind="stable")
-    tile = np.repeat(order, config.heads)
-    head = np.tile(np.arange(config.heads), len(order))
+    order = (-cost if config.programs > 1 else -tiles.octets).argsort(kind="stable")
+    tile = order.repeat(config.heads)
+    head = np.arange(len(tile)) % config.heads
     costs = cost[tile]
     programs = config.programs
     if programs == 1 or not len(tile):
@@ -61,7 +67,7 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     loads = [load]
     for dealt in range(0, len(tile), programs):  # the longest of these to the program that has least
         mine = costs[dealt : dealt + programs]
-        free = np.argsort(load, kind="stable")[: len(mine)]
+        free = load.argsort(kind="stable")[: len(mine)]
         load = load.copy()
         load[free] += mine
         program[dealt : dealt + programs] = free
@@ -72,69 +78,86 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
         return dealt_whole
 
     share = max(mean, costs[0] / max(limit - 1, 1) + 2 * ITEM)
-    rounds = sum(1 for dealt_to in loads[1:] if dealt_to.max() <= share)
+    rounds = bisect.bisect_right(loads, share, key=np.ndarray.max) - 1  # loads grow from round to round
     dealt = min(rounds * programs, len(tile))
     if dealt == len(tile):
         return dealt_whole
-    by_room = np.argsort(loads[rounds], kind="stable")
+    by_room = loads[rounds].argsort(kind="stable")
     rest = tile[dealt:]
-    begin = np.concatenate([[0], np.cumsum(pages[rest])])  # of each on the line of all their pages
-    cuts = _cuts(begin, cost[rest], fixed[rest], inner[rest], loads[rounds][by_room], share)
-    points = np.unique(np.concatenate([begin[:-1], cuts[cuts < begin[-1]]]))
-    stops = np.append(points[1:], begin[-1])
-    item = np.searchsorted(begin, points, side="right") - 1
-    first = tiles.first[rest[item]] + points - begin[item]
+    length = pages[rest]
+    begin = np.zeros(len(rest) + 1, np.int64)  # of each on the line of all their pages
+    length.cumsum(out=begin[1:])
+    cuts = _cuts(begin, costs[dealt:], rest, fixed, inner, loads[rounds][by_room], share)
+    points = np.concatenate([begin, cuts])  # where an item begins, and the end of the line
+    points.sort()
+    new = np.empty(len(points), bool)
+    new[0] = True
+    np.not_equal(points[1:], points[:-1], out=new[1:])
+    points = points[new]
+    points, stops = points[:-1], points[1:]
+    item = begin.searchsorted(points, side="right") - 1
+    size, whole_size = stops - points, length[item]
+    first = dealt_whole.first[dealt:][item] + points - begin[item]
     cut = Pieces(
         np.concatenate([tile[:dealt], rest[item]]),
         np.concatenate([head[:dealt], head[dealt:][item]]),
-        np.concatenate([tiles.first[tile[:dealt]], first]),
-        np.concatenate([tiles.last[tile[:dealt]], first + stops - points]),
-        np.concatenate([np.zeros(dealt, bool), stops - points < pages[rest[item]]]),
-        np.concatenate([program[:dealt], by_room[np.searchsorted(cuts, points, side="right")]]),
+        np.concatenate([dealt_whole.first[:dealt], first]),
+        np.concatenate([dealt_whole.last[:dealt], first + size]),
+        np.concatenate([dealt_whole.is_cut[:dealt], size < whole_size]),
+        np.concatenate([program[:dealt], by_room[cuts.searchsorted(points, side="right")]]),
     )
+    if np.bincount(item).max() > limit:
+        return dealt_whole
     # As `cost` counts what is whole: a page that is masked on both sides counts as masked twice.
-    front = np.clip(tiles.inner_from[cut.tile], cut.first, cut.last) - cut.first
-    back = cut.last - np.clip(tiles.inner_to[cut.tile], cut.first, cut.last)
-    each = ITEM * (1 + (tiles.partial[cut.tile] | cut.is_cut)) + cut.last - cut.first + MASK * (front + back)
-    spent = np.bincount(cut.program, each, programs)
-    return cut if np.bincount(item).max() <= limit and spent.max() < load.max() else dealt_whole
+    length = cut.last - cut.first
+    masked = np.minimum(np.maximum(tiles.inner_from[cut.tile] - cut.first, 0), length)
+    masked += np.minimum(np.maximum(cut.last - tiles.inner_to[cut.tile], 0), length)
+    each = ITEM * (1 + (tiles.partial[cut.tile] | cut.is_cut)) + cut.last - cut.first + MASK * masked
+    return cut if np.bincount(cut.program, each, programs).max() < load.max() else dealt_whole
 
 
-def _cuts(begin: Any, cost: Any, fixed: Any, inner: Any, load: Any, share: float) -> Numbers:
-    """Where the programs' shares of a line of items end, counted in pages [P].
+def _cuts(begin: Any, cost: Any, tile: Any, fixed: Any, inner: Any, load: Any, share: float) -> Numbers:
+    """Where the programs' shares of a line of items end, counted in pages [P]; `fixed`, `inner` are of their tiles.
 
     A program that begins inside an item pays for an item and a partial again. How many do is known afterwards, so the
     share, at least `share`, is found in a few turns. What rounding to pages takes from a program, the next one gets.
     """
-    line = [0.0, *np.cumsum(cost).tolist()]
-    start, fixed, inner, used = begin.tolist(), fixed.tolist(), inner.tolist(), load.tolist()
-    programs, items = len(used), len(fixed)
+    line = [0.0, *cost.cumsum().tolist()]
+    start, of_tile, used = begin.tolist(), tile.tolist(), load.tolist()
+    ends = list(zip(fixed.tolist(), inner.tolist(), strict=True))
+    programs, items = len(used), len(of_tile)
     share = max(share, 2 * ITEM + 1 + MASK)  # less than a page cannot be shared out
+    end, again, masked = line[-1], 2 * ITEM, 1 + MASK
     inside = programs - min(items, programs) / 2
-    full = max(share, (line[-1] + sum(used) + 2 * ITEM * inside) / programs)
+    full = max(share, (end + sum(used) + again * inside) / programs)
     cuts: list[int] = []
+    find = bisect.bisect_right
     for _ in range(8):
-        cuts, at, place, debt, is_inside = [], 0.0, 0, 0.0, False
+        cuts, at, place, debt, paid = [], 0.0, 0, 0.0, 0.0
         for spent in used:
-            target = at + full - spent + debt - 2 * ITEM * is_inside
-            item = bisect.bisect_right(line, target) - 1
-            if item >= items:
-                at, place, is_inside = line[-1], start[-1], False
-            elif target > at:
-                pages = target - line[item] - fixed[item]
-                if pages > inner[item]:
-                    pages = inner[item] + (pages - inner[item]) / (1 + MASK)
-                count = max(0, round(pages))
-                is_inside = 0 < count < start[item + 1] - start[item]
-                if is_inside:
-                    reached = line[item] + fixed[item] + count + MASK * max(0, count - inner[item])
-                else:
-                    reached, count = (line[item + 1], start[item + 1] - start[item]) if count else (line[item], 0)
+            target = at + full - spent + debt - paid
+            if at < target < end:
+                item = find(line, target) - 1
+                reached, stop = line[item], start[item]
+                before, whole = ends[of_tile[item]]
+                pages, paid = target - reached - before, 0.0
+                if pages > 0:
+                    count = round(pages if pages <= whole else whole + (pages - whole) / masked)
+                    if stop + count >= start[item + 1]:
+                        reached, stop = line[item + 1], start[item + 1]
+                    elif count:
+                        reached += before
+                        reached += count
+                        if count > whole:
+                            reached += MASK * (count - whole)
+                        stop, paid = stop + count, again
                 if reached > at:
-                    at, place = reached, start[item] + count
+                    at, place = reached, stop
+            elif target >= end:
+                at, place, paid = end, start[-1], 0.0
             debt = target - at
             cuts.append(place)
-        left = line[-1] - at - debt  # for the last program, above its share; below it does no harm
+        left = end - at - debt  # for the last program, above its share; below it does no harm
         if -2 * full < left <= 1 or (left < 0 and full <= share):
             break
         full = max(share, full + left / programs)

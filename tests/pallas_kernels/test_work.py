@@ -154,7 +154,9 @@ def test_tiles_are_cut_only_where_that_costs_less():
 
     def most(tiles: Tiles, pieces: Pieces) -> float:
         tile, first, last = pieces.tile, pieces.first, pieces.last
-        masked = np.clip(tiles.inner_from[tile], first, last) - first + last - np.clip(tiles.inner_to[tile], first, last)
+        masked = (
+            np.clip(tiles.inner_from[tile], first, last) - first + last - np.clip(tiles.inner_to[tile], first, last)
+        )
         spent = ITEM * (1 + (tiles.partial[tile] | pieces.is_cut)) + last - first + MASK * masked
         return float(np.bincount(pieces.program, spent).max())
 
