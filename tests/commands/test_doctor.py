@@ -149,6 +149,32 @@ def test_a_chip_that_jax_does_not_use(run, on_a_chip, monkeypatch):
         jax.config.update("jax_platforms", platforms)
 
 
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unknown backend 'cuda'")])
+def test_a_jax_without_a_device_is_a_problem(run, monkeypatch, error):
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    platforms = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", "cuda")
+        result = run()
+    finally:
+        jax.config.update("jax_platforms", platforms)
+    assert result.exit_code == 1
+    assert result.found["jax uses"] == f"nothing: {str(error) or 'no device'}"
+    assert "to do: jax has no device: 'cuda' is asked for, say by JAX_PLATFORMS." in result.stdout
+
+
+def test_verdicts_that_cannot_be_kept_are_a_problem(run, on_a_chip, tmp_path):
+    on_a_chip(PASSED)
+    (tmp_path / "vlcache-jax").write_text("no folder")
+    result = run()
+    assert result.exit_code == 1
+    assert result.found["attention"] == "mosaic_gpu (passed: 24 cases)"
+    assert f"to do: verdicts cannot be kept in {tmp_path / 'vlcache-jax' / 'verdicts'}" in result.stdout
+
+
 def test_a_driver_that_does_not_work(run, monkeypatch):
     def broken():
         raise OSError("the CUDA driver answers cuInit with error 803")

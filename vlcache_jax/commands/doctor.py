@@ -41,8 +41,11 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
         try:
             device = jax.devices()[0]
             platform, runs = device.platform, device.device_kind
-        except RuntimeError as error:
-            platform, runs = "", f"nothing: {error}"
+        except (RuntimeError, AssertionError) as error:  # the latter where no platform asked for is installed
+            platform, runs = "", f"nothing: {str(error) or 'no device'}"
+            asked = jax.config.jax_platforms or jax.config.read("jax_platform_name")
+            how = f"{asked!r} is asked for, say by JAX_PLATFORMS" if asked else "JAX_PLATFORMS=cpu runs on the CPU"
+            problems.append(f"jax has no device: {how}.")
     named = environment("vlcache-jax", "flax", "transformers")["versions"] | versions()
     findings = [("versions", ", ".join(f"{name} {version}" for name, version in named.items())), ("jax uses", runs)]
     if chip is None:
@@ -69,7 +72,12 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             problems += _problems(kernel, verdicts[kernel])
         findings.append((kernel, found))
     if chip is not None and verdicts and refused is None:
-        findings.append(("verdicts", str(place(identity(chip)))))
+        path = place(identity(chip))
+        findings.append(("verdicts", str(path)))
+        if not path.is_file() and any(verdict.passed is not None for verdict in verdicts.values()):
+            problems.append(
+                f"verdicts cannot be kept in {path.parent}, and are found anew at each start: see who owns it."
+            )
     findings += [("tuned", _tuned(problems)), ("programs", _programs())]
     return findings, problems
 
