@@ -284,7 +284,7 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
         of_tiles[:, DIRECT] = first_row
     of_tiles.take(tile, 0, items, "clip")
     items[:, HEAD], items[:, FROM], items[:, TO], items[:, PARTIAL] = head, first, last, partial
-    np.cumsum(np.bincount(pieces.program, minlength=config.programs), out=parts.ctas[1:])
+    np.bincount(pieces.program, minlength=config.programs).cumsum(out=parts.ctas[1:])
     if config.programs == 1:
         return
     cut = is_partial.nonzero()[0]
@@ -301,7 +301,7 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
     here = here[stable_order(target, config.rows * heads)]
     at = (partial[cut] * box).repeat(size) + index * (group * box)
     parts.merge[: len(here)] = (at.astype(np.int32)[:, None] + np.arange(box, dtype=np.int32)).ravel()[here]
-    np.cumsum(np.bincount(target, minlength=config.rows * heads), out=parts.merge_first[1:])
+    np.bincount(target, minlength=config.rows * heads).cumsum(out=parts.merge_first[1:])
     parts.unpack[:] = config.octets * box
     parts.unpack[rows.row] = place[0]
     direct = (first_row >= 0).nonzero()[0]
@@ -319,11 +319,10 @@ def _first_rows(rows: Index, tiles: Tiles, config: WorkConfig) -> Numbers:
     last = begin + tiles.octets * config.box - 1
     first_row, last_row = rows[begin], rows[last]
     follow = (last_row - first_row == last - begin) & (last_row < config.rows)
-    follow &= (first_row % config.box == 0) & ~tiles.partial
     if follow.any():  # by their ends
         breaks = np.zeros(len(rows), np.int64)
         (rows[1:] != rows[:-1] + 1).cumsum(out=breaks[1:])
-        follow &= breaks[last] == breaks[begin]
+        follow &= (breaks[last] == breaks[begin]) & (first_row % config.box == 0) & ~tiles.partial
     return np.where(follow, first_row, -1)
 
 

@@ -99,13 +99,15 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     size, whole_size = stops - points, length[item]
     first = dealt_whole.first[dealt:][item] + points - begin[item]
     cut = Pieces(
-        np.concatenate([tile[:dealt], rest[item]]),
-        np.concatenate([head[:dealt], head[dealt:][item]]),
-        np.concatenate([dealt_whole.first[:dealt], first]),
-        np.concatenate([dealt_whole.last[:dealt], first + size]),
-        np.concatenate([dealt_whole.is_cut[:dealt], size < whole_size]),
-        np.concatenate([program[:dealt], by_room[cuts.searchsorted(points, side="right")]]),
+        rest[item],
+        head[dealt:][item],
+        first,
+        first + size,
+        size < whole_size,
+        by_room[cuts.searchsorted(points, side="right")],
     )
+    if dealt:
+        cut = Pieces(*(np.concatenate([before[:dealt], after]) for before, after in zip(dealt_whole, cut, strict=True)))
     if np.bincount(item).max() > limit:
         return dealt_whole
     # As `cost` counts what is whole: a page that is masked on both sides counts as masked twice.
