@@ -92,7 +92,9 @@ class WorkConfig:
         """Boxes of all partials at most; each occupies whole eights of boxes."""
         if self.programs == 1:
             return 0
-        shared = min(2 * self.heads * self.octets * eights(self.group), MAX_SHARED_BOXES) if self.shared else 0
+        # Of rows that share pages: their own octets, and those in which they are packed densely, for a few levels.
+        octets = min(self.rows, self.requests) + 4 * -(-self.rows // self.box)
+        shared = min(self.heads * octets * eights(self.group), MAX_SHARED_BOXES) if self.shared else 0
         return 2 * self.programs * eights(self.tile) + shared
 
     @property
