@@ -16,7 +16,11 @@ SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter: NaN in K
 @pytest.mark.parametrize(
-    "sections", [pytest.param(("check", "ceiling"), marks=pytest.mark.interpreted), ("ttft", "decode")]
+    "sections",
+    [
+        pytest.param(("check", "ceiling"), marks=pytest.mark.interpreted),
+        pytest.param(("ttft", "decode"), marks=pytest.mark.ladder),
+    ],
 )
 def test_rehearsal(tmp_path, sections, monkeypatch):
     plan = gpu.Plan(rehearse=True, out=tmp_path)
