@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -167,6 +168,32 @@ def textured_image() -> Callable[..., np.ndarray]:
         return np.clip(ramp + rng.normal(0, 40, (height, width, 3)), 0, 255).astype(np.uint8)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[weakref.WeakSet[Any]]:
+    """Every `LLM` that was opened."""
+    from vlcache_jax import LLM
+
+    opened: weakref.WeakSet[Any] = weakref.WeakSet()
+    init = LLM.__init__
+
+    @functools.wraps(init)
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        opened.add(self)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(LLM, "__init__", noted)
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def no_page_leaks(engines: weakref.WeakSet[Any]) -> Iterator[None]:
+    """What no request uses is free or resident, whatever a test did."""
+    yield
+    for llm in list(engines):
+        assert llm._pages.stats().in_use == 0
 
 
 @pytest.fixture

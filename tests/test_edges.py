@@ -438,6 +438,7 @@ def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures
         assert tokens(trusting.generate(prompt(b"broken"), GREEDY, use_tqdm=False)) == tokens([first])
         monkeypatch.setattr(Record, "wait", lambda self: False)
         monkeypatch.setattr("vlcache_jax.engine.engine._holds", lambda record: False)
+        trusting.reset_prefix_cache()  # pages need no pixels
         outputs = trusting.generate([prompt(b"broken"), "b"], GREEDY, use_tqdm=False, on_error="return")
         assert "prompts[0] images[0] must be an image that Pillow" in outputs[0].error
         assert outputs[0].outputs[0].finish_reason == "error"

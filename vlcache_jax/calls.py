@@ -105,7 +105,7 @@ class Caller:
                 compared = verify_answers(self._engine, self._sequences, group, [own[0] for own in answers])
             self._forget_failed(group, answers)
             return [
-                self._reporter.output(linked, own, found) if all(answer.is_finished for answer in own) else None
+                self._reporter.output(linked, own, found) if _has_ended(own) else None
                 for linked, own, found in zip(group, answers, compared, strict=True)
             ]
 
@@ -183,6 +183,11 @@ class Caller:
             if error := or_error(self._sequences.check_length, _good(prompts[i]).name, length, slots):
                 arrivals.errors[i] = error
         return arrivals
+
+
+def _has_ended(answers: list[Generation]) -> bool:
+    """Whether a request has its answers, or an error."""
+    return all(answer.is_finished for answer in answers) or any(answer.error is not None for answer in answers)
 
 
 def _good[T](value: T | ValueError) -> T:

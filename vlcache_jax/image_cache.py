@@ -11,6 +11,7 @@ from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.checks import check_text
 from vlcache_jax.engine.identification import Identifier
+from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Grid
@@ -30,11 +31,13 @@ class ImageCache:
         self,
         store: Store,
         writer: Writer,
+        pages: Pages,
         identifier: Identifier,
         renderer: PromptRenderer,
         chat: Callable[..., list[RequestOutput]],
     ):
         self._store, self._writer, self._identifier, self._renderer = store, writer, identifier, renderer
+        self._pages = pages
         self._chat = chat
         self._is_closed = False
 
@@ -116,9 +119,14 @@ class ImageCache:
         return self._store.keep(self._entry(image, **identity)[0], False)
 
     def evict(self, image: Any, **identity: Any) -> int:
-        """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key."""
+        """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key.
+
+        Prompts that show the image leave the KV pool, too.
+        """
         self.flush()
-        return self._store.evict(self._entry(image, **identity)[0])
+        entry, _ = self._entry(image, **identity)
+        self._pages.drop(entry)
+        return self._store.evict(entry)
 
     def request(self, key: str, *, cache_salt: str | None = None) -> tuple[str, ...] | None:
         """The entry keys of a request's images, by `CacheReport.request_key`."""

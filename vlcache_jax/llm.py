@@ -30,6 +30,7 @@ from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.memory_plan import plan_memory
+from vlcache_jax.engine.pages import Pages, PageStats
 from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
@@ -87,6 +88,8 @@ class LLM:
         on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the memory;
         XLA runs in place of what does not pass. `llm.kernels` says which run, and why.
       ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
+      enable_prefix_caching: what is exact of a prompt and its answer stays in the KV pool until its memory is needed,
+        and a prompt that begins alike, text or images, goes on from there. Answers do not depend on it.
       allow_remote_images: whether http(s) image URLs are fetched, each within 20 seconds.
       allowed_media_domains: the hosts that URLs and redirects may name; None is all. ".example.com" is all below it.
         Only public addresses are reached; one in your own network must stand here as a number, and so in the URL.
@@ -120,6 +123,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, int] | None = None,
         implementation: str | None = None,
         ladder: Ladder | None = None,
+        enable_prefix_caching: bool = True,
         allow_remote_images: bool = False,
         allowed_media_domains: Sequence[str] | None = None,
         allowed_local_media_path: str | os.PathLike[str] | None = "/",
@@ -132,7 +136,7 @@ class LLM:
     ):
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
-        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm)
+        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=enable_prefix_caching)
         _check_arguments(model, dtype, cache, mm_processor_kwargs, ladder, revision, seed)
         _check_counts(kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
         check_max_pixels(max_image_pixels)
@@ -182,11 +186,13 @@ class LLM:
             self._renderer.tokenizer,
             *read_generation_config(self._checkpoint.directory, self._renderer.tokenizer, config.text.vocab_size),
             seed,
+            enable_prefix_caching,
         )
         self._reporter = Reporter(config.text.num_layers, self._runner.token_rungs, self._sequences.text)
         self._store = Store(cache)
         self._writer = Writer(self._store)
-        self._engine = Engine(self._runner, self._writer)
+        self._pages = Pages(memory.num_slots // PAGE)
+        self._engine = Engine(self._runner, self._writer, self._pages)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         token_rungs = self._runner.token_rungs
@@ -211,7 +217,7 @@ class LLM:
             self._serving,
             self._ahead,
         )
-        self.cache = ImageCache(self._store, self._writer, self._identifier, self._renderer, self.chat)
+        self.cache = ImageCache(self._store, self._writer, self._pages, self._identifier, self._renderer, self.chat)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -361,10 +367,21 @@ class LLM:
             self._runner = self._engine = None  # type: ignore[assignment]
 
     def reset_mm_cache(self) -> None:
-        """Forgets every image."""
+        """Forgets every image, and every prompt."""
         with self._serving():
             self._writer.flush()
             self._store.clear()
+            self._pages.clear()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prompt that is in the KV pool; what is kept of images stays."""
+        with self._serving():
+            self._pages.clear()
+
+    def stats(self) -> PageStats:
+        """What the KV pool's pages hold now, and counters; those of the image cache are in `cache.stats()`."""
+        self._check_open()
+        return self._pages.stats()
 
     @property
     def fingerprint(self) -> str:

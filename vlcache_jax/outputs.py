@@ -27,7 +27,8 @@ class ImageReuse:
       key: its entry key.
       tokens: image tokens in the prompt.
       encoder: where its encoder rows came from: "computed", "host", or "none" if none were needed.
-      kv: where the K, V that were linked came from: "host", or "none" if all were computed.
+      kv: where the K, V that were not computed came from: "resident" (pages of an earlier prompt), "host", or "none" if
+        all were computed.
       match: how well a stored record fitted: "exact", "approximate" or "miss".
       recomputed: its rows computed in each layer.
       bytes_moved: of records, to the device.
@@ -86,7 +87,7 @@ class RequestOutput:
 
     Attributes:
       outputs: `n` answers; none if the request was wrong.
-      num_cached_tokens: prompt tokens whose K, V were reused exactly.
+      num_cached_tokens: prompt tokens, text or image, whose K, V were reused exactly.
       verification: if asked for.
       error: why the request was not answered, or not to its end; None: it was.
     """
@@ -193,22 +194,25 @@ class Reporter:
         )
 
     def _report(self, linked: Linked, sequence: Generation | Forced) -> CacheReport:
-        images = tuple(self._image_report(i, use, sequence.plan) for i, use in enumerate(sequence.images))
+        plan = sequence.plan if sequence.ran is None else sequence.ran
+        images = tuple(self._image_report(i, use, plan, sequence.cached) for i, use in enumerate(sequence.images))
         approximate = sum(image.tokens - image.recomputed[-1] for image in images if image.match == "approximate")
         return CacheReport(
             images,
             exact=approximate == 0,
             policy=linked.policy,
-            rows=sequence.plan.rows(self._num_layers),
+            rows=plan.rows(self._num_layers),
             approximate_tokens=approximate,
             request_key=linked.request_key,
             request_known=linked.request_known,
         )
 
-    def _image_report(self, index: int, use: ImageUse, plan: Plan) -> ImageReuse:
+    def _image_report(self, index: int, use: ImageUse, plan: Plan, cached: int) -> ImageReuse:
         image = use.span.image
         depth = plan.depth[use.span.tokens]
-        moved = use.linked.meta.nbytes if use.linked is not None else 0
+        is_resident = use.span.start + use.span.length <= cached
+        linked = None if is_resident else use.linked
+        moved = linked.meta.nbytes if linked is not None else 0
         encoder = "none"
         if depth.any():
             found = use.has_encoder and use.encoder is not None and use.encoder.is_ready
@@ -221,15 +225,16 @@ class Reporter:
             key=image.key,
             tokens=image.num_tokens,
             encoder=encoder,
-            kv="none" if use.linked is None else "host",
-            match="miss" if use.linked is None else use.span.state,
+            kv="resident" if is_resident else "none" if linked is None else "host",
+            match="exact" if is_resident else "miss" if linked is None else use.span.state,
             recomputed=tuple(int(np.count_nonzero(depth > layer)) for layer in range(self._num_layers)),
             bytes_moved=moved,
-            why=use.why,
+            why=None if is_resident else use.why,
         )
 
 
 def _exact_tokens(sequence: Generation) -> int:
     """Prompt tokens whose K, V were reused exactly."""
-    spans = [use.span for use in sequence.images if use.linked is not None and use.span.state == "exact"]
-    return sum(int(np.count_nonzero(sequence.plan.depth[span.tokens] == 0)) for span in spans)
+    linked = [use.span for use in sequence.images if use.linked is not None and use.span.state == "exact"]
+    behind = (sequence.plan.depth[max(span.start, sequence.cached) : span.start + span.length] for span in linked)
+    return sequence.cached + sum(int(np.count_nonzero(depth == 0)) for depth in behind)

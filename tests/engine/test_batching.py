@@ -1,18 +1,22 @@
+import collections
 import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
-from vlcache_jax.engine.batching import Sequence, cut_waves, encoder_calls, prefill_steps
+from vlcache_jax.engine.batching import Prefill, encoder_calls, prefill_steps, shared_prefixes
 from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.engine.pages import Pages
+from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.pallas_kernels import PAGE, WorkConfig
 from vlcache_jax.reuse.plan import Plan, full_prefill
 from vlcache_jax.reuse.policies import first_tokens
 
-LAYERS, SLOTS = 3, 6 * PAGE
+LAYERS, SLOTS = 3, 6 * PAGE  # of the pool
 CONFIG = functools.partial(WorkConfig, requests=4, pages=5)
 LADDER = Ladder(rows=(8, 16, 32), patches=(16, 64), sequences=(1, 4))
 
@@ -34,95 +38,114 @@ def sequence(*parts, new_slots=5, wanted=None):
     return Sequence(layout, full_prefill(layout, LAYERS, wanted), new_slots)
 
 
+def prefills(sequences, slots=SLOTS):
+    """What sequences compute that are admitted together; every other page is in use, so that tables have gaps."""
+    pages = Pages(slots // PAGE - 1)
+    taken = [pages.take(PAGE) for _ in range(slots // PAGE - 1)]
+    for lease in taken[::2]:
+        pages.end(lease)
+    scheduler = Scheduler(pages, len(sequences), LAYERS)
+    _, [turn] = scheduler.admit(collections.deque(sequences))
+    assert turn == sequences
+    return [prefill for one in turn for prefill in scheduler.prefills(one)]
+
+
+def slots_of(prefill):
+    return prefill.slots(prefill.plan.slots).tolist()
+
+
 @pytest.fixture
 def wave():
-    sequences = [sequence(3, (2, 3), 4), sequence(11), sequence((1, 4), 1, (5, 6), 2), sequence(2)]
-    [wave] = cut_waves(sequences, 4, SLOTS)
-    return wave
+    return prefills([sequence(3, (2, 3), 4), sequence(11), sequence((1, 4), 1, (5, 6), 2), sequence(2)], 2 * SLOTS)
 
 
 def test_every_row_is_computed_once_and_knows_its_place(wave):
-    steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
+    num_slots = 2 * SLOTS
+    steps = prefill_steps(wave, LADDER, num_slots, LAYERS)
     assert len(steps) > 1
     expected = {}
-    for sequence in wave:
-        layout = sequence.layout
-        for i, token in enumerate(layout.token_ids):
-            expected[sequence.base + i] = (sequence.base, token, tuple(layout.positions[:, i]))
-    seen = {}
-    last = -1
+    for number, prefill in enumerate(wave):
+        layout = prefill.layout
+        for i, (slot, token) in enumerate(zip(slots_of(prefill), layout.token_ids, strict=True)):
+            expected[slot] = (number, i, token, tuple(layout.positions[:, i]))
+    seen = []
     for step in steps:
         rows = step.rows
         size = len(rows.slot)
         assert step.bounds == (size,) * LAYERS + (min(size, 4),)
-        assert step.active == (int(np.count_nonzero(rows.slot < SLOTS)),) * LAYERS
+        assert step.active == (int(np.count_nonzero(rows.slot < num_slots)),) * LAYERS
         assert size in LADDER.rows
         sources = {
             int(row): (p.image, int(i)) for p in step.placements for row, i in zip(p.place, p.image_row, strict=True)
         }
         assert sorted(sources) == list(range(len(sources)))
-        live = rows.slot < SLOTS
-        assert rows.slot[live].min() > last  # steps go in slot order, so a row sees what came before
-        last = rows.slot[live].max()
+        live = rows.slot < num_slots
         for i in np.flatnonzero(live):
-            slot = int(rows.slot[i])
-            assert slot not in seen
-            base, token, position = expected[slot]
-            assert (rows.k_start[i], rows.k_end[i]) == (base, slot + 1)
+            number, index, token, position = expected[int(rows.slot[i])]
+            assert step.request[i] == number
+            assert step.tables[number] is wave[number].table
+            assert (rows.k_start[i], rows.k_end[i]) == (0, index + 1)
             assert tuple(rows.position[:, i]) == position
-            owner = next(s for s in wave if s.base == base)
-            span = next(s for s in owner.layout.spans if s.start <= slot - base < s.start + s.length)
+            span = next(s for s in wave[number].layout.spans if s.start <= index < s.start + s.length)
             if span.image is None:
                 assert rows.source[i] == token
             else:
-                assert sources[-1 - int(rows.source[i])] == (span.image, slot - base - span.start)
-            seen[slot] = True
+                assert sources[-1 - int(rows.source[i])] == (span.image, index - span.start)
+            seen.append((number, index))
         dead = ~live
-        assert (rows.slot[dead] == SLOTS + np.flatnonzero(dead)).all()
+        assert (rows.slot[dead] == num_slots + np.flatnonzero(dead)).all()
         assert not rows.k_end[dead].any()
         assert not rows.source[dead].any()
-    assert sorted(seen) == sorted(expected)
+    # Steps go in the order of prompts and tokens, so a row sees what came before.
+    assert len(seen) == len(expected)
+    per_step = iter(seen)
+    last = (-1, -1)
+    for step in steps:
+        mine = [next(per_step) for _ in range(step.active[0])]
+        assert min(mine) > last
+        last = max(mine)
 
 
 def test_wanted_rows_come_first(wave):
     wanted = []
     for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
         for row, (sequence, index) in enumerate(step.wanted):
-            assert step.rows.slot[row] == sequence.base + index
+            prefill = next(prefill for prefill in wave if prefill.sequence is sequence)
+            assert step.rows.slot[row] == slots_of(prefill)[index]
             wanted.append(sequence)
             assert index == len(sequence.layout) - 1
-    assert wanted == wave
+    assert wanted == [prefill.sequence for prefill in wave]
 
 
 def test_more_logits_than_the_head_holds_make_more_steps():
     one = sequence(40, wanted=range(10, 39))
-    cut_waves([one], 4, SLOTS)
-    steps = prefill_steps([one], LADDER, SLOTS, LAYERS)
+    steps = prefill_steps(prefills([one]), LADDER, SLOTS, LAYERS)
     assert max(len(step.wanted) for step in steps) == 4
     assert [index for step in steps for _, index in step.wanted] == list(range(10, 39))
     assert sum((step.rows.slot < SLOTS).sum() for step in steps) == 40
 
 
-def test_waves_keep_the_order_and_the_limits():
-    rng = np.random.default_rng(1)
-    sequences = [sequence(int(n)) for n in rng.integers(1, 300, 60)]
-    waves = cut_waves(sequences, 4, 8 * PAGE)
-    assert [s for wave in waves for s in wave] == sequences
-    for wave in waves:
-        assert len(wave) <= 4
-        pages = [page for s in wave for page in s.pages]
-        assert pages == list(range(1, 1 + len(pages)))  # page 0 is nobody's
-        assert len(pages) < 8
-        for s in wave:
-            assert s.base == PAGE * s.pages[0]
-            assert len(s.pages) * PAGE - PAGE < s.num_slots <= len(s.pages) * PAGE
+def test_shared_pages_are_not_written():
+    one = sequence(2 * PAGE, new_slots=5)
+    prefill = Prefill(one, one.layout, one.plan.behind(2 * PAGE - 1), np.array([3, 5]), shared=2)
+    [step] = prefill_steps([prefill], LADDER, SLOTS, LAYERS)
+    assert step.rows.slot.tolist() == [SLOTS + i for i in range(8)]
+    assert step.rows.k_end.tolist() == [2 * PAGE] + [0] * 7  # and yet it sees its own slot
+    assert step.active == (1,) * LAYERS
+
+
+def test_prefixes_that_tables_share():
+    tables = [[1, 2, 3, 9], [1, 2, 3, 8, 7], [1, 2, 4], [5, 6], [1, 2, 3, 8, 6], [7], [6, 5]]
+    found = shared_prefixes([np.array(table) for table in tables])
+    assert {(tuple(members), pages) for members, pages in found} == {((0, 1, 2, 4), 2), ((0, 1, 4), 3), ((1, 4), 4)}
+    assert shared_prefixes([]) == shared_prefixes([np.array([1])]) == []
 
 
 def test_an_image_of_two_answers_is_encoded_once():
     first = sequence(2, (2, 2), 1)
     second = Sequence(first.layout, first.plan, 5)
-    cut_waves([first, second], 4, SLOTS)
-    [step] = prefill_steps([first, second], LADDER, SLOTS, LAYERS)
+    both = [Prefill(one, one.layout, one.plan, np.array([i])) for i, one in enumerate((first, second), 1)]
+    [step] = prefill_steps(both, LADDER, SLOTS, LAYERS)
     [placement] = step.placements
     assert placement.image_row.tolist() == placement.place.tolist() == [0, 1, 2, 3]
     assert step.rows.source[step.rows.source < 0].tolist() == [-1, -2, -3, -4] * 2
@@ -152,15 +175,15 @@ def test_rows_that_drop_out_become_padding():
         depth = rng.integers(0, LAYERS + 1, len(one.layout)).astype(np.int16)
         depth[-1] = LAYERS + 1
         one.plan = Plan(depth)
-    [wave] = cut_waves(sequences, 4, SLOTS)
+    wave = prefills(sequences, 2 * SLOTS)
     written = [set() for _ in range(LAYERS)]
-    for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
+    for step in prefill_steps(wave, LADDER, 2 * SLOTS, LAYERS):
         assert list(step.bounds) == sorted(step.bounds, reverse=True)
         works = step.works(CONFIG)
         for layer in range(LAYERS):
             slots = step.rows.slot[: step.active[layer]]
             assert step.active[layer] <= step.bounds[layer]
-            assert (slots < SLOTS).all()
+            assert (slots < 2 * SLOTS).all()
             assert not written[layer] & set(slots.tolist())
             written[layer] |= set(slots.tolist())
             # Of the rows that attend, each sees its own request's slots up to its own.
@@ -175,19 +198,11 @@ def test_rows_that_drop_out_become_padding():
                 last = parts.end[row] - 1
                 assert parts.tables[item[3], last // PAGE] * PAGE + last % PAGE == slot
                 assert item[5] > last // PAGE
-                owner = next(s for s in wave if slot // PAGE in s.pages)
-                assert parts.tables[item[3], : len(owner.pages)].tolist() == list(owner.pages)
+                owner = next(p for p in wave if slot // PAGE in p.table)
+                assert parts.tables[item[3], : len(owner.table)].tolist() == owner.table.tolist()
     for layer in range(LAYERS):
-        planned = {s.base + i for s in wave for i in np.flatnonzero(s.plan.depth > layer).tolist()}
+        planned = {slots_of(p)[i] for p in wave for i in np.flatnonzero(p.plan.depth > layer).tolist()}
         assert written[layer] == planned
-
-
-def test_levels_run_one_after_the_other():
-    sequences = [sequence(3), sequence(4), sequence(5), sequence(6)]
-    sequences[1].level = 1
-    waves = cut_waves(sequences, 4, SLOTS)
-    assert waves == [[sequences[0], sequences[2], sequences[3]], [sequences[1]]]
-    assert sequences[1].base == PAGE
 
 
 def shifted(*parts, share):
@@ -201,8 +216,8 @@ def shifted(*parts, share):
 
 
 def test_a_step_does_not_end_inside_an_image_that_moves_others():
-    wave = [shifted(20, (4, 5), 3, (4, 6), 2, share=0.5), sequence(4, (4, 4)), shifted(2, (2, 2), 1, share=0.5)]
-    cut_waves(wave, 4, SLOTS)
+    parts = [shifted(20, (4, 5), 3, (4, 6), 2, share=0.5), sequence(4, (4, 4)), shifted(2, (2, 2), 1, share=0.5)]
+    wave = prefills(parts)
     moved = {}
     for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
         active = step.active[0]
@@ -213,24 +228,24 @@ def test_a_step_does_not_end_inside_an_image_that_moves_others():
                 first = int(shift.slot[mine].min())
                 assert first not in moved
                 moved[first] = step.rows.slot[:active][shift.row_image == number].tolist()
-                one = next(s for s in wave if s.base <= first < s.base + s.num_slots)
-                span = next(span for span in one.layout.images if one.base + span.start == first)
+                one = next(p for p in wave if first // PAGE in p.table)
+                span = next(span for span in one.layout.images if slots_of(one)[span.start] == first)
                 assert shift.slot[mine].tolist() == list(range(first, first + span.length))
                 np.testing.assert_array_equal(shift.position[:, mine], one.layout.positions[:, span.tokens])
                 assert shift.depth[mine].tolist() == [2] * (span.length // 2) + [0] * (span.length - span.length // 2)
-    third = wave[2].base
+    first, _, third = (slots_of(one)[0] for one in wave)
     assert moved == {
-        PAGE + 20: [*range(PAGE + 20, PAGE + 30)],
-        PAGE + 43: [*range(PAGE + 43, PAGE + 55)],
+        first + 20: [*range(first + 20, first + 30)],
+        first + 43: [*range(first + 43, first + 55)],
         third + 2: [third + 2, third + 3],
     }
 
 
 def test_an_image_with_more_rows_than_a_step_is_moved_by_its_first_step():
-    wave = [shifted(3, (10, 10), 2, share=0.9)]
+    wave = prefills([shifted(3, (10, 10), 2, share=0.9)])
     steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
     assert [len(step.shifts) for step in steps] == [0, 1, 0, 0]
-    assert steps[1].rows.slot.tolist() == list(range(3, 35))
+    assert steps[1].rows.slot.tolist() == slots_of(wave[0])[3:35]
     assert sum(step.active[0] for step in steps) == 95
 
 
@@ -238,18 +253,16 @@ def test_an_image_that_fits_in_a_step_is_in_one_whatever_comes_behind_it():
     ladder = Ladder(rows=(512, 1024, 2048), patches=(16, 10_000), sequences=(4,))
     for behind in (1, 6, 900, 1500):
         request = shifted(4, (48, 48), behind, share=0.5)  # 1152 of 2304; alone they would be cut in 1024 and the rest
-        steps = prefill_steps([request], ladder, 10_000, LAYERS)
+        steps = prefill_steps(prefills([request], 80 * PAGE), ladder, 80 * PAGE, LAYERS)
         [shift] = [shift for step in steps for shift in step.shifts]
         assert int((shift.row_image >= 0).sum()) == 1152, behind
 
 
 def test_many_images_are_moved_in_several_calls():
-    wave = [shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)]
-    steps = []
-    for part in cut_waves(wave, 100, 21 * PAGE):
-        steps += prefill_steps(part, Ladder(rows=(512,), patches=(16, 64), sequences=(100,)), 21 * PAGE, LAYERS)
+    wave = prefills([shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)], 50 * PAGE)
+    steps = prefill_steps(wave, Ladder(rows=(512,), patches=(16, 64), sequences=(100,)), 50 * PAGE, LAYERS)
     assert [len(np.unique(shift.image)) for step in steps for shift in step.shifts] == [64, 64, 64, 8]
-    steps = prefill_steps(wave[:4], Ladder(rows=(8, 16), patches=(16, 64), sequences=(100,)), 1000, LAYERS)
+    steps = prefill_steps(wave[:4], Ladder(rows=(8, 16), patches=(16, 64), sequences=(100,)), 50 * PAGE, LAYERS)
     assert max(len(shift.slot) for step in steps for shift in step.shifts) <= 16
 
 
@@ -262,4 +275,4 @@ def test_what_is_not_moved():
         Sequence(everything.layout, Plan(everything.plan.depth), 5),
         sequence(3, (2, 3), 1),
     ):
-        assert not any(step.shifts for step in prefill_steps([request], LADDER, SLOTS, LAYERS))
+        assert not any(step.shifts for step in prefill_steps(prefills([request]), LADDER, SLOTS, LAYERS))

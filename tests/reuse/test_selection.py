@@ -225,7 +225,7 @@ def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, case):
 
 def projected(**fields):
     empty = dict.fromkeys(
-        ("q", "k", "v", "linked_k", "linked_v", "window", "place", "begin", "end", "asks"), jnp.zeros((1, 1, 1))
+        ("q", "k", "v", "linked_k", "linked_v", "window", "place", "end", "asks"), jnp.zeros((1, 1, 1))
     )
     return Projected(**{**empty, **fields})
 
@@ -274,7 +274,6 @@ def test_attention_times_deviation():
         linked_v=jnp.zeros((3, 1, 1)),
         window=window,
         place=jnp.arange(3),
-        begin=jnp.zeros(3, jnp.int32),
         end=jnp.array([3, 3, 0]),
     )
     # dhd: alpha = [.3, 1.1, .6] and distances [2, .5, 1.5].

@@ -10,17 +10,22 @@ import atexit
 import dataclasses
 import logging
 import threading
-from collections import abc
+from collections import abc, deque
 
-from vlcache_jax.engine.batching import cut_waves, prefill_steps
+from vlcache_jax.engine.batching import Step, prefill_steps
 from vlcache_jax.engine.ladder import Ladder, round_up
+from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.programs import Key, Programs
 from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.inputs.layout import Layout
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Policy, make_plan
 from vlcache_jax.reuse.selection import make_choice
 
 _log = logging.getLogger(__name__)
-_PROGRAMS = ("link", "embed", "layer", "slice", "head")  # that depend on how many rows are left; others have been used
+# Those that depend on how many rows are left; others have been used.
+_PROGRAMS = ("link", "copy", "embed", "layer", "slice", "head")
 
 
 class Ahead:
@@ -34,6 +39,7 @@ class Ahead:
 
     def __init__(self, programs: Programs):
         self._programs = programs
+        self._answered: list[tuple[Policy, abc.Sequence[Sequence]]] = []
         self._keys: list[Key] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -49,18 +55,13 @@ class Ahead:
         answered = answered[: self._programs.definitions.ladder.max_sequences]
         if self._stopped or not any(use.captured is not None for sequence in answered for use in sequence.images):
             return
-        try:
-            keys = self._programs.missing(repeat_keys(self._programs, policy, answered))
-        except Exception:  # the answers are there, and nothing here may take them away
-            _log.debug("planning a repeat failed", exc_info=True)
-        else:
-            with self._lock:
-                self._keys = list(dict.fromkeys(keys + self._keys))
+        with self._lock:
+            self._answered.append((policy, answered))
 
     def start(self) -> None:
         """Begins, where something is to be compiled; called when nobody waits any more."""
         with self._lock:
-            if self._keys and self._thread is None and not self._stopped:
+            if (self._answered or self._keys) and self._thread is None and not self._stopped:
                 atexit.register(self.stop)  # what ends while a program is being compiled may crash
                 self._thread = threading.Thread(target=self._run, name="vlcache-ahead", daemon=True)
                 try:
@@ -81,11 +82,21 @@ class Ahead:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if self._stopped or not self._keys:
+                if self._stopped or not (self._answered or self._keys):
                     self._thread = None
                     atexit.unregister(self.stop)
                     return
-                key = self._keys.pop(0)
+                answered, self._answered = self._answered, []
+            for policy, sequences in answered:
+                try:
+                    keys = self._programs.missing(repeat_keys(self._programs, policy, sequences))
+                except Exception:  # whoever repeats the request will meet the error
+                    _log.debug("planning a repeat failed", exc_info=True)
+                else:
+                    self._keys = list(dict.fromkeys(keys + self._keys))
+            if not self._keys:
+                continue
+            key = self._keys.pop(0)
             try:
                 self._programs.program(key)
             except Exception:  # whoever needs the program will meet the error
@@ -98,19 +109,36 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     config, ladder = definitions.config, definitions.ladder
     layers, patches = config.text.num_layers, config.vision.merge_size**2
     known = {id(use.span) for sequence in answered for use in sequence.images if use.captured is not None}
-    again = []
+    layouts: dict[int, Layout] = {}  # answers to one request share theirs
     linked: set[int] = set()
     for sequence in answered:
         spans = [dataclasses.replace(s, state="exact") if id(s) in known else s for s in sequence.layout.spans]
         layout = dataclasses.replace(sequence.layout, spans=tuple(spans))
+        layouts.setdefault(id(sequence.layout), layout)
         linked |= {span.length for span in layout.images if span.state != "miss"}
-        plan, choice = make_plan(policy, layout, layers), make_choice(policy, layout, layers)
-        again.append(Sequence(layout, plan, sequence.new_slots, choice=choice))
-    steps = [
-        step
-        for wave in cut_waves(again, ladder.max_sequences, definitions.num_slots)
-        for step in prefill_steps(wave, ladder, definitions.num_slots, layers)
-    ]
+
+    def run(scheduler: Scheduler, owned: bool) -> list[Step[Sequence]]:
+        steps = []
+        waiting: deque[Sequence] = deque()
+        for sequence in answered:
+            layout = layouts[id(sequence.layout)]
+            plan, choice = make_plan(policy, layout, layers), make_choice(policy, layout, layers)
+            owner = sequence.owner if owned else None
+            waiting.append(Sequence(layout, plan, sequence.new_slots, choice=choice, owner=owner))
+        while waiting:
+            wave, turns = scheduler.admit(waiting)
+            for turn in turns:
+                prefills = [prefill for sequence in turn for prefill in scheduler.prefills(sequence)]
+                steps += prefill_steps(prefills, ladder, definitions.num_slots, layers)
+                scheduler.computed(turn)
+            for sequence in wave:
+                scheduler.finish(sequence)
+        return steps
+
+    # Linked as images are elsewhere, and beside what a first run has left in pages.
+    pages = definitions.num_slots // PAGE - 1
+    scheduler = Scheduler(Pages(pages), ladder.max_sequences, layers)
+    steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
     rungs = Ladder(
         rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
         patches=tuple(sorted({round_up(tokens * patches, ladder.patches) for tokens in linked})),

@@ -1,9 +1,8 @@
-"""How requests are put together: waves that share the pool, and the steps that prefill a wave (host, numpy).
+"""How prompts are put together: the steps that prefill those which are computed in one turn (host, numpy).
 
-Every request has whole pages of the pool; page 0 is nobody's. The rows that a wave computes follow each other in slot
-order and are cut into steps of static sizes. A cut may fall inside a request or an image: a step's rows see all slots
-before them, so cutting is exact. Images whose linked K, V are moved are not cut, unless more of their tokens are
-computed than one step can.
+The rows that prompts compute follow each other in their order and are cut into steps of static sizes. A cut may fall
+inside a request or an image: a step's rows see all slots before them, so cutting is exact. Images whose linked K, V are
+moved are not cut, unless more of their tokens are computed than one step can.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import abc
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,11 @@ import numpy.typing as npt
 from vlcache_jax.cache.writer import Captured
 from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
-from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.inputs.layout import ImageRef, Layout
 from vlcache_jax.models import Rows
-from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work
-from vlcache_jax.reuse.selection import Selection
+from vlcache_jax.pallas_kernels import PAGE, Shared, Work, WorkConfig, make_work
+from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.selection import Choice, Selection
 from vlcache_jax.reuse.shift import Shift, make_shifts, shifted_images
 
 Index = npt.NDArray[np.int32]
@@ -37,6 +38,34 @@ class Placement:
 
 
 @dataclass(frozen=True, eq=False)
+class Prefill[S: Sequence]:
+    """What a sequence has to compute at once.
+
+    Attributes:
+      sequence: whose it is.
+      layout, plan: of the tokens up to here.
+      table: the pool's page of each logical page [B].
+      shared: pages, the first ones, that others use too, so that nobody writes into them.
+      cached: tokens at the beginning that are in pages.
+      choice: how rows are chosen on the device; such a prefill has steps of its own.
+      links: whether stored images are still to be linked.
+    """
+
+    sequence: S
+    layout: Layout
+    plan: Plan
+    table: Index
+    shared: int = 0
+    cached: int = 0
+    choice: Choice | None = None
+    links: bool = True
+
+    def slots(self, place: Index) -> Index:
+        """The pool's slots of logical slots."""
+        return self.table[place // PAGE] * PAGE + place % PAGE
+
+
+@dataclass(frozen=True, eq=False)
 class Step[S: Sequence]:
     """One prefill step.
 
@@ -45,21 +74,21 @@ class Step[S: Sequence]:
 
     Attributes:
       rows: padded to a rung.
-      sequence: which of the wave's sequences each row is of, without padding [n].
-      tables: pages of the wave's sequences.
+      request: which of the tables each row sees through, without padding [n].
+      tables: pages of each prompt.
       active: rows that each layer computes, [L].
       bounds: rungs that hold them, and last the rows leaving the last layer, [L + 1]; both non-increasing.
       placements: the images whose rows are computed.
       captured: rows whose K, V are kept, by image.
-      wanted: (sequence, index of the token in its prompt) of each row whose logits are wanted; they come first.
+      wanted: (sequence, index of the token) of each row whose logits are wanted; they come first.
       num_slots: of the pool.
       selection: what is chosen on the device; `active` and `bounds` count the rows that are.
       shifts: images whose linked K, V are moved.
     """
 
     rows: Rows
-    sequence: Index
-    tables: tuple[range, ...]
+    request: Index
+    tables: tuple[Index, ...]
     active: tuple[int, ...]
     bounds: tuple[int, ...]
     placements: tuple[Placement, ...]
@@ -94,53 +123,60 @@ class Step[S: Sequence]:
         return {kind: self._work(count, kind[1], config(kind[0])) for kind, count in most.items()}
 
     def _work(self, count: int, is_chosen: bool, config: WorkConfig) -> Work:
-        used, table = np.unique(self.sequence[:count], return_inverse=True)
-        least = end = (self.rows.k_end - self.rows.k_start)[:count]
+        used, table = np.unique(self.request[:count], return_inverse=True)
+        least = end = self.rows.k_end[:count]
         if is_chosen and self.selection is not None:
             # Those that follow the rows that must go on may be any of the prompt's.
             must = np.arange(count) < self.selection.must
             end, least = np.where(must, end, self.selection.length), np.where(must, end, 0)
-        return make_work(table, np.zeros_like(end), end, [self.tables[i] for i in used], config, least=least)
+        tables = [self.tables[i] for i in used]
+        return make_work(table, np.zeros_like(end), end, tables, config, least=least, shared=shared_prefixes(tables))
 
 
-def cut_waves[S: Sequence](sequences: abc.Iterable[S], max_sequences: int, num_slots: int) -> list[list[S]]:
-    """Sequences of one level that fit in the pool together, in their order; each gets its first slot.
+def shared_prefixes(tables: abc.Sequence[Index]) -> list[Shared]:
+    """The prefixes that tables have in common, each once."""
+    found: list[Shared] = []
 
-    Args:
-      num_slots: of the pool; those of page 0 are nobody's.
-    """
-    waves: list[list[S]] = []
-    used = num_slots
-    for sequence in sorted(sequences, key=lambda sequence: sequence.level):
-        alone = sequence.choice is not None or bool(waves and waves[-1][-1].choice)
-        is_full = used + PAGE * sequence.num_pages > num_slots or len(waves[-1]) == max_sequences or alone
-        if is_full or waves[-1][-1].level != sequence.level:
-            waves.append([])
-            used = PAGE
-        sequence.base = used
-        used += PAGE * sequence.num_pages
-        waves[-1].append(sequence)
-    return waves
+    def split(members: abc.Iterable[int], done: int) -> None:
+        """These share their first `done` pages."""
+        next_page: dict[int, list[int]] = {}
+        for i in members:
+            if len(tables[i]) > done:
+                next_page.setdefault(int(tables[i][done]), []).append(i)
+        for group in next_page.values():
+            if len(group) > 1:
+                size = min(len(tables[i]) for i in group)
+                first = tables[group[0]][:size]
+                differ = np.any([tables[i][:size] != first for i in group[1:]], axis=0)
+                common = int(np.argmax(differ)) if differ.any() else size
+                found.append(Shared(group, common))
+                split(group, common)
+
+    split(range(len(tables)), 0)
+    return found
 
 
-def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots: int, num_layers: int) -> list[Step[S]]:
-    """The steps that compute what the plans of a wave ask for, in slot order."""
-    length = [len(sequence.layout) for sequence in wave]
-    owner = np.repeat(np.arange(len(wave), dtype=np.int32), length)
+def prefill_steps[S: Sequence](
+    prefills: abc.Sequence[Prefill[S]], ladder: Ladder, num_slots: int, num_layers: int
+) -> list[Step[S]]:
+    """The steps that compute what the plans ask for, in the order of the prompts."""
+    length = [len(prefill.layout) for prefill in prefills]
+    owner = np.repeat(np.arange(len(prefills), dtype=np.int32), length)
     index = np.concatenate([np.arange(n, dtype=np.int32) for n in length])  # of the token in its prompt
-    base = np.array([sequence.base for sequence in wave], np.int32)[owner]
-    place = np.concatenate([sequence.plan.slots for sequence in wave])
-    depth = np.concatenate([sequence.plan.depth for sequence in wave])
-    position = np.concatenate([sequence.layout.positions for sequence in wave], axis=1)
-    token = np.concatenate([sequence.layout.token_ids for sequence in wave])
-    images, image, image_row = _image_rows(wave, length)
-    shifted = shifted_images([(sequence.layout, sequence.plan) for sequence in wave], num_layers)
+    place = np.concatenate([prefill.plan.slots for prefill in prefills])  # its logical slot
+    slot = np.concatenate([prefill.slots(prefill.plan.slots) for prefill in prefills])
+    is_shared = np.concatenate([prefill.plan.slots < PAGE * prefill.shared for prefill in prefills])
+    depth = np.concatenate([prefill.plan.depth for prefill in prefills])
+    position = np.concatenate([prefill.layout.positions for prefill in prefills], axis=1)
+    token = np.concatenate([prefill.layout.token_ids for prefill in prefills])
+    images, image, image_row = _image_rows(prefills, length)
+    shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
     done = -1  # the last of these images whose first rows are in a step
 
     steps = []
     computed = np.flatnonzero(depth)
     while len(computed):
-        choice = wave[0].choice
+        choice = prefills[0].choice
         # What is chosen from must lie in one step.
         count = len(computed)
         size = split_rows(count, ladder.rows)[0] if choice is None else round_up(count, ladder.rows)
@@ -153,8 +189,8 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
             # step, or are this one, if need be the most that a step holds.
             inside = shifted[computed] == cut
             count = int(np.argmax(inside)) or min(int(inside.sum()), ladder.max_rows)
-        mine, computed = computed[:count], computed[count:]
-        rows = mine[np.argsort(-depth[mine], kind="stable")]
+        rows, computed = computed[:count], computed[count:]
+        rows = rows[np.argsort(-depth[rows], kind="stable")]
         selection = None
         active = tuple(int(np.count_nonzero(depth[rows] > layer)) for layer in range(num_layers))
         if choice is not None:
@@ -164,26 +200,29 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
             keep = tuple(min(n, among) for n in choice.keep)
             tokens = index[rows[: active[0]]]
             selection = Selection(
-                choice.policy, must, among, keep, int(base[0]), choice.length, choice.question, tokens
+                choice.policy, must, among, keep, prefills[0].table, choice.length, choice.question, tokens
             )
             active = (*active[: check + 1], *(must + n for n in keep))
         bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
-        slot = base[rows] + place[rows]
         moving = range(done + 1, 1 + max(done, int(shifted[rows].max())))
         done += len(moving)
-        shifts = make_shifts(shifted, moving, rows, base + place, position, depth, ladder.max_rows)
+        shifts = make_shifts(shifted, moving, rows, slot, position, depth, ladder.max_rows)
         outputs = rows[depth[rows] > num_layers]
+        # What is in a shared page is there already, and never written.
+        written = np.where(is_shared[rows], num_slots + np.arange(len(rows), dtype=np.int32), slot[rows])
+        seen = place[rows] + 1
+        mine = Rows(written, position[:, rows], np.zeros_like(seen), seen, source)
         steps.append(
             Step(
-                rows=pad_rows(Rows(slot, position[:, rows], base[rows], slot + 1, source), bounds[0], num_slots),
-                sequence=owner[rows],
-                tables=tuple(sequence.pages for sequence in wave),
+                rows=pad_rows(mine, bounds[0], num_slots),
+                request=owner[rows],
+                tables=tuple(prefill.table for prefill in prefills),
                 active=active,
                 bounds=(*bounds, ladder.outputs(bounds[-1])),
                 placements=placements,
-                captured=tuple(_captured(wave, length, rows)),
-                wanted=tuple((wave[owner[row]], int(index[row])) for row in outputs),
+                captured=tuple(_captured(prefills, length, rows)),
+                wanted=tuple((prefills[owner[row]].sequence, int(index[row])) for row in outputs),
                 num_slots=num_slots,
                 selection=selection,
                 shifts=tuple(shifts),
@@ -192,13 +231,15 @@ def prefill_steps[S: Sequence](wave: abc.Sequence[S], ladder: Ladder, num_slots:
     return steps
 
 
-def _captured(wave: abc.Sequence[Sequence], length: list[int], rows: npt.NDArray[np.int64]) -> abc.Iterator[Captured]:
-    """Which of `rows`, indices into the wave's tokens, belong to records to be filled."""
+def _captured(
+    prefills: abc.Sequence[Prefill[Any]], length: list[int], rows: npt.NDArray[np.int64]
+) -> abc.Iterator[Captured]:
+    """Which of `rows`, indices into all tokens, belong to records to be filled."""
     place = np.full(sum(length), -1)
     place[rows] = np.arange(len(rows))
     first = 0
-    for sequence, count in zip(wave, length, strict=True):
-        for use in sequence.images:
+    for prefill, count in zip(prefills, length, strict=True):
+        for use in prefill.sequence.images:
             if use.captured is not None and not use.captured.is_settled:
                 start = first + use.span.start
                 mine = place[start : start + use.span.length]
@@ -230,22 +271,22 @@ def encoder_calls(images: abc.Iterable[ImageRef], most: int) -> list[list[ImageR
     return calls
 
 
-def _image_rows(wave: abc.Sequence[Sequence], length: list[int]) -> tuple[list[ImageRef], Index, Index]:
-    """The wave's images, and for every row which image it belongs to (-1: text) and which row of it it is."""
+def _image_rows(prefills: abc.Sequence[Prefill[Any]], length: list[int]) -> tuple[list[ImageRef], Index, Index]:
+    """The images, and for every row which image it belongs to (-1: text) and which row of it it is."""
     images: list[ImageRef] = []
     image = np.full(sum(length), -1, np.int32)
     image_row = np.zeros(sum(length), np.int32)
     known: dict[int, int] = {}  # requests share images
     first = 0
-    for sequence in wave:
-        for span in sequence.layout.images:
+    for prefill in prefills:
+        for span in prefill.layout.images:
             number = known.setdefault(id(span.image), len(images))
             if number == len(images):
                 images.append(span.image)
             place = slice(first + span.start, first + span.start + span.length)
             image[place] = number
             image_row[place] = np.arange(span.length)
-        first += len(sequence.layout)
+        first += len(prefill.layout)
     return images, image, image_row
 
 

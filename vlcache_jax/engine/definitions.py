@@ -40,7 +40,7 @@ class Definitions:
     Attributes:
       token_rungs: numbers of an image's tokens.
       moved_rungs: numbers of tokens that are moved together.
-      windows: sizes of the part of the pool that scores look at.
+      windows: pages of the prompts that scores look at.
       work_config: (rows, decode=False) -> how their attention is cut, the same object every time.
       layer_graph, table_graph, norm_graph: what weights of a decoder layer, an embedding table and a norm are bound to.
     """
@@ -74,7 +74,8 @@ class Definitions:
         self.norm_graph = nnx.graphdef(text.norm)
         self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
         self.moved_rungs = tuple(sorted({*ladder.rows, *self.token_rungs}))
-        self.windows = tuple(dict.fromkeys((*ladder.rows, num_slots)))
+        pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
+        self.windows = tuple(sorted({*pages, max_pages}))
 
     def shape_of(self, name: str) -> jax.ShapeDtypeStruct:
         """Of the array that the program `name`, which takes nothing, makes."""
@@ -135,6 +136,18 @@ class Definitions:
         index = jax.ShapeDtypeStruct((size,), jnp.int32)
         return link, (pool, jax.ShapeDtypeStruct(shape, self.dtype), index, _rows(size).position), 0
 
+    def copy(self, count: int) -> Any:
+        def copy(pool: Any, source: jax.Array, target: jax.Array) -> Any:
+            def copied(half: jax.Array) -> jax.Array:
+                pages = half.reshape(-1, kernels.PAGE, *half.shape[1:])
+                return pages.at[target].set(pages[source], mode="drop").reshape(half.shape)
+
+            return jax.tree.map(copied, pool)
+
+        pool = [[self.shape_of("pool")] * 2] * self.config.text.num_layers
+        pages = jax.ShapeDtypeStruct((count,), jnp.int32)
+        return copy, (pool, pages, pages), 0
+
     def slice(self, size: int, less: int) -> Any:
         return lambda x: x[:less], (jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype),), ()
 
@@ -151,7 +164,7 @@ class Definitions:
         q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)
         return kernels.work_config(
             rows, min(rows, self.ladder.max_sequences), self.max_pages, q, text.num_kv_heads,
-            decode=decode, shared=False, implementation=self.implementation,
+            decode=decode, implementation=self.implementation,
         )  # fmt: skip
 
     def layer(self, size: int, keep: int, has_deepstack: bool) -> Any:
@@ -199,17 +212,18 @@ class Definitions:
             rows: Rows,
             is_image: jax.Array,
             request: jax.Array,
+            table: jax.Array,
             before: jax.Array,
         ) -> jax.Array:
             layer = bind(self.layer_graph, params)
-            return before + policy.score(project(layer, x, k, v, rows, is_image, request, window))
+            return before + policy.score(project(layer, x, k, v, rows, is_image, request, table))
 
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
         pool = self.shape_of("pool")
         flags, scores = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.bool_, jnp.float32))
-        request = jax.ShapeDtypeStruct((3,), jnp.int32)
+        request, table = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (2, window))
         weights = self._text["layers"][0]
-        return score, (weights, x, pool, pool, _rows(size), flags, request, scores), ()
+        return score, (weights, x, pool, pool, _rows(size), flags, request, table, scores), ()
 
     def differences(self, size: int) -> Any:
         def between(params: Params, x: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, row_image: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""Runs waves: prefill, first tokens, decoding together until every answer is finished.
+"""Runs waves: prefill in turns, first tokens, decoding together until every answer is finished.
 
 The engine knows sequences, tokens and slots; it knows nothing of messages, files or the user's names for things.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import abc
+from collections import abc, deque
 from typing import Any
 
 import jax
@@ -16,13 +16,15 @@ import numpy as np
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.batching import Placement, Step, cut_waves, encoder_calls, pad_rows, prefill_steps
+from vlcache_jax.engine.batching import Placement, Prefill, Step, encoder_calls, pad_rows, prefill_steps
+from vlcache_jax.engine.decoding import next_rows, sampler_inputs
 from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import NOT_FINITE, Forced, Generation, Logprob, Sequence
 from vlcache_jax.engine.runner import Runner
-from vlcache_jax.engine.sampling import MAX_BANNED, SamplerInputs
+from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
-from vlcache_jax.models import Rows
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Selection
 
@@ -35,11 +37,14 @@ class Engine:
     Args:
       runner: computes.
       writer: fills records with what was computed.
+      pages: of the runner's pool.
     """
 
-    def __init__(self, runner: Runner, writer: Writer):
+    def __init__(self, runner: Runner, writer: Writer, pages: Pages):
         self.runner = runner
         self.writer = writer
+        self.pages = pages
+        self.scheduler = Scheduler(pages, runner.ladder.max_sequences, runner.config.text.num_layers)
 
     def generate(
         self, sequences: abc.Iterable[Generation], finished: abc.Callable[[Generation], object], *, stop: bool = False
@@ -50,53 +55,95 @@ class Engine:
           stop: an error ends the call with the wave that it is in; sequences of later waves do not finish.
         """
         with self._clean_after_error():
-            for wave in self._waves(sequences, finished, stop):
+            waiting = _in_order(sequences)
+            for wave, turns in self._waves(waiting, finished, stop):
                 for lane, sequence in enumerate(wave):
                     sequence.lane = lane
                 if any(sequence.params.repetition_penalty != 1 for sequence in wave):
-                    self.runner.mark_seen([np.unique(sequence.layout.token_ids) for sequence in wave])
-                for step, x in self._prefill(wave):
-                    self._first_tokens([sequence for sequence, _ in step.wanted], x)
-                self._decode(wave, finished)
+                    self.runner.mark_seen([np.union1d(s.layout.token_ids, s.token_ids) for s in wave])
+                running = self._in_turns(turns, waiting, self._first_tokens)
+                self._end_failed(wave, finished)
+                self._decode(running, waiting, finished)
 
     def score(
         self, sequences: abc.Iterable[Forced], finished: abc.Callable[[Forced], object], *, stop: bool = False
     ) -> None:
         """Scores the continuations; `finished` is called with each as it ends. `stop`: see `generate`."""
         with self._clean_after_error():
-            for wave in self._waves(sequences, finished, stop):
-                for step, x in self._prefill(wave):
-                    self._scores(step, x)
-                for sequence in wave:
-                    _finish(sequence, finished)
+            waiting = _in_order(sequences)
+            for _, turns in self._waves(waiting, finished, stop):
+                for sequence in self._in_turns(turns, waiting, self._scores):
+                    self._finish(sequence, finished)
 
     @contextlib.contextmanager
     def _clean_after_error(self) -> abc.Iterator[None]:
         try:
             yield
         except BaseException:  # Ctrl-C too: donated arrays may be gone
+            self.pages.reset()  # first: nothing may be found in a pool that is gone
             self.runner.reset()
             raise
 
     def _waves[S: (Generation, Forced)](
-        self, sequences: abc.Iterable[S], finished: abc.Callable[[S], object], stop: bool
-    ) -> abc.Iterator[list[S]]:
-        """Sequences that run together; those that cannot run end here."""
-        for number, wave in enumerate(cut_waves(sequences, self.runner.ladder.max_sequences, self.runner.num_slots)):
+        self, waiting: deque[S], finished: abc.Callable[[S], object], stop: bool
+    ) -> abc.Iterator[tuple[list[S], list[list[S]]]]:
+        """Sequences that run together, and those of each turn; those that failed before they ran end here."""
+        number = 0
+        while waiting:
+            wave, turns = self.scheduler.admit(waiting)
             for sequence in wave:
-                sequence.metrics.wave = number
-                if sequence.error is None:
-                    self._settle(sequence)
-                if sequence.error is not None:
-                    self._discard(sequence)
-                    _finish(sequence, finished)
-            if running := [sequence for sequence in wave if sequence.error is None]:
-                yield running
-            for sequence in running:
-                if sequence.error is not None:
-                    self._discard(sequence)
+                if sequence.ran is None:
+                    sequence.metrics.wave = number
+            self._end_failed(wave, finished)  # before anybody waits for what they were to compute
+            yield wave, turns
+            self._end_failed(wave, finished)
             if stop and any(sequence.error is not None for sequence in wave):
                 return
+            number += 1
+
+    def _end_failed[S: (Generation, Forced)](self, wave: list[S], finished: abc.Callable[[S], object]) -> None:
+        for sequence in wave:
+            if sequence.error is not None and not sequence.is_finished:
+                self._finish(sequence, finished)
+
+    def _finish[S: Sequence](self, sequence: S, finished: abc.Callable[[S], object]) -> None:
+        self.scheduler.finish(sequence)
+        if sequence.error is not None:
+            self._discard(sequence)
+        sequence.is_finished = True
+        finished(sequence)
+
+    def _in_turns[S: (Generation, Forced)](
+        self,
+        turns: list[list[S]],
+        waiting: deque[S],
+        use: abc.Callable[[Step[S], jax.Array], None],
+    ) -> list[S]:
+        """Prefills turn by turn; returns those that go on.
+
+        Once one has failed, those of later turns, which may count on it, go back to what waits.
+
+        Args:
+          use: is handed each step of which logits are wanted, with the hidden states of the rows that left the last
+            layer.
+        """
+        done: list[S] = []
+        for turn in turns:
+            if any(sequence.error is not None for sequence in done):
+                break
+            for sequence in turn:
+                self._settle(sequence)
+            good = [sequence for sequence in turn if sequence.error is None]
+            self.runner.copy_pages([s.lease.copy for s in good if s.lease is not None and s.lease.copy is not None])
+            for together in zip(*map(self.scheduler.prefills, good), strict=True):  # one has several if it is alone
+                for step, x in self._prefill(together):
+                    use(step, x)
+            self.scheduler.computed(turn)
+            done += turn
+        late = [sequence for turn in turns for sequence in turn if sequence not in done]
+        self.scheduler.put_back(late)
+        _wait_again(waiting, late)
+        return [sequence for sequence in done if sequence.error is None]
 
     def _discard(self, sequence: Sequence) -> None:
         """What a sequence that failed was to keep is not kept; who waits for it computes instead."""
@@ -110,29 +157,39 @@ class Engine:
         A record that was not filled after all is no error: its image is computed. A picture that cannot be decoded is
         one, and ends the sequence.
         """
-        layers = self.runner.config.text.num_layers
+        assert sequence.lease is not None
+        layers, cached = self.runner.config.text.num_layers, sequence.lease.cached
+        if sequence.lease.is_fork:
+            cached = len(sequence.layout)
         for use in sequence.images:
-            if use.linked is not None and not use.linked.wait():
+            is_there = use.span.start + use.span.length <= cached
+            if use.linked is not None and not is_there and not use.linked.wait():
                 use.linked, use.why = None, Why.load_failed
                 sequence.plan = sequence.plan.computing(use.span.tokens, layers)
+        plan = sequence.plan.behind(sequence.lease.cached)
+        if sequence.ran is None:
+            sequence.ran, sequence.cached = plan, sequence.lease.cached
         records = {use.span.image: use.encoder for use in sequence.images}
         try:
             for span in sequence.layout.images:
-                if sequence.plan.depth[span.tokens].any() and not _holds(records.get(span.image)):
+                if plan.depth[span.tokens].any() and not _holds(records.get(span.image)):
                     _ = span.image.patches
         except ValueError as error:
             sequence.fail(str(error))
 
-    def _prefill[S: (Generation, Forced)](self, wave: abc.Sequence[S]) -> abc.Iterator[tuple[Step[S], jax.Array]]:
+    def _prefill[S: (Generation, Forced)](
+        self, prefills: abc.Sequence[Prefill[S]]
+    ) -> abc.Iterator[tuple[Step[S], jax.Array]]:
         """Yields each step of which logits are wanted, with the hidden states of the rows that left the last layer."""
         runner = self.runner
         begin = time.perf_counter()
-        transferring, linking = self._link(wave)
+        transferring, linking = self._link(prefills)
         transfer = link = 0.0
-        steps = prefill_steps(wave, runner.ladder, runner.num_slots, runner.config.text.num_layers)
+        steps = prefill_steps(prefills, runner.ladder, runner.num_slots, runner.config.text.num_layers)
         last_use = {placement.image: i for i, step in enumerate(steps) for placement in step.placements}
         where: dict[ImageRef, tuple[jax.Array, int]] = {}  # image -> encoder output, its first row in it
-        kept = {use.span.image: use.encoder for sequence in wave for use in sequence.images if use.encoder is not None}
+        uses = [use for prefill in prefills for use in prefill.sequence.images]
+        kept = {use.span.image: use.encoder for use in uses if use.encoder is not None}
         encode = prefill = 0.0
         for i, step in enumerate(steps):
             start = time.perf_counter()
@@ -153,7 +210,7 @@ class Engine:
                 link = start - transferred_at
                 transferring, linking = [], []
             if step.selection is not None and chosen is not None:
-                self._note_chosen(wave[0], step.selection, np.asarray(chosen))
+                _note_chosen(prefills[0].sequence, step.selection, np.asarray(chosen))
             jax.block_until_ready([where[image][0] for image in new])
             encoded_at = time.perf_counter() if new else start
             x.block_until_ready()
@@ -161,28 +218,20 @@ class Engine:
             prefill += time.perf_counter() - encoded_at
             where = {image: place for image, place in where.items() if last_use[image] > i}
             for sequence, _ in step.wanted:
-                metrics = sequence.metrics
-                metrics.transfer, metrics.link, metrics.encode, metrics.prefill = transfer, link, encode, prefill
+                if not sequence.generated:  # else it was put back, and has been timed
+                    metrics = sequence.metrics
+                    metrics.transfer, metrics.link, metrics.encode, metrics.prefill = transfer, link, encode, prefill
             if step.wanted:
                 yield step, x
 
-    def _note_chosen(self, sequence: Sequence, selection: Selection, chosen: np.ndarray) -> None:
-        """Puts what was chosen on the device into the plan, for the report."""
-        candidates = selection.tokens[chosen[selection.must : selection.must + selection.keep[0]]]
-        first = selection.policy.check_layer + 1
-        depth = sequence.plan.depth.copy()
-        for rank, token in enumerate(candidates):
-            depth[token] = first + sum(rank < count for count in selection.keep)
-        sequence.plan = Plan(depth)
-
-    def _link(self, wave: abc.Sequence[Sequence]) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _link(self, prefills: abc.Sequence[Prefill[Any]]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Writes the K, V of stored images into the pool; returns what to wait for: the transfers, and the linking."""
-        # Answers to one prompt, and requests with the same image, share the transfer.
-        users: dict[int, tuple[Record, list[tuple[Sequence, ImageSpan]]]] = {}
-        for sequence in wave:
-            for use in sequence.images:
-                if use.linked is not None:
-                    users.setdefault(id(use.linked), (use.linked, []))[1].append((sequence, use.span))
+        # Requests with the same image share the transfer.
+        users: dict[int, tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]] = {}
+        for prefill in prefills:
+            for use in prefill.sequence.images if prefill.links else ():
+                if use.linked is not None and use.span.start + use.span.length > prefill.cached:
+                    users.setdefault(id(use.linked), (use.linked, []))[1].append((prefill, use.span))
         transferring: list[jax.Array] = []
         linking: list[jax.Array] = []
         for record, spans in users.values():
@@ -192,9 +241,13 @@ class Engine:
                 transferring, linking = [], []
             data = self.runner.put(record.data)
             transferring.append(data)
-            for sequence, span in spans:
-                slot = sequence.base + sequence.plan.slots[span.tokens]
-                linking.append(self.runner.link(data, slot, sequence.layout.positions[:, span.tokens]))
+            for prefill, span in spans:
+                place = prefill.plan.slots[span.tokens]
+                index = np.arange(len(place))
+                is_there = (index + span.start < prefill.cached) | (place < PAGE * prefill.shared)
+                nowhere = self.runner.num_slots + data.shape[2] + index
+                slot = np.where(is_there, nowhere, prefill.slots(place)).astype(np.int32)
+                linking.append(self.runner.link(data, slot, prefill.layout.positions[:, span.tokens]))
         return transferring, linking
 
     def _encode(
@@ -231,24 +284,34 @@ class Engine:
                 place[first + placement.image_row] = placement.place
             self.runner.stage(rows, place)
 
-    def _first_tokens(self, sequences: list[Generation], x: jax.Array) -> None:
+    def _first_tokens(self, step: Step[Generation], x: jax.Array) -> None:
         start = time.perf_counter()
+        sequences = [sequence for sequence, _ in step.wanted]
         self._choose(sequences, *self.runner.head(x, len(sequences)))
         for sequence in sequences:
-            sequence.metrics.first_token = time.perf_counter() - start
+            if len(sequence.token_ids) < 2:
+                sequence.metrics.first_token = time.perf_counter() - start
 
-    def _decode(self, wave: list[Generation], finished: abc.Callable[[Generation], object]) -> None:
-        start = time.perf_counter()
-        active = wave
+    def _decode(
+        self, active: list[Generation], waiting: deque[Generation], finished: abc.Callable[[Generation], object]
+    ) -> None:
+        last = time.perf_counter()
         while True:
+            last, took = (now := time.perf_counter()), now - last
             for sequence in active:
-                sequence.metrics.decode = time.perf_counter() - start
+                sequence.metrics.decode += took
                 if sequence.finish_reason is not None:
-                    _finish(sequence, finished)
+                    self._finish(sequence, finished)
             active = [sequence for sequence in active if sequence.finish_reason is None]
+            late = self.scheduler.grow(active)
+            _wait_again(waiting, late)
+            active = [sequence for sequence in active if sequence not in late]
             if not active:
                 return
-            self._choose(active, *self.runner.decode(self._next_rows(active), [sequence.pages for sequence in active]))
+            tables = [sequence.lease.table for sequence in active if sequence.lease is not None]
+            rows = next_rows(active, tables)
+            rows = pad_rows(rows, round_up(len(active), self.runner.ladder.sequences), self.runner.num_slots)
+            self._choose(active, *self.runner.decode(rows, tables))
 
     def _scores(self, step: Step[Forced], x: jax.Array) -> None:
         start = time.perf_counter()
@@ -266,22 +329,14 @@ class Engine:
                 sequence.logits.append(kept[row].copy())
             sequence.metrics.first_token = time.perf_counter() - start
 
-    def _next_rows(self, active: list[Generation]) -> Rows:
-        """The rows of the tokens chosen last."""
-        index = np.array([len(s.layout) + len(s.token_ids) - 1 for s in active], np.int32)
-        base = np.array([s.base for s in active], np.int32)
-        delta = np.array([s.layout.delta for s in active], np.int32)
-        token = np.array([s.token_ids[-1] for s in active], np.int32)
-        rows = Rows(base + index, np.tile(index + delta, (3, 1)), base, base + index + 1, token)
-        return pad_rows(rows, round_up(len(active), self.runner.ladder.sequences), self.runner.num_slots)
-
     def _choose(self, sequences: list[Generation], logits: jax.Array, greedy: jax.Array) -> None:
         """Appends a token to each sequence; row i of the logits belongs to sequence i."""
         if all(sequence.params.is_plain_greedy for sequence in sequences):
             for sequence, token in zip(sequences, np.asarray(greedy).tolist(), strict=False):
                 sequence.append(token)
             return
-        sampled = jax.device_get(self.runner.sample(logits, self._sampler_inputs(sequences, *logits.shape)))
+        inputs = sampler_inputs(sequences, *logits.shape, no_lane=self.runner.ladder.max_sequences)
+        sampled = jax.device_get(self.runner.sample(logits, inputs))
         for row, sequence in enumerate(sequences):
             if sequence.params.logprobs is not None and sampled.token[row] >= 0:
                 top = slice(sequence.params.logprobs)
@@ -289,36 +344,28 @@ class Engine:
                 sequence.logprobs.append(Logprob(float(sampled.logprob[row]), dict(pairs)))
             sequence.append(int(sampled.token[row]))
 
-    def _sampler_inputs(self, sequences: list[Generation], size: int, vocab_size: int) -> SamplerInputs:
-        inputs = SamplerInputs(
-            temperature=np.zeros(size, np.float32),
-            top_k=np.zeros(size, np.int32),
-            top_p=np.ones(size, np.float32),
-            penalty=np.ones(size, np.float32),
-            seed=np.zeros(size, np.uint32),
-            step=np.zeros(size, np.int32),
-            banned=np.full((size, MAX_BANNED), vocab_size, np.int32),
-            sequence=np.full(size, self.runner.ladder.max_sequences, np.int32),
-            logprobs=np.zeros(size, np.bool_),
-        )
-        for row, sequence in enumerate(sequences):
-            params = sequence.params
-            inputs.temperature[row], inputs.top_k[row], inputs.top_p[row] = (
-                params.temperature, params.top_k, params.top_p
-            )  # fmt: skip
-            inputs.penalty[row] = params.repetition_penalty
-            inputs.seed[row], inputs.step[row] = sequence.seed, len(sequence.token_ids)
-            inputs.sequence[row] = sequence.lane
-            inputs.logprobs[row] = params.logprobs is not None
-            if len(sequence.token_ids) < params.min_tokens:
-                end = sorted(sequence.end_tokens)
-                inputs.banned[row, : len(end)] = end
-        return inputs
+
+def _in_order[S: Sequence](sequences: abc.Iterable[S]) -> deque[S]:
+    waiting = deque(sequences)
+    for number, sequence in enumerate(waiting):
+        sequence.arrived = number
+    return waiting
 
 
-def _finish[S: Sequence](sequence: S, finished: abc.Callable[[S], object]) -> None:
-    sequence.is_finished = True
-    finished(sequence)
+def _wait_again[S: Sequence](waiting: deque[S], late: abc.Iterable[S]) -> None:
+    """They came before all that wait."""
+    waiting.extendleft(sorted(late, key=lambda sequence: -sequence.arrived))
+
+
+def _note_chosen(sequence: Sequence, selection: Selection, chosen: np.ndarray) -> None:
+    """Puts what was chosen on the device into the plan, for the report."""
+    candidates = selection.tokens[chosen[selection.must : selection.must + selection.keep[0]]]
+    first = selection.policy.check_layer + 1
+    assert sequence.ran is not None
+    depth = sequence.ran.depth.copy()
+    for rank, token in enumerate(candidates):
+        depth[token] = first + sum(rank < count for count in selection.keep)
+    sequence.ran = Plan(depth)
 
 
 def _holds(record: Record | None) -> bool:

@@ -2,15 +2,13 @@
 
 Requests are looked up one after the other, in their order, as if each had run before the next came: a record gets
 its place in the cache when it is planned, and is filled when the engine gets there. So a call means the same as its
-requests run one by one. A request that links what another one is to compute stands on a higher level, and runs after
-it.
+requests run one by one.
 """
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +77,7 @@ class Linker:
             made += self._reserve(uses, contexts, handles, plan, request.owner)
             for handle in handles:
                 handle.hold()
-            level = batch.take(handles, made, [use.linked for use in uses])
+            batch.take(handles, made)
         except BaseException:
             for handle in handles:
                 handle.release()
@@ -95,7 +93,15 @@ class Linker:
             batch.new_requests.append(key)
         request.metrics.lookup += time.perf_counter() - start
         return Linked(
-            request, layout, plan, tuple(uses), level, make_choice(policy, layout, layers), policy.name, key, known
+            request=request,
+            layout=layout,
+            plan=plan,
+            uses=tuple(uses),
+            choice=make_choice(policy, layout, layers),
+            policy=policy.name,
+            keeps_pages=policy.links,
+            request_key=key,
+            request_known=known,
         )
 
     def _reserve(
@@ -166,7 +172,6 @@ class Batch:
         self._linker = linker
         self._handles: list[Handle] = []
         self._made: list[Record] = []
-        self._level: dict[int, int] = {}  # id of a record to be filled -> level of the request that computes it
 
     def add(self, request: Request, policy: Policy) -> Linked | None:
         """Plans a request. None: it has to wait until this batch has run."""
@@ -175,13 +180,10 @@ class Batch:
         except BusyError:  # never in an empty batch, which holds nothing
             return None
 
-    def take(self, handles: list[Handle], made: list[Record], linked: Sequence[Record | None]) -> int:
-        """Takes over what a request holds; returns its level."""
-        level = 1 + max((self._level.get(id(record), -1) for record in linked), default=-1)
+    def take(self, handles: list[Handle], made: list[Record]) -> None:
+        """Takes over what a request holds."""
         self._handles += handles
         self._made += made
-        self._level.update({id(record): level for record in made if record.meta.context is not None})
-        return level
 
     def __enter__(self) -> Batch:
         return self

@@ -22,7 +22,7 @@ from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.files import cache_home
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
-from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.pallas_kernels import PAGE, dispatch
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import SelectingPolicy
 
@@ -100,9 +100,12 @@ class Programs:
                     keys += [("narrow", size, rung) for rung in lower]
                 if selecting.check_layer < deepstack - 1:
                     keys += [("take", size, rung, less) for rung in lower for less in lower if less <= rung]
-                keys += [("score_rows", size, window, selecting) for window in definitions.windows if window >= size]
+                # A prompt may be followed by what is scored, as many rows as the head holds.
+                least = max((rung for rung in ladder.rows if rung < size), default=0) - ladder.max_sequences
+                windows = (window for window in definitions.windows if window * PAGE > least)
+                keys += [("score_rows", size, window, selecting) for window in windows]
         for count in ladder.sequences:
-            keys += [("decode", count), ("sample", count)]
+            keys += [("decode", count), ("sample", count), ("copy", count)]
         for size in ladder.patches:
             keys += [("encode", size)]
         for size in (patches // config.vision.merge_size**2 for patches in ladder.patches):

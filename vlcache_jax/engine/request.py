@@ -6,6 +6,7 @@ one `Generation` for each answer, or one `Forced` whose continuation is scored.
 
 from __future__ import annotations
 
+import functools
 from collections import abc
 from dataclasses import dataclass, field
 
@@ -14,10 +15,10 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.why import Why
+from vlcache_jax.engine.pages import Chain, Lease, Picture
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.inputs.prompt import Prompt
-from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice
 
@@ -100,24 +101,27 @@ class Linked:
     layout: Layout
     plan: Plan
     uses: tuple[ImageUse, ...]
-    level: int
     choice: Choice | None
     policy: str
+    keeps_pages: bool
     request_key: str | None
     request_known: bool
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt and what is generated after it, in consecutive pages of the pool.
+    """One prompt and what is generated after it. Answers to one request share their layout.
 
     Attributes:
-      layout, plan: of the prompt.
+      layout, plan: of the prompt, whatever of it is in pages already.
       new_slots: slots needed beyond the prompt.
       images: of the prompt.
-      level: sequences of a level can run when all below have run.
-      choice: how rows are chosen on the device; None: the plan says all. Such a sequence runs alone.
-      base: first slot, that of a page; set when the sequence joins a wave.
+      choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
+      owner: digest of the salt whose pages it can use and leave; None: it does neither.
+      arrived: its place among those of its call.
+      lease: its pages while it runs.
+      ran: the plan as it ran first; None: it has not.
+      cached: tokens that were in pages then.
       error: why it ended before it was done; None: it did not.
       is_finished: it ended, one way or the other.
     """
@@ -126,25 +130,44 @@ class Sequence:
     plan: Plan
     new_slots: int
     images: abc.Sequence[ImageUse] = ()
-    level: int = 0
     choice: Choice | None = None
-    base: int = 0
-    error: str | None = None
-    is_finished: bool = False
+    owner: str | None = None
+    arrived: int = field(default=0, init=False)
+    lease: Lease | None = field(default=None, init=False)
+    ran: Plan | None = field(default=None, init=False)
+    cached: int = field(default=0, init=False)
+    error: str | None = field(default=None, kw_only=True)
+    is_finished: bool = field(default=False, init=False)
 
     @property
-    def num_slots(self) -> int:
+    def generated(self) -> abc.Sequence[int]:
+        """Tokens behind the prompt so far."""
+        return ()
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return len(self.layout) + len(self.generated)
+
+    @property
+    def most(self) -> int:
+        """Tokens that it can have in the end."""
         return len(self.layout) + self.new_slots
 
-    @property
-    def num_pages(self) -> int:
-        return -(-self.num_slots // PAGE)
+    @functools.cached_property
+    def chain(self) -> Chain | None:
+        """What the prompt's tokens are; None: nobody is to know."""
+        if self.owner is None or self.plan.slot is not None:  # with slots of its own it is not like any other
+            return None
+        images = [(Picture(span.start, span.image.key, span.image.grid), span.length) for span in self.layout.images]
+        return Chain.of(self.owner, self.layout.token_ids, images)
 
-    @property
-    def pages(self) -> range:
-        """The pool's page of each of its logical pages."""
-        first = self.base // PAGE
-        return range(first, first + self.num_pages)
+    def exact(self, num_layers: int) -> int:
+        """How many tokens at the beginning have exact K, V."""
+        for span in self.layout.images:
+            if span.state == "approximate" and self.plan.depth[span.tokens].min() < num_layers:
+                return span.start
+        return len(self.layout)
 
     def fail(self, error: str) -> None:
         """Ends it."""
@@ -182,6 +205,10 @@ class Generation(Sequence):
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
+
+    @property
+    def generated(self) -> abc.Sequence[int]:
+        return self.token_ids
 
     def append(self, token: int) -> None:
         """Goes on with a token; a negative one says that there is none, because logits are not finite."""

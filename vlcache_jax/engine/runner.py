@@ -16,7 +16,7 @@ import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.engine import memory_plan
-from vlcache_jax.engine.batching import Step
+from vlcache_jax.engine.batching import Step, shared_prefixes
 from vlcache_jax.engine.definitions import MARK_BLOCK, Definitions, Params
 from vlcache_jax.engine.ladder import Ladder, round_up
 from vlcache_jax.engine.programs import Programs
@@ -106,7 +106,7 @@ class Runner:
 
         Args:
           data: keys before rotation and values, [L, 2, T, K, D], T a rung of `token_rungs`.
-          slot: of its tokens, [n]; n is at most T.
+          slot: of its tokens, [n]; n is at most T; one beyond the pool is not written.
           position: M-RoPE triples, [3, n].
 
         Returns:
@@ -123,6 +123,17 @@ class Runner:
         pool, self._pool = self._pool_now(), None
         self._pool, done = self._run(("link", size), pool, data, slots, positions)
         return done
+
+    def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
+        """Copies pages: of each pair the first to the second, which none of the others names."""
+        most = self.ladder.max_sequences
+        for first in range(0, len(pairs), most):
+            some = pairs[first : first + most]
+            size = round_up(len(some), self.ladder.sequences)
+            source, target = np.zeros(size, np.int32), np.full(size, self.num_slots // kernels.PAGE, np.int32)
+            source[: len(some)], target[: len(some)] = zip(*some, strict=True)
+            pool, self._pool = self._pool_now(), None
+            self._pool = self._run(("copy", size), pool, source, target)
 
     def prefill(self, step: Step[Any]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
         """Runs a step's rows through the layers.
@@ -179,13 +190,16 @@ class Runner:
         self, selection: Selection, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Rows, score: Any
     ) -> jax.Array:
         """Adds a layer's scores to those of the layers before."""
-        window = min(round_up(selection.length, self.definitions.windows), self.num_slots)
+        window = round_up(-(-selection.length // kernels.PAGE), self.definitions.windows)
+        table = np.zeros(window, np.int32)
+        pages = selection.table[:window]
+        table[: len(pages)] = pages
         is_image = np.zeros(len(x), bool)
         is_image[selection.must : selection.must + selection.among] = True
         before = np.zeros(len(x), np.float32) if score is None else score
-        request = np.array([selection.start, selection.length, selection.question], np.int32)
+        request = np.array([selection.length, selection.question], np.int32)
         key = "score_rows", len(x), window, selection.policy
-        return self._run(key, weights, x, *pool, rows, is_image, request, before)
+        return self._run(key, weights, x, *pool, rows, is_image, request, table, before)
 
     def _shift(
         self, layer: int, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Rows, row_image: Any, tokens: Any
@@ -200,7 +214,7 @@ class Runner:
         size = min(round_up(count, self.ladder.sequences), len(x))
         return self._run(("head", len(x), size), self._text["norm"], self._head, x)
 
-    def decode(self, rows: Rows, tables: abc.Sequence[range]) -> tuple[jax.Array, jax.Array]:
+    def decode(self, rows: Rows, tables: abc.Sequence[np.ndarray]) -> tuple[jax.Array, jax.Array]:
         """Writes K, V of one row a sequence; returns logits, float32 [B, V], and the most likely tokens, int32 [B].
 
         Args:
@@ -208,10 +222,9 @@ class Runner:
           tables: pages of each sequence.
         """
         size, count = len(rows.slot), len(tables)
-        end = (rows.k_end - rows.k_start)[:count]
-        work = kernels.make_work(
-            np.arange(count), np.zeros(count, int), end, tables, self.definitions.work_config(size, decode=True)
-        )
+        config = self.definitions.work_config(size, decode=True)
+        start, end = rows.k_start[:count], rows.k_end[:count]
+        work = kernels.make_work(np.arange(count), start, end, tables, config, shared=shared_prefixes(tables))
         pool, self._pool = self._pool_now(), None
         logits, greedy, self._pool = self._run(("decode", size), self._text, self._head, pool, rows, work)
         return logits, greedy

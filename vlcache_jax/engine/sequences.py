@@ -36,6 +36,7 @@ class SequenceBuilder:
       generation: the checkpoint's own sampling parameters.
       end_tokens: the checkpoint's.
       seed: of answers whose sampling parameters name none.
+      keeps_pages: whether prompts use pages that are there already, and leave theirs.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class SequenceBuilder:
         generation: dict[str, Any],
         end_tokens: frozenset[int],
         seed: int,
+        keeps_pages: bool = True,
     ):
         self._config = config
         self._memory = memory
@@ -53,6 +55,7 @@ class SequenceBuilder:
         self._generation = generation
         self._end_tokens = end_tokens
         self._random = np.random.default_rng(seed)
+        self._keeps_pages = keeps_pages
 
     def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int] | ValueError]:
         """The token ids of the continuations to be scored of `count` requests, or what is wrong with them."""
@@ -127,8 +130,8 @@ class SequenceBuilder:
                 linked.plan,
                 new_slots=self.new_slots(len(linked.layout), params),
                 images=_uses(linked, capture=i == 0),
-                level=linked.level,
                 choice=choice,
+                owner=self._owner(linked),
                 error=error,
                 params=params,
                 seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
@@ -149,12 +152,15 @@ class SequenceBuilder:
             linked.plan.extended(len(tokens), layers).wanting(wanted, layers),
             new_slots=0,
             images=_uses(linked, capture=capture),
-            level=linked.level,
             choice=choice,
+            owner=self._owner(linked),
             error=error,
             keep_logits=keep_logits,
             metrics=dataclasses.replace(linked.request.metrics),
         )
+
+    def _owner(self, linked: Linked) -> str | None:
+        return linked.request.owner if self._keeps_pages and linked.keeps_pages else None
 
     def _choice(self, linked: Linked, outputs: int) -> tuple[Choice | None, str | None]:
         """How the request chooses rows, or why it cannot: one prefill step has to hold all of its rows and logits."""

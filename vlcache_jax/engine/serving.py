@@ -83,7 +83,7 @@ def serve[T: Result](
             with serving():
                 for done in _in_batches(linker, good, policy, run, waves):
                     results |= done
-                    waves = 1 + max(result.metrics.wave for result in done.values())
+                    waves = 1 + max((result.metrics.wave for result in done.values()), default=waves)
                     wrong |= {row: result.error for row, result in done.items() if result.error is not None}
                     if stop and any(result.error is not None for result in done.values()):
                         break
@@ -121,6 +121,6 @@ def _in_batches[T: Result](
         done = {row: result for (row, _), result in zip(requests, results, strict=False) if result is not None}
         for result in done.values():
             result.metrics.wave += waves
-        waves = 1 + max(result.metrics.wave for result in done.values())
+        waves = 1 + max((result.metrics.wave for result in done.values()), default=waves)
         yield done
         requests = requests[len(group) :]

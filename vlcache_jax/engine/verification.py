@@ -61,12 +61,11 @@ def _verify(
             layout=linked.layout,
             plan=linked.plan,
             images=(),
-            level=0,
+            owner=None,
             metrics=Metrics(),
             token_ids=[],
             logprobs=[],
             finish_reason=None,
-            is_finished=False,
             choice=None,
         )
         for linked, answer in zip(cold, answers, strict=True)
@@ -103,7 +102,7 @@ def _without_cache(linked: Linked, num_layers: int) -> Linked:
     )
     layout = dataclasses.replace(linked.layout, spans=spans)
     plan = full_prefill(layout, num_layers)
-    return dataclasses.replace(linked, layout=layout, plan=plan, uses=(), level=0, choice=None)
+    return dataclasses.replace(linked, layout=layout, plan=plan, uses=(), choice=None, keeps_pages=False)
 
 
 def _without_records(image: ImageRef) -> ImageRef:

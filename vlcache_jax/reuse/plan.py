@@ -45,7 +45,8 @@ class Plan:
     def extended(self, count: int, num_layers: int) -> Plan:
         """The same plan for a prompt with `count` more tokens, which are computed in every layer."""
         size = len(self.depth)
-        slot = np.concatenate([self.slots, np.arange(size, size + count, dtype=np.int32)])
+        more = np.arange(size, size + count, dtype=np.int32)
+        slot = None if self.slot is None else np.concatenate([self.slot, more])
         return Plan(np.concatenate([self.depth, np.full(count, num_layers, np.int16)]), slot, self.shift)
 
     def computing(self, tokens: slice, num_layers: int) -> Plan:
@@ -53,6 +54,12 @@ class Plan:
         depth = self.depth.copy()
         depth[tokens] = np.maximum(depth[tokens], num_layers)
         return Plan(depth, shift=self.shift)
+
+    def behind(self, count: int) -> Plan:
+        """The same plan if the first `count` tokens need not be computed."""
+        depth = self.depth.copy()
+        depth[:count] = 0
+        return dataclasses.replace(self, depth=depth)
 
     def rows(self, num_layers: int) -> tuple[int, ...]:
         """Active rows in each layer."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan, full_prefill
 from vlcache_jax.reuse.policies import Policy, check_ratio
 from vlcache_jax.reuse.schedule import Schedule
@@ -38,7 +39,7 @@ class Projected:
       window: all keys of the request with the rows' own keys written, and with those of image rows as they were linked,
         each [W, K, D].
       place: of each row in the window, beyond it for padding, [N].
-      begin, end: places that a row sees, [N].
+      end: a row sees the places before it, [N].
       asks: rows of the prompt behind its last image, [N].
     """
 
@@ -49,7 +50,6 @@ class Projected:
     linked_v: jax.Array
     window: tuple[jax.Array, jax.Array]
     place: jax.Array
-    begin: jax.Array
     end: jax.Array
     asks: jax.Array
 
@@ -264,13 +264,13 @@ def _column_sums(rows: Projected, weights: Any) -> jax.Array:
     blocks = -(-count // _BLOCK)
     missing = blocks * _BLOCK - count
     q = jnp.pad(rows.q, ((0, missing), (0, 0), (0, 0))).reshape(blocks, _BLOCK, heads, -1)
-    begin, end = (jnp.pad(edge, (0, missing)).reshape(blocks, _BLOCK, 1) for edge in (rows.begin, rows.end))
+    end = jnp.pad(rows.end, (0, missing)).reshape(blocks, _BLOCK, 1)
 
-    def add(total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        queries, first, last = block
-        return total + weights(queries, (place >= first) & (place < last)).sum(0), None
+    def add(total: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        queries, last = block
+        return total + weights(queries, place < last).sum(0), None
 
-    total, _ = jax.lax.scan(add, jnp.zeros((heads, size), jnp.float32), (q, begin, end))
+    total, _ = jax.lax.scan(add, jnp.zeros((heads, size), jnp.float32), (q, end))
     return total.T[jnp.minimum(rows.place, size - 1)]
 
 
@@ -301,7 +301,7 @@ def project(
     rows: Rows,
     is_image: jax.Array,
     request: jax.Array,
-    size: int,
+    table: jax.Array,
 ) -> Projected:
     """What the rows of a layer step become, and what the pool holds for them.
 
@@ -311,18 +311,19 @@ def project(
       k, v: its pool before it runs, [S, K, D].
       rows: of the step.
       is_image: rows among which is chosen, [N].
-      request: its first slot, the length of its prompt, and the prompt's first token behind its last image, [3].
-      size: W, slots from there on that hold the request; at most S.
+      request: the length of its prompt, and the prompt's first token behind its last image, [2].
+      table: the pool's page of each of the pages that hold the prompt, [W / 128].
     """
     q, new_k, _, new_v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
-    slots = len(k)
-    start, length, question = request
-    first = jnp.minimum(start, slots - size)
-    place = jnp.where(rows.slot < slots, rows.slot - first, size + jnp.arange(len(x)))
-    window = jax.lax.dynamic_slice_in_dim(k, first, size)
+    slots, size = len(k), len(table) * PAGE
+    length, question = request
+    is_row = rows.k_end > 0
+    place = jnp.where(is_row, rows.k_end - 1, size + jnp.arange(len(x)))  # a row sees the slots up to its own
+    window = k.reshape(-1, PAGE, *k.shape[1:])[table].reshape(size, *k.shape[1:])
     write = functools.partial(window.at[place].set, mode="drop", unique_indices=True)
     at = jnp.minimum(rows.slot, slots - 1)
     linked_k, linked_v = k[at], v[at]
+    is_asking = is_row & (place < length)
     return Projected(
         q,
         new_k,
@@ -331,9 +332,8 @@ def project(
         linked_v,
         (write(new_k), write(jnp.where(is_image[:, None, None], linked_k, new_k))),
         place,
-        jnp.maximum(rows.k_start - first, 0),
-        jnp.where(rows.slot < start + length, jnp.maximum(rows.k_end - first, 0), 0),
-        (rows.slot >= start + question) & (rows.slot < start + length),
+        jnp.where(is_asking, rows.k_end, 0),
+        is_asking & (place >= question),
     )
 
 
@@ -399,7 +399,7 @@ class Selection:
     Attributes:
       policy: chooses.
       must, among, keep: see `choose`; `keep` in each layer behind the check layer.
-      start: the request's first slot.
+      table: the pool's pages of the request.
       length: of its prompt; rows behind it, of a continuation, have no say.
       question: the prompt's first token behind its last image.
       tokens: which token of the prompt each row is, [m + e].
@@ -409,7 +409,7 @@ class Selection:
     must: int
     among: int
     keep: tuple[int, ...]
-    start: int
+    table: np.ndarray
     length: int
     question: int
     tokens: np.ndarray
