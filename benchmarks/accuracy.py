@@ -64,7 +64,7 @@ def measure(
     named = name_settings(settings)
     with Progress("reading questions"):
         samples = load_samples(data, questions=questions)
-    with LLM(model or TINY_VQA, dtype=dtype) as llm:
+    with LLM(model or TINY_VQA, dtype=dtype, enable_prefix_caching=False) as llm:
         results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)
     details, totals = summarize(samples, results)
     for case in by_case(results):

@@ -170,7 +170,7 @@ def measure(
     named = accuracy.name_settings([f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")])
     with Progress("reading questions"):
         samples = load_samples(data, questions=questions, split=split)
-    with LLM(model or TINY_VQA, dtype=dtype) as llm:
+    with LLM(model or TINY_VQA, dtype=dtype, enable_prefix_caching=False) as llm:
         for policy in named.values():
             llm._parse_policy(policy)
         image_tokens, num_layers = _sizes(llm, samples)

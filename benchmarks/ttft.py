@@ -137,7 +137,7 @@ def measure(
             with Progress("drawing weights"):
                 make_checkpoint(directory, "qwen3_vl", text=TEXT, vision=VISION, tie_word_embeddings=True)
         slots = num_images * (tokens + 2) + text_before + TEXT_AFTER + 8
-        with LLM(model, dtype=dtype, max_model_len=slots, **settings) as llm:
+        with LLM(model, dtype=dtype, max_model_len=slots, enable_prefix_caching=False, **settings) as llm:
             config = llm._checkpoint.config
             layers = config.text.num_layers
             cell = config.vision.patch_size * config.vision.merge_size

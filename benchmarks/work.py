@@ -3,8 +3,8 @@
     python -m vlcache_jax.benchmarks.work --out benchmarks/results/work_cpu.json
 
 First the time of `make_work` for a step of Qwen3-VL-8B. Then attention of decoding requests, one row each, in pages
-against the plain contract, in which their slots lie one after the other: the two take turns, after their results were
-compared. Medians.
+against the plain contract, in which their slots lie one after the other; and a step of 64 requests that share their
+pages against one in which each has its own. The two take turns, after their results were compared. Medians.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.benchmarks.shapes import AttentionShape, Seen, cold, questions, requests, stage
-from vlcache_jax.pallas_kernels import attention, make_work, paged_attention
+from vlcache_jax.engine.batching import shared_prefixes
+from vlcache_jax.pallas_kernels import PAGE, attention, make_work, paged_attention, work_config
 from vlcache_jax.study import report
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03}  # of results of standard normal values
@@ -108,10 +109,45 @@ def time_decoding(shape: AttentionShape, dtype: str, repeats: int) -> dict[str, 
     }
 
 
+def time_sharing(dtype: str, repeats: int, rows: int = 64, pages: int = 32) -> dict[str, Any]:
+    """Milliseconds of attention of a decode step as the engine makes it, on the same pages and on pages of one's own.
+
+    Raises:
+      ValueError: rows that share pages get something else than each of them alone.
+    """
+    number = 1 + np.random.default_rng(0).permutation(rows * pages).astype(np.int32)
+    apart = list(number.reshape(rows, pages))
+    tables = {"shared": [apart[0]] * rows, "apart": apart, "alone": [apart[0]] * rows}
+    q = jax.ShapeDtypeStruct((rows, 12, 64), dtype)
+    config = work_config(rows, rows, pages, q, 4, decode=True, implementation="xla")
+    pool = ((1 + rows * pages) * PAGE, 4, 64)
+    arrays = [jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate((q.shape, pool, pool))]
+    attend = functools.partial(jax.jit(functools.partial(paged_attention, implementation="xla")), *arrays)
+    end = np.full(rows, pages * PAGE)
+    works = {
+        name: make_work(np.arange(rows), 0 * end, end, own, config, shared=shared_prefixes(own) * (name != "alone"))
+        for name, own in tables.items()
+    }
+    works = jax.device_put(works)
+    difference = float(jnp.abs(attend(works["shared"]) - attend(works["alone"])).max())
+    if not difference < TOLERANCE[dtype]:
+        raise ValueError(f"shared pages must give the same to {TOLERANCE[dtype]} in {dtype}, got {difference}")
+    took = _ms({name: functools.partial(attend, works[name]) for name in ("shared", "apart")}, repeats)
+    ms = {name: statistics.median(times) for name, times in took.items()}
+    return {
+        "rows": rows,
+        "pages": pages,
+        "dtype": dtype,
+        "own pages ms": ms["apart"],
+        "shared pages ms": ms["shared"],
+        "times faster": ms["apart"] / ms["shared"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7, help="of attention; work lists are made 20 times as often")
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file; another one beside it has decoding")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file; two others beside it have decoding")
     arguments = parser.parse_args()
     head = report.environment("jax", "numpy")
     made = [
@@ -123,6 +159,9 @@ def main() -> None:
     rows = [time_decoding(shape, dtype, arguments.repeats) for dtype in TOLERANCE for shape in DECODE]
     beside = arguments.out and arguments.out.with_stem(f"{arguments.out.stem}_decode")
     report.publish("Attention of decoding requests, 12/4 heads of 64", rows, head, beside)
+    beside = arguments.out and arguments.out.with_stem(f"{arguments.out.stem}_sharing")
+    rows = [time_sharing(dtype, arguments.repeats) for dtype in TOLERANCE]
+    report.publish("Pages that requests share, 12/4 heads of 64", rows, head, beside)
 
 
 if __name__ == "__main__":
