@@ -112,6 +112,7 @@ def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, name, ratio
     expected = logits_by_hand(probe, runs, check, [chosen] * (layers - check - 1))
     llm.reset_mm_cache()
     llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.reset_prefix_cache()  # the system's text would be there
     [found] = llm.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
     np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
     text = len(runs.placed.layout) - runs.placed.is_image.sum()
@@ -135,6 +136,7 @@ def test_sizes_of_a_schedule_with_chosen_members(llm, case):
     expected = logits_by_hand(probe, runs, 1, [ranked[:count] for count in counts])
     llm.reset_mm_cache()
     llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.reset_prefix_cache()  # the system's text would be there
     [found] = llm.score(case.formal, [case.answer], reuse=policy, keep_logits=True, use_tqdm=False)
     np.testing.assert_allclose(found.logits, expected, atol=3e-5 * np.abs(expected).max())
     text = len(runs.placed.layout) - total

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Captured
 from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
-from vlcache_jax.inputs.layout import ImageRef, Layout
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE, Shared, Work, WorkConfig, make_work
 from vlcache_jax.reuse.plan import Plan
@@ -63,6 +64,13 @@ class Prefill[S: Sequence]:
     def slots(self, place: Index) -> Index:
         """The pool's slots of logical slots."""
         return self.table[place // PAGE] * PAGE + place % PAGE
+
+    def linked_slots(self, span: ImageSpan, nowhere: int) -> Index:
+        """Where the stored K, V of an image's tokens belong; those that are there already, from slot `nowhere` on."""
+        place = self.plan.slots[span.tokens]
+        index = np.arange(len(place), dtype=np.int32)
+        is_there = (index + span.start < self.cached) | (place < PAGE * self.shared)
+        return np.where(is_there, nowhere + index, self.slots(place)).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +139,18 @@ class Step[S: Sequence]:
             end, least = np.where(must, end, self.selection.length), np.where(must, end, 0)
         tables = [self.tables[i] for i in used]
         return make_work(table, np.zeros_like(end), end, tables, config, least=least, shared=shared_prefixes(tables))
+
+
+def linked_images(
+    prefills: abc.Iterable[Prefill[Any]],
+) -> list[tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]]:
+    """The records whose K, V are to be linked, each with the places that it comes to: they share the transfer."""
+    users: dict[int, tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]] = {}
+    for prefill in prefills:
+        for use in prefill.sequence.images if prefill.links else ():
+            if use.linked is not None and use.span.start + use.span.length > prefill.cached:
+                users.setdefault(id(use.linked), (use.linked, []))[1].append((prefill, use.span))
+    return list(users.values())
 
 
 def shared_prefixes(tables: abc.Sequence[Index]) -> list[Shared]:

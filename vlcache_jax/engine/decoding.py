@@ -1,4 +1,4 @@
-"""What answers that grow hand to the device for their next token (host, numpy)."""
+"""What answers that grow hand to the device for their next token, and what they get from it (host, numpy)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import abc
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.engine.request import Generation
-from vlcache_jax.engine.sampling import MAX_BANNED, SamplerInputs
+from vlcache_jax.engine.request import Generation, Logprob
+from vlcache_jax.engine.sampling import MAX_BANNED, Sampled, SamplerInputs
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -56,3 +56,13 @@ def sampler_inputs(sequences: abc.Sequence[Generation], size: int, vocab_size: i
             end = sorted(sequence.end_tokens)
             inputs.banned[row, : len(end)] = end
     return inputs
+
+
+def append(sequences: abc.Sequence[Generation], sampled: Sampled) -> None:
+    """Lets each sequence go on with its row's token."""
+    for row, sequence in enumerate(sequences):
+        if sequence.params.logprobs is not None and sampled.token[row] >= 0:
+            top = slice(sequence.params.logprobs)
+            pairs = zip(sampled.top_token[row, top].tolist(), sampled.top_logprob[row, top].tolist(), strict=True)
+            sequence.logprobs.append(Logprob(float(sampled.logprob[row]), dict(pairs)))
+        sequence.append(int(sampled.token[row]))

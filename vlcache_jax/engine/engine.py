@@ -16,15 +16,22 @@ import numpy as np
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.batching import Placement, Prefill, Step, encoder_calls, pad_rows, prefill_steps
-from vlcache_jax.engine.decoding import next_rows, sampler_inputs
+from vlcache_jax.engine.batching import (
+    Placement,
+    Prefill,
+    Step,
+    encoder_calls,
+    linked_images,
+    pad_rows,
+    prefill_steps,
+)  # fmt: skip
+from vlcache_jax.engine.decoding import append, next_rows, sampler_inputs
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.request import NOT_FINITE, Forced, Generation, Logprob, Sequence
+from vlcache_jax.engine.request import NOT_FINITE, Forced, Generation, Sequence
 from vlcache_jax.engine.runner import Runner
 from vlcache_jax.engine.scheduler import Scheduler
-from vlcache_jax.inputs.layout import ImageRef, ImageSpan
-from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Selection
 
@@ -226,15 +233,9 @@ class Engine:
 
     def _link(self, prefills: abc.Sequence[Prefill[Any]]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Writes the K, V of stored images into the pool; returns what to wait for: the transfers, and the linking."""
-        # Requests with the same image share the transfer.
-        users: dict[int, tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]] = {}
-        for prefill in prefills:
-            for use in prefill.sequence.images if prefill.links else ():
-                if use.linked is not None and use.span.start + use.span.length > prefill.cached:
-                    users.setdefault(id(use.linked), (use.linked, []))[1].append((prefill, use.span))
         transferring: list[jax.Array] = []
         linking: list[jax.Array] = []
-        for record, spans in users.values():
+        for record, spans in linked_images(prefills):
             under_way = sum(data.nbytes for data in transferring)
             if transferring and under_way + record.meta.nbytes > self.runner.transfer_bytes:
                 jax.block_until_ready(linking)  # what has been linked gives its memory back
@@ -242,11 +243,7 @@ class Engine:
             data = self.runner.put(record.data)
             transferring.append(data)
             for prefill, span in spans:
-                place = prefill.plan.slots[span.tokens]
-                index = np.arange(len(place))
-                is_there = (index + span.start < prefill.cached) | (place < PAGE * prefill.shared)
-                nowhere = self.runner.num_slots + data.shape[2] + index
-                slot = np.where(is_there, nowhere, prefill.slots(place)).astype(np.int32)
+                slot = prefill.linked_slots(span, self.runner.num_slots + data.shape[2])
                 linking.append(self.runner.link(data, slot, prefill.layout.positions[:, span.tokens]))
         return transferring, linking
 
@@ -336,13 +333,7 @@ class Engine:
                 sequence.append(token)
             return
         inputs = sampler_inputs(sequences, *logits.shape, no_lane=self.runner.ladder.max_sequences)
-        sampled = jax.device_get(self.runner.sample(logits, inputs))
-        for row, sequence in enumerate(sequences):
-            if sequence.params.logprobs is not None and sampled.token[row] >= 0:
-                top = slice(sequence.params.logprobs)
-                pairs = zip(sampled.top_token[row, top].tolist(), sampled.top_logprob[row, top].tolist(), strict=True)
-                sequence.logprobs.append(Logprob(float(sampled.logprob[row]), dict(pairs)))
-            sequence.append(int(sampled.token[row]))
+        append(sequences, jax.device_get(self.runner.sample(logits, inputs)))
 
 
 def _in_order[S: Sequence](sequences: abc.Iterable[S]) -> deque[S]:

@@ -362,7 +362,7 @@ class Pages:
             piece = chain.piece(done, min(done + self.size, len(chain)))
             parent, (node, common) = node, _closest(node, piece)
             if node is not None and common < piece.length:
-                node, common = self._eldest(parent, piece, node, common)
+                node, common = _eldest(parent, piece, node, common, self.size // 4)
             # Of a page in the middle of which the prompts part, a little is quicker computed than copied.
             if node is None or not (common in (node.piece.length, piece.length) or 4 * common > self.size):
                 break
@@ -371,23 +371,6 @@ class Pages:
             if common < self.size:
                 break
         return way, done
-
-    def _eldest(self, parent: _Page, piece: Piece, closest: _Page, common: int) -> tuple[_Page, int]:
-        """Of the pages that have nearly as much in common with a piece as the closest one, that which came first.
-
-        Many prompts that differ in their last page then all copy the same one, instead of each that of the one before,
-        for which it would have to wait.
-        """
-        least = common - self.size // 4
-        if least <= 0:
-            return closest, common
-        begin = piece.ids[: 8 * least]
-        first = bisect.bisect_left(parent.children, begin, key=_ids)
-        last = bisect.bisect_left(parent.children, begin + b"\xff", lo=first, key=_ids)
-        alike = itertools.islice(parent.children, first, min(last, first + _MOST_ALIKE))
-        eldest = min((*alike, closest), key=lambda page: page.since)
-        count = eldest.piece.common(piece)
-        return (eldest, count) if count >= least else (closest, common)
 
     def _keep(self, lease: Lease, chain: Chain, count: int, maker: Lease | None) -> None:
         """Lets a lease's pages be found by the first `count` tokens of its chain.
@@ -509,3 +492,21 @@ def _closest(node: _Page, piece: Piece) -> tuple[_Page | None, int]:
         if common > most:
             best, most = child, common
     return best, most
+
+
+def _eldest(parent: _Page, piece: Piece, closest: _Page, common: int, less: int) -> tuple[_Page, int]:
+    """The eldest of the pages that have up to `less` tokens less in common with a piece than the closest one has.
+
+    Many prompts that differ in their last page then all copy the same one, instead of each that of the one before,
+    for which it would have to wait.
+    """
+    least = common - less
+    if least <= 0:
+        return closest, common
+    begin = piece.ids[: 8 * least]
+    first = bisect.bisect_left(parent.children, begin, key=_ids)
+    last = bisect.bisect_left(parent.children, begin + b"\xff", lo=first, key=_ids)
+    alike = itertools.islice(parent.children, first, min(last, first + _MOST_ALIKE))
+    eldest = min((*alike, closest), key=lambda page: page.since)
+    count = eldest.piece.common(piece)
+    return (eldest, count) if count >= least else (closest, common)
