@@ -294,6 +294,7 @@ def _train_in_process(rank, folder, store):
     dist.destroy_process_group()
 
 
+@pytest.mark.ladder
 def test_processes_share_a_step(training, tmp_path):
     import torch.multiprocessing
 

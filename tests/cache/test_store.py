@@ -355,6 +355,7 @@ def test_what_is_never_filled_is_no_record():
     assert (stats.failed, stats.stored, stats.bytes, stats.kv_records) == (1, 0, 0, 0)
 
 
+@pytest.mark.ladder
 def test_a_budget_bounds_the_process(tmp_path: pathlib.Path):
     """Random traffic over 200 MB: tracked bytes and resident memory."""
     script = tmp_path / "traffic.py"
