@@ -192,7 +192,7 @@ def test_nothing_is_kept_behind_what_is_not():
     assert pages.stats().resident == 0
     run(pages, range(16))
     own = chain(range(16))
-    twin = pages.take(16, own, most=0, keep=16, cut=lambda found: 0)
+    twin = pages.take(16, own, most=0, keep=16, usable=0)
     fork = pages.fork(twin, 16, 16)
     for lease in (twin, fork):
         pages.computed(lease)

@@ -19,7 +19,7 @@ import heapq
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -228,7 +228,7 @@ class Pages:
         *,
         most: int = 0,
         keep: int = 0,
-        cut: Callable[[int], int] = lambda found: found,
+        usable: int | None = None,
         spare: int = 0,
         turns: int = 1,
     ) -> Lease | None:
@@ -238,7 +238,7 @@ class Pages:
           chain: what the first tokens are; None: nothing is found, nor can anybody find it.
           most: tokens at most that may count as cached.
           keep: how many tokens of the chain will have exact K, V, so that others can use them.
-          cut: (tokens found) -> how many of them can be used.
+          usable: how many of the tokens found can be used; None: all.
           spare: pages that must be left.
           turns: that it takes to compute it.
 
@@ -247,7 +247,7 @@ class Pages:
         """
         with self._lock:
             way, found = self._find(chain) if chain is not None else ([], 0)
-            found = cut(found)
+            found = found if usable is None else min(found, usable)
             shared, cached = found // self.size, min(found, most)
             lease = Lease(shared=shared, cached=cached, turns=turns, _era=self._era)
             source = way[shared] if cached > shared * self.size else None

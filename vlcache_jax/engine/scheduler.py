@@ -96,7 +96,7 @@ class Scheduler:
             chain,
             most=most,
             keep=exact,
-            cut=lambda found: min(found, _usable(sequence)),
+            usable=_usable(sequence),
             spare=spare,
             turns=_turns(sequence),
         )
@@ -133,7 +133,7 @@ class Scheduler:
             while sequence in left and not self._grow(sequence):
                 if len(left) == 1:
                     raise RuntimeError(f"{sequence.length} tokens must fit in the KV pool's pages")
-                self._end(left.pop())
+                self.finish(left.pop())
         put_back = [sequence for sequence in active if sequence not in left]
         for _ in put_back:
             self.pages.count_preemption()
@@ -157,10 +157,7 @@ class Scheduler:
                 sequence.lease = None
 
     def finish(self, sequence: Sequence) -> None:
-        """It has ended; what is exact stays, unless it failed."""
-        self._end(sequence)
-
-    def _end(self, sequence: Sequence) -> None:
+        """It gives its pages up; what is exact in them stays, unless it failed."""
         if sequence.lease is None:
             return
         chain = None
