@@ -10,7 +10,6 @@ Needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import functools
 import os
@@ -30,8 +29,9 @@ from flax import nnx
 
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK
 from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.engine.packed import unpack
 from vlcache_jax.engine.runner import Runner
-from vlcache_jax.models import ModelConfig, Rows, abstract_model
+from vlcache_jax.models import ModelConfig, abstract_model
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.qwen2_5_vl import VisionConfig as Qwen2VisionConfig
 from vlcache_jax.models.qwen3_vl import VisionConfig as Qwen3VisionConfig
@@ -51,7 +51,8 @@ class Compiled:
     Attributes:
       seconds: of lowering and compiling.
       alias, temp: bytes updated in place, and of temporaries.
-      operations: that the program launches: fusions, library calls, kernels, copies.
+      operations: that the program launches: fusions, library calls, kernels, copies; a loop is one.
+      looped: operations of one pass of its loops.
       spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
       registers: of a thread, likewise.
     """
@@ -60,6 +61,7 @@ class Compiled:
     alias: int
     temp: int
     operations: int
+    looped: int
     spills: int | None
     registers: int | None
 
@@ -83,19 +85,30 @@ def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], do
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
         raise RuntimeError("the compiler gives no memory plan")
-    entry = text[text.index("ENTRY") :]
-    names = re.findall(r"^\s*(?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", entry, re.MULTILINE)
-    free = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant"}
+    loops = [_computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output[0])
     registers = [int(n) for n in re.findall(r"[Uu]sed (\d+) registers", output[0])]
     return Compiled(
         seconds=seconds,
         alias=plan.alias_size_in_bytes,
         temp=plan.temp_size_in_bytes,
-        operations=sum(count for name, count in collections.Counter(names).items() if name not in free),
+        operations=_operations(text[text.index("ENTRY") :]),
+        looped=sum(map(_operations, loops)),
         spills=max((sum(map(int, frame)) for frame in frames), default=None),
         registers=max(registers, default=None),
     )
+
+
+def _operations(text: str) -> int:
+    """How many instructions of a computation are launched."""
+    names = re.findall(r"^\s*(?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
+    return sum(name not in ("parameter", "bitcast", "get-tuple-element", "tuple", "constant") for name in names)
+
+
+def _computation(text: str, name: str) -> str:
+    """The instructions of a computation of a compiled program."""
+    begin = text.index(f"\n%{name} (")
+    return text[begin : text.index("\n}", begin)]
 
 
 @contextmanager
@@ -223,11 +236,11 @@ def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
     """Compiles a whole prefill as one program; `bounds` are the rows of each layer, and those that leave the last."""
     layer = jax.jit(runner.definitions.layer_step, static_argnames="keep")  # traced once for each shape
 
-    def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: Rows, works: dict[int, Any]) -> Any:
+    def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: jax.Array, works: dict[int, Any]) -> Any:
         updated = []
         for params, (k, v), keep in zip(layers, pool, bounds[1:], strict=True):
-            rows = Rows(*(array[..., : len(x)] for array in rows))
-            x, k, v, _ = layer(params, x, k, v, rows, np.int32(len(x)), works[keep], None, keep=keep)
+            own = unpack(rows, len(x))
+            x, k, v, _ = layer(params, x, k, v, own, np.int32(len(x)), works[keep], None, keep=keep)
             updated.append([k, v])
         return x, updated
 
@@ -264,7 +277,8 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
     runner = abstract_runner(MODELS[model])
     for size, keep in ((8192, 8192), (2048, 512), (512, 512), (64, 64), (64, 1)):
         yield f"layer {size} -> {keep}", compile_key(runner, "layer", size, keep, False)
-    yield "decode 64", compile_key(runner, "decode", 64)
+    for size in (1, 64):
+        yield f"window {size}", compile_key(runner, "window", size)
     yield "encode 4096 patches", compile_key(runner, "encode", 4096)
     yield "link 4096 tokens, all layers", compile_key(runner, "link", 4096)
     for shrinking in (False, True):
@@ -292,6 +306,7 @@ def main() -> None:
                         "in place MB": result.alias / 1e6,
                         "temporary MB": result.temp / 1e6,
                         "operations": result.operations,
+                        "in loops": result.looped,
                     }
                 )
     head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc") | {"target": "NVIDIA H200"}

@@ -126,6 +126,30 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2) -> Iterator[Oper
     yield linear("head", wanted, width, text.vocab_size, width * text.vocab_size)
 
 
+def decode(config: ModelConfig, rows: int, contexts: int, itemsize: int = 2) -> Iterator[Operator]:
+    """Of one decode step; layers are alike, and an operator stands for all of them.
+
+    Args:
+      rows: sequences that get a token.
+      contexts: slots that they see, all together: no two see the same ones.
+    """
+    text = config.text
+    width, q = text.hidden_size, text.num_heads * text.head_dim
+    kv = 2 * text.num_kv_heads * text.head_dim
+    mlp = _weights(config, "language_model", "layers", 0, "mlp")
+    values = 2 * text.head_dim * (rows * text.num_heads + contexts * text.num_kv_heads)
+    layer = [
+        _linear("linear", rows, width, kv, width * kv, itemsize=itemsize),
+        _linear("linear", rows, width, q, width * q, itemsize=itemsize),
+        Operator("attention", 4 * q * contexts, itemsize * values),
+        _linear("linear", rows, q, width, q * width, itemsize=itemsize),
+        _linear("linear", rows, width, width, mlp, itemsize=itemsize),
+    ]
+    for one in layer:
+        yield Operator(one.part, text.num_layers * one.operations, text.num_layers * one.bytes)
+    yield _linear("head", rows, width, text.vocab_size, width * text.vocab_size, itemsize=itemsize)
+
+
 def encoder(config: ModelConfig, grids: Sequence[Grid], itemsize: int = 2) -> Iterator[Operator]:
     """Of the vision tower on images that pass it together."""
     if not grids:

@@ -84,7 +84,7 @@ class Ours:
         runner = self.llm._runner
         kept: dict[str, Any] = {}
         head = runner.head
-        runner.head = lambda x, count: kept.setdefault("out", head(x, count))  # type: ignore[method-assign]
+        runner.head = lambda *args: kept.setdefault("out", head(*args))  # type: ignore[method-assign]
         self(slots)
         del runner.head
         return np.asarray(kept["out"][0])[0]

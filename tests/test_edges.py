@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 import vlcache_jax.engine.identification as identification
+import vlcache_jax.engine.serving as serving
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.processor import ImageProcessor
@@ -237,14 +238,14 @@ def test_pixels_are_decoded_a_window_ahead_and_then_forgotten(directory, picture
         monkeypatch.setattr(identification, "WINDOW_BYTES", 1)
         events = []
         lock = threading.Lock()
-        cut, generate = ImageProcessor.patches, plain._engine.generate
+        cut, hear = ImageProcessor.patches, serving.Job._hear
 
         def note(event):
             with lock:
                 events.append(event)
 
         monkeypatch.setattr(ImageProcessor, "patches", lambda *args: (note("decoded"), cut(*args))[1])
-        monkeypatch.setattr(plain._engine, "generate", lambda *args, **named: (generate(*args, **named), note("ran")))
+        monkeypatch.setattr(serving.Job, "_hear", lambda job, one: (job.has_begun or note("ran"), hear(job, one)))
         seen = []
         identify = identification.Arrivals._finish
         monkeypatch.setattr(
@@ -291,7 +292,7 @@ def test_a_text_request_does_not_wait_for_pixels(llm, pictures, monkeypatch):
     assert tokens(chat(llm, [user("text")])) == expected  # while the other call is still decoding
     assert not answers
     assert steps.count("embed") == 1
-    assert steps.count("decode") == GREEDY.max_tokens - 1
+    assert steps.count("window") == 1
     go_on.set()
     thread.join(60)
     assert answers[0][0].error is None
@@ -423,7 +424,6 @@ def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
 
 def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures, monkeypatch):
     """Its record cannot be read, so it has to be computed, and there are no pixels."""
-    from vlcache_jax.cache.record import Record
 
     def prompt(image):
         return {
@@ -436,8 +436,8 @@ def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures
         [first] = trusting.generate(prompt(pictures[0]), GREEDY, use_tqdm=False)
         text = tokens(trusting.generate("b", GREEDY, use_tqdm=False))
         assert tokens(trusting.generate(prompt(b"broken"), GREEDY, use_tqdm=False)) == tokens([first])
-        monkeypatch.setattr(Record, "wait", lambda self: False)
-        monkeypatch.setattr("vlcache_jax.engine.engine._holds", lambda record: False)
+        for record in trusting._store.tier.records():
+            record.is_ready = False  # as if it had been settled so
         trusting.reset_prefix_cache()  # pages need no pixels
         outputs = trusting.generate([prompt(b"broken"), "b"], GREEDY, use_tqdm=False, on_error="return")
         assert "prompts[0] images[0] must be an image that Pillow" in outputs[0].error
@@ -451,16 +451,14 @@ def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures
 def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeypatch):
     rows = [user("a"), user("b"), user("c")]
     expected = chat(llm, rows, params)
-    decode, steps = llm._runner.decode, itertools.count()
+    window, steps = llm._runner.window, itertools.count()
 
     def damaged(*given):
-        logits, greedy = decode(*given)
-        if next(steps) == 1:  # the third token of the second row
-            logits = logits.at[1, 7].set(np.nan)
-            greedy = greedy.at[1].set(-1)
-        return logits, greedy
+        sampled = window(*given)
+        # The third token of the second row, the window's second.
+        return sampled._replace(token=sampled.token.at[1, 1].set(-1)) if next(steps) == 0 else sampled
 
-    monkeypatch.setattr(llm._runner, "decode", damaged)
+    monkeypatch.setattr(llm._runner, "window", damaged)
     outputs = chat(llm, rows, params, on_error="return")
     assert tokens([outputs[0], outputs[2]]) == tokens([expected[0], expected[2]])
     assert outputs[1].error == (
@@ -493,9 +491,9 @@ def test_what_a_request_with_damaged_logits_made_is_not_kept(llm, pictures, monk
     llm.reset_mm_cache()
     head, steps = llm._runner.head, itertools.count()
 
-    def damaged(x, count):
-        logits, greedy = head(x, count)
-        return logits, greedy.at[0].set(-1) if next(steps) == 0 else greedy
+    def damaged(*given):
+        logits, first = head(*given)
+        return logits.at[0].set(np.nan) if next(steps) == 0 else logits, first
 
     monkeypatch.setattr(llm._runner, "head", damaged)
     outputs = chat(llm, [user("a", pictures[0]), user("b", pictures[1])], on_error="return")
@@ -508,22 +506,22 @@ def test_what_a_request_with_damaged_logits_made_is_not_kept(llm, pictures, monk
 
 
 def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
-    rows = [user(text) for text in "abcdefgh"]  # two waves of four
+    rows = [user(text) for text in "abcdefgh"]  # of which four run together
     head, waves = llm._runner.head, []
 
-    def damaged(x, count):
-        waves.append(count)
-        logits, greedy = head(x, count)
-        return logits, greedy.at[1].set(-1)
+    def damaged(*given):
+        waves.append(given)
+        logits, first = head(*given)
+        return logits.at[1].set(np.nan) if len(waves) == 1 else logits, first
 
     monkeypatch.setattr(llm._runner, "head", damaged)
     with pytest.raises(RequestError, match=r"^conversations\[1\]: logits must be finite") as caught:
         chat(llm, rows)
     assert len(waves) == 1
     assert [output is None for output in caught.value.outputs] == [False, True, False, False]
+    waves.clear()
     outputs = chat(llm, rows, on_error="return")
-    assert len(waves) == 3
-    assert [output.error is None for output in outputs] == [True, False, True, True] * 2
+    assert [output.error is None for output in outputs] == [True, False, *[True] * 6]
 
 
 def test_a_request_that_cannot_choose_its_rows_blocks_nobody(checkpoints, textured_image):

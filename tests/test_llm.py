@@ -148,7 +148,7 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
         if key[0] == "layer":
             layers = llm._runner._text["layers"]
             number = next(i for i in layers if layers[i] is args[0])
-            slots = np.asarray(args[4].slot)[: args[5]]
+            slots = np.asarray(args[4][0])[: args[5]]
             assert (slots < llm._runner.num_slots).all()
             written.update((number, int(slot)) for slot in slots)
         return run(key, *args)
@@ -359,8 +359,13 @@ def test_other_bad_arguments(llm, conversations, textured_image):
     for token in (10**6, 10**5000):
         with pytest.raises(ValueError, match="below the vocabulary"):
             chat(conversations[0], SamplingParams(stop_token_ids=[token]))
-    with pytest.raises(ValueError, match="at most 32 with min_tokens"):
-        chat(conversations[0], SamplingParams(min_tokens=1, stop_token_ids=range(40)))
+    for params, message in (
+        (SamplingParams(logit_bias={10**6: 1.0}), "logit_bias must be token ids below"),
+        (SamplingParams(allowed_token_ids=[10**6]), "allowed_token_ids must be token ids below"),
+        (SamplingParams(bad_words=["abcdefghijklmnopqrstuvwxyz" * 9]), "bad_words must be of 1 to 8 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chat(conversations[0], params)
 
 
 def test_a_pool_too_small_names_the_figures(llm, family_checkpoint):
@@ -388,7 +393,7 @@ def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):
 def test_a_fault_in_the_middle_leaves_the_engine_usable(llm, conversations, monkeypatch):
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
     run = llm._runner._run
-    faults = (("decode", 2, KeyboardInterrupt), ("layer", 2, RuntimeError), ("stage", 1, KeyboardInterrupt))
+    faults = (("window", 2, KeyboardInterrupt), ("layer", 2, RuntimeError), ("stage", 1, KeyboardInterrupt))
     for name, count, error in faults:
         calls = []
 

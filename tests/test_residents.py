@@ -138,7 +138,7 @@ def test_requests_of_one_call_share_before_any_has_run(llm, picture):
     begin = len(chat(llm, user(picture[0], LONG), reuse="off")[0].prompt_token_ids)
     assert [output.num_cached_tokens > begin - 20 for output in together] == [False, True, True, False]
     assert [output.cache.images[0].kv for output in together] == ["none", "resident", "resident", "none"]
-    assert [output.metrics.wave for output in together] == [0] * 4
+    assert len({output.metrics.wave for output in together}) == 1
     rows = [output.cache.rows[0] for output in together]
     assert rows == [n - output.num_cached_tokens for n, output in zip(lengths, together, strict=True)]
 
@@ -255,12 +255,12 @@ def test_answers_to_one_request_share_its_pages(llm, picture, reuse):
     ]
     llm.reset_prefix_cache()
     most = []
-    decode = llm._runner.decode
-    llm._runner.decode = lambda *args: (most.append(llm.stats().in_use), decode(*args))[1]
+    window = llm._runner.window
+    llm._runner.window = lambda *args: (most.append(llm.stats().in_use), window(*args))[1]
     try:
         [output] = chat(llm, request, params=several, reuse=reuse)
     finally:
-        del llm._runner.decode
+        del llm._runner.window
     assert [answer.token_ids for answer in output.outputs] == apart
     length = len(output.prompt_token_ids)
     own = -(-(length % PAGE + 20) // PAGE)
@@ -327,7 +327,7 @@ def test_who_counts_on_one_that_fails_computes(llm, picture, monkeypatch, n):
         outputs = chat(llm, *requests, params=params, on_error="return")
     assert "logits must be finite" in outputs[0].error
     assert tokens(outputs[1:]) == cold
-    assert [output.metrics.wave for output in outputs] == [0, 1, 1]
+    assert len({output.metrics.wave for output in outputs}) == 1  # they were put back, and went on
     assert outputs[2].num_cached_tokens > PAGE  # of the second, which was computed anew
     llm.reset_mm_cache()
     with monkeypatch.context() as context:
@@ -344,7 +344,7 @@ def test_who_failed_takes_no_pages_from_who_runs(directory, llm, monkeypatch):
         outputs = chat(tiny, user(LONG), user("b"), params=params, on_error="return")
         assert "logits must be finite" in outputs[0].error
         assert outputs[1].error is None
-        assert outputs[1].metrics.wave == 0
+        assert outputs[1].metrics.wave == outputs[0].metrics.wave
         assert len(outputs[1].outputs[0].token_ids) == 450
         assert tiny.stats().preemptions == 0
 
@@ -392,14 +392,12 @@ def test_forks_of_prompts_that_end_with_an_image(llm, picture, reuse, more):
 def test_the_youngest_is_put_back(directory, llm, monkeypatch):
     with open_llm(directory, kv_cache_bytes=7 * page_bytes(llm), max_model_len=7 * PAGE) as tiny:
         put_back = []
-        grow = tiny._engine.scheduler.grow
-        monkeypatch.setattr(
-            tiny._engine.scheduler, "grow", lambda active: (put_back.extend(late := grow(active)), late)[1]
-        )
+        put = tiny._engine.scheduler.put_back
+        monkeypatch.setattr(tiny._engine.scheduler, "put_back", lambda one: (put_back.append(one), put(one)))
         requests = [user(LONG), user(LONG, "?"), user("another one")]
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         outputs = chat(tiny, *requests, params=params)
-        assert [output.metrics.wave for output in outputs] == [0, 0, 0]
+        assert len({output.metrics.wave for output in outputs}) == 1
     assert put_back[0].arrived == 2
     assert tokens(outputs) == tokens(chat(llm, *requests, params=params))
 
@@ -417,13 +415,14 @@ def test_questions_about_a_document_hold_it_once(engine, tmp_path, monkeypatch, 
         document = tokenizer.decode(ids)
         prompts = [f"{document} {i} what is it?" for i in range(questions)]
         most = []
-        decode = llm._runner.decode
-        monkeypatch.setattr(llm._runner, "decode", lambda *args: (most.append(llm.stats().in_use), decode(*args))[1])
+        window = llm._runner.window
+        monkeypatch.setattr(llm._runner, "window", lambda *args: (most.append(llm.stats().in_use), window(*args))[1])
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert all(output.prompt_token_ids[:size].tolist() == ids for output in outputs)
     own = [len(output.prompt_token_ids) - size for output in outputs]
-    assert len(most) == answer - 1  # they ran together
+    # They ran together, eight tokens a window, though some begin later than those on whose pages they count.
+    assert len(most) <= 3 - (-(answer - 1) // 8)
     assert max(most) <= size // PAGE + sum(-(-(n + answer) // PAGE) for n in own) + 1
     computed = [output.cache.rows[0] for output in outputs]
     assert computed[0] == size + own[0]

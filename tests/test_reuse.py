@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import io
 import logging
@@ -18,7 +19,7 @@ import pytest
 from PIL import Image
 
 import vlcache_jax.cache.memory
-import vlcache_jax.engine.engine
+import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
@@ -235,7 +236,7 @@ def test_p2_the_same_context_is_exact_whatever_the_policy(llm, target, a, b):
 def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch, make):
     policy = make(falling(llm, 400, 300, 100, 20))
     early = logits(llm, target, reuse=policy)
-    prefill_steps = vlcache_jax.engine.engine.prefill_steps
+    prefill_steps = vlcache_jax.engine.prefilling.prefill_steps
 
     def late(*args):
         return [
@@ -243,7 +244,7 @@ def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch, ma
             for step in prefill_steps(*args)
         ]
 
-    monkeypatch.setattr(vlcache_jax.engine.engine, "prefill_steps", late)
+    monkeypatch.setattr(vlcache_jax.engine.prefilling, "prefill_steps", late)
     assert_close(logits(llm, target, reuse=policy), early)
 
 
@@ -308,8 +309,9 @@ def dense_reference(llm, conversation, policy):
     config = runner.config.text
     prompt = llm._renderer.from_conversation(conversation)
     [request] = llm._identifier.identify([prompt])
-    with vlcache_jax.engine.linker.Batch(linker) as batch:
-        linked = batch.add(request, policy)
+    linked = linker.plan(request, policy)
+    with contextlib.ExitStack() as stack:
+        stack.callback(linked.hold.leave)
         layout, plan = linked.layout, linked.plan
         n = len(layout)
         source = layout.token_ids.copy()
@@ -431,7 +433,7 @@ def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, dono
     layers = llm._checkpoint.config.text.num_layers
     counts = collections.Counter(launched)
     assert [counts[name] for name in ("link", "embed", "layer", "head")] == [2, 1, layers, 1]
-    assert not {"encode", "decode"} & counts.keys()
+    assert not {"encode", "window"} & counts.keys()
     assert [name for name in launched if name != "copy"][:2] == ["link"] * 2  # before anything is computed
 
 
@@ -501,7 +503,7 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
         def spy(key, *args, rows=rows):
             if key[0] == "layer":
                 layer = next(i for i in layers if layers[i] is args[0])
-                slots = np.asarray(args[4].slot)
+                slots = np.asarray(args[4][0])[: key[1]]
                 assert (slots[: args[5]] < llm._runner.num_slots).all()
                 rows[layer] += int(args[5])
                 assert key[1] == len(slots) == len(args[1])
@@ -927,7 +929,7 @@ def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
     requests = [user(a, "one"), user(a, "two", b), user("three", b, a)]
     cold = tokens(chat(llm, *requests, reuse="off"))
     run = llm._runner._run
-    for fatal in ("encode", "link", "layer", "decode"):
+    for fatal in ("encode", "link", "layer", "window"):
         with monkeypatch.context() as context:
 
             def failing(key, *args, fatal=fatal):
@@ -944,7 +946,7 @@ def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
         assert stats.pinned == 0
         assert all(record.is_ready for record in llm._store.tier.records())
         assert not llm.cache.verify()
-        if fatal != "decode":
+        if fatal != "window":
             llm.reset_mm_cache()
     assert tokens(chat(llm, *requests)) == cold
 

@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vlcache_jax.async_llm import AsyncLLM as AsyncLLM
+    from vlcache_jax.async_llm import QueueFullError as QueueFullError
     from vlcache_jax.cache.config import CacheConfig as CacheConfig
     from vlcache_jax.engine.ladder import Ladder as Ladder
     from vlcache_jax.engine.sampling import SamplingParams as SamplingParams
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "vlcache_jax.async_llm",
     "CacheConfig": "vlcache_jax.cache.config",
     "LLM": "vlcache_jax.llm",
     "Ladder": "vlcache_jax.engine.ladder",
     "MPIC": "vlcache_jax.reuse.policies",
+    "QueueFullError": "vlcache_jax.async_llm",
     "RequestError": "vlcache_jax.engine.serving",
     "RequestOutput": "vlcache_jax.outputs",
     "SamplingParams": "vlcache_jax.engine.sampling",
@@ -29,8 +33,10 @@ _HOMES = {
 __all__ = [
     "LLM",
     "MPIC",
+    "AsyncLLM",
     "CacheConfig",
     "Ladder",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.engine.ahead import Ahead
-from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.identification import Arrivals, Identifier
 from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.linker import Linker
-from vlcache_jax.engine.request import Forced, Generation, Linked
+from vlcache_jax.engine.loop import Loop
+from vlcache_jax.engine.request import Forced, Generation, Group, Linked, Request
+from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, or_error
-from vlcache_jax.engine.serving import serve
-from vlcache_jax.engine.verification import Verification
+from vlcache_jax.engine.serving import Job, RequestError, Result, serve
 from vlcache_jax.engine.verification import verify as verify_answers
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
@@ -34,7 +34,9 @@ class Call:
       listed: the requests as they came.
       render: makes a prompt of one.
       policy, salt, on_error: of all of them.
-      show: whether progress is shown.
+      priority: of all of them, lower ones first.
+      first: number of the first one.
+      group: of its rows, if a wrong one ends the call; calls that belong together share it.
     """
 
     name: str
@@ -43,16 +45,27 @@ class Call:
     policy: Policy
     salt: str | None
     on_error: str
-    show: bool
+    priority: int = 0
+    first: int = 0
+    group: Group | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {self.on_error!r}')
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise ValueError(f"priority must be an integer, got {self.priority!r}")
         owner_key(self.salt)  # checks the salt
+        if self.group is None and self.stops:
+            object.__setattr__(self, "group", Group())
+
+    @property
+    def stops(self) -> bool:
+        """Whether a wrong row ends it."""
+        return self.on_error == "raise"
 
     def prompt(self, row: int) -> Prompt | ValueError:
         """The prompt of a request, or what is wrong with it."""
-        name = f"{self.name}[{row}]"
+        name = f"{self.name}[{self.first + row}]"
         try:
             return self.render(self.listed[row], name=name)
         except ValueError as error:
@@ -61,12 +74,30 @@ class Call:
             return ValueError(f"{name} must be readable, got {type(error).__name__}: {error}")
 
 
+@dataclass(frozen=True, eq=False)
+class _Chunk[T: Result]:
+    """Rows of a call; see `vlcache_jax.engine.serving.Chunk`.
+
+    Attributes:
+      sequences: (row, its planned request) -> what runs for it.
+      failed: (row, what is wrong with it) -> its result.
+    """
+
+    caller: Caller
+    call: Call
+    arrivals: Arrivals
+    sequences: Callable[[int, Linked], Sequence[Running]]
+    failed: Callable[[int, str], T]
+
+    def start(self, row: int, request: Request, heard: Callable[[Job], object]) -> Job:
+        return self.caller.start(row, request, self.call, self.sequences, heard)
+
+
 class Caller:
     """Answers and scores prompts.
 
     Args:
-      identifier, linker, engine, sequences, reporter: of the model.
-      serving: is entered by each of several calls in turn.
+      identifier, linker, loop, sequences, reporter: of the model.
       ahead: is told what was answered.
     """
 
@@ -74,91 +105,195 @@ class Caller:
         self,
         identifier: Identifier,
         linker: Linker,
-        engine: Engine,
+        loop: Loop,
         sequences: SequenceBuilder,
         reporter: Reporter,
-        serving: Callable[[], AbstractContextManager[None]],
         ahead: Ahead,
     ):
-        self._identifier, self._linker, self._engine = identifier, linker, engine
-        self._sequences, self._reporter = sequences, reporter
-        self._serving = serving
+        self.loop, self.reporter = loop, reporter
+        self._identifier, self._linker = identifier, linker
+        self._sequences = sequences
         self._ahead = ahead
+        self._arriving = threading.Lock()  # what is planned first runs first
 
-    def generate(
-        self, call: Call, sampling_params: SamplingParams | Sequence[SamplingParams] | None, *, verify: bool
-    ) -> list[RequestOutput]:
-        """See `LLM.chat`."""
+    def answers(
+        self,
+        calls: Iterable[Call],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        total: int | None,
+        show: bool,
+        verify: bool = False,
+        returns_all: bool = True,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yields rows with their outputs as they end; see `LLM.chat`.
+
+        Args:
+          calls: rows that are checked together, each behind those of the one before.
+          total: rows of all calls; None: nobody knows.
+          show: whether progress is shown.
+          returns_all: nobody gets any output if the engine fails in the middle.
+        """
+        kept: list[Job] = []
+        bar = Progress("answering", total, show=show)
+
+        def output(job: Job) -> RequestOutput:
+            bar.update(tokens=sum(len(sequence.generated) for sequence in job.sequences))
+            if verify and all(sequence.error is None for sequence in job.sequences):
+                kept.append(job)
+            return self.reporter.output(job.linked, _answers(job))
+
+        def outputs() -> Generator[tuple[int, RequestOutput]]:
+            try:
+                chunks = (self._to_answer(call, sampling_params) for call in calls)
+                yield from self._serve(chunks, output, keeps=verify, returns_all=returns_all)
+                if verify:
+                    yield from self._verified(kept)
+            finally:
+                for job in kept:
+                    job.linked.hold.leave()
+            self._ahead.start()
+
+        return _watched(outputs(), bar)
+
+    def _to_answer(
+        self, call: Call, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> _Chunk[RequestOutput]:
         params = self._sequences.sampling_params(sampling_params, len(call.listed))
         prompts = self._prompts(call)
-        stop = call.on_error == "raise"
 
-        def run(numbers: Sequence[int], group: list[Linked]) -> list[RequestOutput | None]:
-            answers = [
-                self._sequences.answers(linked, _good(params[i])) for i, linked in zip(numbers, group, strict=True)
-            ]
-            sequences = [answer for own in answers for answer in own]
-            self._engine.generate(sequences, lambda _: bar.update(), stop=stop)
-            self._ahead.expect(call.policy, sequences)
-            compared: list[Verification | None] = [None] * len(group)
-            if verify:
-                compared = verify_answers(self._engine, self._sequences, group, [own[0] for own in answers])
-            self._forget_failed(group, answers)
-            return [
-                self._reporter.output(linked, own, found) if _has_ended(own) else None
-                for linked, own, found in zip(group, answers, compared, strict=True)
-            ]
+        def failed(row: int, error: str) -> RequestOutput:
+            prompt = prompts[row]
+            return self.reporter.failed_output(prompt.text if isinstance(prompt, Prompt) else "", error)
 
-        def failed(i: int, error: str) -> RequestOutput:
-            prompt = prompts[i]
-            return self._reporter.failed_output(prompt.text if isinstance(prompt, Prompt) else "", error)
+        def sequences(row: int, linked: Linked) -> Sequence[Running]:
+            return self._sequences.answers(linked, _good(params[row]), call.priority)
 
-        total = sum(own.n for own in params if isinstance(own, SamplingParams))
-        with interruptible(), Progress("answering", total, show=call.show) as bar:
-            arrivals = self._check(prompts, params, self._sequences.new_slots, call)
-            outputs = serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=stop)
-        self._ahead.start()
-        return outputs
+        arrivals = self._check(prompts, params, self._sequences.new_slots, call)
+        return _Chunk(self, call, arrivals, sequences, failed)
 
-    def score(self, call: Call, continuations: Sequence[str | Sequence[int]], *, keep_logits: bool) -> list[Score]:
-        """See `LLM.score`."""
+    def scores(
+        self, call: Call, continuations: Sequence[str | Sequence[int]], *, keep_logits: bool, show: bool
+    ) -> Iterator[tuple[int, Score]]:
+        """Yields rows with their scores as they end; see `LLM.score`."""
         forced = self._sequences.continuations(continuations, len(call.listed))
         prompts = self._prompts(call)
-        stop = call.on_error == "raise"
 
-        def run(numbers: Sequence[int], group: list[Linked]) -> list[Score | None]:
-            sequences = [
-                self._sequences.forced(linked, _good(forced[i]), keep_logits=keep_logits, capture=True)
-                for i, linked in zip(numbers, group, strict=True)
-            ]
-            self._engine.score(sequences, lambda _: bar.update(), stop=stop)
-            self._forget_failed(group, [[sequence] for sequence in sequences])
-            return [
-                self._reporter.score(linked, sequence) if sequence.is_finished else None
-                for linked, sequence in zip(group, sequences, strict=True)
-            ]
+        def sequences(row: int, linked: Linked) -> Sequence[Running]:
+            return [self._sequences.forced(linked, _good(forced[row]), keep_logits=keep_logits, capture=True)]
 
-        def failed(_: int, error: str) -> Score:
-            return self._reporter.failed_score(error)
+        bar = Progress("scoring", len(prompts), show=show)
 
-        with interruptible(), Progress("scoring", len(prompts), show=call.show) as bar:
-            arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
-            return serve(arrivals, self._linker, self._serving, call.policy, run, failed, stop=stop)
+        def score(job: Job) -> Score:
+            bar.update()
+            [sequence] = job.sequences
+            assert isinstance(sequence, Forced)
+            return self.reporter.score(job.linked, sequence)
 
-    def close(self) -> None:
-        """Lets go of the engine; who calls afterwards is told by `serving`."""
-        self._engine = None  # type: ignore[assignment]
+        arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
+        chunk = _Chunk(self, call, arrivals, sequences, lambda _, error: self.reporter.failed_score(error))
+        return _watched(self._serve([chunk], score), bar)
+
+    def start(
+        self,
+        row: int,
+        request: Request,
+        call: Call,
+        sequences: Callable[[int, Linked], Sequence[Running]],
+        heard: Callable[[Job], object],
+        *,
+        streams: bool = False,
+    ) -> Job:
+        """Plans a request and submits the sequences that run for it, behind all that were planned before."""
+        with self._arriving:
+            self.loop.check_open()
+            linked = self._linker.plan(request, call.policy)
+            job = Job(call.first + row, linked, sequences(row, linked), heard, call, streams=streams)
+            self.loop.submit(job.sequences)
+        return job
+
+    def arrive(self, call: Call, params: SamplingParams | None, heard: Callable[[Job], object]) -> Job:
+        """Identifies, plans and submits the one request of a call; `heard` is called whenever there is more of it.
+
+        Raises:
+          RequestError: it is wrong.
+        """
+        chunk = self._to_answer(call, params)
+        for error in chunk.arrivals.errors.values():
+            raise RequestError({0: str(error)})
+        for window in chunk.arrivals.windows(keep_patches=True):
+            for row, request in window:
+                if isinstance(request, ValueError):
+                    raise RequestError({0: str(request)})
+                job = self.start(row, request, call, chunk.sequences, heard, streams=True)
+                self.loop.begin()
+                return job
+        raise AssertionError("a call has a row")
+
+    def end(self, job: Job) -> None:
+        """Nobody reads what a job came to any more; one that still runs is aborted."""
+        has_failed = not job.has_ended or any(
+            one.is_aborted or one.error is not None or one.fault is not None for one in job.sequences
+        )
+        if not has_failed:
+            self._ahead.expect(job.call.policy, job.sequences)
+            self._ahead.start()
+        job.linked.hold.leave(failed=has_failed)
+        for sequence in job.sequences:
+            sequence.is_aborted = True
+
+    def _serve[T: Result](
+        self,
+        chunks: Iterable[_Chunk[T]],
+        result: Callable[[Job], T],
+        *,
+        keeps: bool = False,
+        returns_all: bool = True,
+    ) -> Generator[tuple[int, T]]:
+        """See `serve`. A call that returns all at once, and that the engine's error or Ctrl-C ends, served nothing."""
+        served: list[str] = []
+
+        def finish(job: Job) -> T | None:
+            found = self._finish(result, job, keeps=keeps)
+            if returns_all and found is not None and job.linked.request_key and not job.linked.request_known:
+                served.append(job.linked.request_key)
+            return found
+
+        try:
+            yield from serve(chunks, self.loop, finish)
+        except RequestError:
+            raise
+        except (Exception, KeyboardInterrupt):
+            for key in served:
+                self._linker.store.forget_request(key)
+            raise
+
+    def _finish[T: Result](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
+        """The result of a job that has ended, None if it was given up. It lets go of the cache unless it `keeps` it."""
+        fault = next((sequence.fault for sequence in job.sequences if sequence.fault is not None), None)
+        has_failed = fault is not None or any(one.is_aborted or one.error is not None for one in job.sequences)
+        keeps = keeps and not has_failed
+        try:
+            if fault is not None:
+                raise fault
+            if any(sequence.is_aborted for sequence in job.sequences):
+                return None
+            self._ahead.expect(job.call.policy, job.sequences)
+            return result(job)
+        finally:
+            if not keeps:
+                job.linked.hold.leave(failed=has_failed)
+
+    def _verified(self, jobs: Sequence[Job]) -> Iterator[tuple[int, RequestOutput]]:
+        """The outputs once more, beside those of a cold run."""
+        answers = [_answers(job) for job in jobs]
+        compared = verify_answers(self.loop, self._sequences, [job.linked for job in jobs], [own[0] for own in answers])
+        for job, own, found in zip(jobs, answers, compared, strict=True):
+            yield job.row, self.reporter.output(job.linked, own, found)
 
     def _prompts(self, call: Call) -> list[Prompt | ValueError]:
         """Side by side, as images may come from the network; behind all other checks for the same reason."""
         return self._identifier.side_by_side(call.prompt, range(len(call.listed)))
-
-    def _forget_failed(self, group: list[Linked], sequences: Sequence[Sequence[Generation | Forced]]) -> None:
-        """A request that failed was not served: its list of images is as unknown as before."""
-        for linked, own in zip(group, sequences, strict=True):
-            failed = any(sequence.error is not None or not sequence.is_finished for sequence in own)
-            if failed and linked.request_key is not None and not linked.request_known:
-                self._linker.store.forget_request(linked.request_key)
 
     def _check[T](
         self,
@@ -185,9 +320,44 @@ class Caller:
         return arrivals
 
 
-def _has_ended(answers: list[Generation]) -> bool:
-    """Whether a request has its answers, or an error."""
-    return all(answer.is_finished for answer in answers) or any(answer.error is not None for answer in answers)
+def _watched[T](results: Generator[T], bar: Progress) -> Iterator[T]:
+    """The results. Each is worked at within the bar, and not while whoever asked looks at the one before."""
+    bar.open()
+    try:
+        while True:
+            with bar.active(), interruptible():
+                try:
+                    result = next(results)
+                except StopIteration:
+                    return
+            yield result
+    finally:
+        try:
+            with bar.active(), interruptible():
+                results.close()
+        finally:
+            bar.close()
+
+
+def in_order[T: Result](results: Iterator[tuple[int, T]]) -> list[T]:
+    """All results of a call, by row; of several for a row the last one.
+
+    Raises:
+      RequestError: a row is wrong. It has the outputs of those that were answered.
+    """
+    found: dict[int, T] = {}
+    try:
+        for row, result in results:
+            found[row] = result
+    except RequestError as error:
+        good = {row: result for row, result in found.items() if result.error is None}
+        outputs = [good.get(row) for row in range(1 + max(found, default=-1))]
+        raise RequestError(error.errors, outputs if good else ()) from None
+    return [found[row] for row in sorted(found)]
+
+
+def _answers(job: Job) -> list[Generation]:
+    return [sequence for sequence in job.sequences if isinstance(sequence, Generation)]
 
 
 def _good[T](value: T | ValueError) -> T:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import dataclasses
 import functools
+import itertools
 import os
 import pathlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
@@ -19,18 +19,19 @@ from vlcache_jax import first_contact
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.calls import Call, Caller
+from vlcache_jax.calls import Call, Caller, in_order
 from vlcache_jax.checks import check_flags
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
-from vlcache_jax.engine.engine import Engine
+from vlcache_jax.engine.engine import Engine, EngineStats
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.linker import Linker
+from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.memory_plan import plan_memory
-from vlcache_jax.engine.pages import Pages, PageStats
+from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
@@ -64,7 +65,7 @@ class LLM:
             print(answer.outputs[0].text)
 
     A call means the same as its requests run one by one, in list order. Every request is checked before anything runs.
-    Calls from several threads are served one after the other. After an error or Ctrl-C the engine serves on.
+    Calls from several threads run together. After an error or Ctrl-C the engine serves on.
 
     Args:
       model: a converted checkpoint, a Hugging Face directory, or the id of a model on the hub.
@@ -188,12 +189,13 @@ class LLM:
             seed,
             enable_prefix_caching,
         )
-        self._reporter = Reporter(config.text.num_layers, self._runner.token_rungs, self._sequences.text)
+        self._reporter = Reporter(config.text.num_layers, self._runner.token_rungs, self._sequences.token_text)
         self._store = Store(cache)
         self._writer = Writer(self._store)
         self._pages = Pages(memory.num_slots // PAGE)
-        self._engine = Engine(self._runner, self._writer, self._pages)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
+        self._engine = Engine(self._runner, self._writer, self._pages, self._threads)
+        self._loop = Loop(self._engine)
         self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         token_rungs = self._runner.token_rungs
         self._identifier = Identifier(
@@ -211,15 +213,12 @@ class LLM:
         self._caller = Caller(
             self._identifier,
             self._linker,
-            self._engine,
+            self._loop,
             self._sequences,
             self._reporter,
-            self._serving,
             self._ahead,
         )
         self.cache = ImageCache(self._store, self._writer, self._pages, self._identifier, self._renderer, self.chat)
-        self._lock = threading.Lock()
-        self._closed = False
 
     def chat(
         self,
@@ -262,8 +261,49 @@ class LLM:
         check_flags(verify=verify, use_tqdm=use_tqdm)
         render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
         listed = _listed_conversations(conversations)
-        call = self._call("conversations", listed, render, reuse, cache_salt, on_error, use_tqdm)
-        return self._caller.generate(call, sampling_params, verify=verify)
+        call = self._call("conversations", listed, render, reuse, cache_salt, on_error)
+        return self._answer(call, sampling_params, verify, use_tqdm)
+
+    def chat_iter(
+        self,
+        conversations: Iterable[Conversation],
+        sampling_params: SamplingParams | None = None,
+        *,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Answers conversations without end: yields (index, output) as they end, whatever their order.
+
+        Of the conversations so many are taken as keep the engine busy, some dozens at a time, and no more until some
+        have been answered. So a job of a million rows takes little memory, and where it is stopped nothing is lost that
+        has been yielded.
+
+        Args:
+          conversations: anything that gives one conversation after the other.
+          sampling_params: for all.
+          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`. A wrong row that is to be raised ends
+            the job when what runs then has been yielded.
+
+        Raises:
+          RequestError, ValueError: see `chat`.
+        """
+        check_flags(use_tqdm=use_tqdm)
+        if isinstance(conversations, (str, Mapping)) or not isinstance(conversations, Iterable):
+            raise ValueError(f"conversations must be an iterable of them, got {type(conversations).__name__}")
+        if not isinstance(sampling_params, SamplingParams | None):
+            raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
+        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
+        call = self._call("conversations", [], render, reuse, cache_salt, on_error)
+        size = self._runner.ladder.max_sequences
+        total = len(conversations) if isinstance(conversations, Sized) else None
+        calls = (
+            dataclasses.replace(call, listed=rows, first=size * number)
+            for number, rows in enumerate(itertools.batched(conversations, size))
+        )
+        return self._caller.answers(calls, sampling_params, total=total, show=use_tqdm, returns_all=False)
 
     def generate(
         self,
@@ -292,8 +332,8 @@ class LLM:
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
         listed, render = _listed_prompts(prompts), self._renderer.from_prompt
-        call = self._call("prompts", listed, render, reuse, cache_salt, on_error, use_tqdm)
-        return self._caller.generate(call, sampling_params, verify=verify)
+        call = self._call("prompts", listed, render, reuse, cache_salt, on_error)
+        return self._answer(call, sampling_params, verify, use_tqdm)
 
     def score(
         self,
@@ -324,8 +364,8 @@ class LLM:
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
         render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
         listed = _listed_conversations(conversations)
-        call = self._call("conversations", listed, render, reuse, cache_salt, on_error, use_tqdm)
-        return self._caller.score(call, continuations, keep_logits=keep_logits)
+        call = self._call("conversations", listed, render, reuse, cache_salt, on_error)
+        return in_order(self._caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Compiles every program ahead, so that no request waits for a compilation.
@@ -341,9 +381,9 @@ class LLM:
         """
         check_flags(verbose=verbose)
         policy = self._parse_policy(reuse)
+        self._loop.check_open()
         self._ahead.stop()
-        with self._serving():
-            return _compile_all(self._runner.programs, policy, verbose)
+        return _compile_all(self._runner.programs, policy, verbose)
 
     @property
     def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:
@@ -354,34 +394,32 @@ class LLM:
         return dict(self._runner.programs.kernels)
 
     def close(self) -> None:
-        """Gives back the memory of weights and pool. The engine cannot be used any more."""
+        """Gives back the memory of weights and pool. The engine cannot be used any more, and calls under way end."""
         self._ahead.stop()
-        with self._lock:
-            self._closed = True
-            self.cache.close()
-            for threads in (self._threads, self._quick_threads):
-                threads.shutdown(cancel_futures=True)
-            self._writer.close()
-            self._store.clear()
-            self._caller.close()
-            self._runner = self._engine = None  # type: ignore[assignment]
+        self._loop.close()
+        self.cache.close()
+        for threads in (self._threads, self._quick_threads):
+            threads.shutdown(cancel_futures=True)
+        self._writer.close()
+        self._store.clear()
+        self._runner = self._engine = None  # type: ignore[assignment]
 
     def reset_mm_cache(self) -> None:
         """Forgets every image, and every prompt."""
-        with self._serving():
-            self._writer.flush()
-            self._store.clear()
-            self._pages.clear()
+        self._loop.check_open()
+        self._writer.flush()
+        self._store.clear()
+        self._pages.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every prompt that is in the KV pool; what is kept of images stays."""
-        with self._serving():
-            self._pages.clear()
+        self._loop.check_open()
+        self._pages.clear()
 
-    def stats(self) -> PageStats:
+    def stats(self) -> EngineStats:
         """What the KV pool's pages hold now, and counters; those of the image cache are in `cache.stats()`."""
-        self._check_open()
-        return self._pages.stats()
+        self._loop.check_open()
+        return self._engine.stats()
 
     @property
     def fingerprint(self) -> str:
@@ -396,16 +434,6 @@ class LLM:
 
     # Requests.
 
-    @contextlib.contextmanager
-    def _serving(self) -> Iterator[None]:
-        with self._lock:
-            self._check_open()
-            yield
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this LLM is closed")
-
     def _call(
         self,
         name: str,
@@ -414,10 +442,15 @@ class LLM:
         reuse: Reuse | None,
         salt: str | None,
         on_error: str,
-        show: bool,
+        priority: int = 0,
     ) -> Call:
-        self._check_open()
-        return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, show)
+        self._loop.check_open()
+        return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, priority)
+
+    def _answer(
+        self, call: Call, params: SamplingParams | Sequence[SamplingParams] | None, verify: bool, show: bool
+    ) -> list[RequestOutput]:
+        return in_order(self._caller.answers([call], params, total=len(call.listed), show=show, verify=verify))
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,13 +74,25 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop" (end token or stop string), "length" or "error"."""
+    """One answer.
+
+    Attributes:
+      index: which of the request's answers.
+      text: without the stop string that ended it, unless that was asked for.
+      token_ids: up to the end token, or the token that completed the stop string.
+      finish_reason: "stop" (end token or stop string), "length", "error" or "abort"; None while it goes on.
+      stop_reason: the stop string, or the token of `stop_token_ids`, that ended it.
+      logprobs: of its tokens, if asked for.
+      cumulative_logprob: their sum.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: str | None
+    stop_reason: str | int | None = None
     logprobs: tuple[Logprob, ...] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,10 @@ class RequestOutput:
     Attributes:
       outputs: `n` answers; none if the request was wrong.
       num_cached_tokens: prompt tokens, text or image, whose K, V were reused exactly.
+      prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts.
       verification: if asked for.
+      request_id: as given, or as drawn; "" in `LLM`.
+      finished: whether all answers have ended.
       error: why the request was not answered, or not to its end; None: it was.
     """
 
@@ -100,6 +117,9 @@ class RequestOutput:
     cache: CacheReport
     verification: Verification | None = None
     error: str | None = None
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    request_id: str = ""
+    finished: bool = True
 
 
 @dataclass(frozen=True)
@@ -137,16 +157,25 @@ class Reporter:
     Args:
       num_layers: of the decoder.
       token_rungs: to which an image's rows are padded on their way to the device.
-      text: gives an answer's text.
+      decode: gives the text of a token.
     """
 
-    def __init__(self, num_layers: int, token_rungs: tuple[int, ...], text: Callable[[Generation], str]):
+    def __init__(self, num_layers: int, token_rungs: tuple[int, ...], decode: Callable[[int], str]):
         self._num_layers = num_layers
         self._token_rungs = token_rungs
-        self._text = text
+        self._decode = functools.lru_cache(65536)(decode)
 
-    def output(self, linked: Linked, answers: list[Generation], verification: Verification | None) -> RequestOutput:
-        """Of a request and its answers."""
+    def output(
+        self,
+        linked: Linked,
+        answers: Sequence[Generation],
+        verification: Verification | None = None,
+        request_id: str = "",
+    ) -> RequestOutput:
+        """Of a request and its answers so far."""
+        told = None
+        if answers[0].params.prompt_logprobs is not None:
+            told = (None, *map(self._logprob, answers[0].prompt_logprobs))
         return RequestOutput(
             prompt=linked.request.prompt.text,
             prompt_token_ids=linked.layout.token_ids,
@@ -156,6 +185,9 @@ class Reporter:
             cache=self._report(linked, answers[0]),
             verification=verification,
             error=self._error(linked, *answers),
+            prompt_logprobs=told,
+            request_id=request_id,
+            finished=all(answer.is_finished for answer in answers),
         )
 
     def failed_output(self, prompt: str, error: str) -> RequestOutput:
@@ -185,13 +217,21 @@ class Reporter:
         return next((error if error.startswith(name) else f"{name}: {error}" for error in errors), None)
 
     def _completion(self, index: int, answer: Generation) -> CompletionOutput:
-        return CompletionOutput(
-            index=index,
-            text=self._text(answer),
-            token_ids=tuple(answer.token_ids),
-            finish_reason=answer.finish_reason or "length",
-            logprobs=tuple(answer.logprobs) if answer.params.logprobs is not None else None,
-        )
+        wants_logprobs = answer.params.logprobs is not None
+        with answer.lock:
+            return CompletionOutput(
+                index=index,
+                text=answer.text,
+                token_ids=tuple(answer.token_ids),
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+                logprobs=tuple(map(self._logprob, answer.logprobs)) if wants_logprobs else None,
+                cumulative_logprob=sum(one.chosen for one in answer.logprobs) if wants_logprobs else None,
+            )
+
+    def _logprob(self, one: Logprob) -> Logprob:
+        """With the texts of the tokens."""
+        return dataclasses.replace(one, texts={token: self._decode(token) for token in (one.token, *one.top)})
 
     def _report(self, linked: Linked, sequence: Generation | Forced) -> CacheReport:
         plan = sequence.plan if sequence.ran is None else sequence.ran

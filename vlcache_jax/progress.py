@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 SECONDS = 3.0  # from one line to the next, unless work of another kind begins
@@ -25,29 +26,57 @@ class Progress:
 
     def __init__(self, doing: str, total: int | None = None, *, show: bool = True):
         self.doing, self.total, self.done = doing, total, 0
+        self._tokens = 0
+        self._begin = time.monotonic()
         self._show = show
         self._chain: tuple[Progress, ...] = (self,)  # those that it is within, and it
         self._screen: _Bar | _Lines | None = None
 
-    def update(self, count: int = 1) -> None:
-        """So many more are done."""
+    def update(self, count: int = 1, *, tokens: int = 0) -> None:
+        """So many more are done, and so many tokens with them."""
         self.done += count
+        self._tokens += tokens
         self._say()
 
     def __str__(self) -> str:
-        return f"{self.doing} {self.done} of {self.total}" if self.total and self.done else self.doing
+        if not self.done or self.total == 0:
+            return self.doing
+        return f"{self.doing} {self.done}{f' of {self.total}' if self.total else ''}{self.rate}"
+
+    @property
+    def rate(self) -> str:
+        """Tokens a second so far, if there are any."""
+        seconds = time.monotonic() - self._begin
+        return f", {self._tokens / seconds:.0f} tokens/s" if self._tokens and seconds else ""
 
     def __enter__(self) -> Self:
-        if (outer := _innermost.get()) is not None:
-            self._chain = (*outer._chain, self)
-        if self._show:
-            self._screen = _open_screen(self) if outer is None else outer._screen
+        self.open()
         self._before = _innermost.set(self)
-        self._say()
         return self
 
     def __exit__(self, *_: object) -> None:
         _innermost.reset(self._before)
+        self.close()
+
+    def open(self) -> None:
+        """Begins to show it, beside the one that is active."""
+        if (outer := _innermost.get()) is not None:
+            self._chain = (*outer._chain, self)
+        if self._show:
+            self._screen = _open_screen(self) if outer is None else outer._screen
+        self._say()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """What is shown within shows beside it; for work that goes on now and then."""
+        before = _innermost.set(self)
+        try:
+            yield
+        finally:
+            _innermost.reset(before)
+
+    def close(self) -> None:
+        """Shows it no more."""
         if self._screen is not None and len(self._chain) == 1:
             self._screen.close()
         elif self._screen is not None:
@@ -81,7 +110,8 @@ class _Bar:
         self._shown = progress.doing
 
     def show(self, chain: Sequence[Progress]) -> None:
-        shown = ": ".join([chain[0].doing, *map(str, chain[1:])])
+        first = f"{chain[0].doing}{chain[0].rate}" if chain[0].total is not None else str(chain[0])
+        shown = ": ".join([first, *map(str, chain[1:])])
         if shown != self._shown:
             self._bar.set_description(shown)
             self._shown = shown

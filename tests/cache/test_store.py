@@ -14,7 +14,7 @@ import pytest
 import vlcache_jax.cache.store
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.memory import BusyError, MemoryTier
+from vlcache_jax.cache.memory import MemoryTier
 from vlcache_jax.cache.record import DamagedError, Meta, TierError, verified
 from vlcache_jax.cache.store import Store
 from vlcache_jax.outputs import Why
@@ -42,6 +42,14 @@ def fill(store, *metas, value=1.0):
 def lookup(store, entry, context="c", approximate=False):
     with store.lookup(entry, context, grid=GRID, approximate=approximate) as handle:
         return handle
+
+
+def holding(store, entry, context="c"):
+    """As a request that is going to read it does."""
+    handle = store.lookup(entry, context, grid=GRID, approximate=False)
+    assert handle.kv is not None
+    handle.hold()
+    return handle
 
 
 def test_a_tier_keeps_what_it_is_given():
@@ -79,7 +87,7 @@ def test_the_least_recently_used_leaves_first():
     assert lookup(store, "z").why is Why.unknown_image
 
 
-def test_pinned_records_stay_and_held_ones_make_others_wait():
+def test_pinned_records_stay_and_held_ones_make_room():
     store = Store(CacheConfig(host_bytes=2 * kv("a").nbytes))
     fill(store, kv("a"))
     fill(store, kv("b"))
@@ -87,31 +95,197 @@ def test_pinned_records_stay_and_held_ones_make_others_wait():
     [record] = store.reserve([kv("c")])
     assert [r.meta.entry for r in store.tier.records()] == ["a", "c"]
     store.publish(record)
-    held = store.lookup("c", "c", grid=GRID, approximate=False)
-    held.hold()
-    before = store.stats()
-    with pytest.raises(BusyError):
-        store.reserve([kv("d")])
-    assert store.stats() == before  # nothing has changed
-    held.release()
+    held = holding(store, "c")
     assert store.reserve([kv("d"), kv("e")])[1] is None  # room for one beside what is pinned
+    assert [r.meta.entry for r in store.tier.records()] == ["a", "d"]
+    assert lookup(store, "c").why is Why.evicted
     assert lookup(store, "e").why is Why.too_large
+    assert (store.stats().bytes, store.stats().left_bytes) == (2 * kv("a").nbytes, kv("a").nbytes)
+    held.release()
+    assert store.stats().left_bytes == 0
     assert store.keep("a", False) == 1
     assert store.stats().pinned == 0
 
 
-def test_a_reservation_is_all_or_nothing():
+def test_a_handle_pins_until_it_holds():
+    store = Store(CacheConfig(host_bytes=kv("a").nbytes))
+    fill(store, kv("a"))
+    with store.lookup("a", "c", grid=GRID, approximate=False) as handle:
+        assert store.reserve([kv("b")]) == [None]
+        handle.hold()
+        assert store.stats().pinned == 1  # it is needed, but gives way
+        [record] = store.reserve([kv("b")])
+        assert record is not None
+        assert store.stats().left_bytes == kv("a").nbytes
+    assert store.stats().left_bytes == 0
+
+
+def test_what_has_to_leave_keeps_its_contents_until_the_last_holder_releases_it():
+    store = Store(CacheConfig(host_bytes=2 * kv("a").nbytes))
+    [record, other] = fill(store, kv("a"), kv("b"), value=3.0)
+    holders = [holding(store, "a") for _ in range(3)]
+    with holding(store, "b"):
+        fill(store, kv("new", "1"), kv("new", "2"), value=7.0)
+        assert store.tier.get(record.meta.name) is None
+        assert (lookup(store, "a").kv, lookup(store, "a").why) == (None, Why.evicted)
+        assert not store.knows("a")
+        stats = store.stats()
+        assert (stats.bytes, stats.left_bytes, stats.evicted) == (2 * kv("a").nbytes, 2 * kv("a").nbytes, 2)
+        assert (stats.kv_records, stats.pinned) == (2, 0)
+        assert other.wait()
+    assert store.stats().left_bytes == kv("a").nbytes
+    for left in (2, 1, 0):
+        assert record.is_ready
+        assert record.wait()
+        assert (record.data == 3).all()
+        assert record.checksums() == record.meta.checksums
+        assert record.held == left + 1
+        assert store.stats().left_bytes == kv("a").nbytes
+        holders.pop().release()
+    assert record.held == store.stats().left_bytes == 0
+
+
+@pytest.mark.parametrize("leave", ["reserve", "displace", "evict", "clear", "damage"])
+def test_whatever_lets_a_held_record_leave(leave):
+    config = CacheConfig(host_bytes=2 * kv("a").nbytes, variants=1)
+    store = Store(config)
+    [record] = fill(store, kv("a"), value=3.0)
+    handle = holding(store, "a")
+    if leave == "reserve":
+        fill(store, kv("b"), kv("d"))
+    elif leave == "displace":
+        fill(store, kv("a", "newer"))
+    elif leave == "evict":
+        assert store.evict("a") == 0  # who asks for that means what nobody needs
+        assert lookup(store, "a").exact
+        store.tier.remove(record)
+    elif leave == "clear":
+        store.clear()
+    else:
+        record.data[0, 0, 0] = 4
+        assert store.verify() == [record.meta.name]
+    assert lookup(store, "a").kv is None
+    assert store.stats().left_bytes == kv("a").nbytes
+    assert record.is_ready
+    [again] = fill(store, kv("a"), value=5.0)  # of the same name, and yet another one
+    assert lookup(store, "a").kv is again
+    handle.release()
+    assert store.stats().left_bytes == 0
+    assert lookup(store, "a").kv is again
+    assert (again.data == 5).all()
+
+
+@pytest.mark.parametrize("holders", [1, 3])
+def test_a_held_record_that_left_is_still_filled(holders):
+    """Also by who begins only then: others link it, and wait."""
+    for claimed_before in (True, False):
+        store = Store(CacheConfig(host_bytes=kv("a").nbytes))
+        [record] = store.reserve([kv("a")])
+        record.is_claimed = claimed_before
+        handles = [holding(store, "a") for _ in range(holders)]
+        fill(store, kv("b"))
+        assert store.tier.get(record.meta.name) is None
+        assert record.is_awaited
+        assert not record.is_settled
+        assert (store.stats().evicted, store.stats().left_bytes) == (0, 0)  # it has no contents yet
+        record.is_claimed = True
+        record.data[:] = 3
+        store.publish(record)
+        assert record.wait()
+        assert not record.is_awaited
+        assert (record.data == 3).all()
+        assert lookup(store, "a").kv is None
+        assert (store.stats().stored, store.stats().left_bytes) == (1, kv("a").nbytes)  # stored is "b" alone
+        for handle in handles:
+            assert store.stats().left_bytes == kv("a").nbytes
+            handle.release()
+        assert store.stats().left_bytes == 0
+        assert record.is_ready
+
+
+@pytest.mark.parametrize("holders", [1, 3])
+def test_a_claimed_record_that_left_is_filled_though_nobody_waits_any_more(holders):
+    store = Store(CacheConfig(host_bytes=kv("a").nbytes))
+    [record] = store.reserve([kv("a")])
+    handles = [holding(store, "a") for _ in range(holders)]
+    record.is_claimed = True
+    fill(store, kv("b"))
+    for handle in handles:
+        handle.release()
+    assert not record.is_settled
+    record.data[:] = 3
+    store.publish(record)
+    assert record.wait()
+    assert (store.stats().stored, store.stats().left_bytes) == (1, 0)
+    assert lookup(store, "b").exact
+    assert lookup(store, "a").kv is None
+
+
+@pytest.mark.parametrize("holders", [0, 1, 3])
+def test_what_left_and_nobody_holds_or_fills_is_settled_as_failed(holders):
+    """With the last holder, not before: it might still be filled for the others."""
+    store = Store(CacheConfig(host_bytes=kv("a").nbytes))
+    [record] = store.reserve([kv("a")])
+    handles = [holding(store, "a") for _ in range(holders)]
+    fill(store, kv("b"))
+    for handle in handles:
+        assert not record.is_settled
+        handle.release()
+    assert record.is_settled
+    assert not record.wait()
+    stats = store.stats()
+    assert (stats.failed, stats.evicted, stats.left_bytes, stats.kv_records) == (0, 0, 0, 1)
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+@pytest.mark.parametrize("end", ["discard", "withdraw", "cancel"])
+def test_who_was_to_fill_a_record_that_left_gives_it_up(end, is_filled):
+    store = Store(CacheConfig(host_bytes=kv("a").nbytes))
+    [record] = store.reserve([kv("a")])
+    handles = [holding(store, "a") for _ in range(2)]
+    [other] = fill(store, kv("b"))
+    if is_filled:
+        record.data[:] = 3
+        store.publish(record)
+    getattr(store, end)(record)
+    assert record.is_settled
+    assert record.wait() is (is_filled and end != "discard")  # what failed is of no use to those that wait either
+    for handle in handles:
+        handle.release()
+    assert (store.stats().left_bytes, store.stats().failed) == (
+        0,
+        end != "cancel" and (end == "discard" or not is_filled),
+    )
+    assert lookup(store, "b").kv is other
+
+
+def test_a_record_that_stays_is_not_given_up_with_its_holder():
+    store = Store(CacheConfig())
+    [record] = store.reserve([kv("a")])
+    holding(store, "a").release()
+    assert not record.is_settled
+    record.data[:] = 1
+    store.publish(record)
+    assert lookup(store, "a").exact
+
+
+def test_a_reservation_takes_what_it_needs_whoever_holds_it():
+    """What fits nowhere takes nothing from anybody."""
     store = Store(CacheConfig(host_bytes=enc("a").nbytes + 2 * kv("a").nbytes))
     fill(store, kv("old"))
     fill(store, kv("used"))
-    held = store.lookup("used", "c", grid=GRID, approximate=False)
-    held.hold()
-    names = [record.meta.name for record in store.tier.records()]
-    with pytest.raises(BusyError):
-        store.reserve([enc("new"), kv("new"), kv("new", "d")])
-    assert [record.meta.name for record in store.tier.records()] == names
-    assert lookup(store, "old").exact
+    held = holding(store, "used")
+    [wide] = store.reserve([kv("wide", padded=100)])
+    assert wide is None
+    assert [record.meta.name for record in store.tier.records()] == ["kv/old/c", "kv/used/c"]
+    assert store.stats().left_bytes == 0
+    records = store.reserve([enc("new"), kv("new"), kv("new", "d")])
+    assert [record.meta.name for record in store.tier.records()] == ["enc/new", "kv/new/c", "kv/new/d"]
+    assert all(records)
+    assert (lookup(store, "old").kv, lookup(store, "used").kv) == (None, None)
+    assert store.stats().left_bytes == kv("used").nbytes
     held.release()
+    assert store.stats().left_bytes == 0
 
 
 def test_variants():

@@ -16,7 +16,7 @@ def run():
     return lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "ask", "convert", "bench ttft"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "ask", "convert", "bench ttft", "bench batch"])
 def test_help_teaches(run, command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
@@ -45,6 +45,7 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
         "ask": ["-m", "model", missing, "What?"],
         "convert": ["model", str(tmp_path)],
         "bench ttft": ["--schedule", missing],
+        "bench batch": ["--against", missing],
         "bench accuracy": ["--data", missing],
         "bench policies": ["--ratio", "2"],
         "schedule profile": ["--out", out, "--data", missing],

@@ -1,4 +1,3 @@
-import collections
 import dataclasses
 import functools
 
@@ -44,10 +43,14 @@ def prefills(sequences, slots=SLOTS):
     taken = [pages.take(PAGE) for _ in range(slots // PAGE - 1)]
     for lease in taken[::2]:
         pages.end(lease)
-    scheduler = Scheduler(pages, len(sequences), LAYERS)
-    _, [turn] = scheduler.admit(collections.deque(sequences))
-    assert turn == sequences
-    return [prefill for one in turn for prefill in scheduler.prefills(one)]
+    scheduler = Scheduler(pages, len(sequences), 1 << 20, LAYERS)
+    for i, one in enumerate(sequences):
+        one.arrived = i
+        scheduler.add(one)
+    assert scheduler.admit() == sequences
+    turn = scheduler.next_turn(sequences)
+    assert [prefill.sequence for prefill in turn] == sequences
+    return turn
 
 
 def slots_of(prefill):
@@ -117,12 +120,30 @@ def test_wanted_rows_come_first(wave):
     assert wanted == [prefill.sequence for prefill in wave]
 
 
-def test_more_logits_than_the_head_holds_make_more_steps():
-    one = sequence(40, wanted=range(10, 39))
+@pytest.mark.parametrize(("wanted", "outputs"), [(29, (22, 7)), (12, (5, 7)), (11, (4, 7)), (4, (0, 4))])
+def test_more_logits_than_the_head_holds_cut_nothing(wanted, outputs):
+    """The steps are those of the rows; where the head takes slices, all rows of the last layer leave it."""
+    one = sequence(40, wanted=range(39 - wanted, 39))
     steps = prefill_steps(prefills([one]), LADDER, SLOTS, LAYERS)
-    assert max(len(step.wanted) for step in steps) == 4
-    assert [index for step in steps for _, index in step.wanted] == list(range(10, 39))
-    assert sum((step.rows.slot < SLOTS).sum() for step in steps) == 40
+    assert [int((step.rows.slot < SLOTS).sum()) for step in steps] == [32, 8]
+    assert tuple(len(step.wanted) for step in steps) == outputs
+    assert [index for step in steps for _, index in step.wanted] == list(range(39 - wanted, 39))
+    for step, size in zip(steps, (32, 8), strict=True):
+        assert step.bounds == (size,) * LAYERS + (4 if len(step.wanted) <= 4 else size,)
+        [page] = {int(slot) // PAGE for slot in step.rows.slot}
+        assert [page * PAGE + index for _, index in step.wanted] == step.rows.slot[: len(step.wanted)].tolist()
+
+
+def test_the_head_takes_slices_of_the_rows_that_are_left():
+    """Rows that drop out before the last layer do not leave it, however many logits are wanted."""
+    one = sequence(30)
+    depth = np.ones(30, np.int16)
+    depth[20:] = LAYERS + 1
+    one.plan = Plan(depth)
+    [step] = prefill_steps(prefills([one]), LADDER, SLOTS, LAYERS)
+    assert step.active == (30, 10, 10)
+    assert step.bounds == (32, 16, 16, 16)
+    assert [index for _, index in step.wanted] == list(range(20, 30))
 
 
 def test_shared_pages_are_not_written():

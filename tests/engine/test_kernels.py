@@ -90,7 +90,7 @@ def by_xla(directory):
 def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
     tokens, matches, logits, kernels = by_xla
     assert matches == ["miss", "approximate"]
-    programs = {("encode", "attention"), ("layer", "paged_attention"), ("decode", "paged_attention"), ("link", "link")}
+    programs = {("encode", "attention"), ("layer", "paged_attention"), ("window", "paged_attention"), ("link", "link")}
     assert kernels == {(*program, "xla", "asked for") for program in programs}
 
     new_tokens, new_matches, new_logits, new_kernels = run(directory, "mosaic_gpu_interpreted")

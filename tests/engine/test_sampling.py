@@ -2,128 +2,40 @@ import itertools
 from decimal import Decimal
 from fractions import Fraction
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vlcache_jax.engine.sampling import MAX_BANNED, SamplerInputs, SamplingParams, mark_seen, sample, score
+from vlcache_jax.engine.sampling import SamplingParams
 
-V = 50
 NUMBERS = (
-    "n", "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "repetition_penalty", "logprobs",
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs",
 )  # fmt: skip
-
-
-def inputs(count, **changes):
-    defaults = {
-        "temperature": np.zeros(count, np.float32), "top_k": np.zeros(count, np.int32),
-        "top_p": np.ones(count, np.float32), "penalty": np.ones(count, np.float32),
-        "seed": np.arange(count, dtype=np.uint32), "step": np.zeros(count, np.int32),
-        "banned": np.full((count, MAX_BANNED), V, np.int32), "sequence": np.full(count, 99, np.int32),
-        "logprobs": np.zeros(count, bool),
-    }  # fmt: skip
-    return SamplerInputs(**defaults | {k: np.asarray(v, defaults[k].dtype) for k, v in changes.items()})
-
-
-@pytest.fixture
-def logits():
-    return 3 * jax.random.normal(jax.random.key(0), (4, V))
-
-
-run = jax.jit(sample)
-NOTHING = jnp.zeros((4, V), bool)
-
-
-def test_greedy_and_logprobs(logits):
-    sampled, _ = run(logits, NOTHING, inputs(4, logprobs=[True] * 4))
-    assert (sampled.token == logits.argmax(1)).all()
-    expected = jax.nn.log_softmax(logits)
-    np.testing.assert_allclose(sampled.logprob, expected.max(1), atol=1e-6)
-    np.testing.assert_allclose(sampled.top_logprob, -np.sort(-expected, axis=1)[:, :20], atol=1e-6)
-    np.testing.assert_array_equal(sampled.top_token, np.argsort(-expected, axis=1)[:, :20])
-
-
-def test_truncation_is_the_librarys(logits):
-    """Only tokens that transformers' warpers leave are ever drawn, and as often as their probability says."""
-    torch = pytest.importorskip("torch")
-    from transformers.generation.logits_process import (
-        RepetitionPenaltyLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
-
-    seen_ids = [3, 7, int(logits[0].argmax()), int(logits[0].argmin())]
-    x = torch.tensor(np.asarray(logits[:1]))
-    x = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([seen_ids]), x)
-    for warper in (TemperatureLogitsWarper(0.8), TopKLogitsWarper(12), TopPLogitsWarper(0.9)):
-        x = warper(None, x)
-    expected = torch.softmax(x, -1)[0].numpy()
-    assert 2 < (expected > 0).sum() < 12
-
-    count = 2000
-    lane = np.zeros(len(seen_ids), np.int32)
-    seen = mark_seen(jnp.zeros((1, V), bool), lane, np.array(seen_ids, np.int32))
-    settings = inputs(
-        count, temperature=[0.8] * count, top_k=[12] * count, top_p=[0.9] * count, penalty=[1.3] * count,
-        sequence=[0] * count,
-    )  # fmt: skip
-    sampled, _ = run(jnp.repeat(logits[:1], count, axis=0), seen, settings)
-    frequency = np.bincount(sampled.token, minlength=V) / count
-    assert (frequency[expected == 0] == 0).all()
-    np.testing.assert_allclose(frequency, expected, atol=0.04)
-
-
-def test_a_row_depends_on_itself_alone(logits):
-    settings = {
-        "temperature": [1.0, 0, 0.7, 1.5],
-        "top_p": [0.9, 1, 1, 0.5],
-        "seed": [5, 6, 7, 8],
-        "step": [1, 2, 3, 4],
-    }
-    together, _ = run(logits, NOTHING, inputs(4, **settings))
-    for row in range(4):
-        alone, _ = run(
-            logits[row : row + 1], NOTHING, inputs(1, **{name: [value[row]] for name, value in settings.items()})
-        )
-        assert alone.token[0] == together.token[row]
-
-
-def test_seen_tokens_are_added(logits):
-    sampled, seen = run(logits, NOTHING, inputs(4, sequence=[2, 0, 99, 1]))
-    assert seen[2, sampled.token[0]]
-    assert seen[0, sampled.token[1]]
-    assert seen.sum() == 3
-
-
-def test_banned_tokens_do_not_come(logits):
-    best = np.argsort(-logits, axis=1)
-    banned = np.full((4, MAX_BANNED), V)
-    banned[:, :2] = best[:, :2]
-    sampled, _ = run(logits, NOTHING, inputs(4, banned=banned))
-    np.testing.assert_array_equal(sampled.token, best[:, 2])
-
-
-def test_score(logits):
-    target = np.array([1, 2, int(logits[2].argmax()), 4], np.int32)
-    logprob, greedy = score(logits, target)
-    np.testing.assert_allclose(logprob, jax.nn.log_softmax(logits)[np.arange(4), target], atol=1e-6)
-    assert greedy.tolist() == [int(logits[i].argmax()) == target[i] for i in range(4)]
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("n", 0), ("n", None), ("n", True), ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")),
-        ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("top_k", 1.5), ("seed", -1), ("seed", 2**32), ("max_tokens", 0),
-        ("max_tokens", None), ("min_tokens", 257), ("min_tokens", -1), ("stop", [""]), ("stop", [3]),
+        ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5), ("seed", -1), ("seed", 2**32), ("max_tokens", 0),
+        ("min_tokens", None), ("min_tokens", 257), ("min_tokens", -1), ("stop", [""]), ("stop", [3]),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1), ("repetition_penalty", 0),
         ("stop", 5), ("stop_token_ids", 5), ("n", 1025), ("logprobs", 21), ("logprobs", -1), ("logprobs", True),
         ("stop", ["a"] * 65), ("stop", ["a" * 1025]), ("stop", np.array("a")), ("stop", itertools.repeat("a")),
         ("stop_token_ids", range(4097)), ("stop_token_ids", itertools.count()), ("stop_token_ids", [-(10**5000)]),
         ("temperature", Decimal("0.5")), ("temperature", Fraction(10**400)), ("top_p", float("nan")),
         ("top_p", Fraction(1, 10**400)), ("repetition_penalty", np.float32("nan")),
+        ("min_p", -0.1), ("min_p", 1.1), ("min_p", None), ("min_p", float("nan")), ("presence_penalty", 2.1),
+        ("presence_penalty", None), ("frequency_penalty", -2.1), ("frequency_penalty", "much"),
+        ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("prompt_logprobs", True),
+        ("include_stop_str_in_output", 1), ("skip_special_tokens", None), ("skip_special_tokens", "no"),
+        ("logit_bias", 5), ("logit_bias", [5]), ("logit_bias", "ab"), ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {-1: 1.0}), ("logit_bias", {True: 1.0}), ("logit_bias", {5: None}), ("logit_bias", {5: True}),
+        ("logit_bias", {5: float("nan")}), ("logit_bias", {5: -float("inf")}), ("logit_bias", {5: 10**5000}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("logit_bias", itertools.repeat((5, 1.0))),
+        ("bad_words", "cat"), ("bad_words", [""]), ("bad_words", [3]), ("bad_words", ["a"] * 33), ("bad_words", 5),
+        ("bad_words", ["a" * 1025]), ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 5),
+        ("allowed_token_ids", ["a"]), ("allowed_token_ids", "12"), ("allowed_token_ids", itertools.count()),
         *((name, sign * 10**digits) for name in NUMBERS for sign in (-1, 1) for digits in (400, 5000)),
     ],
     ids=lambda value: repr(value)[:20] if isinstance(value, str) else type(value).__name__,
@@ -149,9 +61,40 @@ def test_numbers_of_numpy_and_no_stop():
     assert (params.stop, params.stop_token_ids) == ((), ())
 
 
+def test_what_lists_and_mappings_become():
+    """Parameters are the same after they were resolved, and can be keys."""
+    params = SamplingParams(
+        logit_bias={7: 1000, np.int64(3): Fraction(-1, 2)}, bad_words=["a", "b"], allowed_token_ids=range(3), top_k=-1
+    )
+    assert params.logit_bias == ((3, -0.5), (7, 100.0))
+    assert (params.bad_words, params.allowed_token_ids, params.top_k) == (("a", "b"), (0, 1, 2), 0)
+    resolved = params.resolve({})
+    assert resolved.resolve({}) == resolved
+    assert {resolved: 1}[params.resolve({"top_k": 9})] == 1
+    nothing = SamplingParams()
+    assert (nothing.logit_bias, nothing.bad_words, nothing.allowed_token_ids) == ((), (), None)
+    assert SamplingParams(bad_words=None, logit_bias=None) == SamplingParams(bad_words=[], logit_bias={}) == nothing
+
+
+def test_an_answer_as_long_as_the_context_allows():
+    assert SamplingParams(max_tokens=None, min_tokens=1000).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.5), ("repetition_penalty", 1.1), ("presence_penalty", 0.1), ("frequency_penalty", -0.1),
+        ("logit_bias", {0: 1.0}), ("bad_words", ["a"]), ("allowed_token_ids", [0]), ("min_tokens", 1), ("logprobs", 0),
+    ],
+)  # fmt: skip
+def test_what_is_not_plain(field, value):
+    assert not SamplingParams(**{field: value}).resolve({}).is_plain_greedy
+    assert SamplingParams(min_p=0.5, top_k=3, prompt_logprobs=1).resolve({}).is_plain_greedy
+
+
 def test_unknown_parameters():
-    with pytest.raises(TypeError, match="presence_penalty"):
-        SamplingParams(presence_penalty=1.0)
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
 
 
 def test_defaults_come_from_the_checkpoint():

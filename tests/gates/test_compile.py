@@ -147,12 +147,15 @@ def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: b
     assert compiled.operations < 40
 
 
-def test_decoding(runner) -> None:
-    compiled = compile_key(runner, "decode", 64)
+@pytest.mark.parametrize(("size", "operations"), [(1, 28), (64, 20)])
+def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
+    compiled = compile_key(runner, "window", size)
+    lanes = sum(x.size * x.dtype.itemsize for x in runner.definitions.shape_of("lanes"))
     assert compiled.spills == 0
-    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES
-    assert compiled.temp < 64 * 2**20
-    assert compiled.operations < 20 * CONFIG.text.num_layers
+    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES + lanes
+    # Logits and what the sampler makes of them, in float32, and nothing that grows with the pool.
+    assert compiled.temp < 16 * 2**20 + size * 8 * CONFIG.text.vocab_size * 4
+    assert compiled.operations + compiled.looped < operations * CONFIG.text.num_layers
 
 
 def test_the_encoder(runner) -> None:

@@ -14,12 +14,11 @@ from vlcache_jax.cache.record import Meta, Part, Record, TierError
 from vlcache_jax.cache.why import Why
 
 
-class BusyError(Exception):
-    """The records whose turn it is to leave are held by requests that have not run yet."""
-
-
 class MemoryTier:
     """Records in host memory, counted at their padded size from the moment they get their place.
+
+    A record that leaves is found no more, and its room is another's. Its memory goes when the last request that still
+    reads it has run.
 
     Args:
       capacity: bytes at most.
@@ -55,9 +54,6 @@ class MemoryTier:
         Args:
           metas: of the new records.
           displaced: records that have to leave in any case.
-
-        Raises:
-          BusyError: records that would have to leave are held. Nothing has changed.
         """
         with self._lock:
             gone = list(displaced)
@@ -76,8 +72,6 @@ class MemoryTier:
                 if fits[-1]:
                     gone += more
                     free = room - meta.nbytes
-            if any(record.held for record in gone):
-                raise BusyError
             for record in gone:
                 self.remove(record, Why.displaced if record in displaced else Why.evicted)
             return [self._insert(meta) if fit else None for meta, fit in zip(metas, fits, strict=True)]
@@ -114,10 +108,7 @@ class MemoryTier:
             yield part, record.data[record.meta.parts.index(part)]
 
     def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> bool:
-        try:
-            [record] = self.allocate([meta])
-        except BusyError:
-            return False
+        [record] = self.allocate([meta])
         if record is None:
             return False
         for i, part in enumerate(meta.parts):

@@ -158,6 +158,11 @@ class Record:
         return self.is_kept or self.pins > 0
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether requests are going to read it, and it is not filled yet."""
+        return self.held > 0 and not self.is_settled
+
+    @property
     def is_free(self) -> bool:
         """Whether nobody needs it to stay."""
         return not (self.is_pinned or self.held)

@@ -48,6 +48,7 @@ class CacheStats:
       encoder_records, kv_records, pinned: records that are kept now.
       pinned_bytes: of records that `pin` keeps.
       bytes, capacity: of host memory.
+      left_bytes: of records that have lost their place and that requests under way still read; they come on top.
     """
 
     hits_exact: int = 0
@@ -67,6 +68,7 @@ class CacheStats:
     pinned_bytes: int = 0
     bytes: int = 0
     capacity: int = 0
+    left_bytes: int = 0
 
 
 class Handle:
@@ -88,7 +90,7 @@ class Handle:
             store.pin(record, 1)
 
     def hold(self) -> None:
-        """Holds the records from now on, instead of pinning them: who needs their room can wait for it."""
+        """Holds the records from now on, instead of pinning them: they may lose their place, not their contents."""
         for record in self._records:
             self._store.hold(record, 1)
             self._store.pin(record, -1)
@@ -124,6 +126,7 @@ class Store:
         # A record's name, or an entry key for all contexts together -> why there is none, and the owner.
         self._lost = Bounded[tuple[Why, str]](_REMEMBERED)
         self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
+        self._left: set[Record] = set()  # have lost their place, and are still to be read
 
     # Requests.
 
@@ -197,9 +200,6 @@ class Store:
 
         The first canonical record of K, V of an image replaces those that are not canonical, and where the variants of
         an image are limited, the oldest one makes room for a new one.
-
-        Raises:
-          BusyError: records that would have to leave are held. Nothing has changed.
         """
         with self._lock:
             new: defaultdict[str, list[Meta]] = defaultdict(list)
@@ -224,9 +224,6 @@ class Store:
 
         Returns:
           The record, verified; None if there is no such record, or no room, or if it is damaged or cannot be read.
-
-        Raises:
-          BusyError: see `reserve`.
         """
         meta = tier.meta(name)
         if meta is None or meta.name != name:
@@ -320,6 +317,10 @@ class Store:
         """Counts requests that are going to read a record."""
         with self._lock:
             record.held += by
+            if not record.held and self.tier.get(record.meta.name) is not record:
+                self._left.discard(record)
+                if not record.is_claimed:
+                    record.settle(False)  # nobody needs to fill it any more
 
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled."""
@@ -377,11 +378,14 @@ class Store:
                 pinned_bytes=self._pinned_bytes(),
                 bytes=self.tier.used,
                 capacity=self.tier.capacity,
+                left_bytes=sum(record.meta.nbytes for record in self._left if record.is_ready),
             )
 
     def _forget(self, record: Record, why: Why | None) -> None:
         """Called by the tier for each record that leaves."""
-        if not record.is_claimed:
+        if record.held:
+            self._left.add(record)
+        elif not record.is_claimed:
             record.settle(record.is_ready)  # nobody needs to fill it any more
         self._counts.evicted += record.is_ready and why in (Why.displaced, Why.evicted)
         if record.meta.context is not None:

@@ -63,12 +63,25 @@ class Writer:
 
         self._start([*k, *v], [part.record for part in captured], fill)
 
-    def discard(self, records: Sequence[Record]) -> None:
-        """These records are of no use, filled or not; who waits for one computes instead."""
-        if any(record.is_claimed for record in records):
-            self.flush()  # one that is not finite is to be counted as that
+    def end(self, records: Sequence[Record], *, failed: bool) -> None:
+        """Whoever was to have these filled has ended; what nobody has begun to fill, nobody will.
+
+        Args:
+          failed: they are of no use, filled or not.
+        """
+        filling = [record for record in records if record.is_claimed and not record.is_settled]
         for record in records:
-            self._store.discard(record)
+            if failed and record not in filling:
+                self._store.discard(record)
+            elif not record.is_claimed:
+                self._store.cancel(record)
+
+        def drop() -> None:
+            for record in filling:
+                self._store.discard(record)
+
+        if failed and filling:
+            self._submit(drop, filling)  # behind what fills them: one that is not finite is to be counted as that
 
     def throttle(self, most: int) -> None:
         """Waits until at most `most` copies are under way: what they read occupies the device."""
@@ -89,17 +102,20 @@ class Writer:
         self._thread.shutdown()
 
     def _start(self, arrays: Sequence[jax.Array], records: Sequence[Record], fill: Callable[[], None]) -> None:
+        for record in records:
+            record.is_claimed = True
+        for array in arrays:
+            array.copy_to_host_async()
+        self._submit(fill, records)
+
+    def _submit(self, work: Callable[[], None], records: Sequence[Record]) -> None:
         def job() -> None:
             try:
-                fill()
+                work()
             except Exception:  # whatever it was, the answer does not depend on it
                 _log.exception("%d records could not be filled", len(records))
                 for record in records:
                     self._store.withdraw(record)
 
-        for record in records:
-            record.is_claimed = True
-        for array in arrays:
-            array.copy_to_host_async()
         with self._lock:
             self._running.append(self._thread.submit(job))

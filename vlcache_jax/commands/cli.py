@@ -178,6 +178,62 @@ def ttft_command(
         )
 
 
+@bench.command("batch")
+def batch_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint or hub id.", show_default="random weights, 6 layers x 384"),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "float32",
+    requests: Annotated[int, typer.Option(help="Prompts, each with 0 to 2 images.")] = 96,
+    images: Annotated[int, typer.Option(help="Pictures; half of them are met once, the others several times.")] = 40,
+    mean_answer: Annotated[float, typer.Option(help="Mean of the answers' tokens, which are geometric.")] = 48,
+    max_answer: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, at random times.", show_default="all at once")
+    ] = None,
+    reuse: Annotated[
+        list[str] | None, typer.Option(help="Setting to measure; may be repeated.", show_default="exact")
+    ] = None,
+    against: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Another checkout of this project, measured in turn.", show_default=False),
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Measure transformers + torch too, in its best batches.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Runs of each engine and setting, taking turns.")] = 3,
+    kv_cache_bytes: Annotated[int, typer.Option(min=1, help="KV pool of each checkout's engine.")] = 2**29,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Say what the decode steps would take at least: Qwen3-VL-8B on an H200.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of prompts, pictures and lengths.")] = 0,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+) -> None:  # fmt: skip
+    """Measures how many requests and tokens a second are served.
+
+    Answers have given lengths, and must be the same in both checkouts for the settings off and exact in float32.
+
+    Example: vlcache bench batch --reuse off --reuse exact --against ../before --out throughput.json
+    """
+    with say_errors():
+        check_writable("out", out)
+        from vlcache_jax.benchmarks import throughput
+
+        throughput.measure(
+            model,
+            throughput.Load(requests, images, mean_answer, max_answer, rate, seed),
+            reuse=reuse or ["exact"],
+            dtype=dtype,
+            kv_cache_bytes=kv_cache_bytes,
+            against=against,
+            transformers=transformers,
+            repeats=repeats,
+            floor=floor,
+            out=out,
+        )
+
+
 # What `bench accuracy` and `bench policies` share.
 _Model = Annotated[str | None, typer.Argument(help="Checkpoint or hub id.", show_default="the shipped model")]
 _Data = Annotated[

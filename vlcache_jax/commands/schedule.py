@@ -172,6 +172,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     import jax
     import numpy as np
 
+    from vlcache_jax.engine.packed import pack
     from vlcache_jax.models import Rows
     from vlcache_jax.pallas_kernels import PAGE, make_work
 
@@ -184,6 +185,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
         for size in rungs:
             place = np.arange(size, dtype=np.int32)
             rows = Rows(PAGE + place, np.tile(place, (3, 1)), np.zeros_like(place), place + 1, place)
+            packed = pack(rows, runner.ladder.max_rows)
             config = runner.definitions.work_config(size)
             work = make_work(np.zeros(size, int), rows.k_start, rows.k_end, [pages[: config.pages]], config)
             took = []
@@ -193,7 +195,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
                 start = time.perf_counter()
                 x, *pool[layer], _ = runner._run(
                     ("layer", size, size, False),
-                    runner._text["layers"][layer], x, *pool[layer], rows, np.int32(size), work, None,
+                    runner._text["layers"][layer], x, *pool[layer], packed, np.int32(size), work, None,
                 )  # fmt: skip
                 jax.block_until_ready((x, pool[layer]))
                 took.append(time.perf_counter() - start)

@@ -10,7 +10,7 @@ import atexit
 import dataclasses
 import logging
 import threading
-from collections import abc, deque
+from collections import abc
 
 from vlcache_jax.engine.batching import Step, prefill_steps
 from vlcache_jax.engine.ladder import Ladder, round_up
@@ -23,6 +23,7 @@ from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Policy, make_plan
 from vlcache_jax.reuse.selection import make_choice
 
+_CALLS = 2  # groups of requests that wait to be looked at
 _log = logging.getLogger(__name__)
 # Those that depend on how many rows are left; others have been used.
 _PROGRAMS = ("link", "copy", "embed", "layer", "slice", "head")
@@ -39,24 +40,26 @@ class Ahead:
 
     def __init__(self, programs: Programs):
         self._programs = programs
-        self._answered: list[tuple[Policy, abc.Sequence[Sequence]]] = []
+        self._answered: list[tuple[Policy, list[Sequence]]] = []
         self._keys: list[Key] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
     def expect(self, policy: Policy, answered: abc.Sequence[Sequence]) -> None:
-        """The same sequences may come again; `start` compiles what they will call for then.
+        """The same sequences may come again, as many together as can run; `start` compiles what they will call for.
 
         Args:
           policy: of their call.
-          answered: of them those count that run together first.
         """
-        answered = answered[: self._programs.definitions.ladder.max_sequences]
         if self._stopped or not any(use.captured is not None for sequence in answered for use in sequence.images):
             return
         with self._lock:
-            self._answered.append((policy, answered))
+            known, together = self._answered[-1] if self._answered else (None, [])
+            if known is policy and len(together) < self._programs.definitions.ladder.max_sequences:
+                together += answered
+            elif len(self._answered) < _CALLS:  # a long job is not remembered as a whole
+                self._answered.append((policy, [*answered]))
 
     def start(self) -> None:
         """Begins, where something is to be compiled; called when nobody waits any more."""
@@ -117,27 +120,28 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         layouts.setdefault(id(sequence.layout), layout)
         linked |= {span.length for span in layout.images if span.state != "miss"}
 
-    def run(scheduler: Scheduler, owned: bool) -> list[Step[Sequence]]:
+    def run(scheduler: Scheduler[Sequence], owned: bool) -> list[Step[Sequence]]:
         steps = []
-        waiting: deque[Sequence] = deque()
         for sequence in answered:
             layout = layouts[id(sequence.layout)]
             plan, choice = make_plan(policy, layout, layers), make_choice(policy, layout, layers)
             owner = sequence.owner if owned else None
-            waiting.append(Sequence(layout, plan, sequence.new_slots, choice=choice, owner=owner))
-        while waiting:
-            wave, turns = scheduler.admit(waiting)
-            for turn in turns:
-                prefills = [prefill for sequence in turn for prefill in scheduler.prefills(sequence)]
-                steps += prefill_steps(prefills, ladder, definitions.num_slots, layers)
-                scheduler.computed(turn)
-            for sequence in wave:
-                scheduler.finish(sequence)
+            scheduler.add(Sequence(layout, plan, sequence.new_slots, choice=choice, owner=owner))
+        while scheduler.waiting:
+            admitted = scheduler.admit()
+            while turn := scheduler.next_turn(scheduler.prefilling):
+                steps += prefill_steps(turn, ladder, definitions.num_slots, layers)
+                scheduler.launched(turn)
+            for sequence in admitted:
+                if sequence.lease is not None:
+                    scheduler.pages.proven(sequence.lease)
+                scheduler.finish(sequence, failed=False)
         return steps
 
     # Linked as images are elsewhere, and beside what a first run has left in pages.
-    pages = definitions.num_slots // PAGE - 1
-    scheduler = Scheduler(Pages(pages), ladder.max_sequences, layers)
+    scheduler: Scheduler[Sequence] = Scheduler(
+        Pages(definitions.num_slots // PAGE - 1), ladder.max_sequences, ladder.max_rows, layers
+    )
     steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
     rungs = Ladder(
         rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),

@@ -201,9 +201,6 @@ def prefill_steps[S: Sequence](
         count = len(computed)
         size = split_rows(count, ladder.rows)[0] if choice is None else round_up(count, ladder.rows)
         count = min(size, count)
-        wanted = np.flatnonzero(depth[computed[:count]] > num_layers)
-        if len(wanted) > ladder.max_sequences:  # the output head holds no more
-            count = int(wanted[ladder.max_sequences])
         if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
             # What moves an image must not depend on where a step ends, so its rows stay together: they begin the next
             # step, or are this one, if need be the most that a step holds.
@@ -229,6 +226,8 @@ def prefill_steps[S: Sequence](
         done += len(moving)
         shifts = make_shifts(shifted, moving, rows, slot, position, depth, ladder.max_rows)
         outputs = rows[depth[rows] > num_layers]
+        # The output head takes as many rows as sequences run; where more logits are wanted, it takes slices of all.
+        leaving = ladder.outputs(bounds[-1]) if len(outputs) <= ladder.max_sequences else bounds[-1]
         # What is in a shared page is there already, and never written.
         written = np.where(is_shared[rows], num_slots + np.arange(len(rows), dtype=np.int32), slot[rows])
         seen = place[rows] + 1
@@ -239,7 +238,7 @@ def prefill_steps[S: Sequence](
                 request=owner[rows],
                 tables=tuple(prefill.table for prefill in prefills),
                 active=active,
-                bounds=(*bounds, ladder.outputs(bounds[-1])),
+                bounds=(*bounds, leaving),
                 placements=placements,
                 captured=tuple(_captured(prefills, length, rows)),
                 wanted=tuple((prefills[owner[row]].sequence, int(index[row])) for row in outputs),
@@ -316,11 +315,16 @@ def _place(images: list[ImageRef], image: Index, image_row: Index, token: Index)
     Answers to one prompt share the rows of its images.
     """
     is_image = image >= 0
-    pairs, place = np.unique(np.stack([image[is_image], image_row[is_image]]), axis=1, return_inverse=True)
+    first = np.cumsum([0, *(one.num_tokens for one in images)])
+    index = first[image[is_image]] + image_row[is_image]  # among the rows of all images
+    is_there = np.zeros(first[-1], bool)
+    is_there[index] = True
+    place = np.cumsum(is_there, dtype=np.int32) - 1
     source = token.copy()
-    source[is_image] = -1 - place
+    source[is_image] = -1 - place[index]
     placements = []
-    for number in np.unique(pairs[0]):
-        mine = np.flatnonzero(pairs[0] == number).astype(np.int32)
-        placements.append(Placement(images[number], pairs[1, mine], mine))
+    for number in np.flatnonzero(np.bincount(image[is_image], minlength=len(images))):
+        own = slice(first[number], first[number + 1])
+        mine = np.flatnonzero(is_there[own]).astype(np.int32)
+        placements.append(Placement(images[number], mine, place[own][mine]))
     return tuple(placements), source

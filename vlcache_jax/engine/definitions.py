@@ -16,16 +16,16 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.engine import sampling
+from vlcache_jax.engine import sampler
 from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.sampling import SamplerInputs
+from vlcache_jax.engine.packed import FIELDS, repack, unpack
+from vlcache_jax.engine.sampler import Choosing, Lanes
+from vlcache_jax.engine.window import ANSWER, Window
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, rope
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.reuse.selection import SelectingPolicy, choose, narrow, project
 from vlcache_jax.reuse.shift import IMAGES, differences, move
-
-MARK_BLOCK = 4096  # (sequence, token) pairs in one call of the program `mark_seen`
 
 Params = dict[str, Any]
 
@@ -77,8 +77,8 @@ class Definitions:
         pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
         self.windows = tuple(sorted({*pages, max_pages}))
 
-    def shape_of(self, name: str) -> jax.ShapeDtypeStruct:
-        """Of the array that the program `name`, which takes nothing, makes."""
+    def shape_of(self, name: str) -> Any:
+        """Of the arrays that the program `name`, which takes nothing, makes."""
         return jax.eval_shape(getattr(self, name)()[0])
 
     def tables(self, grids: abc.Sequence[Grid], num_patches: int) -> dict[str, np.ndarray]:
@@ -93,12 +93,14 @@ class Definitions:
         shape = 1 + self.config.vision.num_deepstack, self.ladder.max_rows, self.config.text.hidden_size
         return lambda: jnp.zeros(shape, self.dtype), (), ()
 
-    def seen(self) -> Any:
-        return lambda: jnp.zeros((self.ladder.max_sequences, self.config.text.vocab_size), bool), (), ()
+    def lanes(self) -> Any:
+        return functools.partial(sampler.empty_lanes, self.ladder.max_sequences, self.config.text.vocab_size), (), ()
 
-    def mark_seen(self) -> Any:
-        pairs = jax.ShapeDtypeStruct((MARK_BLOCK,), jnp.int32)
-        return sampling.mark_seen, (self.shape_of("seen"), pairs, pairs), 0
+    def open_lane(self) -> Any:
+        lanes = self.shape_of("lanes")
+        kept = lanes.marks, lanes.bias, lanes.words, lanes.recent
+        one = (jax.ShapeDtypeStruct(field.shape[1:], field.dtype) for field in kept)
+        return sampler.open_lane, (lanes, jax.ShapeDtypeStruct((), jnp.int32), *one), 0
 
     def encode(self, size: int) -> Any:
         def encode(params: Params, pixels: jax.Array, normalization: jax.Array, tables: Params) -> jax.Array:
@@ -152,11 +154,16 @@ class Definitions:
         return lambda x: x[:less], (jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype),), ()
 
     def embed(self, size: int) -> Any:
-        def embed(table: Params, encoder_rows: jax.Array, rows: Rows) -> tuple[jax.Array, list[jax.Array]]:
-            x, deepstack = decoder.embed(bind(self.table_graph, table), encoder_rows, rows.source)
+        def embed(table: Params, encoder_rows: jax.Array, rows: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            x, deepstack = decoder.embed(bind(self.table_graph, table), encoder_rows, unpack(rows, size).source)
             return x, list(deepstack)
 
-        return embed, (self._text["embed_tokens"], self.shape_of("encoder_rows"), _rows(size)), ()
+        return embed, (self._text["embed_tokens"], self.shape_of("encoder_rows"), self.packed), ()
+
+    @property
+    def packed(self) -> jax.ShapeDtypeStruct:
+        """The rows of a step, see `vlcache_jax.engine.packed`."""
+        return jax.ShapeDtypeStruct((FIELDS, self.ladder.max_rows), jnp.int32)
 
     def _work_config(self, rows: int, decode: bool = False) -> kernels.WorkConfig:
         """How the attention of `rows` rows is cut, of one request each where they decode."""
@@ -171,9 +178,13 @@ class Definitions:
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
         pool, count = self.shape_of("pool"), jax.ShapeDtypeStruct((), jnp.int32)
         work = self.work_config(keep).abstract()
-        arguments = self._text["layers"][0], x, pool, pool, _rows(size), count, work, x if has_deepstack else None
+        arguments = self._text["layers"][0], x, pool, pool, self.packed, count, work, x if has_deepstack else None
+
+        def layer(params: Params, x: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, *rest: Any) -> Any:
+            return self.layer_step(params, x, k, v, unpack(rows, size), *rest, keep=keep)
+
         # x can only be updated in place where the output has its shape.
-        return functools.partial(self.layer_step, keep=keep), arguments, (1, 2, 3) if keep == size else (2, 3)
+        return layer, arguments, (1, 2, 3) if keep == size else (2, 3)
 
     def layer_step(
         self,
@@ -200,8 +211,11 @@ class Definitions:
         return lambda x, order: x[order[:less]], (x, jax.ShapeDtypeStruct((chosen,), jnp.int32)), ()
 
     def narrow(self, size: int, less: int) -> Any:
-        narrowed = functools.partial(narrow, size=less, slots=self.num_slots)
-        return narrowed, (_rows(size), jax.ShapeDtypeStruct((), jnp.int32)), ()
+        def narrowed(rows: jax.Array, count: jax.Array) -> jax.Array:
+            fewer = narrow(unpack(rows, size), count, size=less, slots=self.num_slots)
+            return repack(fewer, self.ladder.max_rows)
+
+        return narrowed, (self.packed, jax.ShapeDtypeStruct((), jnp.int32)), ()
 
     def score_rows(self, size: int, window: int, policy: SelectingPolicy) -> Any:
         def score(
@@ -209,30 +223,30 @@ class Definitions:
             x: jax.Array,
             k: jax.Array,
             v: jax.Array,
-            rows: Rows,
+            rows: jax.Array,
             is_image: jax.Array,
             request: jax.Array,
             table: jax.Array,
             before: jax.Array,
         ) -> jax.Array:
             layer = bind(self.layer_graph, params)
-            return before + policy.score(project(layer, x, k, v, rows, is_image, request, table))
+            return before + policy.score(project(layer, x, k, v, unpack(rows, size), is_image, request, table))
 
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
         pool = self.shape_of("pool")
         flags, scores = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.bool_, jnp.float32))
         request, table = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (2, window))
         weights = self._text["layers"][0]
-        return score, (weights, x, pool, pool, _rows(size), flags, request, table, scores), ()
+        return score, (weights, x, pool, pool, self.packed, flags, request, table, scores), ()
 
     def differences(self, size: int) -> Any:
-        def between(params: Params, x: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, row_image: jax.Array) -> Any:
-            return differences(bind(self.layer_graph, params), x, k, v, rows, row_image)
+        def between(params: Params, x: jax.Array, k: Any, v: Any, rows: jax.Array, row_image: jax.Array) -> Any:
+            return differences(bind(self.layer_graph, params), x, k, v, unpack(rows, size), row_image)
 
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
         pool = self.shape_of("pool")
         index = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return between, (self._text["layers"][0], x, pool, pool, _rows(size), index), ()
+        return between, (self._text["layers"][0], x, pool, pool, self.packed, index), ()
 
     def move(self, size: int) -> Any:
         text, pool = self.config.text, self.shape_of("pool")
@@ -242,56 +256,54 @@ class Definitions:
         return functools.partial(move, text), arguments, (0, 1)
 
     def choose(self, size: int, less: int) -> Any:
-        def chosen(x: jax.Array, rows: Rows, score: jax.Array, counts: jax.Array) -> Any:
-            return choose(x, rows, score, *counts, size=less, slots=self.num_slots)
+        def chosen(x: jax.Array, rows: jax.Array, score: jax.Array, counts: jax.Array) -> Any:
+            x, fewer, order = choose(x, unpack(rows, size), score, *counts, size=less, slots=self.num_slots)
+            return x, repack(fewer, self.ladder.max_rows), order
 
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
         score = jax.ShapeDtypeStruct((size,), jnp.float32)
-        return chosen, (x, _rows(size), score, jax.ShapeDtypeStruct((3,), jnp.int32)), ()
+        return chosen, (x, self.packed, score, jax.ShapeDtypeStruct((3,), jnp.int32)), ()
 
     def head(self, size: int, count: int) -> Any:
+        def head(norm: Params, head: Params, x: jax.Array, first: jax.Array) -> jax.Array:
+            return self.logits(norm, head, jax.lax.dynamic_slice_in_dim(x, first, count))
+
         x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
-        head = functools.partial(self.logits, count=count)
-        return head, (self._text["norm"], self._head, x), ()
+        return head, (self._text["norm"], self._head, x, jax.ShapeDtypeStruct((), jnp.int32)), ()
 
-    def logits(self, norm: Params, head: Params, x: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
-        logits = bind(self.table_graph, head).scores(bind(self.norm_graph, norm)(x[:count]))
-        return logits, sampling.most_likely(logits)
+    def logits(self, norm: Params, head: Params, x: jax.Array) -> jax.Array:
+        return bind(self.table_graph, head).scores(bind(self.norm_graph, norm)(x))
 
-    def decode(self, count: int) -> Any:
-        layer = jax.jit(self.layer_step, static_argnames="keep")  # traced once, not once a layer
-
-        def decode(text: Params, head: Params, pool: list[list[jax.Array]], rows: Rows, work: kernels.Work) -> Any:
-            x = bind(self.table_graph, text["embed_tokens"])(rows.source)
-            updated = []
-            for i, (k, v) in enumerate(pool):
-                x, k, v, _ = layer(text["layers"][i], x, k, v, rows, np.int32(count), work, None, keep=count)
-                updated.append([k, v])
-            return *self.logits(text["norm"], head, x, count=count), updated
-
+    def window(self, count: int) -> Any:
+        layer = functools.partial(self.layer_step, keep=count)
+        window = Window(count, self.num_slots, self.ladder.window, jax.jit(layer), self._embedded, self.logits)
         pool = [[self.shape_of("pool")] * 2] * self.config.text.num_layers
-        return decode, (self._text, self._head, pool, _rows(count), self.work_config(count, decode=True).abstract()), 2
+        rows = jax.ShapeDtypeStruct((count, ANSWER + sampler.COLUMNS), jnp.int32)
+        work = self.work_config(count, decode=True).abstract()
+        tokens = jax.ShapeDtypeStruct((), np.int32)
+        return window, (self._text, self._head, pool, self.shape_of("lanes"), rows, work, tokens), (2, 3)
+
+    def _embedded(self, text: Params, token: jax.Array) -> jax.Array:
+        return bind(self.table_graph, text["embed_tokens"])(token)
 
     def sample(self, count: int) -> Any:
-        def of(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((count, *rest), dtype)
+        """The next token of lanes whose answers have `steps` tokens so far."""
 
-        inputs = SamplerInputs(
-            temperature=of(jnp.float32),
-            top_k=of(jnp.int32),
-            top_p=of(jnp.float32),
-            penalty=of(jnp.float32),
-            seed=of(jnp.uint32),
-            step=of(jnp.int32),
-            banned=of(jnp.int32, sampling.MAX_BANNED),
-            sequence=of(jnp.int32),
-            logprobs=of(jnp.bool_),
-        )
-        return sampling.sample, (of(jnp.float32, self.config.text.vocab_size), self.shape_of("seen"), inputs), 1
+        def sample(logits: jax.Array, lanes: Lanes, rows: jax.Array, steps: jax.Array) -> Any:
+            choosing = Choosing.unpack(rows)
+            begun = lanes._replace(
+                step=lanes.step.at[choosing.lane].set(steps, mode="drop"),
+                is_ended=lanes.is_ended.at[choosing.lane].set(False, mode="drop"),
+            )
+            return sampler.sample(logits, begun, choosing)
+
+        logits = jax.ShapeDtypeStruct((count, self.config.text.vocab_size), jnp.float32)
+        rows = jax.ShapeDtypeStruct((count, sampler.COLUMNS), jnp.int32)
+        return sample, (logits, self.shape_of("lanes"), rows, jax.ShapeDtypeStruct((count,), jnp.int32)), 1
 
     def score(self, count: int) -> Any:
         logits = jax.ShapeDtypeStruct((count, self.config.text.vocab_size), jnp.float32)
-        return sampling.score, (logits, jax.ShapeDtypeStruct((count,), jnp.int32)), ()
+        return sampler.score, (logits, jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((), bool)), ()
 
 
 def shapes(tree: Any) -> Any:

@@ -19,11 +19,13 @@ class Ladder:
       patches: patches of one encoder call, multiples of merge_size**2; the last bounds the largest image.
       sequences: rows of one decode step, of the output head and of the sampler; the last is the most sequences that
         decode together.
+      window: tokens that one program decodes at most before the host looks at them.
     """
 
     rows: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     patches: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 32768, 65536)
     sequences: tuple[int, ...] = (1, 4, 16, 64)
+    window: int = 8
 
     def __post_init__(self) -> None:
         for name in ("rows", "patches", "sequences"):
@@ -31,6 +33,8 @@ class Ladder:
             ascending = bool(rungs) and all(a < b for a, b in zip((0, *rungs), rungs, strict=False))
             if not ascending or not all(isinstance(rung, int) for rung in rungs):
                 raise ValueError(f"ladder.{name} must be ascending positive integers, got {rungs!r}")
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"ladder.window must be a positive integer, got {self.window!r}")
 
     @property
     def max_rows(self) -> int:

@@ -8,13 +8,13 @@ requests run one by one.
 from __future__ import annotations
 
 import collections
+import threading
 import time
 
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import context_key, request_key
-from vlcache_jax.cache.memory import BusyError
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
@@ -46,14 +46,10 @@ class Linker:
         self._dtype = dtype
         self._token_rungs = token_rungs
 
-    def plan(self, request: Request, policy: Policy, batch: Batch) -> Linked:
+    def plan(self, request: Request, policy: Policy) -> Linked:
         """Looks a request up, plans it, and gives what it will compute a place in the cache.
 
-        Args:
-          batch: of requests planned before and not finished yet; takes over what this one needs.
-
-        Raises:
-          BusyError: what it computes can have its place in the cache only when the batch has run.
+        Whoever asks for it ends `Linked.hold`, once.
         """
         start = time.perf_counter()
         layers = self._config.text.num_layers
@@ -77,7 +73,6 @@ class Linker:
             made += self._reserve(uses, contexts, handles, plan, request.owner)
             for handle in handles:
                 handle.hold()
-            batch.take(handles, made)
         except BaseException:
             for handle in handles:
                 handle.release()
@@ -89,8 +84,6 @@ class Linker:
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles else None
         known = key is not None and self.store.remember_request(key, keys, request.owner)
-        if key is not None and not known:
-            batch.new_requests.append(key)
         request.metrics.lookup += time.perf_counter() - start
         return Linked(
             request=request,
@@ -102,6 +95,7 @@ class Linker:
             keeps_pages=policy.links,
             request_key=key,
             request_known=known,
+            hold=Hold(self.store, handles, made, None if known else key),
         )
 
     def _reserve(
@@ -160,43 +154,43 @@ class Linker:
         return round_up(image.num_tokens, self._token_rungs)
 
 
-class Batch:
-    """Requests that are planned together, and the records they hold until they have run (a context manager).
+class Hold:
+    """What a planned request needs in the cache until it has run, and what it is to fill there.
 
-    Attributes:
-      new_requests: request keys that were not known before.
+    Its users are whoever planned it, and each sequence that runs for it.
+
+    Args:
+      handles: of what was found.
+      made: records to be filled.
+      new_request: the request key that was not known before; None: it was, or there is none.
     """
 
-    def __init__(self, linker: Linker):
-        self.new_requests: list[str] = []
-        self._linker = linker
-        self._handles: list[Handle] = []
-        self._made: list[Record] = []
+    def __init__(self, store: Store, handles: list[Handle], made: list[Record], new_request: str | None):
+        self._store, self._handles, self._made, self._new_request = store, handles, made, new_request
+        self._lock = threading.Lock()
+        self._users = 1
+        self._has_failed = False
 
-    def add(self, request: Request, policy: Policy) -> Linked | None:
-        """Plans a request. None: it has to wait until this batch has run."""
-        try:
-            return self._linker.plan(request, policy, self)
-        except BusyError:  # never in an empty batch, which holds nothing
-            return None
+    def enter(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
 
-    def take(self, handles: list[Handle], made: list[Record]) -> None:
-        """Takes over what a request holds."""
-        self._handles += handles
-        self._made += made
+    def leave(self, *, failed: bool = False) -> None:
+        """One user less; after the last one, records that nobody has begun to fill are given up.
 
-    def __enter__(self) -> Batch:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is not None:
-                self._linker.writer.flush()
-        finally:
-            for record in self._made:
-                if kind is not None or not record.is_claimed:
-                    self._linker.store.cancel(record)
-            for handle in self._handles:
-                handle.release()
-            for key in self.new_requests if kind is not None else ():
-                self._linker.store.forget_request(key)
+        Args:
+          failed: the request was not served, and its list of images is as unknown as before.
+        """
+        with self._lock:
+            self._users -= 1
+            self._has_failed |= failed
+            if self._users:
+                return
+        for record in self._made:
+            if not record.is_claimed:
+                self._store.cancel(record)
+        for handle in self._handles:
+            handle.release()
+        if self._has_failed and self._new_request is not None:
+            self._store.forget_request(self._new_request)

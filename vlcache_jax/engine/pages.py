@@ -123,7 +123,7 @@ class _Page:
       parent: in the tree; None: nobody can find it.
       piece: what it holds, if it is in a tree.
       children: by their tokens.
-      maker: the lease that is still to compute it; None: it is there.
+      maker: the lease that is to compute it and is not proven yet; None: it is there.
       since: when it came into the tree.
     """
 
@@ -144,8 +144,10 @@ class Lease:
       shared: how many of its pages, the first ones, it has from others; it never writes into them.
       cached: tokens at its beginning that need not be computed.
       copy: pages (from, to) of which the first is to be copied before anything is computed; None: none is.
-      turn: when it is computed, among those that are not yet: behind all on whose pages it counts.
-      turns: that it takes.
+      sources: leases on whose pages it counts, and which were not proven when it was taken.
+      is_computed: what it was to compute has been launched, so that whoever is launched later finds it.
+      is_proven: its results have been seen, and are good.
+      is_ended: nobody holds it any more.
       is_fork: whether it began with all of another one's prompt.
       table: the pool's page of each of its logical pages.
     """
@@ -153,13 +155,25 @@ class Lease:
     shared: int = 0
     cached: int = 0
     copy: tuple[int, int] | None = None
-    turn: int = 0
-    turns: int = 1
+    sources: list[Lease] = field(default_factory=list)
+    is_computed: bool = False
+    is_proven: bool = False
+    is_ended: bool = False
     is_fork: bool = False
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     _pages: list[_Page] = field(default_factory=list)
     _source: _Page | None = None
     _era: tuple[int, int] = (0, 0)  # see `Pages._era`
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all is there on which it counts."""
+        return all(source.is_computed for source in self.sources)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something on which it counts will never be there, or is no good."""
+        return any(source.is_ended and not source.is_proven for source in self.sources)
 
     def add(self, pages: Sequence[_Page]) -> None:
         """More of them."""
@@ -230,7 +244,6 @@ class Pages:
         keep: int = 0,
         usable: int | None = None,
         spare: int = 0,
-        turns: int = 1,
     ) -> Lease | None:
         """A lease of pages for `length` tokens.
 
@@ -240,7 +253,6 @@ class Pages:
           keep: how many tokens of the chain will have exact K, V, so that others can use them.
           usable: how many of the tokens found can be used; None: all.
           spare: pages that must be left.
-          turns: that it takes to compute it.
 
         Returns:
           None if there are not enough pages.
@@ -249,7 +261,7 @@ class Pages:
             way, found = self._find(chain) if chain is not None else ([], 0)
             found = found if usable is None else min(found, usable)
             shared, cached = found // self.size, min(found, most)
-            lease = Lease(shared=shared, cached=cached, turns=turns, _era=self._era)
+            lease = Lease(shared=shared, cached=cached, _era=self._era)
             source = way[shared] if cached > shared * self.size else None
             if not self._fill(lease, way[:shared], source, length, spare):
                 if source is None:
@@ -269,38 +281,50 @@ class Pages:
             source = origin._pages[shared] if prompt % self.size > 1 else None
             if not self._fill(lease, origin._pages[:shared], source, length, spare):
                 return None
-            lease.turn = max(lease.turn, origin.turn + origin.turns)
+            if not origin.is_proven and origin not in lease.sources:
+                lease.sources.append(origin)
             return lease
 
-    def grow(self, lease: Lease, length: int) -> bool:
-        """Lets a lease hold `length` tokens; False if there are not enough pages."""
+    def grow(self, leases: Sequence[Lease], lengths: Sequence[int]) -> bool:
+        """Lets each lease hold so many tokens; False, and nothing changes, if there are not enough pages for all."""
         with self._lock:
-            missing = -(-length // self.size) - len(lease._pages)
-            if missing > self._available:
+            missing = [
+                max(0, -(-length // self.size) - len(lease._pages))
+                for lease, length in zip(leases, lengths, strict=True)
+            ]
+            if sum(missing) > self._available:
                 return False
-            if missing > 0:
-                lease.add([self._new() for _ in range(missing)])
+            for lease, count in zip(leases, missing, strict=True):
+                if count:
+                    lease.add([self._new() for _ in range(count)])
             return True
 
     def computed(self, lease: Lease) -> None:
-        """What the lease was to compute is there."""
+        """What the lease was to compute has been launched."""
         with self._lock:
+            lease.is_computed = True
+            self._forget_source(lease)
+
+    def proven(self, lease: Lease) -> None:
+        """What the lease was to compute is there, and is good."""
+        with self._lock:
+            lease.is_proven = True
             for page in lease._pages:
                 if page.maker is lease:
                     page.maker = None
-            self._forget_source(lease)
 
     def end(self, lease: Lease, chain: Chain | None = None, *, failed: bool = False) -> None:
-        """Ends a lease. What it was still to compute, nobody finds any more.
+        """Ends a lease. What it was to compute and is not proven, nobody finds any more.
 
         Args:
           chain: what its tokens are, those generated included, all with exact K, V; None: nothing more is kept.
           failed: nothing of what it computed is kept.
         """
         with self._lock:
+            lease.is_ended = True
             if lease._era[0] != self._era[0]:
                 return
-            if chain is not None and lease._era == self._era:
+            if chain is not None and lease.is_proven and lease._era == self._era:
                 self._keep(lease, chain, len(chain), None)
             for page in lease._pages[lease.shared :]:
                 if failed or page.maker is lease:
@@ -447,8 +471,7 @@ class Pages:
         if source is not None:
             lease._source, lease.copy = source, (source.number, lease._pages[len(way)].number)
             self._copies += 1
-        makers = (page.maker for page in used)
-        lease.turn = max((maker.turn + maker.turns for maker in makers if maker is not None), default=0)
+        lease.sources = list(dict.fromkeys(page.maker for page in used if page.maker is not None))
         return True
 
     def _use(self, page: _Page) -> None:
@@ -474,9 +497,9 @@ class Pages:
         return page
 
     def _forget_source(self, lease: Lease) -> None:
-        if lease._source is not None:
+        if lease._source is not None and lease._era[0] == self._era[0]:
             self._release(lease._source)
-            lease._source = None
+        lease._source = None
 
 
 def _ids(page: _Page) -> bytes:

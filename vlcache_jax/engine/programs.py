@@ -35,6 +35,7 @@ class Programs:
     Attributes:
       definitions: what is compiled.
       compiling: called with the key of a program that `run` has to wait for; it waits within what that returns.
+      launches: programs called so far.
       kernels: in the programs compiled so far: which implementation runs each case, and why.
     """
 
@@ -43,6 +44,7 @@ class Programs:
         self.compiling: abc.Callable[[Key], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._locks: dict[Key, threading.Lock] = {}
+        self.launches = 0
         self.kernels: dict[Key, tuple[dispatch.Choice, ...]] = {}
 
     def keys_for(self, policy: Policy) -> list[Key]:
@@ -81,7 +83,7 @@ class Programs:
         definitions, config = self.definitions, self.definitions.config
         ladder = ladder or definitions.ladder
         layers, deepstack = config.text.num_layers, config.vision.num_deepstack
-        keys: list[Key] = [("pool",), ("encoder_rows",), ("seen",), ("mark_seen",)]
+        keys: list[Key] = [("pool",), ("encoder_rows",), ("lanes",), ("open_lane",)]
         for size in ladder.rows:
             keep = definitions.ladder.outputs(size)
             keys += [("embed", size)]
@@ -92,7 +94,9 @@ class Programs:
             if shrinking and min(shrinking) < deepstack - 1:
                 keys += [("slice", size, rung) for rung in fewer]
             for count in {min(count, keep) for count in ladder.sequences}:
-                keys += [("head", keep, count), ("sample", count), ("score", count)]
+                keys += [("head", keep, count), ("sample", count)]
+            # Logits of all rows, slice by slice.
+            keys += [("layer", size, size, layers - 1 < deepstack), ("head", size, keep), ("score", keep)]
             if selecting is not None:
                 lower = [rung for rung in ladder.rows if rung <= size]
                 keys += [("choose", size, rung) for rung in lower]
@@ -105,7 +109,7 @@ class Programs:
                 windows = (window for window in definitions.windows if window * PAGE > least)
                 keys += [("score_rows", size, window, selecting) for window in windows]
         for count in ladder.sequences:
-            keys += [("decode", count), ("sample", count), ("copy", count)]
+            keys += [("window", count), ("sample", count), ("copy", count)]
         for size in ladder.patches:
             keys += [("encode", size)]
         for size in (patches // config.vision.merge_size**2 for patches in ladder.patches):
@@ -146,6 +150,7 @@ class Programs:
         if key not in self._compiled:
             with self.compiling(key):
                 self.program(key)
+        self.launches += 1
         return self._compiled[key](*args)
 
     def program(self, key: Key, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:

@@ -7,14 +7,19 @@ one `Generation` for each answer, or one `Forced` whose continuation is scored.
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 from collections import abc
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.why import Why
+from vlcache_jax.engine import sampler
+from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.pages import Chain, Lease, Picture
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
@@ -22,33 +27,52 @@ from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice
 
+_log = logging.getLogger(__name__)
+
+NOT_ALLOWED = "sampling_params must leave a token that is allowed, got none"
 NOT_FINITE = "logits must be finite, got NaN or inf: weights or an image's record may be damaged"
 
 
 @dataclass
 class Metrics:
-    """Seconds of each step. Steps that a wave's requests share count in full for each of them.
+    """Seconds. Steps that several requests share count in full for each of them; steps of the device are told by when
+    their results were ready, as nobody waits for them.
 
     What is done once for several requests of a call, such as decoding an image, counts for the first of them.
-    `wave` tells which requests of the call ran together.
+
+    Attributes:
+      lookup, decode_image, preprocess: until the images were identified, that is, until the request arrived.
+      queue: from arrival until it got pages.
+      transfer, link, encode, prefill: on the device, of the steps that computed the prompt.
+      first_token: the rest of the time to the first token: the output head, sampling, and waiting between steps.
+      decode: from the first token to the last.
+      inter_token: from one delivery of tokens to the next; those of a window come together.
+      launched: from arrival until the first of its programs had been handed to the device.
+      ttft: from the beginning to the first token, by the clock.
+      e2e: from the beginning to the end, by the clock.
+      wave: number of the step of the engine's loop that admitted it.
     """
 
     lookup: float = 0.0
     decode_image: float = 0.0
     preprocess: float = 0.0
+    queue: float = 0.0
     encode: float = 0.0
     transfer: float = 0.0
     link: float = 0.0
     prefill: float = 0.0
     first_token: float = 0.0
     decode: float = 0.0
+    inter_token: tuple[float, ...] = ()
+    launched: float = 0.0
+    ttft: float = 0.0
+    e2e: float = 0.0
     wave: int = 0
 
     @property
-    def ttft(self) -> float:
-        """Seconds of all steps up to the first token."""
-        before = self.lookup + self.decode_image + self.preprocess
-        return before + self.encode + self.transfer + self.link + self.prefill + self.first_token
+    def identified(self) -> float:
+        """Seconds before the request arrived."""
+        return self.lookup + self.decode_image + self.preprocess
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +117,21 @@ class ImageUse:
     why: Why | None = None
 
 
+class Hold(Protocol):
+    """What a request needs in the cache; see `vlcache_jax.engine.linker.Hold`."""
+
+    def enter(self) -> None: ...
+
+    def leave(self, *, failed: bool = False) -> None: ...
+
+
+@dataclass(eq=False)
+class Group:
+    """Sequences of which none begins any more when one of them has failed."""
+
+    has_failed: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Linked:
     """A request that is ready to run; see `Sequence`."""
@@ -106,6 +145,7 @@ class Linked:
     keeps_pages: bool
     request_key: str | None
     request_known: bool
+    hold: Hold
 
 
 @dataclass(eq=False)
@@ -118,11 +158,23 @@ class Sequence:
       images: of the prompt.
       choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
       owner: digest of the salt whose pages it can use and leave; None: it does neither.
-      arrived: its place among those of its call.
+      hold: what its request needs in the cache until it has run; None: nothing that it has to give back.
+      metrics: of its request.
+      priority: lower ones come first.
+      arrived, arrived_at: its place among all that arrived, and when.
       lease: its pages while it runs.
+      lane: its number among those that run.
+      prefilled: how many of its prefills have been launched.
+      scheduled: tokens, the prompt's included, that it will have when everything launched so far has been read.
+      attempt: how often it has begun; what is read of an earlier attempt is of no use.
       ran: the plan as it ran first; None: it has not.
       cached: tokens that were in pages then.
       error: why it ended before it was done; None: it did not.
+      fault: the engine's own error that ended it; None: there was none.
+      listener: is told whenever there is more of it, the last time when it has ended, by the engine's thread.
+      delivered: when its last results came.
+      is_aborted: nobody wants it any more.
+      group: of those that do not begin any more when one of them has failed; None: it begins in any case.
       is_finished: it ended, one way or the other.
     """
 
@@ -132,11 +184,24 @@ class Sequence:
     images: abc.Sequence[ImageUse] = ()
     choice: Choice | None = None
     owner: str | None = None
+    hold: Hold | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    priority: int = 0
     arrived: int = field(default=0, init=False)
+    arrived_at: float = field(default=0.0, init=False)
     lease: Lease | None = field(default=None, init=False)
+    lane: int = field(default=0, init=False)
+    prefilled: int = field(default=0, init=False)
+    scheduled: int = field(default=0, init=False)
+    attempt: int = field(default=0, init=False)
     ran: Plan | None = field(default=None, init=False)
     cached: int = field(default=0, init=False)
     error: str | None = field(default=None, kw_only=True)
+    fault: BaseException | None = field(default=None, init=False)
+    listener: abc.Callable[[Sequence], None] | None = field(default=None, init=False)
+    delivered: float = field(default=0.0, init=False)
+    is_aborted: bool = field(default=False, init=False)
+    group: Group | None = field(default=None, init=False)
     is_finished: bool = field(default=False, init=False)
 
     @property
@@ -173,13 +238,58 @@ class Sequence:
         """Ends it."""
         self.error = error
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was asked for is there."""
+        return False
+
+    def note_delivery(self, now: float) -> None:
+        """Some of its results have come."""
+        metrics = self.metrics
+        if not metrics.ttft:
+            metrics.ttft = metrics.identified + now - self.arrived_at
+            on_device = metrics.transfer + metrics.link + metrics.encode + metrics.prefill
+            metrics.first_token = max(0.0, now - self.arrived_at - metrics.queue - on_device)
+        else:
+            metrics.inter_token += (now - self.delivered,)
+            metrics.decode += now - self.delivered
+        self.delivered = now
+
+    def tell(self) -> None:
+        """There is more of it. Whoever cannot be told does not want it any more."""
+        if self.listener is not None:
+            try:
+                self.listener(self)
+            except Exception:
+                _log.exception("a listener failed; its request is aborted")
+                self.listener, self.is_aborted = None, True
+
+    def give_up(self) -> None:
+        """Nobody wanted it any more."""
+
+    def restart(self) -> None:
+        """What has been launched for it is of no use any more; what has been read stays."""
+        self.prefilled = self.scheduled = 0
+        self.attempt += 1
+
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of the chosen token, and those of the most likely ones, by token id."""
+    """Of a token that was chosen or given.
+
+    Attributes:
+      chosen: its log-probability.
+      top: log-probabilities of the most likely tokens, by token id.
+      token: its id.
+      rank: 1 for the most likely token, 2 for the next one.
+      texts: of all these tokens, by token id.
+    """
 
     chosen: float
     top: dict[int, float]
+    token: int
+    rank: int
+    texts: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -190,42 +300,90 @@ class Generation(Sequence):
       params: resolved, see `SamplingParams.resolve`.
       seed: of this answer.
       end_tokens: tokens that end it.
-      has_stop_string: tells from the tokens so far whether the last one completes a stop string; None: no such strings.
-      lane: its number in the wave.
+      bad_words: tokens of those that must not come.
+      detokenizer: makes text of its tokens.
       token_ids, logprobs: generated so far.
+      prompt_logprobs: of the prompt's tokens from the second one on, if asked for.
       finish_reason: None while it runs.
+      stop_reason: the stop string or the token of `stop_token_ids` that ended it.
+      lock: is held while it changes, as others may look at it meanwhile.
     """
 
     params: SamplingParams
     seed: int
     end_tokens: frozenset[int]
-    has_stop_string: abc.Callable[[list[int]], bool] | None
-    lane: int = 0
-    metrics: Metrics = field(default_factory=Metrics)
+    bad_words: abc.Sequence[abc.Sequence[int]]
+    detokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _texted: int = field(default=0, init=False)
 
     @property
     def generated(self) -> abc.Sequence[int]:
         return self.token_ids
 
-    def append(self, token: int) -> None:
-        """Goes on with a token; a negative one says that there is none, because logits are not finite."""
-        if token < 0:
-            self.fail(NOT_FINITE)
-            return
-        self.token_ids.append(token)
-        count = len(self.token_ids)
-        stops = token in self.end_tokens or (self.has_stop_string is not None and self.has_stop_string(self.token_ids))
-        if stops and count >= self.params.min_tokens:
-            self.finish_reason = "stop"
-        elif count == self.new_slots:
-            self.finish_reason = "length"
+    def extend(self, tokens: abc.Iterable[int]) -> int:
+        """Goes on with tokens as far as it goes on at all; a negative one says that logits are not finite.
+
+        Returns:
+          How many of them belong to it.
+        """
+        before = len(self.token_ids)
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            if token < 0:
+                self.fail(NOT_ALLOWED if token == sampler.NOT_ALLOWED else NOT_FINITE)
+                break
+            self.token_ids.append(token)
+            count = len(self.token_ids)
+            if token in self.end_tokens and count >= self.params.min_tokens:
+                self.finish_reason = "stop"
+                self.stop_reason = token if token in (self.params.stop_token_ids or ()) else None
+            elif count == self.new_slots:
+                self.finish_reason = "length"
+        if self.params.stop and (left := self._read()) is not None:
+            del self.token_ids[left:]
+            self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_reason
+        return len(self.token_ids) - before
+
+    @property
+    def text(self) -> str:
+        """So far; at the end, up to the stop string or token that ended it, unless that is to be in it."""
+        if not self.params.stop:
+            self._read()
+        if self.finish_reason is not None:
+            self.detokenizer.finish()
+        return self.detokenizer.text
+
+    def _read(self) -> int | None:
+        """Hands the detokenizer what is new; how many tokens remain where a stop string ends the answer."""
+        known = len(self.token_ids)
+        is_end = self.finish_reason == "stop" and self.token_ids[-1] in self.end_tokens
+        count = known - (is_end and not self.params.include_stop_str_in_output)
+        new, self._texted = self.token_ids[self._texted : count], max(count, self._texted)
+        return self.detokenizer.append(new)
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
 
     def fail(self, error: str) -> None:
         super().fail(error)
         self.finish_reason = "error"
+
+    def give_up(self) -> None:
+        """Nobody wanted it any more."""
+        self.finish_reason = self.finish_reason or "abort"
+
+    def restart(self) -> None:
+        super().restart()
+        if not self.token_ids:
+            self.prompt_logprobs.clear()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -233,7 +391,24 @@ class Forced(Sequence):
     """A prompt that ends in the continuation to be scored; its plan wants the logits that predict the continuation."""
 
     keep_logits: bool
-    metrics: Metrics = field(default_factory=Metrics)
     logprobs: list[np.float32] = field(default_factory=list)
     greedy: list[np.bool_] = field(default_factory=list)
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.logprobs) == np.count_nonzero(self.plan.depth == self.plan.depth.max())
+
+    def append(self, logprob: np.float32, is_greedy: np.bool_, logits: npt.NDArray[np.float32] | None) -> None:
+        """Goes on with the score of a token."""
+        self.logprobs.append(logprob)
+        self.greedy.append(is_greedy)
+        if logits is not None and self.keep_logits:
+            self.logits.append(logits)
+        if not np.isfinite(logprob):
+            self.fail(NOT_FINITE)
+
+    def restart(self) -> None:
+        super().restart()
+        for scores in (self.logprobs, self.greedy, self.logits):
+            scores.clear()

@@ -17,11 +17,13 @@ import numpy as np
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.engine import memory_plan
 from vlcache_jax.engine.batching import Step, shared_prefixes
-from vlcache_jax.engine.definitions import MARK_BLOCK, Definitions, Params
+from vlcache_jax.engine.definitions import Definitions, Params
 from vlcache_jax.engine.ladder import Ladder, round_up
+from vlcache_jax.engine.packed import pack
 from vlcache_jax.engine.programs import Programs
-from vlcache_jax.engine.sampling import Sampled, SamplerInputs
-from vlcache_jax.models import ModelConfig, Rows
+from vlcache_jax.engine.sampler import COLUMNS, NO_LANE, Lanes, Sampled
+from vlcache_jax.engine.window import ANSWER
+from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
 from vlcache_jax.reuse.selection import Selection
@@ -73,9 +75,9 @@ class Runner:
         """Forgets everything mutable, for example after an interrupted call."""
         self._pool: list[list[jax.Array]] | None = None
         self._encoder_rows: jax.Array | None = None
-        self._seen: jax.Array | None = None
+        self._lanes: Lanes | None = None
 
-    # The steps of a wave. What they return may not be computed yet; whoever needs a value waits for it.
+    # What these return may not be computed yet; whoever needs a value waits for it.
 
     def encode(self, patches: abc.Sequence[np.ndarray], grids: abc.Sequence[Grid]) -> jax.Array:
         """Encodes images together: uint8 [P_i, 3, patch**2] each -> [1 + J, P / merge**2, M] in their order, padded."""
@@ -145,10 +147,10 @@ class Runner:
         first = step.bounds[0]
         selection = step.selection
         check = self.config.text.num_layers if selection is None else selection.policy.check_layer
-        sizes = set(step.bounds[: check + 1])
-        rows = {n: jax.device_put(Rows(*(field[..., :n] for field in step.rows))) for n in sizes}
-        works, attending = jax.device_put(step.works(self.definitions.work_config)), step.leaving
-        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), rows[first])
+        works = step.works(self.definitions.work_config)
+        own, works = jax.device_put((pack(step.rows, self.ladder.max_rows), works))
+        attending, held = step.leaving, first
+        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), own)
         pool, self._pool = self._pool_now(), None
         shifts = [
             jax.device_put(shift.tokens(round_up(len(shift.slot), self.definitions.moved_rungs)))
@@ -157,10 +159,8 @@ class Runner:
         captured = []
         score = chosen = None
         for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
-            if layer <= check:
-                own = rows[size]
-            elif layer > check + 1 and step.active[layer] < step.active[layer - 1]:
-                own = self._run(("narrow", len(own.slot), size), own, np.int32(step.active[layer]))
+            if layer > check + 1 and step.active[layer] < step.active[layer - 1]:
+                own, held = self._run(("narrow", held, size), own, np.int32(step.active[layer])), size
             added = deepstack[layer] if layer < len(deepstack) else None
             if added is not None and chosen is not None:
                 added = self._run(("take", len(added), len(chosen), size), added, chosen)
@@ -181,13 +181,14 @@ class Runner:
             if selection is not None and layer == check:
                 counts = np.array([selection.must, selection.among, selection.keep[0]], np.int32)
                 x, own, chosen = self._run(("choose", size, keep), x, own, score, counts)
+                held = keep
             if step.captured:
                 captured.append(values)
         self._pool = pool
         return x, captured, chosen
 
     def _score_rows(
-        self, selection: Selection, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Rows, score: Any
+        self, selection: Selection, weights: Params, x: jax.Array, pool: list[jax.Array], rows: jax.Array, score: Any
     ) -> jax.Array:
         """Adds a layer's scores to those of the layers before."""
         window = round_up(-(-selection.length // kernels.PAGE), self.definitions.windows)
@@ -202,53 +203,70 @@ class Runner:
         return self._run(key, weights, x, *pool, rows, is_image, request, table, before)
 
     def _shift(
-        self, layer: int, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Rows, row_image: Any, tokens: Any
+        self, layer: int, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Any, row_image: Any, tokens: Any
     ) -> None:
         """Moves linked K, V of images of which the layer computes some rows."""
         if row_image.max() >= 0:
             difference = self._run(("differences", len(x)), weights, x, *pool, rows, row_image)
             pool[:] = self._run(("move", len(tokens[0])), *pool, difference, *tokens, np.int32(layer))
 
-    def head(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        """Logits, float32 [B, V], and the most likely tokens, int32 [B], of at least the first `count` rows of `x`."""
-        size = min(round_up(count, self.ladder.sequences), len(x))
-        return self._run(("head", len(x), size), self._text["norm"], self._head, x)
+    def head(self, x: jax.Array, first: int, count: int) -> tuple[jax.Array, int]:
+        """Logits, float32 [B, V], of rows of `x` that hold those from `first` to `first + count`, and which row they
+        begin with."""
+        most = self.ladder.max_sequences
+        size = most if len(x) > most else min(round_up(count, self.ladder.sequences), len(x))
+        first = min(first, len(x) - size)
+        return self._run(("head", len(x), size), self._text["norm"], self._head, x, np.int32(first)), first
 
-    def decode(self, rows: Rows, tables: abc.Sequence[np.ndarray]) -> tuple[jax.Array, jax.Array]:
-        """Writes K, V of one row a sequence; returns logits, float32 [B, V], and the most likely tokens, int32 [B].
+    def open_lane(self, lane: int, marks: np.ndarray, bias: np.ndarray, words: np.ndarray, recent: np.ndarray) -> None:
+        """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.engine.sampler.Lanes`."""
+        lanes, self._lanes = self._lanes_now(), None
+        self._lanes = self._run(("open_lane",), lanes, np.int32(lane), marks, bias, words, recent)
+
+    def sample(self, logits: jax.Array, choosing: np.ndarray, steps: np.ndarray, first: int = 0) -> Sampled:
+        """Chooses the first token of lanes after their prefill.
 
         Args:
-          rows: padded to a rung.
-          tables: pages of each sequence.
+          logits: [B, V]; rows before `first`, and beyond those of `choosing`, are padding.
+          choosing: [n, C], see `Choosing`.
+          steps: [n], tokens that the answers have so far.
         """
-        size, count = len(rows.slot), len(tables)
-        config = self.definitions.work_config(size, decode=True)
-        start, end = rows.k_start[:count], rows.k_end[:count]
-        work = kernels.make_work(np.arange(count), start, end, tables, config, shared=shared_prefixes(tables))
-        pool, self._pool = self._pool_now(), None
-        logits, greedy, self._pool = self._run(("decode", size), self._text, self._head, pool, rows, work)
-        return logits, greedy
-
-    def sample(self, logits: jax.Array, inputs: SamplerInputs) -> Sampled:
-        """Chooses a token for each row of `logits`."""
-        seen, self._seen = self._seen_now(), None
-        sampled, self._seen = self._run(("sample", len(logits)), logits, seen, inputs)
+        size, own = len(logits), slice(first, first + len(steps))
+        rows, step = np.zeros((size, COLUMNS), np.int32), np.zeros(size, np.int32)
+        rows[:, 0] = NO_LANE
+        rows[own], step[own] = choosing, steps
+        lanes, self._lanes = self._lanes_now(), None
+        sampled, self._lanes = self._run(("sample", size), logits, lanes, rows, step)
         return sampled
 
-    def score(self, logits: jax.Array, target: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """See `sampling.score`."""
-        return self._run(("score", len(logits)), logits, target)
+    def window(self, rows: np.ndarray, tables: abc.Sequence[np.ndarray], end: np.ndarray, tokens: int) -> Sampled:
+        """Decodes up to `tokens` tokens of each row, at most `ladder.window`; returns [window, B] of each.
 
-    def mark_seen(self, tokens: abc.Sequence[np.ndarray]) -> None:
-        """Lets sequence i of the wave have seen the ids `tokens[i]`, and nothing else."""
-        self._seen = None
-        sequence = np.repeat(np.arange(len(tokens), dtype=np.int32), [len(ids) for ids in tokens])
-        pairs = np.stack([sequence, np.concatenate(tokens).astype(np.int32)])
-        for first in range(0, pairs.shape[1], MARK_BLOCK):
-            block = np.full((2, MARK_BLOCK), self.ladder.max_sequences, np.int32)
-            block[:, : min(MARK_BLOCK, pairs.shape[1] - first)] = pairs[:, first : first + MARK_BLOCK]
-            seen, self._seen = self._seen_now(), None
-            self._seen = self._run(("mark_seen",), seen, *block)
+        Args:
+          rows: int32 [n, ANSWER + C], see `vlcache_jax.engine.window`.
+          tables: pages of each, with room for its tokens.
+          end: slots that each sees at its first and at its last token, [2, n].
+        """
+        count = len(rows)
+        size = round_up(count, self.ladder.sequences)
+        config = self.definitions.work_config(size, decode=True)
+        work = kernels.make_work(
+            np.arange(count), np.zeros(count, np.int32), end[1], tables, config,
+            least=end[0], shared=shared_prefixes(tables),
+        )  # fmt: skip
+        padded = np.zeros((size, rows.shape[1]), np.int32)
+        padded[:count], padded[count:, ANSWER] = rows, NO_LANE
+        pool, self._pool = self._pool_now(), None
+        lanes, self._lanes = self._lanes_now(), None
+        chosen, self._lanes, self._pool = self._run(
+            ("window", size), self._text, self._head, pool, lanes, padded, work, np.int32(tokens)
+        )
+        return chosen
+
+    def score(self, logits: jax.Array, target: np.ndarray, *, wants_top: bool = False) -> tuple[jax.Array, ...]:
+        """See `sampler.score`; rows of `logits` beyond `target` are padding."""
+        target = np.pad(target, (0, len(logits) - len(target))).astype(np.int32)
+        return self._run(("score", len(logits)), logits, target, np.bool_(wants_top))
 
     # State.
 
@@ -262,10 +280,10 @@ class Runner:
             self._encoder_rows = self._run(("encoder_rows",))
         return self._encoder_rows
 
-    def _seen_now(self) -> jax.Array:
-        if self._seen is None:
-            self._seen = self._run(("seen",))
-        return self._seen
+    def _lanes_now(self) -> Lanes:
+        if self._lanes is None:
+            self._lanes = self._run(("lanes",))
+        return self._lanes
 
 
 def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:

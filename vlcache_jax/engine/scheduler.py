@@ -1,89 +1,113 @@
-"""Who runs when, and in which pages (host).
+"""Who runs when, in which lane and in which pages (host).
 
-Requests are admitted in their order, as long as there are pages for their prompts. What one links or shares of another
-that is computed in the same wave, it waits for in a later *turn*. Pages are taken as answers grow; where there are none
-left, the youngest gives its own back and waits, to go on where it was.
+Sequences are admitted in the order of their priority, then of their arrival, as long as there are lanes and pages for
+their prompts. What one links or shares of another, it waits for; others go first. Pages are taken as answers grow;
+where there are none left, the last in that order gives its own back and waits, to go on where it was.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
-from collections import defaultdict, deque
-from collections.abc import Iterable
+import heapq
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listed
 
 import numpy as np
 
 from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.pages import Lease, Pages
-from vlcache_jax.engine.request import Generation, Sequence
+from vlcache_jax.engine.request import Sequence
 
 
-class Scheduler:
+class Scheduler[S: Sequence]:
     """Admits sequences and gives them pages.
 
     Args:
       pages: of the pool.
-      max_sequences: that run together.
+      max_sequences: that run together, in lanes numbered from 0.
+      max_rows: of one prefill step.
       num_layers: of the decoder.
+
+    Attributes:
+      waiting: those that have no pages, in their order.
+      prefilling: those whose prompts are still to be launched.
+      decoding: those whose prompts have been.
     """
 
-    def __init__(self, pages: Pages, max_sequences: int, num_layers: int):
+    def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int):
         self.pages = pages
-        self._max_sequences = max_sequences
+        self.waiting: list[S] = []
+        self.prefilling: list[S] = []
+        self.decoding: list[S] = []
+        self._lanes = list(range(max_sequences))
+        self._max_rows = max_rows
         self._num_layers = num_layers
+        self._fillers: dict[int, S] = {}  # id of a record that is not settled yet -> who is to fill it
 
-    def admit[S: Sequence](self, waiting: deque[S]) -> tuple[list[S], list[list[S]]]:
-        """Takes those that run together from what waits.
+    @property
+    def running(self) -> list[S]:
+        """Those that have pages."""
+        return self.prefilling + self.decoding
 
-        Returns:
-          (all of them, and those of each turn). A sequence that had failed before has no turn.
+    def add(self, sequence: S) -> None:
+        """It waits from now on. Whoever is to fill what it links is not less urgent than it is."""
+        for use in sequence.images:
+            if use.captured is not None:
+                self._fillers[id(use.captured)] = sequence
+        bisect.insort(self.waiting, sequence, key=_order)
+        self._hurry(sequence)
+
+    def _hurry(self, sequence: S) -> None:
+        """Those that are to fill what it links, and what these link, come before it, also where they are put back."""
+        for use in sequence.images:
+            filler = None if use.linked is None else self._fillers.get(id(use.linked))
+            if filler is None or filler.priority <= sequence.priority:
+                continue
+            is_waiting = filler in self.waiting
+            if is_waiting:
+                self.waiting.remove(filler)
+            filler.priority = sequence.priority
+            if is_waiting:
+                bisect.insort(self.waiting, filler, key=_order)
+            self._hurry(filler)
+
+    def admit(self) -> list[S]:
+        """Gives pages and lanes to those that come next, as long as there are any.
 
         Raises:
           RuntimeError: nothing runs, and there are not enough pages for the first.
         """
-        wave: list[S] = []
-        turns: defaultdict[int, list[S]] = defaultdict(list)
-        alone: defaultdict[int, list[list[S]]] = defaultdict(list)
-        filling: dict[int, Lease] = {}  # id of a record -> who fills it
-        answers: dict[int, Lease] = {}  # id of a layout -> pages of the first answer to the request
-        spare = 0
-        while waiting and len(wave) < self._max_sequences:
-            sequence = waiting[0]
-            if sequence.error is None:
-                lease = self._take(sequence, answers.get(id(sequence.layout)), spare)
-                if lease is None and not wave:
-                    raise RuntimeError(f"a prompt of {sequence.length} tokens must fit in the KV pool's pages")
-                if lease is None:
-                    break
-                if sequence.ran is None:
-                    self.pages.count_hit(lease)
-                answers.setdefault(id(sequence.layout), lease)
-                for use in sequence.images:
-                    is_there = use.span.start + use.span.length <= lease.cached
-                    donor = None if is_there or use.linked is None else filling.get(id(use.linked))
-                    if donor is not None:
-                        lease.turn = max(lease.turn, donor.turn + donor.turns)
-                    if use.captured is not None:
-                        filling[id(use.captured)] = lease
-                sequence.lease = lease
-                if sequence.choice is not None and not lease.is_fork:
-                    alone[lease.turn].append([sequence])
-                else:
-                    turns[lease.turn].append(sequence)
-                spare += sequence.most > self.pages.size * len(lease.table)
-            wave.append(waiting.popleft())
-        order = sorted({*turns, *alone})
-        return wave, [group for turn in order for group in ([turns[turn]] if turns[turn] else []) + alone[turn]]
+        admitted: list[S] = []
+        spare = sum(self._may_grow(sequence) for sequence in self.running)
+        firsts = {id(s.layout): s.lease for s in reversed(self.running) if s.lease is not None and not s.lease.is_fork}
+        while self.waiting and self._lanes:
+            sequence = self.waiting[0]
+            lease = self._take(sequence, firsts.get(id(sequence.layout)), spare)
+            if lease is None and not self.running:
+                raise RuntimeError(f"a prompt of {sequence.length} tokens must fit in the KV pool's pages")
+            if lease is None:
+                break
+            if sequence.ran is None:
+                self.pages.count_hit(lease)
+            firsts.setdefault(id(sequence.layout), lease)
+            sequence.lease, sequence.lane = lease, heapq.heappop(self._lanes)
+            spare += self._may_grow(sequence)
+            self.prefilling.append(self.waiting.pop(0))
+            admitted.append(sequence)
+        return admitted
 
-    def _take(self, sequence: Sequence, first: Lease | None, spare: int) -> Lease | None:
+    def _may_grow(self, sequence: S) -> bool:
+        return sequence.lease is not None and sequence.most > self.pages.size * len(sequence.lease.table)
+
+    def _take(self, sequence: S, first: Lease | None, spare: int) -> Lease | None:
         length = sequence.length
         if first is not None and not sequence.generated:
             return self.pages.fork(first, len(sequence.layout), length, spare=spare)
         chain = sequence.chain
         if chain is None:
-            return self.pages.take(length, spare=spare, turns=_turns(sequence))
+            return self.pages.take(length, spare=spare)
         exact = sequence.exact(self._num_layers)
         most = int(np.argmax(sequence.plan.depth > self._num_layers))  # the first token whose logits are wanted
         if sequence.generated:
@@ -91,17 +115,31 @@ class Scheduler:
             if exact == len(chain):
                 chain = chain.extended(sequence.generated)
                 exact, most = len(chain), len(chain) - 1
-        return self.pages.take(
-            length,
-            chain,
-            most=most,
-            keep=exact,
-            usable=_usable(sequence),
-            spare=spare,
-            turns=_turns(sequence),
-        )
+        return self.pages.take(length, chain, most=most, keep=exact, usable=_usable(sequence), spare=spare)
 
-    def prefills[S: Sequence](self, sequence: S) -> list[Prefill[S]]:
+    def next_turn(self, is_ready: Collection[S]) -> list[Prefill[S]]:
+        """The prefills that are cut into steps together: of the first sequences that have what they count on.
+
+        Args:
+          is_ready: those of `prefilling` that need nothing more from the cache.
+        """
+        turn: list[Prefill[S]] = []
+        rows = 0
+        for sequence in self.prefilling:
+            if sequence not in is_ready or sequence.lease is None or not sequence.lease.is_ready:
+                continue
+            prefill = self.prefills(sequence)[sequence.prefilled]
+            if prefill.choice is not None:
+                if not turn:
+                    return [prefill]
+                break
+            turn.append(prefill)
+            rows += int(np.count_nonzero(prefill.plan.depth))
+            if rows >= self._max_rows:
+                break
+        return turn
+
+    def prefills(self, sequence: S) -> list[Prefill[S]]:
         """What an admitted sequence has to compute, one after the other."""
         assert sequence.lease is not None
         lease, layout, layers = sequence.lease, sequence.layout, self._num_layers
@@ -121,55 +159,87 @@ class Scheduler:
             make(longer, whole.behind(len(layout)), links=False),
         ]
 
-    def grow(self, active: Listed[Generation]) -> list[Generation]:
-        """Gives each the page that its next token needs.
+    def launched(self, turn: Iterable[Prefill[S]]) -> None:
+        """These prefills have been launched."""
+        for sequence in (prefill.sequence for prefill in turn):
+            sequence.prefilled += 1
+            if sequence.lease is not None and sequence.prefilled == _parts(sequence, sequence.lease):
+                self.pages.computed(sequence.lease)
+                self.prefilling.remove(sequence)
+                self.decoding.append(sequence)
+
+    def grow(self, sequences: Listed[S], count: int) -> int:
+        """Gives each the pages that its next `count` tokens need, or as many tokens as there are pages for.
 
         Returns:
-          Those that were put back, the youngest, as there were not enough pages.
+          For how many tokens there are, at most `count`; 0: not for one.
         """
-        active = sorted(active, key=lambda sequence: sequence.arrived)
-        left = list(active)
-        for sequence in active:
-            while sequence in left and not self._grow(sequence):
-                if len(left) == 1:
-                    raise RuntimeError(f"{sequence.length} tokens must fit in the KV pool's pages")
-                self.finish(left.pop())
-        put_back = [sequence for sequence in active if sequence not in left]
-        for _ in put_back:
-            self.pages.count_preemption()
-        return put_back
+        leases = [sequence.lease for sequence in sequences if sequence.lease is not None]
+        while count:
+            # The last token of an answer has no slot: nobody sees it.
+            lengths = [min(sequence.scheduled + count - 1, sequence.most - 1) for sequence in sequences]
+            if self.pages.grow(leases, lengths):
+                break
+            count //= 2
+        return count
 
-    def _grow(self, sequence: Sequence) -> bool:
-        assert sequence.lease is not None
-        return self.pages.grow(sequence.lease, sequence.length)
+    def preempt(self, busy: Collection[S]) -> bool:
+        """Puts back the last of those that run, if there is one.
 
-    def computed(self, sequences: Iterable[Sequence]) -> None:
-        """The K, V of these prompts are there."""
-        for sequence in sequences:
-            if sequence.lease is not None:
-                self.pages.computed(sequence.lease)
+        Args:
+          busy: those whose prompts are being launched.
 
-    def put_back(self, sequences: Iterable[Sequence]) -> None:
-        """These have not been computed, and wait again."""
-        for sequence in sequences:
-            if sequence.lease is not None:
-                self.pages.end(sequence.lease)
-                sequence.lease = None
+        Raises:
+          RuntimeError: nothing else runs.
+        """
+        if len(self.running) == 1:
+            raise RuntimeError(f"{self.running[0].length} tokens must fit in the KV pool's pages")
+        others = [sequence for sequence in self.running if sequence not in busy]
+        if not others:
+            return False
+        self.pages.count_preemption()
+        self.put_back(max(others, key=_order))
+        return True
 
-    def finish(self, sequence: Sequence) -> None:
-        """It gives its pages up; what is exact in them stays, unless it failed."""
+    def put_back(self, sequence: S, *, failed: bool = False) -> None:
+        """It gives up lane and pages, and waits again.
+
+        Args:
+          failed: nothing in its pages can be used.
+        """
+        self.release(sequence, failed=failed)
+        sequence.restart()
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def release(self, sequence: S, *, failed: bool) -> None:
+        """It gives up lane and pages; what is exact in them stays, unless it failed."""
+        for group in (self.waiting, self.prefilling, self.decoding):
+            if sequence in group:
+                group.remove(sequence)
         if sequence.lease is None:
             return
         chain = None
-        if sequence.error is None and sequence.exact(self._num_layers) == len(sequence.layout):
+        if not failed and sequence.lease.is_proven and sequence.exact(self._num_layers) == len(sequence.layout):
             chain = sequence.chain and sequence.chain.extended(sequence.generated[:-1])
-        self.pages.end(sequence.lease, chain, failed=sequence.error is not None)
+        self.pages.end(sequence.lease, chain, failed=failed)
         sequence.lease = None
+        heapq.heappush(self._lanes, sequence.lane)
+
+    def finish(self, sequence: S, *, failed: bool) -> None:
+        """It has ended, one way or the other; see `release`."""
+        self.release(sequence, failed=failed)
+        for use in sequence.images:
+            if use.captured is not None and self._fillers.get(id(use.captured)) is sequence:
+                del self._fillers[id(use.captured)]
 
 
-def _turns(sequence: Sequence) -> int:
+def _parts(sequence: Sequence, lease: Lease) -> int:
     """A prompt that chooses is computed as the first time, and what was generated behind it after that."""
-    return 2 if sequence.choice is not None and sequence.generated else 1
+    return 2 if sequence.choice is not None and sequence.generated and not lease.is_fork else 1
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrived
 
 
 def _usable(sequence: Sequence) -> int:

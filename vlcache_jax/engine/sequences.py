@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections import abc
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from vlcache_jax.checks import check_text, short
+from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.memory_plan import MemoryPlan
+from vlcache_jax.engine.opening import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
-from vlcache_jax.engine.sampling import MAX_BANNED, SamplingParams
+from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
@@ -109,8 +111,11 @@ class SequenceBuilder:
             raise ValueError(
                 f"{name} stop_token_ids must be below the vocabulary's {vocab_size}, got {short(sorted(ends))}"
             )
-        if params.min_tokens and len(ends) > MAX_BANNED:
-            raise ValueError(f"{name} stop_token_ids must be at most {MAX_BANNED} with min_tokens, got {len(ends)}")
+        try:
+            bias_row(params, vocab_size)
+            self._bad_words(params)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
         return resolved
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
@@ -118,13 +123,14 @@ class SequenceBuilder:
 
     def new_slots(self, length: int, params: SamplingParams) -> int:
         """Slots for the longest answer that fits behind a prompt of `length` tokens."""
-        return min(params.max_tokens, max(1, self._memory.max_model_len - length))
+        room = max(1, self._memory.max_model_len - length)
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def answers(self, linked: Linked, params: SamplingParams) -> list[Generation]:
-        """The sequences that answer a request; the first captures its images."""
+    def answers(self, linked: Linked, params: SamplingParams, priority: int = 0) -> list[Generation]:
+        """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
         choice, error = self._choice(linked, 1)
         first = int(self._random.integers(2**32)) if params.seed is None else params.seed
-        return [
+        answers = [
             Generation(
                 linked.layout,
                 linked.plan,
@@ -132,15 +138,42 @@ class SequenceBuilder:
                 images=_uses(linked, capture=i == 0),
                 choice=choice,
                 owner=self._owner(linked),
+                hold=linked.hold,
+                metrics=dataclasses.replace(linked.request.metrics),
+                priority=priority,
                 error=error,
                 params=params,
                 seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
                 end_tokens=self._ends(params),
-                has_stop_string=self._stop_search(params.stop or ()),
-                metrics=dataclasses.replace(linked.request.metrics),
+                bad_words=self._bad_words(params),
+                detokenizer=self.detokenizer(params),
             )
             for i in range(params.n)
         ]
+        if params.prompt_logprobs is not None:
+            layers = self._config.text.num_layers
+            whole = linked.plan.wanting(range(len(linked.layout)), layers)
+            answers[0].plan, answers[0].choice = dataclasses.replace(whole, shift=False), None
+        return answers
+
+    def detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """One for an answer under these parameters."""
+        return Detokenizer(
+            self._tokenizer,
+            params.stop or (),
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+            least=params.min_tokens,
+        )
+
+    def token_text(self, token: int) -> str:
+        """Of one token, alone."""
+        return str(self._tokenizer.decode([token]))
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        words = bad_word_tokens(self._tokenizer, params.bad_words or ())
+        words_array(words, self._config.text.vocab_size)  # checks them
+        return words
 
     def forced(self, linked: Linked, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
         """The sequence that scores a continuation."""
@@ -154,6 +187,7 @@ class SequenceBuilder:
             images=_uses(linked, capture=capture),
             choice=choice,
             owner=self._owner(linked),
+            hold=linked.hold if capture else None,
             error=error,
             keep_logits=keep_logits,
             metrics=dataclasses.replace(linked.request.metrics),
@@ -182,30 +216,6 @@ class SequenceBuilder:
                 f"pool has {self._memory.num_slots} slots), got a prompt of {length} and an answer of at least "
                 f"{new_slots}"
             )
-
-    def _stop_search(self, stop: abc.Sequence[str]) -> abc.Callable[[list[int]], bool] | None:
-        if not stop:
-            return None
-        # A character is at most four bytes and a token at least one, so a string that ends now lies in these tokens.
-        window = 4 * max(map(len, stop)) + 4
-        return lambda token_ids: self._stop_at(token_ids[-window:], stop) is not None
-
-    def _stop_at(self, token_ids: abc.Sequence[int], stop: abc.Sequence[str]) -> int | None:
-        """Where in their text the stop string begins that the last of the tokens completes."""
-        before, text = (
-            cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))
-            for ids in (list(token_ids[:-1]), list(token_ids))
-        )
-        known = len(before.rstrip("\ufffd"))  # a character that is not complete yet
-        places = [text.find(end, max(0, known - len(end) + 1)) for end in stop]
-        return min((place for place in places if place >= 0), default=None)
-
-    def text(self, answer: Generation) -> str:
-        """An answer's text, up to the stop string that ended it."""
-        text = cast(str, self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
-        if answer.finish_reason == "stop" and answer.token_ids[-1] not in answer.end_tokens:
-            text = text[: self._stop_at(answer.token_ids, answer.params.stop or ())]
-        return text
 
 
 def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwargs) -> T | ValueError:

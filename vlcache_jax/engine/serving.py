@@ -1,21 +1,24 @@
-"""A call from its checked rows to its results: windows of rows, planned and run one after the other."""
+"""A call from its checked rows to its results: windows of rows, submitted in order, and told of as they end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+import queue
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Protocol
 
 from vlcache_jax.engine.identification import Arrivals
-from vlcache_jax.engine.linker import Batch, Linker
-from vlcache_jax.engine.request import Linked, Metrics, Request
+from vlcache_jax.engine.loop import Loop
+from vlcache_jax.engine.request import Group, Linked, Request
+from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.reuse.policies import Policy
 
 _NAMED = 20  # rows that one message names
+_AHEAD = 4  # times as many requests as run together are submitted ahead
 
 
 class RequestError(ValueError):
-    """Arrivals of a call that cannot be answered.
+    """Rows of a call that cannot be answered.
 
     Attributes:
       errors: why, by row.
@@ -36,91 +39,162 @@ class Result(Protocol):
     """What a request came to."""
 
     @property
-    def metrics(self) -> Metrics: ...
-
-    @property
     def error(self) -> str | None: ...
 
 
-def serve[T: Result](
-    arrivals: Arrivals,
-    linker: Linker,
-    serving: Callable[[], AbstractContextManager[None]],
-    policy: Policy,
-    run: Callable[[Sequence[int], list[Linked]], list[T | None]],
-    failed: Callable[[int, str], T],
-    *,
-    stop: bool,
-) -> list[T]:
-    """Results of a call, in the order of its rows.
+class Call(Protocol):
+    """What rows have in common.
+
+    Attributes:
+      first: number of the first one.
+      policy: under which they are planned.
+      group: of its rows, if a wrong one ends the call.
+      stops: whether a wrong one does: before its chunk runs; or, where only pixels or logits show it, after what runs
+        then.
+    """
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def group(self) -> Group | None: ...
+
+    @property
+    def stops(self) -> bool: ...
+
+
+class Job:
+    """A request under way.
 
     Args:
-      serving: is entered for each window; pixels are decoded outside.
-      run: runs planned requests, whose rows come with them; where `stop` is set, it may leave out (None) those that
-        come after a step with an error.
-      failed: the result of a row that is wrong.
-      stop: whether a row that is wrong ends the call: before anything runs; or, where only pixels or logits show it,
-        after the rows before it or after the wave that it is in.
+      row: of the call.
+      linked: the request.
+      sequences: that run for it.
+      heard: is called with it when it begins, and when it ends, by the engine's thread.
+      call: whose row it is.
+      streams: it is also called whenever there are more tokens.
+
+    Attributes:
+      has_begun: its prompt is computed, or it ended before that.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        linked: Linked,
+        sequences: Sequence[Running],
+        heard: Callable[[Job], object],
+        call: Call,
+        *,
+        streams: bool = False,
+    ):
+        self.call = call
+        self.row, self.linked, self.sequences = row, linked, sequences
+        self.has_begun = False
+        self._heard, self._streams = heard, streams
+        for sequence in sequences:
+            sequence.listener, sequence.group = self._hear, call.group
+            if sequence.hold is not None:
+                sequence.hold.enter()
+
+    @property
+    def has_ended(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def _hear(self, sequence: Running) -> None:
+        if self._streams or self.has_ended or not self.has_begun:
+            self.has_begun = True
+            self._heard(self)
+
+
+class Chunk[T: Result](Protocol):
+    """Rows of a call that are checked together.
+
+    Attributes:
+      call: theirs.
+      arrivals: they, counted from 0.
+    """
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def arrivals(self) -> Arrivals: ...
+
+    def start(self, row: int, request: Request, heard: Callable[[Job], object]) -> Job:
+        """Plans and submits a request."""
+
+    def failed(self, row: int, error: str) -> T:
+        """The result of a row that is wrong."""
+
+
+def serve[T: Result](
+    chunks: Iterable[Chunk[T]], loop: Loop, finish: Callable[[Job], T | None]
+) -> Iterator[tuple[int, T]]:
+    """Yields the rows of a call with their results, as they end.
+
+    Args:
+      chunks: one is asked for when the rows of the one before are under way.
+      finish: the result of a request that has ended, None if it was given up; called once for each that was started.
 
     Raises:
-      RequestError: a row is wrong, and `stop` is set.
+      RequestError: a row is wrong, and that ends the call. It has no outputs: they have been yielded.
     """
-    if arrivals.errors and stop:
-        raise RequestError({row: str(error) for row, error in arrivals.errors.items()})
-    results: dict[int, T] = {row: failed(row, str(error)) for row, error in arrivals.errors.items()}
-    waves = 0
-    with closing(arrivals.windows()) as windows:
-        for window in windows:
-            good: list[tuple[int, Request]] = []
-            wrong: dict[int, str] = {}
-            for row, found in window:
-                if isinstance(found, Request):
-                    good.append((row, found))
-                    continue
-                wrong[row] = str(found)
-                if stop:
-                    break
-            with serving():
-                for done in _in_batches(linker, good, policy, run, waves):
-                    results |= done
-                    waves = 1 + max((result.metrics.wave for result in done.values()), default=waves)
-                    wrong |= {row: result.error for row, result in done.items() if result.error is not None}
-                    if stop and any(result.error is not None for result in done.values()):
-                        break
-            if wrong and stop:
-                raise RequestError(wrong, _answered(results))
-            results |= {row: failed(row, error) for row, error in wrong.items() if row not in results}
-    return [results[row] for row in sorted(results)]
+    heard: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    running: dict[int, Job] = {}
+    wrong: dict[int, str] = {}
 
+    def ended(most: int = 0, begun: Iterable[Job] | None = None) -> Iterator[tuple[int, T]]:
+        """Results until at most so many are running, or these have begun."""
+        while len(running) > most if begun is None else not all(job.has_begun for job in begun):
+            loop.begin()
+            job = heard.get()
+            if not job.has_ended or running.pop(job.row, None) is None:
+                continue
+            result = finish(job)
+            if result is not None and result.error is not None and job.call.stops:
+                wrong[job.row] = result.error
+            elif result is not None:
+                yield job.row, result
 
-def _answered[T: Result](results: Mapping[int, T]) -> list[T | None]:
-    """Results by row, without those of rows that are wrong."""
-    rows = range(max(results, default=-1) + 1)
-    return [results[row] if row in results and results[row].error is None else None for row in rows]
+    def submitted(chunk: Chunk[T]) -> Iterator[tuple[int, T]]:
+        with closing(chunk.arrivals.windows()) as windows:
+            for window in windows:
+                begun: list[Job] = []
+                for row, found in window:
+                    if isinstance(found, Request):
+                        job = running[chunk.call.first + row] = chunk.start(row, found, heard.put)
+                        begun.append(job)
+                        yield from ended(_AHEAD * loop.engine.runner.ladder.max_sequences)
+                    elif chunk.call.stops:
+                        wrong[chunk.call.first + row] = str(found)
+                    else:
+                        yield chunk.call.first + row, chunk.failed(row, str(found))
+                    if wrong:
+                        return
+                # Pixels of the next window are decoded meanwhile; those of this one are given up then.
+                yield from ended(begun=begun)
+                if wrong:
+                    return
 
-
-def _in_batches[T: Result](
-    linker: Linker,
-    requests: Sequence[tuple[int, Request]],
-    policy: Policy,
-    run: Callable[[Sequence[int], list[Linked]], list[T | None]],
-    waves: int,
-) -> Iterator[dict[int, T]]:
-    """Plans and runs requests in their order, as many together as the cache can hold at once; those that were run."""
-    while requests:
-        with Batch(linker) as batch:
-            group: list[Linked] = []
-            for _, request in requests:
-                linked = batch.add(request, policy)
-                if linked is None:
-                    break
-                group.append(linked)
-            if not group:
-                raise RuntimeError("records are held by requests that have ended; reset_mm_cache() helps")
-            results = run([row for row, _ in requests[: len(group)]], group)
-        done = {row: result for (row, _), result in zip(requests, results, strict=False) if result is not None}
-        for result in done.values():
-            result.metrics.wave += waves
-        waves = 1 + max((result.metrics.wave for result in done.values()), default=waves)
-        yield done
-        requests = requests[len(group) :]
+    try:
+        for chunk in chunks:
+            errors = {chunk.call.first + row: str(error) for row, error in chunk.arrivals.errors.items()}
+            if errors and chunk.call.stops:
+                wrong |= errors
+            else:
+                yield from ((row, chunk.failed(row - chunk.call.first, error)) for row, error in errors.items())
+                yield from submitted(chunk)
+            if wrong:
+                break
+        yield from ended()
+    finally:
+        if running:
+            for job in running.values():
+                job.linked.hold.leave(failed=True)
+            loop.abort([sequence for job in running.values() for sequence in job.sequences])
+    if wrong:
+        raise RequestError(wrong)

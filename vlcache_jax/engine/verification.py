@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlcache_jax.engine.engine import Engine
+from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Generation, Linked, Metrics
 from vlcache_jax.engine.sequences import SequenceBuilder
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
@@ -31,7 +31,7 @@ class Verification:
 
 
 def verify(
-    engine: Engine, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
+    loop: Loop, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
 ) -> list[Verification | None]:
     """Runs requests without the cache, and both ways with the answers' tokens forced.
 
@@ -41,7 +41,7 @@ def verify(
     compared: list[Verification | None] = [None] * len(group)
     good = [i for i, answer in enumerate(answers) if answer.is_finished and answer.error is None]
     for i, found in zip(
-        good, _verify(engine, builder, [group[i] for i in good], [answers[i] for i in good]), strict=True
+        good, _verify(loop, builder, [group[i] for i in good], [answers[i] for i in good]), strict=True
     ):
         if isinstance(found, str):
             answers[i].error = f"the answer cannot be verified: {found}"
@@ -51,10 +51,10 @@ def verify(
 
 
 def _verify(
-    engine: Engine, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
+    loop: Loop, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
 ) -> list[Verification | str]:
     """A comparison for each answer, or why there is none."""
-    cold = [_without_cache(linked, engine.runner.config.text.num_layers) for linked in group]
+    cold = [_without_cache(linked, loop.engine.runner.config.text.num_layers) for linked in group]
     again = [
         dataclasses.replace(
             answer,
@@ -62,15 +62,19 @@ def _verify(
             plan=linked.plan,
             images=(),
             owner=None,
+            hold=None,
             metrics=Metrics(),
+            detokenizer=builder.detokenizer(answer.params),
             token_ids=[],
             logprobs=[],
+            prompt_logprobs=[],
             finish_reason=None,
+            stop_reason=None,
             choice=None,
         )
         for linked, answer in zip(cold, answers, strict=True)
     ]
-    engine.generate(again, lambda _: None)
+    loop.run(again)
     # An image whose record failed was computed instead: the plan that ran is the answer's.
     warm = [
         dataclasses.replace(linked, plan=answer.plan, uses=tuple(answer.images))
@@ -83,7 +87,7 @@ def _verify(
         ]
         for way in (warm, cold)
     ]
-    engine.score([sequence for way in forced for sequence in way], lambda _: None)
+    loop.run([sequence for way in forced for sequence in way])
     found: list[Verification | str] = []
     for answer, other, *both in zip(answers, again, *forced, strict=True):
         error = next((sequence.error for sequence in (other, *both) if sequence.error is not None), None)

@@ -34,6 +34,11 @@ class ImageRef:
         """Its pixels, decoded and cut when they are first asked for."""
         return self._load()
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its pixels are there."""
+        return "patches" in self.__dict__
+
     def forget(self) -> None:
         """Drops the pixels until they are asked for again."""
         self.__dict__.pop("patches", None)

@@ -84,7 +84,7 @@ class Probe:
         self.config = llm._runner.config
         self._run = jax.jit(self._dense)
         self._embed = jax.jit(self._embedded)
-        self._head = jax.jit(lambda norm, head, x: self._runner.definitions.logits(norm, head, x, count=len(x)))
+        self._head = jax.jit(lambda norm, head, x: self._runner.definitions.logits(norm, head, x))
 
     @property
     def num_layers(self) -> int:
@@ -145,7 +145,7 @@ class Probe:
         count = len(hidden)
         size = max(64, 1 << max(0, count - 1).bit_length())
         padded = jnp.zeros((size, hidden.shape[1]), hidden.dtype).at[:count].set(hidden)
-        logits, _ = self._head(runner._text["norm"], runner._head, padded)
+        logits = self._head(runner._text["norm"], runner._head, padded)
         return np.asarray(logits)[:count]
 
     def transplant(self, donors: Sequence[tuple[Placed, Trace]], target: Placed) -> Values:

@@ -1,0 +1,446 @@
+"""Requests and tokens a second that engines serve: `vlcache bench batch`.
+
+Engines take turns on the same requests: this checkout, another one, and transformers + torch on the same weights. Each
+has a process of its own, compiles and answers other prompts before it is timed, and begins every run with an empty
+cache. All give answers of the lengths asked for, and those of exact settings must have the same tokens in both
+checkouts. Medians of the runs are printed.
+
+    vlcache bench batch --against ../before --transformers --out benchmarks/results/throughput_cpu.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import vlcache_jax
+from vlcache_jax.benchmarks.prefill import ALLOCATOR
+from vlcache_jax.benchmarks.throughput_load import Load, longest
+from vlcache_jax.files import check_writable
+from vlcache_jax.progress import Progress
+from vlcache_jax.study.report import environment, show, write
+
+# Without MODEL. The vocabulary keeps the output head's share of a step near that of a published model.
+TEXT = {
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+}
+VISION = {
+    "depth": 4,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_heads": 3,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [1, 2],
+}
+OURS, TORCH = "this checkout", "transformers"
+BATCHES = (8, 16, 32, 64)
+EXACT = ("off", "exact")  # settings whose answers are those of a cold run
+WARM = Load(requests=8, images=4, mean_answer=8, max_answer=16, seed=2**32)  # no seed of a command is as large
+FLOOR_MODEL = "Qwen3-VL-8B"
+SPEED = ("seconds", "spread %", "requests/s", "tokens/s")
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+class Worker:
+    """An engine in a process of its own; it answers commands, which are a line of JSON each.
+
+    Args:
+      name: for errors.
+      script: module file beside this one.
+      root: where its `vlcache_jax` lies.
+      task: file that tells it everything.
+
+    Raises:
+      ValueError: it could not start, or a command failed; it says why on stderr.
+    """
+
+    def __init__(self, name: str, script: str, root: pathlib.Path, task: pathlib.Path):
+        self.name = name
+        settings = os.environ | ALLOCATOR | {"PYTHONPATH": str(root), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._process = subprocess.Popen(
+            # -P: what lies beside the script is not to be imported from there.
+            [sys.executable, "-P", str(pathlib.Path(__file__).with_name(script)), str(task)],
+            env=settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """What a method of the engine returns."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([method, arguments]) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its last words tell why
+        return self._answer()
+
+    def close(self) -> None:
+        """Lets it end."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"it ended with status {self._process.wait()}"}
+        if "error" in answer:
+            raise ValueError(f"{self.name}: {answer['error']}")
+        return answer
+
+
+def check(reuse: Sequence[str], repeats: int, against: pathlib.Path | None, rate: float | None, torch: bool) -> None:
+    """Sees that there is what is to be measured.
+
+    Raises:
+      ValueError: there is not.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    if against is not None and not (against / "vlcache_jax" / "__init__.py").is_file():
+        raise ValueError(f"against must be a checkout of this project, with a folder vlcache_jax, got {against}")
+    if torch and rate is not None:
+        raise ValueError("transformers answers whole batches: it cannot be measured at a rate")
+    from vlcache_jax.reuse.parse import parse_policy  # imports JAX: what else is wrong need not wait for it
+
+    for setting in reuse:
+        parse_policy(setting)
+
+
+def measure(
+    model: str | None,
+    load: Load,
+    *,
+    reuse: Sequence[str] = ("exact",),
+    dtype: str = "float32",
+    kv_cache_bytes: int = 2**29,
+    against: pathlib.Path | None = None,
+    transformers: bool = False,
+    repeats: int = 3,
+    floor: bool = False,
+    out: pathlib.Path | None = None,
+    text: dict[str, Any] = TEXT,
+    vision: dict[str, Any] = VISION,
+    **settings: Any,
+) -> None:
+    """Measures and prints.
+
+    Args:
+      model: checkpoint or id on the hub; None is one of 6 layers x 384 with random weights.
+      reuse: settings, each measured for itself.
+      kv_cache_bytes: pool of every checkout's engine.
+      against: another checkout, the second engine.
+      transformers: whether that is measured too, with the best of its batches.
+      repeats: runs of each engine and setting, taking turns.
+      floor: also print what the decode steps that ran would take at least for Qwen3-VL-8B on an H200.
+      out: JSON file to write.
+      text, vision: of the model with random weights.
+      settings: of every checkout's engine, as far as it knows them.
+
+    Raises:
+      ValueError: an argument is wrong, an engine failed, or answers are not what they must be.
+    """
+    check_writable("out", out)
+    check(reuse, repeats, against, load.rate, transformers)
+    with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as name, contextlib.ExitStack() as closing:
+        folder = pathlib.Path(name)
+        if model is None:
+            from vlcache_jax.testing import make_checkpoint
+
+            with Progress("drawing weights"):
+                # With tied random weights every answer repeats its first token, whatever the prompt and the engine.
+                make_checkpoint(folder / "model", "qwen3_vl", text=text, vision=vision)
+        requests = _make(load, folder / "pictures")
+        options = {
+            "dtype": dtype,
+            "max_model_len": longest(requests),
+            "kv_cache_bytes": kv_cache_bytes,
+            "use_tqdm": False,
+            **settings,
+        }
+        task = {
+            "model": model or str(folder / "model"),
+            "options": options,
+            "open": load.rate is not None,
+            "requests": requests,
+            "warm": _make(WARM, folder / "others"),
+        }
+        roots = {OURS: pathlib.Path(vlcache_jax.__file__).parent.parent}
+        if against is not None:
+            roots[f"against {against.resolve().name}"] = against.resolve()
+        workers: dict[str, Worker] = {}
+        for engine, root in {**roots, **({TORCH: roots[OURS]} if transformers else {})}.items():
+            file = folder / f"{len(workers)}.json"
+            file.write_text(json.dumps(task | {"root": str(root)}), encoding="utf-8")
+            script = "throughput_torch.py" if engine == TORCH else "throughput_engine.py"
+            with Progress(f"opening {engine}"):
+                workers[engine] = worker = Worker(engine, script, root, file)
+            closing.callback(worker.close)
+        runs = _run(workers, list(dict.fromkeys(reuse)), requests, repeats, dtype)
+        head = environment("jax", "transformers", "torch") | {
+            "load": str(load),
+            "returned tokens": sum(request["max_tokens"] for request in requests),
+            "dtype": dtype,
+            "model": model or f"random weights, {text['num_hidden_layers']} layers x {text['hidden_size']}",
+            "kv_cache_bytes": kv_cache_bytes,
+            "max_model_len": options["max_model_len"],
+            "engines": {engine: _commit(root) for engine, root in roots.items()},
+            "repeats": repeats,
+            "processor load": os.getloadavg()[0],
+        }
+    rows = [_row(engine, setting, own, runs) for (engine, setting), own in runs.items()]
+    equal = _equal_answers(runs)
+    for row in rows:
+        row["equal answers %"] = equal[row["engine"], row["reuse"]]
+    least = _floors(runs) if floor else []
+    _publish(rows, least, head, out)
+
+
+def _make(load: Load, folder: pathlib.Path) -> list[dict[str, Any]]:
+    folder.mkdir()
+    return load.make(folder)
+
+
+def _commit(root: pathlib.Path) -> str | None:
+    """What git calls the state of a checkout; None: it does not know."""
+    found = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or None
+
+
+Runs = dict[tuple[str, str], list[dict[str, Any]]]
+
+
+def _run(
+    workers: dict[str, Worker], settings: list[str], requests: list[dict[str, Any]], repeats: int, dtype: str
+) -> Runs:
+    """Runs of each engine and setting; the engines take turns.
+
+    Raises:
+      ValueError: answers are empty, of other lengths than asked for, or not the same where they must be.
+    """
+    lengths = [request["max_tokens"] for request in requests]
+    ask: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {}
+    for setting in settings:
+        for engine, worker in workers.items():
+            if engine != TORCH:
+                with Progress(f"warming {engine}, {setting}"):
+                    worker.ask("warm", reuse=setting)
+                ask[engine, setting] = functools.partial(worker.ask, "run", reuse=setting)
+    if TORCH in workers:
+        with Progress("finding the best batches of transformers", 2 * len(BATCHES)) as bar:
+            batches = _best_batches(workers[TORCH], lengths, bar)
+        name = f"batches of {batches['batch']}{', by length' * batches['by_length']}"
+        ask[TORCH, name] = functools.partial(workers[TORCH].ask, "run", **batches)
+    runs: Runs = {key: [] for key in ask}
+    reference: tuple[str, dict[str, Any]] | None = None
+    with Progress("measuring", repeats * len(ask)) as bar:
+        for _ in range(repeats):
+            for (engine, setting), run in ask.items():
+                found = run()
+                _check_lengths(f"{engine}, {setting}", found, lengths)
+                if engine != TORCH and setting in EXACT and dtype == "float32":
+                    reference = reference or (f"{engine}, {setting}", found)
+                    _check_equal(*reference, f"{engine}, {setting}", found)
+                runs[engine, setting].append(found)
+                bar.update()
+    return runs
+
+
+def _best_batches(worker: Worker, lengths: list[int], bar: Progress) -> dict[str, Any]:
+    worker.ask("warm", batch=len(lengths))
+    tried = []
+    for batch in BATCHES:
+        for by_length in (False, True):
+            found = worker.ask("run", batch=batch, by_length=by_length)
+            _check_lengths(TORCH, found, lengths)
+            tried.append((found["seconds"], {"batch": batch, "by_length": by_length}))
+            bar.update()
+    return min(tried, key=lambda one: one[0])[1]
+
+
+def _check_lengths(name: str, run: dict[str, Any], lengths: list[int]) -> None:
+    got = [len(tokens) for tokens in run["tokens"]]
+    if got != lengths:
+        wrong = [i for i, (a, b) in enumerate(zip(got, lengths, strict=False)) if a != b]
+        first = f", first in request {wrong[0]}: {got[wrong[0]]} tokens, not {lengths[wrong[0]]}" if wrong else ""
+        raise ValueError(f"{name}: answers must have the lengths asked for, got {len(got)} of {len(lengths)}{first}")
+
+
+def _check_equal(name: str, run: dict[str, Any], other: str, another: dict[str, Any]) -> None:
+    for i, (one, two) in enumerate(zip(run["tokens"], another["tokens"], strict=True)):
+        if one != two:
+            at = next(k for k, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+            raise ValueError(
+                f"answers must be the same, but those to request {i} differ at token {at} of {len(one)}: "
+                f"{one[at]} ({name}), {two[at]} ({other})"
+            )
+
+
+def _equal_answers(runs: Runs) -> dict[tuple[str, str], float | None]:
+    """Share of each one's answers that are the first exact ones of this checkout; None: there are none of these."""
+    exact = [run[0]["tokens"] for (engine, setting), run in runs.items() if engine == OURS and setting in EXACT]
+    if not exact:
+        return dict.fromkeys(runs)
+    return {
+        key: 100 * statistics.mean(float(a == b) for a, b in zip(own[0]["tokens"], exact[0], strict=True))
+        for key, own in runs.items()
+    }
+
+
+def _row(engine: str, setting: str, own: list[dict[str, Any]], runs: Runs) -> dict[str, Any]:
+    """Medians of an engine's runs with a setting; None: the engine does not tell."""
+    seconds = [run["seconds"] for run in own]
+    took = statistics.median(seconds)
+    first = own[0]
+    tokens = sum(map(len, first["tokens"]))
+    row: dict[str, Any] = {"engine": engine, "reuse": setting, "seconds": took}
+    row["spread %"] = 100 * (max(seconds) - min(seconds)) / took
+    row["requests/s"], row["tokens/s"] = len(first["tokens"]) / took, tokens / took
+    for other in dict.fromkeys(name for name, _ in runs if name != OURS):
+        theirs = [run for (name, what), run in runs.items() if name == other and (what == setting or name == TORCH)]
+        row[f"over {other}"] = (
+            statistics.median(run["seconds"] for run in theirs[0]) / took if theirs and engine != other else None
+        )
+    row["runs"] = seconds
+    figures = [_latencies(run) | _work(run, tokens) for run in own]
+    for name in figures[0]:
+        known = [value for figure in figures if (value := figure[name]) is not None]
+        row[name] = statistics.median(known) if known else None
+    return row
+
+
+def _latencies(run: dict[str, Any]) -> dict[str, float | None]:
+    """In milliseconds, of all requests."""
+    found: dict[str, float | None] = {}
+    first = [times[0] for times in run["times"]]
+    between = np.concatenate([np.diff(times) for times in run["times"]] or [np.zeros(0)])
+    for name, values in (("TTFT", np.array(first)), ("inter-token", between)):
+        for which, share in QUANTILES.items():
+            found[f"{name} {which} ms"] = 1000 * float(np.quantile(values, share)) if len(values) else None
+    return found | {"inter-token most ms": 1000 * float(between.max()) if len(between) else None}
+
+
+def _work(run: dict[str, Any], tokens: int) -> dict[str, float | None]:
+    """What was computed and found. Rows are as launched, and `padded_` counts those of them that are padding."""
+    count = run["counters"].get
+
+    def ratio(above: float | None, below: float | None, scale: float = 1.0) -> float | None:
+        return None if above is None or not below else scale * above / below
+
+    def less(rows: float | None, some: float | None) -> float | None:
+        return None if rows is None or some is None else rows - some
+
+    returned = less(count("generated_tokens", tokens), len(run["tokens"]))  # the first of each comes from its prefill
+    active = less(count("decode_rows"), count("padded_decode_rows"))
+    return {
+        "images": run["images"],
+        "exact": run["exact"],
+        "approximate": run["approximate"],
+        "encoder": run["encoder"],
+        "prefill steps": count("prefill_steps"),
+        "prefill padding %": ratio(count("padded_prefill_rows"), count("prefill_rows"), 100),
+        "decode steps": count("decode_steps"),
+        "active rows": ratio(active, count("decode_steps")),
+        "decode padding %": ratio(count("padded_decode_rows"), count("decode_rows"), 100),
+        "rows returned %": ratio(returned, active, 100),
+        "launches a token": ratio(count("launches"), tokens),
+        "launches a prefill": ratio(less(count("launches"), count("windows")), count("prefill_steps")),
+        "host ms a prefill": ratio(count("host_prefill_seconds"), count("prefill_steps"), 1000),
+        "host ms a window": ratio(count("host_window_seconds"), count("windows"), 1000),
+    }
+
+
+def decode_seconds(trace: Sequence[Sequence[int]]) -> float:
+    """What decode steps take at least for Qwen3-VL-8B on an H200, without prefills.
+
+    Args:
+      trace: of each window its rows, the slots that they see in its first step, and its steps.
+    """
+    from vlcache_jax.benchmarks import compile_report
+    from vlcache_jax.benchmarks.floor import H200, decode
+
+    config = compile_report.MODELS[FLOOR_MODEL]
+    return sum(
+        max(operator.operations / H200.matrix, operator.bytes / H200.memory)
+        for rows, contexts, steps in trace
+        for step in range(steps)
+        for operator in decode(config, rows, contexts + step * rows)
+    )
+
+
+def _floors(runs: Runs) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for (engine, setting), own in runs.items():
+        trace = own[0]["trace"]
+        row: dict[str, Any] = {"engine": engine, "reuse": setting, "decode steps": None, "mean rows": None}
+        row |= {"mean context": None, "floor s": None, "tokens/s at most": None}
+        if trace:
+            steps = sum(window[2] for window in trace)
+            launched = sum(rows * steps for rows, _, steps in trace)
+            seen = sum(contexts * steps + rows * steps * (steps - 1) // 2 for rows, contexts, steps in trace)
+            row |= {"decode steps": steps, "mean rows": launched / steps, "mean context": seen / launched}
+            row["floor s"] = decode_seconds(trace)
+            row["tokens/s at most"] = sum(map(len, own[0]["tokens"])) / row["floor s"]
+        rows.append(row)
+    ours = {row["reuse"]: row["floor s"] for row in rows if row["engine"] == OURS}
+    for row in rows:
+        mine = ours.get(row["reuse"], next(iter(ours.values())))  # transformers reuses nothing: beside the first
+        row["over this checkout"] = row["floor s"] / mine if row["floor s"] and mine else None
+    return rows
+
+
+def _publish(
+    rows: list[dict[str, Any]], least: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None
+) -> None:
+    who = ("engine", "reuse")
+    over = [name for name in rows[0] if name.startswith("over ")]
+    times = [name for name in rows[0] if name.endswith(" ms")]
+    rest = [name for name in rows[0] if name not in (*who, *SPEED, *over, *times, "runs")]
+    found = ["images", "exact", "approximate", "encoder", "equal answers %"]
+    print(f"\n{head['load']}; {head['returned tokens']} tokens returned")
+    _show(f"Throughput, {head['dtype']}, {head['model']}, medians of {head['repeats']}", rows, [*who, *SPEED, *over])
+    _show("Waiting", rows, [*who, *times])
+    _show("Images, and those found: K, V exact and approximate, encoder rows", rows, [*who, *found])
+    _show("Work", rows, [*who, *(name for name in rest if name not in found)])
+    if least:
+        _show(f"What these decode steps take at least: {FLOOR_MODEL} on an H200", least, list(least[0]))
+    if out is not None:
+        write("Throughput", rows, head | ({"floor": least} if least else {}), out)
+
+
+def _show(title: str, rows: list[dict[str, Any]], names: list[str]) -> None:
+    show(title, [{name: "" if row[name] is None else row[name] for name in names} for row in rows])

@@ -1,0 +1,416 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vlcache_jax.engine.opening import bad_word_tokens, bias_row, marks_row, recent_tokens, words_array
+from vlcache_jax.engine.sampler import (
+    MAX_BAD_LENGTH,
+    MAX_BAD_WORDS,
+    NO_ANSWER,
+    NOT_ALLOWED,
+    NOT_FINITE,
+    ONCE,
+    Choosing,
+    empty_lanes,
+    open_lane,
+    sample,
+    score,
+)
+from vlcache_jax.engine.sampling import SamplingParams
+
+pytestmark = pytest.mark.ladder  # every parameter; tests of the engine show that they are at work
+
+V = 50
+FEW, MANY = 8, 2048  # rows of a step: few shapes, because each is compiled
+PROMPT, ANSWER, ENDS = [3, 7, 7, 11, 20], [11, 4, 8, 4, 30, 1, 2], [13, 14]
+WORDS = [[5], [2, 6], [1, 2, 9], [4, 2, 10], [30, 1, 2, 12], list(range(40, 48))]  # some begun, and one that cannot be
+BIAS = {0: 2.5, 4: -3.0, 21: 1.0}
+ALLOWED = list(range(1, V, 3))
+
+
+@jax.jit
+def run(logits, lanes, packed):
+    return sample(logits, lanes, Choosing.unpack(packed))
+
+
+opened = jax.jit(open_lane)
+
+
+def padded(rows):
+    return Choosing.pack(rows, FEW)
+
+
+def noise(rows, seed=0):
+    return 3 * jax.random.normal(jax.random.key(seed), (rows, V))
+
+
+def params_of(**options):
+    return SamplingParams(**{"temperature": 0, "ignore_eos": True} | options).resolve({})
+
+
+def lanes_of(answers):
+    """Lanes with answers (lane, params, tokens so far)."""
+    lanes = empty_lanes(FEW, V)
+    for lane, params, tokens in answers:
+        bias = bias_row(params, V)
+        lanes = opened(
+            lanes, lane, marks_row(PROMPT, tokens, ENDS, V), np.zeros(V, np.float32) if bias is None else bias,
+            words_array(WORDS if params.bad_words else [], V), recent_tokens(tokens),
+            token=tokens[-1] if tokens else 0, step=len(tokens),
+        )  # fmt: skip
+    return lanes
+
+
+def in_many_rows(params, logits, most=100):
+    """The token of each row, all with these parameters behind the same prompt and answer; the seed is the row's."""
+    one = lanes_of([(0, params, ANSWER)])
+    lanes = jax.tree.map(lambda x: jnp.repeat(x[:1], MANY, axis=0), one)
+    packed = Choosing.pack([Choosing.row(params, lane=i, seed=i, most=most) for i in range(MANY)], MANY)
+    sampled, _ = run(logits, lanes, packed)
+    return np.asarray(sampled.token)
+
+
+def bias_reference(x):
+    for token, bias in BIAS.items():
+        x[:, token] += bias
+    return x
+
+
+def allowed_reference(x):
+    x[:, [token for token in range(V) if token not in ALLOWED]] = -np.inf
+    return x
+
+
+def penalties_reference(x, presence, frequency):
+    count = np.bincount(ANSWER, minlength=V)
+    return x - np.float32(frequency) * count - np.float32(presence) * (count > 0)
+
+
+def by_library(processor, ids):
+    torch = pytest.importorskip("torch")
+    return lambda x: processor(torch.tensor([ids] * len(x)), torch.tensor(x)).numpy()
+
+
+def processors():
+    """Parameters, and what they do to logits: in the order in which they are applied."""
+    pytest.importorskip("torch")
+    from transformers.generation import logits_process as library
+
+    return {
+        "allowed_token_ids": (ALLOWED, allowed_reference),
+        "bad_words": (["x"], by_library(library.NoBadWordsLogitsProcessor(WORDS), ANSWER)),
+        "min_tokens": (
+            len(ANSWER) + 1,
+            by_library(library.MinNewTokensLengthLogitsProcessor(len(PROMPT), len(ANSWER) + 1, ENDS), PROMPT + ANSWER),
+        ),
+        "logit_bias": (BIAS, bias_reference),
+        "repetition_penalty": (1.7, by_library(library.RepetitionPenaltyLogitsProcessor(1.7), PROMPT + ANSWER)),
+        "frequency_penalty": (1.5, lambda x: penalties_reference(x, 0, 1.5)),
+        "presence_penalty": (-2.0, lambda x: penalties_reference(x, -2.0, 0)),
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["allowed_token_ids"], ["bad_words"], ["min_tokens"], ["logit_bias"], ["repetition_penalty"],
+        ["frequency_penalty"], ["presence_penalty"], ["frequency_penalty", "presence_penalty"],
+        ["allowed_token_ids", "bad_words", "min_tokens", "logit_bias", "repetition_penalty", "frequency_penalty",
+         "presence_penalty"],
+    ],
+    ids=lambda names: "+".join(names)[:30],
+)  # fmt: skip
+def test_what_is_done_to_logits_is_the_librarys(names):
+    known = processors()
+    logits = noise(MANY)
+    x = np.array(logits)
+    for name in names:
+        x = known[name][1](x)
+    expected = x.argmax(axis=1)
+    assert (expected != logits.argmax(axis=1)).sum() > 20  # it matters
+    token = in_many_rows(params_of(**{name: known[name][0] for name in names}), logits)
+    np.testing.assert_array_equal(token, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1},
+        {"temperature": 1.5, "min_p": 0.04, "top_k": 9, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "repetition_penalty": 1.7, "bad_words": ["x"]},
+    ],
+    ids=lambda options: "+".join(options),
+)  # fmt: skip
+def test_draws_are_from_the_librarys_distribution(options):
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as library
+
+    logits = noise(1, seed=5)
+    x = np.array(logits)
+    for name, (value, process) in processors().items():
+        if name in options:
+            assert options[name] == value
+            x = process(x)
+    x = torch.tensor(x)
+    for name, warper in (
+        ("temperature", library.TemperatureLogitsWarper), ("min_p", library.MinPLogitsWarper),
+        ("top_k", library.TopKLogitsWarper), ("top_p", library.TopPLogitsWarper),
+    ):  # fmt: skip
+        if name in options:
+            x = warper(options[name])(None, x)
+    expected = torch.softmax(x, -1)[0].numpy()
+    token = in_many_rows(params_of(**{"temperature": 1.0} | options), jnp.repeat(logits, MANY, axis=0))
+    frequency = np.bincount(token, minlength=V) / MANY
+    assert set(np.flatnonzero(expected > 0.003)) <= set(np.flatnonzero(frequency)) <= set(np.flatnonzero(expected))
+    np.testing.assert_allclose(frequency, expected, atol=0.04)
+
+
+def test_a_draw_is_of_its_seed_and_step():
+    """The same as before there were lanes: answers that were drawn once can be drawn again."""
+    logits = noise(MANY, seed=3)
+    token = in_many_rows(params_of(temperature=0.7, top_k=20), logits)
+    for row in range(12):
+        order = np.argsort(-logits[row], kind="stable")
+        key = jax.random.fold_in(jax.random.key(row), len(ANSWER))
+        x = jnp.where(jnp.arange(V) < 20, logits[row, order] / jnp.float32(0.7), -jnp.inf)
+        assert token[row] == order[jax.random.categorical(key, x)]
+
+
+MIXED = (
+    {}, {"temperature": 1.0, "top_p": 0.9}, {"repetition_penalty": 1.7, "logprobs": 3}, {"bad_words": ["x"]},
+    {"logit_bias": BIAS, "allowed_token_ids": ALLOWED, "temperature": 1.3}, {"min_tokens": 9, "logprobs": 0},
+    {"frequency_penalty": 1.0, "min_p": 0.1, "temperature": 0.9, "top_k": 7, "presence_penalty": -1.0, "logprobs": 20},
+)  # fmt: skip
+
+
+def mixed():
+    """Parameters, tokens so far and packed row of answers that differ in everything; their lanes are in reverse."""
+    params = [params_of(**options) for options in MIXED]
+    tokens = [ANSWER[: i % 3 + 5] for i in range(len(MIXED))]
+    rows = [Choosing.row(p, lane=len(MIXED) - 1 - i, seed=50 + i, most=10) for i, p in enumerate(params)]
+    return params, tokens, rows
+
+
+def test_a_row_depends_on_itself_alone():
+    params, tokens, rows = mixed()
+    count = len(rows)
+    lanes = lanes_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
+    logits = noise(FEW, seed=7)
+    together = []
+    for _ in range(3):
+        sampled, lanes = run(logits, lanes, padded(rows))
+        together.append(sampled)
+    for i in range(count):
+        lane = count - 1 - i
+        by_itself = lanes_of([(lane, params[i], tokens[i])])
+        for step in range(3):
+            alone, by_itself = run(logits[i : i + 1], by_itself, Choosing.pack(rows[i : i + 1], 1))
+            for one, several in zip(alone, together[step], strict=True):
+                np.testing.assert_array_equal(one[0], several[i])
+        for one, several in zip(by_itself, lanes, strict=True):
+            np.testing.assert_array_equal(one[lane], several[lane])
+
+
+def test_steps_in_one_program_are_the_same_steps():
+    """Lanes end in the middle, by a token, by their length, and by logits that are not finite."""
+    params, tokens, rows = mixed()
+    count, steps = len(rows), 8
+    table = noise(V, seed=11).at[17].set(jnp.nan)
+    lanes = lanes_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
+    lanes = lanes._replace(token=lanes.token.at[0].set(17))
+    packed = padded(rows)
+
+    def logits(lanes):
+        return table[lanes.token.at[packed[:, 0]].get(mode="clip")]
+
+    @jax.jit
+    def window(lanes, packed):
+        def body(state):
+            i, lanes, tokens = state
+            sampled, lanes = sample(logits(lanes), lanes, Choosing.unpack(packed))
+            return i + 1, lanes, tokens.at[i].set(sampled.token)
+
+        nothing = jnp.zeros((steps, FEW), jnp.int32)
+        return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, lanes, nothing))[1:]
+
+    after, together = window(lanes, packed)
+    chosen = []
+    for _ in range(steps):
+        sampled, lanes = run(logits(lanes), lanes, packed)
+        chosen.append(sampled.token)
+    np.testing.assert_array_equal(together, chosen)
+    for x, y in zip(after, lanes, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert after.is_ended.all()
+    assert (after.step <= 10).all()
+    assert NOT_FINITE in np.asarray(together)
+    assert (together[-1] == NO_ANSWER).all()
+    assert (together[:, -1] == NO_ANSWER).all()
+
+
+def test_where_an_answer_ends():
+    """At an end token unless it comes too early, and where it is as long as it may be."""
+    logits = jnp.zeros((FEW, V)).at[:, ENDS[0]].set(9).at[:, 2].set(5).at[3, 2].set(20)
+    params = [params_of(), params_of(min_tokens=3), params_of(), params_of()]
+    rows = [Choosing.row(p, lane=i, seed=0, most=3 if i > 1 else 9) for i, p in enumerate(params)]
+    lanes = lanes_of([(i, p, []) for i, p in enumerate(params)])
+    said = []
+    for _ in range(5):
+        sampled, lanes = run(logits, lanes, padded(rows))
+        said.append(sampled.token[:4].tolist())
+    assert [list(row) for row in zip(*said, strict=True)] == [
+        [13, *[NO_ANSWER] * 4], [2, 2, 2, 13, NO_ANSWER], [13, *[NO_ANSWER] * 4], [2, 2, 2, *[NO_ANSWER] * 2],
+    ]  # fmt: skip
+    assert lanes.step[:4].tolist() == [1, 4, 1, 3]
+    assert lanes.token[:4].tolist() == [13, 13, 13, 2]
+
+
+def test_lanes_that_ended_and_padding_change_nothing():
+    params, tokens, rows = mixed()
+    count = len(rows)
+    lanes = lanes_of([(count - 1 - i, params[i], tokens[i]) for i in range(count)])
+    lanes = lanes._replace(is_ended=jnp.ones(FEW, bool))
+    logits = noise(FEW).at[0].set(jnp.nan)
+    sampled, after = run(logits, lanes, padded(rows))
+    assert (sampled.token == NO_ANSWER).all()
+    assert not any(np.any(np.asarray(x)) for x in sampled[1:])
+    for x, y in zip(after, lanes, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_rows_without_a_token(temperature):
+    """Damaged logits, and parameters that forbid everything; the third row is sound."""
+    nothing = params_of(allowed_token_ids=[5], bad_words=["x"], temperature=temperature)
+    params = [params_of(temperature=temperature), nothing, params_of()]
+    lanes = lanes_of([(i, p, ANSWER) for i, p in enumerate(params)])
+    logits = noise(FEW).at[0, 9].set(jnp.inf)
+    rows = [Choosing.row(p, lane=i, seed=0, most=20) for i, p in enumerate(params)]
+    sampled, after = run(logits, lanes, padded(rows))
+    assert sampled.token[:3].tolist() == [NOT_FINITE, NOT_ALLOWED, int(logits[2].argmax())]
+    assert after.is_ended[:3].tolist() == [True, True, False]
+    assert after.step[:3].tolist() == [7, 7, 8]
+    assert after.token[:2].tolist() == [ANSWER[-1]] * 2
+
+
+def test_an_answer_that_goes_on_elsewhere():
+    """What the device counted is what the host counts: a lane opened with the answer so far is the lane it left."""
+    params = params_of(frequency_penalty=2.0, repetition_penalty=1.2, bad_words=["x"], temperature=1.0)
+    tokens, packed = [], padded([Choosing.row(params, lane=1, seed=9, most=99)])
+    lanes = lanes_of([(1, params, [])])
+    for i in range(12):
+        sampled, lanes = run(noise(FEW, seed=i), lanes, packed)
+        tokens.append(int(sampled.token[0]))
+    for left, opened_anew in zip(lanes, lanes_of([(1, params, tokens)]), strict=True):
+        np.testing.assert_array_equal(left, opened_anew)
+    assert (lanes.marks[1] // ONCE).sum() == 12
+
+
+def test_a_lane_without_bias_and_words_ignores_what_was_there():
+    before = params_of(logit_bias={2: 100.0}, bad_words=["x"])
+    lanes = lanes_of([(0, before, ANSWER)])
+    lanes = opened(lanes, 0, marks_row(PROMPT, [], ENDS, V))
+    logits = jnp.zeros((FEW, V)).at[0, 5].set(1.0)
+    rows = [Choosing.row(params_of(repetition_penalty=1.1), lane=0, seed=0, most=9)]
+    sampled, lanes = run(logits, lanes, padded(rows))
+    assert (sampled.token[0], lanes.step[0]) == (5, 1)
+
+
+def test_log_probabilities_are_of_raw_logits():
+    logits = noise(FEW)
+    params = [params_of(logprobs=5, logit_bias={i: 100.0}) if i < 3 else params_of() for i in range(4)]
+    rows = [Choosing.row(p, lane=i, seed=0, most=9) for i, p in enumerate(params)]
+    sampled, _ = run(logits, lanes_of([(i, p, []) for i, p in enumerate(params)]), padded(rows))
+    expected = np.asarray(jax.nn.log_softmax(logits))[:3]
+    np.testing.assert_array_equal(sampled.token[:3], range(3))
+    np.testing.assert_allclose(sampled.logprob[:3], expected[range(3), range(3)], atol=1e-6)
+    np.testing.assert_array_equal(sampled.rank[:3], [1 + (expected[i] > expected[i, i]).sum() for i in range(3)])
+    np.testing.assert_allclose(sampled.top_logprob[:3], -np.sort(-expected, axis=1)[:, :20], atol=1e-6)
+    np.testing.assert_array_equal(sampled.top_token[:3], np.argsort(-expected, axis=1)[:, :20])
+    assert not any(np.any(x[3]) for x in sampled[1:])  # it wants none
+
+
+def test_scores():
+    logits = noise(4)
+    target = np.array([1, 2, int(logits[2].argmax()), 4], np.int32)
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    for wants_top in (False, True):
+        logprob, greedy, rank, top_logprob, top_token = jax.jit(score)(logits, target, wants_top)
+        np.testing.assert_allclose(logprob, expected[range(4), target], atol=1e-6)
+        np.testing.assert_array_equal(rank, [1 + (expected[i] > expected[i, target[i]]).sum() for i in range(4)])
+        np.testing.assert_array_equal(greedy, rank == 1)
+        best = wants_top * np.argsort(-expected, axis=1)[:, :20]
+        np.testing.assert_array_equal(top_token, best)
+        assert wants_top == bool(top_logprob.any())
+    np.testing.assert_allclose(top_logprob, -np.sort(-expected, axis=1)[:, :20], atol=1e-6)
+
+
+def test_a_small_vocabulary():
+    _, _, rank, _, top_token = score(jnp.arange(6.0)[None], jnp.array([5]), True)
+    assert top_token.tolist() == [[5, 4, 3, 2, 1, 0]]
+    assert rank.tolist() == [1]
+
+
+def test_the_most_likely_token_costs_no_more_than_that():
+    """Whatever sorts, adds up or reads lanes over the whole vocabulary lies in a branch."""
+
+    def outside(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "cond":
+                continue
+            inner = [x.jaxpr for x in equation.params.values() if hasattr(x, "jaxpr")]
+            yield from [equation] if not inner else []
+            for x in inner:
+                yield from outside(x)
+
+    _, _, rows = mixed()
+    jaxpr = jax.make_jaxpr(lambda *args: sample(args[0], args[1], Choosing.unpack(args[2])))(
+        noise(FEW), empty_lanes(FEW, V), padded(rows)
+    )
+    wide = {e.primitive.name for e in outside(jaxpr.jaxpr) for v in e.outvars if v.aval.shape[-1:] == (V,)}
+    assert wide <= {"is_finite", "scatter"}
+
+
+def test_what_lanes_cannot_hold():
+    for given in ([V], [-1], [10**30]):
+        for name, call in (
+            ("prompt", lambda ids: marks_row(ids, [], [], V)),
+            ("answer", lambda ids: marks_row([], ids, [], V)),
+            ("end tokens", lambda ids: marks_row([], [], ids, V)),
+            ("bad_words", lambda ids: words_array([ids], V)),
+        ):
+            with pytest.raises(ValueError, match=f"{name}.* must be token ids below {V}"):
+                call(given)
+    for options in ({"logit_bias": {V: 1.0}}, {"allowed_token_ids": [1, V]}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be token ids below {V}"):
+            bias_row(params_of(**options), V)
+    for words in ([[1] * (MAX_BAD_LENGTH + 1)], [[]], [[1]] * (MAX_BAD_WORDS + 1)):
+        with pytest.raises(ValueError, match="bad_words must be"):
+            words_array(words, V)
+
+
+def test_what_lanes_hold():
+    params = params_of(logit_bias={1: 5.0, 2: -3.0}, allowed_token_ids=[2, 3])
+    assert bias_row(params, 5).tolist() == [-np.inf, -np.inf, -3, 0, -np.inf]
+    assert bias_row(params_of(), 5) is None
+    assert marks_row([1, 1, 2], [2, 3, 3], [3, 4], 5).tolist() == [0, 1, 5, 10, 2]
+    assert words_array([[7, 8]], V)[0].tolist() == [-1] * 6 + [7, 8]
+    assert recent_tokens([1, 2]).tolist() == [-1] * 5 + [1, 2]
+    assert recent_tokens(range(20)).tolist() == list(range(13, 20))
+
+
+def test_bad_words_as_tokens(checkpoints):
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    from vlcache_jax.testing import make_checkpoint
+
+    directory = make_checkpoint(
+        checkpoints("qwen3_vl").parent / "words", text={"vocab_size": 400}, weights=False, corpus=["the cat sat"] * 9
+    )
+    tokenizer = TokenizersBackend.from_pretrained(directory)
+    found = bad_word_tokens(tokenizer, ["cat", "  cat", "q"])
+    assert [tokenizer.decode(ids) for ids in found] == ["cat", " cat", "cat", " cat", "q"]
+    for word in ("   ", "x" * 20):
+        with pytest.raises(ValueError, match="bad_words must be of 1 to 8 tokens"):
+            bad_word_tokens(tokenizer, [word])

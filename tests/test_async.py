@@ -1,0 +1,997 @@
+"""Requests that come one by one: streams, aborts, consumers that go away, queues, errors, and closing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import vlcache_jax.async_llm as async_llm
+from vlcache_jax import AsyncLLM, Ladder, QueueFullError, RequestError, SamplingParams
+from vlcache_jax.inputs.images import ImageSource
+
+LADDER = Ladder(rows=(64,), patches=(64,), sequences=(1, 2), window=4)
+SETTINGS = {
+    "ladder": LADDER,
+    "max_model_len": 512,
+    "kv_cache_bytes": 8 * 2**20,
+    "dtype": "float32",
+    "use_tqdm": False,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+MEDIUM = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+# Letters alone, so that texts can be cut into stop strings.
+LETTERS = {"temperature": 50, "ignore_eos": True, "max_tokens": 40, "allowed_token_ids": list(range(97, 123))}
+CLOSED = r"^this LLM is closed$"
+WITHIN = 60  # seconds, for what would hang otherwise
+
+
+def user(*parts):
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(scope="module")
+def pictures(textured_image):
+    return [textured_image(64, 64 + 32 * (seed % 3), seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoints):
+    return checkpoints("qwen3_vl-tied")
+
+
+@pytest.fixture(scope="module")
+def shared(directory):
+    """An engine that all tests use; what is compiled for it is used by all others, too."""
+    engine = AsyncLLM(directory, **SETTINGS)
+    engine._llm._ahead.stop()  # it compiles what these tests may never need
+    yield engine
+    engine._llm.close()
+
+
+@pytest.fixture
+def engine(shared):
+    """It is empty at first, and nothing may be left behind in the end."""
+    shared._llm.reset_mm_cache()
+    yield shared
+    assert_clean(shared)
+
+
+@pytest.fixture
+def open_engine(directory, shared):
+    """(options) -> another engine, which is closed in the end."""
+    opened = []
+
+    def make(*, closes=True, **options):
+        engine = AsyncLLM(directory, **SETTINGS | options)
+        engine._llm._ahead.stop()
+        engine._llm._runner.programs = shared._llm._runner.programs
+        engine._llm._runner._run = shared._llm._runner._run
+        if closes:
+            opened.append(engine)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine._llm.close()
+
+
+@pytest.fixture
+def slow(engine, monkeypatch):
+    """Windows take long enough for something to happen meanwhile."""
+    window = engine._llm._runner.window
+    monkeypatch.setattr(engine._llm._runner, "window", lambda *given: (time.sleep(0.01), window(*given))[1])
+
+
+@pytest.fixture
+def slow_decoder(monkeypatch):
+    """An event that pictures wait for, and one that says that the first of them does."""
+    begun, go_on = threading.Event(), threading.Event()
+    decode = ImageSource.decode
+
+    def wait(self, *given):
+        begun.set()
+        assert go_on.wait(WITHIN)
+        return decode(self, *given)
+
+    monkeypatch.setattr(ImageSource, "decode", wait)
+    yield begun, go_on
+    go_on.set()
+
+
+def assert_clean(engine):
+    """Nobody has a lane, pages, records, room or a name any more."""
+    llm = engine._llm
+    assert eventually(lambda: not engine._room._used)
+    with llm._loop._changed:
+        assert llm._loop._changed.wait_for(lambda: llm._loop._thread is None, WITHIN)
+    llm._writer.flush()
+    stats = llm.stats()
+    assert (stats.running, stats.waiting, stats.in_use) == (0, 0, 0)
+    assert eventually(lambda: not any(record.held for record in llm._store.tier.records()))
+    assert not llm._store._left
+    assert all(record.is_settled for record in llm._store.tier.records())
+    assert not engine._jobs
+    assert not engine._aborted
+    assert not engine._room._waiting
+
+
+def eventually(is_true):
+    """Whether it becomes true soon."""
+    for _ in range(500):
+        if is_true():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+async def becomes(is_true):
+    assert await asyncio.to_thread(eventually, is_true)
+
+
+def run(*coroutines):
+    """All of them at once, in an event loop of their own; a hanging test is a failed one."""
+
+    async def together():
+        return await asyncio.wait_for(asyncio.gather(*coroutines), WITHIN)
+
+    found = asyncio.run(together())
+    return found[0] if len(coroutines) == 1 else found
+
+
+async def stream(engine, prompt, params=GREEDY, request_id=None, **options):
+    """All outputs of a request."""
+    return [output async for output in engine.generate(prompt, params, request_id, **options)]
+
+
+async def last(*given, **options):
+    return (await stream(*given, **options))[-1]
+
+
+async def first(generator):
+    """The generator stays as it is."""
+    return await anext(generator)
+
+
+def chat(engine, conversation, params=GREEDY, **options):
+    [output] = engine._llm.chat([conversation], params, use_tqdm=False, **options)
+    return output
+
+
+def tokens(output):
+    return [one.token_ids for one in output.outputs]
+
+
+def told(output):
+    """What does not depend on how it was asked for."""
+    return (
+        [(one.index, one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in output.outputs],
+        output.cache,
+        output.num_cached_tokens,
+        output.prompt,
+        output.prompt_token_ids.tolist(),
+        output.error,
+    )
+
+
+def assert_streams(outputs):
+    """Each holds the one before, and the last one alone is whole."""
+    assert outputs[-1].finished
+    assert not any(output.finished for output in outputs[:-1])
+    for before, after in itertools.pairwise(outputs):
+        assert sum(map(len, tokens(after))) > sum(map(len, tokens(before))) or after.finished
+        for old, new in zip(before.outputs, after.outputs, strict=True):
+            assert new.token_ids[: len(old.token_ids)] == old.token_ids
+            assert new.text.startswith(old.text)
+            assert old.finish_reason in (None, new.finish_reason)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "two images", "n", "image and n", "logprobs"])
+def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind):
+    prompt = {
+        "image": user("a", pictures[0], "b"),
+        "two images": user(pictures[0], "b", pictures[1]),
+        "image and n": user("a", pictures[0]),
+    }.get(kind, user("some text"))
+    params = SamplingParams(
+        **LETTERS, seed=3, n=2 if "n" in kind.split() else 1, logprobs=1 if kind == "logprobs" else None
+    )
+    for _ in range(2):  # cold, and from the cache
+        engine._llm.reset_prefix_cache()
+        outputs = run(stream(engine, prompt, params))
+        assert_streams(outputs)
+        assert len(outputs) > 5
+        assert {output.request_id for output in outputs} == {outputs[0].request_id}
+        assert outputs[0].request_id
+    known = told(outputs[-1])
+    engine._llm.reset_mm_cache()
+    for _ in range(2):
+        engine._llm.reset_prefix_cache()
+        expected = chat(engine, prompt, params)
+    assert known == told(expected)
+    if kind == "logprobs":
+        assert [one.chosen for one in outputs[-1].outputs[0].logprobs] == pytest.approx(
+            [one.chosen for one in expected.outputs[0].logprobs], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}])
+def test_a_prompt_is_continued_as_generate_does(engine, prompt):
+    [expected] = engine._llm.generate(prompt, GREEDY, use_tqdm=False)
+    engine._llm.reset_prefix_cache()
+    assert told(run(last(engine, prompt))) == told(expected)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_that_spans_windows_never_shows_in_part(engine, include):
+    """What a consumer has been shown it cannot take back."""
+    params = SamplingParams(**LETTERS, seed=5)
+    text = chat(engine, user("a"), params).outputs[0].text
+    assert len(text) == 40
+    for begin in (9, 10, 11, 12):
+        stop = [text[begin : begin + 9], "#" * 3]
+        cut = SamplingParams(**LETTERS, seed=5, stop=stop, include_stop_str_in_output=include)
+        expected = chat(engine, user("a"), cut)
+        assert expected.outputs[0].finish_reason == "stop"
+        engine._llm.reset_prefix_cache()
+        outputs = run(stream(engine, user("a"), cut))
+        assert tokens(outputs[-1]) == tokens(expected)
+        assert outputs[-1].outputs[0].text == expected.outputs[0].text == text[: begin + 9 * include]
+        assert_streams(outputs)
+
+
+def test_many_at_once_are_as_one_by_one(engine, pictures):
+    prompts = [user(f"{i}" * (i + 1), *pictures[i % 5 : i % 5 + 1]) for i in range(12)]
+    params = [SamplingParams(**LETTERS | {"max_tokens": 5 + i}, seed=i, n=1 + i % 2) for i in range(12)]
+    expected = [chat(engine, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    engine._llm.reset_mm_cache()
+    outputs = run(*(stream(engine, prompt, own) for prompt, own in zip(prompts, params, strict=True)))
+    for got, one in zip(outputs, expected, strict=True):
+        assert_streams(got)
+        assert tokens(got[-1]) == tokens(one)
+
+
+def test_who_is_slow_to_ask_still_gets_the_end(engine):
+    expected = chat(engine, user("a"))
+
+    async def ask():
+        outputs = []
+        async for output in engine.generate(user("a"), GREEDY):
+            outputs.append(output)
+            await becomes(lambda: engine.stats().running == 0)  # it ends before there is more of it
+        return outputs
+
+    outputs = run(ask())
+    assert outputs[-1].finished
+    assert tokens(outputs[-1]) == tokens(expected)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": 3}, "prompt must be a string, a dict or a conversation, got int"),
+        ({"prompt": None}, "prompt must be a string, a dict or a conversation, got NoneType"),
+        ({"prompt": "a", "mm_processor_kwargs": {"max_pixels": 4096}}, "mm_processor_kwargs must stand in the prompt"),
+        ({"mm_processor_kwargs": {"max_pixel": 4096}}, "mm_processor_kwargs"),
+        ({"params": [GREEDY]}, "sampling_params must be SamplingParams or None, got list"),
+        ({"params": {}}, "sampling_params must be SamplingParams or None, got dict"),
+        (
+            {"params": SamplingParams(stop_token_ids=[10**6])},
+            "sampling_params stop_token_ids must be below the vocabulary",
+        ),
+        ({"request_id": ""}, "request_id must be a non-empty string, got ''"),
+        ({"request_id": 7}, "request_id must be a non-empty string, got 7"),
+        ({"priority": "high"}, "priority must be an integer, got 'high'"),
+        ({"priority": True}, "priority must be an integer, got True"),
+        ({"priority": 1.0}, "priority must be an integer, got 1.0"),
+        ({"cache_salt": 1}, "cache_salt must be"),
+        ({"reuse": "some"}, "reuse"),
+    ],
+)
+def test_a_bad_argument_is_named(engine, options, message):
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        run(stream(engine, **{"prompt": user("a")} | options))
+    assert not isinstance(caught.value, RequestError)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        (user("w " * 600), GREEDY, r"must fit in max_model_len = 512 tokens"),
+        (user("a", b"%!PS-Adobe-3.0"), GREEDY, r"images\[0\] must be an image that Pillow can read"),
+        ([], GREEDY, "conversation"),
+        ([{"role": "robot", "content": "x"}], GREEDY, r"messages\[0\] must have the role"),
+        ("\ud800", GREEDY, "must be text"),
+        (b"bytes", GREEDY, "conversation"),
+        ([user("a"), user("b")], GREEDY, "conversation"),
+    ],
+)
+def test_a_wrong_request_is_told(engine, prompt, params, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        run(stream(engine, prompt, params))
+    assert caught.value.errors.keys() == {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_waiting": 0}, "max_waiting must be a positive integer, got 0"),
+        ({"max_waiting": True}, "max_waiting must be a positive integer, got True"),
+        ({"max_waiting": 2.0}, "max_waiting must be a positive integer, got 2.0"),
+        ({"when_full": "drop"}, 'when_full must be "wait" or "raise", got \'drop\''),
+        ({"max_rows": 0}, "max_rows must be a positive integer, got 0"),
+    ],
+)
+def test_a_bad_option_is_named_before_anything_is_read(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        AsyncLLM("no/such/model", **options)
+
+
+def test_a_request_id_stands_for_one_request_at_a_time(engine, slow):
+    async def ask():
+        mine = engine.generate(user("a"), LONG, "mine")
+        await first(mine)
+        with pytest.raises(ValueError, match=r"^request_id must not be that of a request under way, got 'mine'"):
+            await last(engine, user("b"), request_id="mine")
+        await engine.abort("mine")
+        [*_, output] = [output async for output in mine]
+        assert (output.request_id, output.outputs[0].finish_reason) == ("mine", "abort")
+        # It is free again, and the abort is over.
+        return await last(engine, user("b"), request_id="mine")
+
+    output = run(ask())
+    assert output.request_id == "mine"
+    assert output.outputs[0].finish_reason == "length"
+
+
+# --- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_while_it_runs(engine, slow, pictures):
+    async def ask():
+        outputs = []
+        async for output in engine.generate(user("a", pictures[0]), LONG, "x"):
+            outputs.append(output)
+            if len(outputs) == 3:
+                await engine.abort("x")
+                await engine.abort("x")
+        return outputs
+
+    outputs = run(ask())
+    assert_streams(outputs)
+    [answer] = outputs[-1].outputs
+    assert answer.finish_reason == "abort"
+    assert answer.token_ids
+    assert len(answer.token_ids) < 100
+    assert answer.token_ids == chat(engine, user("a", pictures[0]), LONG).outputs[0].token_ids[: len(answer.token_ids)]
+
+
+def test_an_abort_while_it_waits_for_a_lane(engine, slow, pictures):
+    async def ask():
+        others = [engine.generate(user(text), LONG) for text in "ab"]
+        for other in others:
+            await first(other)
+        task = asyncio.create_task(last(engine, user("c", pictures[0]), LONG, "x"))
+        await becomes(lambda: engine.stats().waiting == 1)
+        await engine.abort("x")
+        output = await task
+        assert engine.stats().running == 2
+        for other in others:
+            await other.aclose()
+        return output
+
+    [answer] = run(ask()).outputs
+    assert (answer.finish_reason, answer.token_ids, answer.text) == ("abort", (), "")
+    # Nothing of it has been served.
+    again = chat(engine, user("c", pictures[0]))
+    assert again.cache.images[0].match == "miss"
+    assert not again.cache.request_known
+
+
+def test_an_abort_before_it_has_arrived(engine, pictures, slow_decoder):
+    begun, go_on = slow_decoder
+
+    async def ask():
+        task = asyncio.create_task(last(engine, user("a", pictures[0]), LONG, "x"))
+        assert await asyncio.to_thread(begun.wait, WITHIN)
+        await engine.abort("x")
+        go_on.set()
+        return await task
+
+    [answer] = run(ask()).outputs
+    assert answer.finish_reason == "abort"
+    assert len(answer.token_ids) < 300
+
+
+def test_an_abort_while_it_waits_for_room(engine, slow, monkeypatch):
+    monkeypatch.setattr(engine, "_room", async_llm._Room(1, raises=False))
+
+    async def ask():
+        running = engine.generate(user("a"), LONG)
+        await first(running)
+        task = asyncio.create_task(last(engine, user("b"), LONG, "x"))
+        await asyncio.sleep(0)
+        await engine.abort("x")
+        await running.aclose()
+        return await task
+
+    [answer] = run(ask()).outputs
+    assert (answer.finish_reason, answer.token_ids) == ("abort", ())
+
+
+def test_an_abort_of_nobody_is_none(engine):
+    async def ask():
+        await engine.abort("nobody")
+        output = await last(engine, user("a"), request_id="nobody")
+        await engine.abort("nobody")
+        return output
+
+    assert run(ask()).outputs[0].finish_reason == "length"
+
+
+def test_an_abort_of_several_answers_keeps_those_that_have_ended(engine, slow):
+    async def ask():
+        outputs = []
+        params = SamplingParams(**LETTERS | {"max_tokens": 200}, seed=3, n=2)
+        async for output in engine.generate(user("a"), params, "x"):
+            outputs.append(output)
+            if len(outputs) == 4:
+                await engine.abort("x")
+        return outputs
+
+    outputs = run(ask())
+    assert_streams(outputs)
+    assert [answer.finish_reason for answer in outputs[-1].outputs] == ["abort"] * 2
+
+
+def test_others_link_what_an_aborted_request_computes(engine, slow, pictures):
+    """They count on its record, so its prompt is computed to the end."""
+    shown = user("a", pictures[0])
+    [*expected] = [chat(engine, user("a", pictures[0], more)) for more in "xyz"]
+    engine._llm.reset_mm_cache()
+
+    async def ask():
+        busy = [engine.generate(user(text), LONG) for text in "ab"]
+        for other in busy:
+            await first(other)  # both lanes are taken, so that all of these wait
+        donor = asyncio.create_task(last(engine, user("a", pictures[0], "x"), request_id="donor"))
+        await becomes(lambda: engine.stats().waiting == 1)
+        others = []
+        for count, more in enumerate("yz", 2):
+            others.append(asyncio.create_task(last(engine, user("a", pictures[0], more))))
+            await becomes(lambda count=count: engine.stats().waiting == count)
+        await engine.abort("donor")
+        for other in busy:
+            await other.aclose()
+        return await donor, await asyncio.gather(*others)
+
+    donor, others = run(ask())
+    assert donor.outputs[0].finish_reason == "abort"
+    for output, one in zip(others, expected[1:], strict=True):
+        assert tokens(output) == tokens(one)
+        assert output.cache.images[0].match == "exact"
+        assert output.cache.images[0].why is None
+        assert output.cache.images[0].recomputed == one.cache.images[0].recomputed
+    assert chat(engine, shown).cache.images[0].match == "exact"
+
+
+# --- consumers that go away -------------------------------------------------------------------------------------------
+
+
+def test_who_breaks_out_of_the_loop_aborts(engine, slow, pictures):
+    async def ask():
+        async for output in engine.generate(user("a", pictures[0]), LONG):
+            assert not output.finished
+            break
+        await becomes(lambda: engine.stats().running == 0)
+        return engine.stats().generated_tokens
+
+    before = engine.stats().generated_tokens
+    assert run(ask()) - before < 100
+
+
+def test_who_returns_with_the_last_output_leaves_nothing(engine):
+    async def ask():
+        async for output in engine.generate(user("a"), GREEDY, "x"):
+            if output.finished:
+                break
+        await asyncio.sleep(0.05)
+        return await last(engine, user("a"), request_id="x")
+
+    assert run(ask()).finished
+
+
+def test_an_error_of_the_consumer_aborts(engine, slow):
+    async def ask():
+        async for _ in engine.generate(user("a"), LONG):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(ask())
+
+
+def test_what_an_event_loop_leaves_running_ends_with_it(engine, slow):
+    kept = []
+
+    async def ask():
+        kept.extend(engine.generate(user(text), LONG) for text in "ab")
+        for one in kept:
+            await first(one)
+
+    asyncio.run(ask())
+
+
+def test_a_cancelled_task_aborts(engine, slow, pictures):
+    async def ask():
+        tasks = [asyncio.create_task(last(engine, user(text, pictures[0]), LONG)) for text in "abcd"]
+        await becomes(lambda: engine.stats().running == 2 and engine.stats().waiting == 2)
+        for task in tasks[1:]:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[1]
+        await becomes(lambda: engine.stats().running == 1 and engine.stats().waiting == 0)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert all(isinstance(one, asyncio.CancelledError) for one in run(ask()))
+
+
+@pytest.mark.parametrize("loop_ends", [False, True])
+def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_decoder, loop_ends):
+    """It arrives all the same, though nobody waits for it, and maybe its event loop is gone."""
+    begun, go_on = slow_decoder
+    before = engine.stats().generated_tokens
+
+    async def ask():
+        task = asyncio.create_task(last(engine, user("a", pictures[0]), LONG))
+        assert await asyncio.to_thread(begun.wait, WITHIN)
+        if loop_ends:
+            return
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert not engine._jobs
+        go_on.set()
+        await becomes(lambda: not any(thread._work_queue.qsize() for thread in [engine._threads]))
+
+    arriving = threading.Event()
+    arrive = engine._llm._caller.arrive
+
+    def noted(*given):
+        try:
+            return arrive(*given)
+        finally:
+            arriving.set()
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(engine._llm._caller, "arrive", noted)
+        run(ask())
+        go_on.set()
+        assert arriving.wait(WITHIN)
+    assert_clean(engine)
+    assert engine.stats().generated_tokens - before < 300
+
+
+def test_a_task_cancelled_before_a_thread_takes_it(engine, pictures, slow_decoder, monkeypatch):
+    begun, go_on = slow_decoder
+    monkeypatch.setattr(engine, "_threads", ThreadPoolExecutor(1))
+
+    async def ask():
+        slow = asyncio.create_task(last(engine, user("a", pictures[0])))
+        assert await asyncio.to_thread(begun.wait, WITHIN)
+        task = asyncio.create_task(last(engine, user("b")))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        return await slow
+
+    before = engine.stats().generated_tokens
+    assert run(ask()).finished
+    engine._threads.shutdown()
+    assert engine.stats().generated_tokens - before == GREEDY.max_tokens
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_event_loop_that_is_closed_does_not_end_the_engine(engine, slow, caplog):
+    events = asyncio.new_event_loop()
+    gone = engine.generate(user("a"), LONG)
+    events.run_until_complete(first(gone))
+    events.close()  # nobody has told the engine
+    assert eventually(lambda: engine.stats().running == 0)
+    assert "a listener failed; its request is aborted" in caplog.text
+    assert tokens(run(last(engine, user("b")))) == tokens(chat(engine, user("b")))
+    run(gone.aclose())  # nobody but its owner can
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def under_way(engine, monkeypatch):
+    """The most requests that have been under way together."""
+    most = [0]
+    arrive = engine._llm._caller.arrive
+    end = engine._llm._caller.end
+    lock, jobs = threading.Lock(), set()
+
+    def arrived(*given):
+        job = arrive(*given)
+        with lock:
+            jobs.add(job)
+            most[0] = max(most[0], len(jobs))
+        return job
+
+    def ended(job):
+        with lock:
+            jobs.discard(job)
+        end(job)
+
+    monkeypatch.setattr(engine._llm._caller, "arrive", arrived)
+    monkeypatch.setattr(engine._llm._caller, "end", ended)
+    return most
+
+
+def test_a_full_queue_lets_wait_in_order(engine, under_way, monkeypatch):
+    monkeypatch.setattr(engine, "_room", async_llm._Room(3, raises=False))
+    expected = {text: tokens(chat(engine, user(text))) for text in "abcdefghij"}
+    ended = []
+
+    async def ask(text):
+        output = await last(engine, user(text))
+        ended.append(text)
+        return tokens(output)
+
+    assert run(*map(ask, expected)) == [*expected.values()]
+    assert under_way == [3]
+    # Three run at most; who came three places earlier has ended before.
+    assert all(ended.index(a) - i < 4 for i, a in enumerate(expected))
+
+
+def test_who_breaks_gives_way_only_when_its_request_has_ended(engine, under_way, slow, monkeypatch):
+    monkeypatch.setattr(engine, "_room", async_llm._Room(2, raises=False))
+
+    async def ask(text):
+        async for _ in engine.generate(user(text), LONG):
+            break
+
+    run(*map(ask, "abcdefgh"))
+    assert under_way == [2]
+
+
+def test_who_waits_for_room_may_leave(engine, slow, monkeypatch):
+    monkeypatch.setattr(engine, "_room", async_llm._Room(1, raises=False))
+
+    async def ask():
+        running = engine.generate(user("a"), LONG)
+        await first(running)
+        tasks = [asyncio.create_task(last(engine, user(text))) for text in "bcd"]
+        await asyncio.sleep(0.01)
+        tasks[1].cancel()
+        await asyncio.sleep(0.01)
+        await running.aclose()
+        tasks[0].cancel()  # in the moment in which it is let in
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    left, cancelled, served = run(ask())
+    assert isinstance(left, asyncio.CancelledError)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert served.finished
+
+
+def test_a_full_queue_raises_if_it_is_to(engine, slow, monkeypatch):
+    monkeypatch.setattr(engine, "_room", async_llm._Room(2, raises=True))
+    expected = tokens(chat(engine, user("d")))
+
+    async def ask():
+        running = [engine.generate(user(text), LONG) for text in "ab"]
+        for one in running:
+            await first(one)
+        for _ in range(3):
+            with pytest.raises(QueueFullError, match="max_waiting = 2 requests"):
+                await last(engine, user("c"), request_id="c")
+        for one in running:
+            await one.aclose()
+        return await last(engine, user("d"), request_id="c")
+
+    assert tokens(run(ask())) == expected
+
+
+def test_options_of_the_queue(open_engine):
+    engine = open_engine(max_waiting=1, when_full="raise")
+
+    async def ask(text):
+        return await last(engine, user(text))
+
+    async def together():
+        return await asyncio.gather(ask("a"), ask("b"), return_exceptions=True)
+
+    found = run(together())
+    assert found[0].finished
+    assert isinstance(found[1], QueueFullError)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
+def test_room_that_nobody_takes_any_more_goes_to_the_next(engine, slow, monkeypatch):
+    """One who waits for it has lost its event loop."""
+    room = async_llm._Room(1, raises=False)
+    monkeypatch.setattr(engine, "_room", room)
+    events = asyncio.new_event_loop()
+
+    async def ask():
+        running = engine.generate(user("a"), LONG)
+        await first(running)
+        lost = events.create_task(room.enter())
+        await asyncio.to_thread(lambda: (events.call_later(0.02, events.stop), events.run_forever(), events.close()))
+        task = asyncio.create_task(last(engine, user("b")))
+        await asyncio.sleep(0.01)
+        assert len(room._waiting) == 2
+        await running.aclose()
+        lost._log_destroy_pending = False
+        return await task
+
+    assert run(ask()).finished
+
+
+def test_lower_numbers_come_first(engine, slow):
+    order = []
+
+    async def ask():
+        busy = [engine.generate(user(text), LONG) for text in "ab"]
+        for other in busy:
+            await first(other)
+
+        async def one(priority):
+            output = await last(engine, user(f"p{priority}"), priority=priority)
+            order.append(priority)
+            return output
+
+        tasks = []
+        for count, priority in enumerate([5, 0, 3, -2, 1], 1):
+            tasks.append(asyncio.create_task(one(priority)))
+            await becomes(lambda count=count: engine.stats().waiting == count)
+        for other in busy:
+            await other.aclose()
+        return await asyncio.gather(*tasks)
+
+    by_wave = sorted(run(ask()), key=lambda output: output.metrics.wave)
+    assert [output.metrics.wave for output in by_wave] == sorted(output.metrics.wave for output in by_wave)
+    # Two lanes: the last of a pair may be the first to end.
+    assert [set(order[:2]), set(order[2:4]), order[4]] == [{-2, 0}, {1, 3}, 5]
+
+
+# --- errors and closing -----------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_engine_ends_what_runs_and_only_that(engine, slow, pictures, monkeypatch):
+    prompts = [user("a", pictures[0]), user("b"), user("c"), user("d", pictures[1])]
+    expected = [tokens(chat(engine, prompt, MEDIUM)) for prompt in prompts]
+    engine._llm.reset_mm_cache()
+
+    async def ask():
+        running = [engine.generate(prompt, MEDIUM) for prompt in prompts[:2]]
+        for one in running:
+            await first(one)
+        waiting = [asyncio.create_task(last(engine, prompt, MEDIUM)) for prompt in prompts[2:]]
+        await becomes(lambda: engine.stats().waiting == 2)
+        work, failed = engine._llm._runner._run, []
+
+        def broken(key, *given):
+            if not failed:
+                failed.append(key)
+                raise OSError("the device is gone")
+            return work(key, *given)
+
+        with monkeypatch.context() as context:
+            context.setattr(engine._llm._runner, "_run", broken)
+            for one in running:
+                with pytest.raises(RuntimeError, match=r"^the device is gone$") as caught:
+                    async for _ in one:
+                        pass
+                assert isinstance(caught.value.__cause__, OSError)
+            return [tokens(output) for output in await asyncio.gather(*waiting)]
+
+    assert run(ask()) == expected[2:]
+    assert [tokens(run(last(engine, prompt, MEDIUM))) for prompt in prompts] == expected
+
+
+def test_closing_ends_everything(open_engine, pictures, slow_decoder):
+    engine = open_engine(max_waiting=5)
+    begun, go_on = slow_decoder
+    window = engine._llm._runner.window
+    engine._llm._runner.window = lambda *given: (time.sleep(0.01), window(*given))[1]
+
+    async def ask():
+        running = [asyncio.create_task(last(engine, user(text), LONG)) for text in "ab"]
+        await becomes(lambda: engine.stats().running == 2)
+        waiting = asyncio.create_task(last(engine, user("c"), LONG))
+        await becomes(lambda: engine.stats().waiting == 1)
+        decoding = asyncio.create_task(last(engine, user("d", pictures[0]), LONG))
+        assert await asyncio.to_thread(begun.wait, WITHIN)
+        no_room = [asyncio.create_task(last(engine, user(text), LONG)) for text in "efghij"]
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await closing
+        await engine.close()
+        return await asyncio.gather(*running, waiting, decoding, *no_room, return_exceptions=True)
+
+    found = run(ask())
+    assert [(type(one), str(one)) for one in found] == [(RuntimeError, "this LLM is closed")] * len(found)
+    with pytest.raises(RuntimeError, match=CLOSED):
+        run(stream(engine, user("a")))
+    with pytest.raises(RuntimeError, match=CLOSED):
+        engine.stats()
+    assert not engine._jobs
+    assert not engine._room._used
+
+
+async def last_of(outputs):
+    return [output async for output in outputs][-1]
+
+
+def test_closing_twice_at_once(open_engine):
+    engine = open_engine()
+
+    async def ask():
+        async with engine:
+            outputs = engine.generate(user("a"), LONG)
+            await anext(outputs)
+            await asyncio.gather(*(engine.close() for _ in range(4)))
+        with pytest.raises(RuntimeError, match=CLOSED):
+            await last_of(outputs)
+
+    run(ask())
+
+
+@pytest.mark.parametrize("serves", ["stream", "chat"])
+def test_closing_between_arrival_and_begin(open_engine, serves):
+    """What has been submitted, and has not begun, is ended too."""
+    engine = open_engine(closes=False)  # which would hang where this fails
+    begin, closed = engine._llm._loop.begin, []
+
+    def close_first():
+        if not closed:
+            closed.append(True)
+            closing = threading.Thread(target=engine._llm.close)
+            closing.start()
+            closing.join(WITHIN)
+        begin()
+
+    engine._llm._loop.begin = close_first
+    found = []
+
+    def ask():
+        try:
+            found.append(run(last(engine, user("a"))) if serves == "stream" else chat(engine, user("a")))
+        except BaseException as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(5)
+    assert [str(one) for one in found] == ["this LLM is closed"]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_several_event_loops(engine, pictures):
+    prompts = [user(f"{i}", *pictures[i % 3 : i % 3 + i % 2]) for i in range(8)]
+    expected = [tokens(chat(engine, prompt)) for prompt in prompts]
+    engine._llm.reset_mm_cache()
+    with ThreadPoolExecutor(2) as threads:
+        halves = threads.map(lambda own: run(*(last(engine, prompt) for prompt in own)), (prompts[::2], prompts[1::2]))
+        found = [[tokens(output) for output in half] for half in halves]
+    assert found == [expected[::2], expected[1::2]]
+
+
+def test_a_full_queue_over_several_event_loops(engine, under_way, monkeypatch):
+    monkeypatch.setattr(engine, "_room", async_llm._Room(2, raises=False))
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda name: run(*(last(engine, user(f"{name}{i}")) for i in range(4))), "abc")
+        assert all(output.finished for outputs in found for output in outputs)
+    assert under_way == [2]
+
+
+def test_an_id_is_aborted_from_another_event_loop(engine, slow):
+    def abort():
+        assert eventually(lambda: engine.stats().running == 1)
+        run(engine.abort("x"))
+
+    with ThreadPoolExecutor(1) as threads:
+        aborting = threads.submit(abort)
+        output = run(last(engine, user("a"), LONG, "x"))
+        aborting.result()
+    assert output.outputs[0].finish_reason == "abort"
+
+
+def test_calls_from_many_threads_are_as_one_by_one(engine, pictures):
+    calls = [[user(f"{i}"), user(f"{i}", pictures[i % 4])] for i in range(16)]
+    chatting = engine._llm.chat
+    expected = [list(map(tokens, chatting(call, GREEDY, use_tqdm=False))) for call in calls]
+    engine._llm.reset_mm_cache()
+    with ThreadPoolExecutor(16) as threads:
+        found = [
+            list(map(tokens, outputs))
+            for outputs in threads.map(lambda call: chatting(call, GREEDY, use_tqdm=False), calls)
+        ]
+    assert found == expected
+
+
+def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
+    """What is compiled ahead is found from them; a server has more of them than memory."""
+    ahead = engine._llm._ahead
+    monkeypatch.setattr(ahead, "_stopped", False)
+    monkeypatch.setattr(ahead._programs, "program", lambda key: None)  # which programs does not matter
+    for seed in range(12):
+        run(last(engine, user("a", textured_image(64, 64, 100 + seed))))
+    ahead.wait()
+    kept = sum(len(sequences) for _, sequences in ahead._answered)
+    ahead._answered.clear()
+    assert kept <= 2 * LADDER.max_sequences
+
+
+@pytest.mark.ladder
+@pytest.mark.parametrize("seed", range(30))
+def test_random_arrivals_and_ends(engine, slow, pictures, seed):
+    """Whoever is not aborted gets what it gets alone; whoever is gets its beginning."""
+    import random
+
+    rng = random.Random(seed)
+    asked = [
+        (
+            user(f"{seed}-{i}", *rng.sample(pictures, rng.choice([0, 1, 1, 2]))),
+            SamplingParams(**LETTERS | {"max_tokens": rng.randint(1, 60)}, seed=i, n=rng.choice([1, 1, 2])),
+            rng.choice(["stay", "stay", "stay", "abort", "cancel", "break"]),
+            rng.random() * 0.2,
+            rng.randint(-1, 1),
+        )
+        for i in range(14)
+    ]
+    expected = [chat(engine, prompt, params) for prompt, params, *_ in asked]
+    engine._llm.reset_mm_cache()
+
+    async def one(i, prompt, params, end, delay, priority):
+        await asyncio.sleep(delay)
+
+        async def read():
+            outputs = []
+            async for output in engine.generate(prompt, params, f"{i}", priority=priority):
+                outputs.append(output)
+                if end == "break" and len(outputs) == 2:
+                    break
+            return outputs
+
+        task = asyncio.create_task(read())
+        if end in ("abort", "cancel"):
+            await asyncio.sleep(delay)
+            await (engine.abort(f"{i}") if end == "abort" else asyncio.sleep(0, task.cancel()))
+        return await task
+
+    async def everyone():
+        return await asyncio.gather(*(one(i, *given) for i, given in enumerate(asked)), return_exceptions=True)
+
+    for found, whole, (_, _, end, *_) in zip(run(everyone()), expected, asked, strict=True):
+        if isinstance(found, asyncio.CancelledError):
+            assert end == "cancel"
+            continue
+        for mine, its in zip(tokens(found[-1]), tokens(whole), strict=True):
+            assert mine == its if end == "stay" else mine == its[: len(mine)]

@@ -1,0 +1,996 @@
+"""The step loop against requests one by one: random arrivals, aborts, tiny pools, fences, and what a pass may cost.
+
+Most tests drive the passes by hand, so that a seed says what happens; some leave that to the engine's own thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.engine import engine as engine_module
+from vlcache_jax.engine.linker import Hold
+from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.reuse.policies import Spread
+from vlcache_jax.reuse.schedule import Schedule
+
+LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256), sequences=(1, 2, 4))
+SHORT_STEPS = dataclasses.replace(LADDER, rows=(16, 96))
+PLENTY = 1 << 28  # bytes
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def open_llm(directory, **changes):
+    settings = {"ladder": LADDER, "max_model_len": 4 * PAGE, "kv_cache_bytes": 2**24, "use_tqdm": False}
+    llm = LLM(directory, **settings | changes)
+    llm._ahead.stop()  # it compiles what these tests may never need
+    return llm
+
+
+def user(*parts):
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def spoil(llm, monkeypatch):
+    """Fills pages with NaN when they become free. (V must be finite: a flaw is carried by K.)"""
+    give_back = llm._pages._give_back
+
+    def spoiled(page):
+        give_back(page)
+        slots = slice(page.number * PAGE, (page.number + 1) * PAGE)
+        for layer in llm._runner._pool or ():
+            layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
+
+    monkeypatch.setattr(llm._pages, "_give_back", spoiled)
+
+
+def renew(llm, host_bytes=PLENTY, pages=None):
+    """An empty cache of another size, and an empty pool of other pages; programs stay as they are."""
+    llm.reset_mm_cache()
+    llm._pages.count = llm._runner.num_slots // PAGE - 1 if pages is None else pages
+    llm._pages.reset()
+    llm._store.tier.capacity = host_bytes
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoints):
+    return checkpoints("qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def engine(directory):
+    with open_llm(directory) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def short_steps(directory):
+    """Prompts take several steps."""
+    with open_llm(directory, ladder=SHORT_STEPS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def reference(directory, engine):
+    """Runs requests one by one; it shares nothing but compiled programs."""
+    with open_llm(directory) as llm:
+        llm._runner.programs = engine._runner.programs
+        llm._runner._run = engine._runner._run
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def pictures(textured_image):
+    return [textured_image(*size, i) for i, size in enumerate([(70, 100), (150, 110), (100, 190), (150, 210)])]
+
+
+@dataclasses.dataclass
+class Asked:
+    """A request of a run.
+
+    Attributes:
+      end_after: tokens after which it is aborted, 0: at once; None: it is not.
+    """
+
+    conversation: list
+    params: SamplingParams
+    policy: object
+    priority: int = 0
+    end_after: int | None = None
+
+
+class Driver:
+    """Hands requests to an engine and, unless that has its own thread, runs its passes."""
+
+    def __init__(self, llm, by_hand=True):
+        self.llm, self.by_hand = llm, by_hand
+
+    def arrive(self, asked, heard=None):
+        call = self.llm._call(
+            "conversation", [asked.conversation], self.llm._renderer.from_conversation, asked.policy, None, "return",
+            asked.priority,
+        )  # fmt: skip
+
+        def listen(job):
+            if asked.end_after is not None and any(len(one.generated) >= asked.end_after for one in job.sequences):
+                self.abort(job)
+            if heard is not None:
+                heard(job)
+
+        begin = self.llm._loop.begin
+        if self.by_hand:
+            self.llm._loop.begin = lambda: None
+        try:
+            job = self.llm._caller.arrive(call, asked.params, listen)
+        finally:
+            self.llm._loop.begin = begin
+        return job
+
+    @staticmethod
+    def abort(job):
+        for sequence in job.sequences:
+            sequence.is_aborted = True
+
+    def step(self):
+        """One pass; whether there was anything to do."""
+        loop, engine = self.llm._loop, self.llm._engine
+        arriving, loop._arriving = loop._arriving, []
+        for sequence in arriving:
+            engine.add(sequence)
+        if engine.is_idle:
+            return False
+        engine.step()
+        return True
+
+    def finish(self):
+        """Runs everything that has arrived."""
+        if self.by_hand:
+            while self.step():
+                pass
+        else:
+            self.llm._loop.wait()
+
+    def output(self, job):
+        """What a job that has ended came to."""
+        output = self.llm._caller.reporter.output(job.linked, job.sequences)
+        self.llm._caller.end(job)
+        return output
+
+
+def random_text(rng):
+    words = ["what", "is", "this", "and", "that", "or", "a", "dog", "in", "the", "shade", "of", "trees"]
+    return " ".join(rng.choice(words, int(rng.choice([1, 3, 8, 12]))))
+
+
+STARTS = ("Look: ", "The quick brown fox jumps over the lazy dog, and then it rests for a while in the shade. " * 2)
+SCHEDULE = Spread(schedule=Schedule((9, 5, 3, 2), "any", "any", allow_other_model=True))
+
+
+def random_requests(rng, pictures, policies, count, most):
+    """Some ask what was asked before, and some go on from there."""
+    asked, requests = [], []
+    for _ in range(count):
+        parts = random_parts(rng, pictures)
+        if asked and rng.random() < 0.45:
+            parts = asked[rng.integers(len(asked))]
+            if len(parts) <= 3 and rng.random() < 0.3:
+                parts = [*parts, random_text(rng)]
+        asked.append(parts)
+        requests.append(Asked(user(*parts), random_params(rng, most), policies[rng.integers(len(policies))]))
+    return requests
+
+
+def random_parts(rng, pictures):
+    parts = [STARTS[rng.integers(2)]] if rng.random() < 0.6 else [random_text(rng)]
+    for _ in range(rng.choice(3, p=[0.25, 0.5, 0.25])):
+        parts.append(pictures[rng.integers(len(pictures))])
+        if rng.random() < 0.5:
+            parts.append(random_text(rng))
+    if rng.random() < 0.7:
+        parts.append("?" if rng.random() < 0.5 else random_text(rng))
+    return parts
+
+
+def random_params(rng, most):
+    count = int(rng.integers(1, most + 1))
+    changes = {}
+    if rng.random() < 0.25:
+        changes = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+    if rng.random() < 0.3:
+        changes["stop"] = [chr(c) for c in rng.choice(range(32, 127), 12)]
+        changes["include_stop_str_in_output"] = bool(rng.integers(2))
+    if rng.random() < 0.3:
+        changes["min_tokens"] = int(rng.integers(1, count + 1))
+    if rng.random() < 0.3:
+        changes["logprobs"] = 2
+    return SamplingParams(
+        temperature=float(rng.integers(2)), seed=int(rng.integers(1000)), max_tokens=count,
+        n=int(rng.choice([1, 1, 1, 2])), ignore_eos=bool(rng.integers(2)), **changes,
+    )  # fmt: skip
+
+
+def image_report(image, is_short):
+    """Where the cache is too small for an image's record, only pages say whether it is computed once more."""
+    if is_short and image.match != "approximate":
+        return image.key, "exact or computed"
+    return image.key, image.match, image.recomputed, image.why
+
+
+def answers(output):
+    return [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in output.outputs]
+
+
+def report(output, memory):
+    """What must be as one by one, whatever the timing; memory for records may be "short"."""
+    told = [answers(output), output.error, output.cache.exact, output.cache.policy]
+    told.append([image_report(image, memory == "short") for image in output.cache.images])
+    return told
+
+
+def assert_same_work(got, expected):
+    """Where memory was plenty. Of pages that are almost alike the eldest is taken, and who is that may differ."""
+    assert abs(got.num_cached_tokens - expected.num_cached_tokens) <= PAGE // 4
+    if got.num_cached_tokens == expected.num_cached_tokens:
+        assert got.cache.rows == expected.cache.rows
+        for mine, its in zip(got.cache.images, expected.cache.images, strict=True):
+            assert (mine.kv, mine.encoder) == (its.kv, its.encoder)
+
+
+def assert_same_logprobs(got, expected):
+    for mine, its in zip(got.outputs, expected.outputs, strict=True):
+        pairs = [[p.chosen for p in one.logprobs or ()] for one in (mine, its)]
+        np.testing.assert_allclose(*pairs, atol=3e-5, rtol=0)
+
+
+def one_by_one(llm, requests, host_bytes):
+    renew(llm, host_bytes)
+    driver, outputs = Driver(llm), []
+    for asked in requests:
+        job = driver.arrive(dataclasses.replace(asked, end_after=None))
+        driver.finish()
+        outputs.append(driver.output(job))
+    return outputs
+
+
+class Fences:
+    """Watches memory that programs read and that is not the pool.
+
+    Numpy arguments must stay as they are until the engine is idle; a record that nobody uses any more and that has
+    lost its place is filled with NaN.
+
+    Attributes:
+      early: records that were released while a launch that reads them was unread.
+      spoiled: records that were filled with NaN.
+    """
+
+    def __init__(self, llm, monkeypatch):
+        self.early = self.spoiled = self.arrays = 0
+        self._llm = llm
+        self._given = []
+        self._users = collections.Counter()
+        self._reading = {}  # where a record's memory begins -> number of the results that follow its last launch
+        run, put = llm._runner._run, llm._runner.put
+        stage = llm._runner.stage
+        device_put = jax.device_put
+        init, leave, removed = Hold.__init__, Hold.leave, llm._store.tier._removed
+
+        def noted_run(key, *args):
+            self._keep(args)
+            return run(key, *args)
+
+        def noted_device_put(x, *args, **options):
+            if not options.get("may_alias"):  # records are watched by themselves
+                self._keep(x)
+            return device_put(x, *args, **options)
+
+        def noted_put(data):
+            self._read(data)
+            return put(data)
+
+        def noted_stage(rows, place):
+            if isinstance(rows, np.ndarray):
+                self._read(rows)
+            return stage(rows, place)
+
+        def noted_init(hold, store, handles, made, new_request):
+            init(hold, store, handles, made, new_request)
+            hold.records = {*made, *(record for handle in handles for record in handle._records)}
+            self._users.update(hold.records)
+
+        def noted_leave(hold, **options):
+            leave(hold, **options)
+            if not hold._users:
+                records, hold.records = hold.records, set()
+                self._users.subtract(records)
+                for record in records:
+                    self._released(record)
+
+        def noted_removed(record, why):
+            removed(record, why)
+            self._gone(record)
+
+        monkeypatch.setattr(llm._runner, "_run", noted_run)
+        monkeypatch.setattr(llm._runner, "put", noted_put)
+        monkeypatch.setattr(llm._runner, "stage", noted_stage)
+        monkeypatch.setattr(jax, "device_put", noted_device_put)
+        monkeypatch.setattr(Hold, "__init__", noted_init)
+        monkeypatch.setattr(Hold, "leave", noted_leave)
+        monkeypatch.setattr(llm._store.tier, "_removed", noted_removed)
+
+    def check(self):
+        """The engine is idle."""
+        for array, copy in self._given:
+            np.testing.assert_array_equal(array, copy)
+        self.arrays += len(self._given)
+        self._given.clear()
+        assert self.early == 0
+
+    def _keep(self, args):
+        for leaf in jax.tree.leaves(args):
+            # Records are lent by tiers and may be evicted and spoiled later; `_read` watches them.
+            if isinstance(leaf, np.ndarray) and self._place(leaf) not in self._reading:
+                self._given.append((leaf, leaf.copy()))
+
+    @staticmethod
+    def _place(array):
+        return array.ctypes.data
+
+    def _read(self, data):
+        self._reading[self._place(data)] = self._llm._engine._launched + 1
+
+    def _released(self, record):
+        if self._users[record] or "data" not in record.__dict__:
+            return
+        self.early += self._reading.get(self._place(record.data), 0) > self._llm._engine._read
+        self._gone(record)
+
+    def _gone(self, record):
+        """It is spoiled if nobody is to read it any more. What is still to be filled is whole afterwards, but lost."""
+        is_placed = self._llm._store.tier.get(record.meta.name) is record
+        if not (self._users[record] or is_placed) and record.is_settled and "data" in record.__dict__:
+            self._reading.pop(self._place(record.data), None)
+            record.data[...] = np.nan
+            self.spoiled += 1
+
+
+POLICIES = ["off", "exact", "exact", "0.3", "shift-0.2", "cacheblend-0.2", SCHEDULE]
+
+
+EVERY_TIME = {1, 3, 121}  # 121: all results are read early, as pages run out with a step under way
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed in EVERY_TIME else pytest.param(seed, marks=pytest.mark.ladder) for seed in range(300)]
+)
+def test_together_as_one_by_one(request, engine, reference, pictures, monkeypatch, seed):
+    rng = np.random.default_rng(seed)
+    kind = ("plain", "tiny", "aborts", "tiny", "thread", "small cache")[seed % 6]
+    llm, policies = engine, POLICIES
+    if seed // 6 % 3 == 2:
+        llm = request.getfixturevalue("short_steps")
+        policies = [policy for policy in POLICIES if policy != "cacheblend-0.2"]  # all of its rows stand in one step
+    if kind == "aborts" and rng.random() < 0.5:
+        policies = policies[:3]
+    is_plain = kind == "plain"
+    count = int(rng.integers(5, 12))
+    requests = random_requests(rng, pictures, policies, count, 20)
+    host_bytes = (
+        int(rng.choice([0, 10**5, 4 * 10**5, 10**6])) if kind == "small cache" or rng.random() < 0.2 else PLENTY
+    )
+    if kind in ("plain", "aborts"):
+        host_bytes = PLENTY
+    pages = None if is_plain else int(rng.integers(4, 10))
+    if kind == "tiny":
+        requests = [dataclasses.replace(one, priority=int(rng.integers(2))) for one in requests]
+        for one in requests[::2]:  # they outgrow the pool together
+            one.params = dataclasses.replace(one.params, max_tokens=250, ignore_eos=True, stop=())
+    aborted = [int(i) for i in rng.choice(count, 2, replace=False)] if kind in ("aborts", "thread") else []
+    if host_bytes < PLENTY:
+        aborted = []  # what an aborted request displaced is gone, but what it computed may never come
+    for i in aborted:
+        requests[i].end_after = int(rng.choice([0, 0, 1, 5]))
+
+    renew(llm, host_bytes, pages)
+    with monkeypatch.context() as context:
+        spoil(llm, context)
+        fences = Fences(llm, context)
+        before = llm.stats()
+        driver = Driver(llm, by_hand=kind != "thread")
+        jobs, i = [], 0
+        while i < count:
+            for asked in requests[i : i + int(rng.integers(1, 5))]:
+                jobs.append(driver.arrive(asked))
+                i += 1
+            if driver.by_hand:
+                for _ in range(int(rng.choice([0, 1, 2, 5, 12]))):
+                    driver.step()
+            else:
+                time.sleep(float(rng.choice([0, 0.002, 0.02])))
+            # Those that end after no token at all: somewhere between arrival and end.
+            for job in (
+                jobs[k] for k in aborted if k < len(jobs) and requests[k].end_after == 0 and rng.random() < 0.7
+            ):
+                driver.abort(job)
+        driver.finish()
+        outputs = [driver.output(job) for job in jobs]
+        llm._writer.flush()
+        fences.check()
+    stats = llm.stats()
+    assert stats.in_use == stats.waiting == stats.running == 0
+    assert sorted(llm._engine.scheduler._lanes) == list(range(LADDER.max_sequences))
+    assert not llm._engine.scheduler._fillers
+    was_plenty = is_plain and stats.evictions == before.evictions and stats.preemptions == before.preemptions
+    memory = "short" if host_bytes < PLENTY else "plenty" if was_plenty else ""
+    # Whoever came after an aborted request saw it run, or saw it not.
+    worlds = []
+    for gone in itertools.chain.from_iterable(itertools.combinations(aborted, n) for n in range(len(aborted) + 1)):
+        kept = [k for k in range(count) if k not in gone]
+        worlds.append(dict(zip(kept, one_by_one(reference, [requests[k] for k in kept], host_bytes), strict=True)))
+        wrong = [k for k in range(count) if not agrees(k, k in aborted, outputs, worlds, memory)]
+        if not wrong:
+            break
+    for k in wrong:
+        found = next((world[k] for world in worlds if k in world), None)
+        assert report(outputs[k], memory) == report(found, memory), (seed, kind, k, requests[k])
+    for k, output in enumerate(outputs):
+        if k not in aborted and not outputs[k].error:
+            world = next(w for w in worlds if k in w and report(output, memory) == report(w[k], memory))
+            assert_same_logprobs(output, world[k])
+            if memory == "plenty":
+                assert_same_work(output, world[k])
+
+
+def agrees(k, was_aborted, outputs, worlds, memory):
+    for world in (world for world in worlds if k in world):
+        if not was_aborted and report(outputs[k], memory) == report(world[k], memory):
+            return True
+        if was_aborted:
+            pairs = list(zip(outputs[k].outputs, world[k].outputs, strict=True))
+            if all(mine.token_ids == its.token_ids[: len(mine.token_ids)] for mine, its in pairs):
+                return True
+    return False
+
+
+def at_once(llm, monkeypatch):
+    """A request that ends leaves at once, whatever of it is still to be read."""
+    end = llm._engine._end
+
+    def ended(sequence, **options):
+        end(sequence, **options)
+        while llm._engine._leaving:
+            llm._engine._leave(llm._engine._leaving.popleft()[1])
+
+    monkeypatch.setattr(llm._engine, "_end", ended)
+
+
+def at_launch(llm, monkeypatch):
+    """A request leaves when its prompt has been launched."""
+    launched, leave = llm._engine.scheduler.launched, llm._engine._leave
+
+    def leaving(turn):
+        launched(turn)
+        for prefill in turn:
+            leave(prefill.sequence)
+
+    monkeypatch.setattr(llm._engine.scheduler, "launched", leaving)
+    monkeypatch.setattr(llm._engine, "_leave", lambda sequence: None)
+
+
+@pytest.mark.parametrize("broken", [None, at_once, at_launch])
+def test_records_stay_until_what_reads_them_has_been_read(engine, pictures, monkeypatch, broken):
+    """An exact hit, the records of which lose their place while it is planned, ends while its step is unread."""
+    shown = user("See ", pictures[3], "?")
+    renew(engine)
+    driver = Driver(engine)
+    for _ in range(2):
+        job = driver.arrive(Asked(shown, GREEDY, "exact"))
+        driver.finish()
+        last = driver.output(job)
+        engine._writer.flush()
+        engine.reset_prefix_cache()
+    assert last.cache.images[0].kv == "host"
+    with monkeypatch.context() as context:
+        if broken is not None:
+            broken(engine, context)
+        fences = Fences(engine, context)
+        watched = driver.arrive(Asked(shown, GREEDY, "exact"))
+        assert engine.cache.evict(pictures[3]) == 0  # it is held
+        for record in list(engine._store.tier.records()):
+            engine._store.tier.remove(record)
+        driver.step()  # launches the hit's step
+        assert watched.sequences[0].prefilled == 1
+        assert not watched.sequences[0].generated
+        driver.abort(watched)
+        engine._caller.end(watched)  # who asked for it has gone
+        assert fences.spoiled == 0 or broken is at_launch
+        driver.finish()
+        assert fences.spoiled == 2  # encoder rows and K, V
+        if broken is None:
+            fences.check()
+        else:
+            assert fences.early > 0
+
+
+def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures, monkeypatch):
+    """Rows of an image are computed from stored encoder rows that lose their place meanwhile."""
+    renew(engine)
+    driver = Driver(engine)
+    one, other = user("See ", pictures[3], "?"), user("Elsewhere there is ", pictures[3], "?")
+    expected = []
+    for asked in (one, other):
+        job = driver.arrive(Asked(asked, GREEDY, "exact"))
+        driver.finish()
+        expected.append(driver.output(job))
+    renew(engine)
+    with monkeypatch.context() as context:
+        spoil(engine, context)
+        fences = Fences(engine, context)
+        job = driver.arrive(Asked(one, GREEDY, "exact"))
+        driver.finish()
+        outputs = [driver.output(job)]
+        engine._writer.flush()
+        job = driver.arrive(Asked(other, GREEDY, "exact"))
+        for record in list(engine._store.tier.records()):
+            engine._store.tier.remove(record)
+        driver.finish()
+        outputs.append(driver.output(job))
+        engine._writer.flush()
+        assert outputs[1].cache.images[0].encoder == "host"
+        assert fences.spoiled > 0
+        fences.check()
+    assert [answers(output) for output in outputs] == [answers(output) for output in expected]
+
+
+# What a pass may cost.
+
+MANY = Ladder(rows=(128,), patches=(256,), sequences=(1, 4, 16, 64))
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def many(directory):
+    with open_llm(directory, ladder=MANY) as llm:
+        yield llm
+
+
+class Windows:
+    """What is launched and read.
+
+    Attributes:
+      rows: of each window, in their order.
+      ended: sequence -> how many windows had been launched when its end was known, and the one that brought it.
+      delivered: sequence -> how many windows had been launched at each delivery of its tokens.
+    """
+
+    def __init__(self, llm, monkeypatch):
+        self.rows, self.ended, self.delivered = [], {}, collections.defaultdict(list)
+        decode, read, end = engine_module.decode, llm._engine._read_next, llm._engine._end
+        number, reading = {}, []
+
+        def noted_decode(runner, lanes, active, tokens):
+            results = decode(runner, lanes, active, tokens)
+            number[id(results)] = len(self.rows)
+            self.rows.append(list(active))
+            return results
+
+        def noted_read():
+            results = llm._engine._flying[0]
+            reading[:] = [number.get(id(results))]
+            before = {sequence: len(sequence.generated) for row in self.rows for sequence in row}
+            read()
+            for sequence, count in before.items():
+                if len(sequence.generated) > count:
+                    self.delivered[sequence].append(len(self.rows))
+            reading.clear()
+
+        def noted_end(sequence, **options):
+            self.ended[sequence] = len(self.rows), reading[0] if reading else None
+            end(sequence, **options)
+
+        monkeypatch.setattr(engine_module, "decode", noted_decode)
+        monkeypatch.setattr(llm._engine, "_read_next", noted_read)
+        monkeypatch.setattr(llm._engine, "_end", noted_end)
+
+
+def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
+    renew(many)
+    driver = Driver(many)
+    question = "What is it, where does it stand, and who may have put it there? Say it in one word."
+    shown = [user(start, pictures[i], question) for i, start in itertools.product(range(4), ("See ", "Look: "))]
+    for conversation in shown:
+        job = driver.arrive(Asked(conversation, GREEDY, "exact"))
+        driver.finish()
+        driver.output(job)
+    many._writer.flush()
+    windows = Windows(many, monkeypatch)
+    decoding = [driver.arrive(Asked(user(f"{i} and more"), LONG, "exact")) for i in range(32)]
+    while not all(job.sequences[0].generated for job in decoding):
+        driver.step()
+
+    many.reset_prefix_cache()  # so that they are linked, not found in pages
+    hit = driver.arrive(Asked(shown[0], GREEDY, "exact"))
+    [sequence] = hit.sequences
+    passes = 0  # there are lanes and pages, so the first one admits it
+    while not sequence.generated:
+        driver.step()
+        passes += 1
+    assert passes <= 2
+    assert len(many._engine.scheduler.decoding) >= 32
+
+    many.reset_prefix_cache()
+    first = len(windows.rows)
+    hits = [driver.arrive(Asked(conversation, GREEDY, "exact")) for conversation in shown]
+    while not all(job.sequences[0].generated for job in hits):
+        driver.step()
+    assert len(windows.rows) - first > 3  # they took several steps
+    aborted = decoding[:5]
+    for job in aborted:
+        driver.abort(job)
+    launched = len(windows.rows)
+    driver.finish()
+    outputs = [driver.output(job) for job in (*decoding, hit, *hits)]
+    assert {output.cache.images[0].match for output in outputs[32:]} == {"exact"}
+    assert all(64 < output.cache.rows[0] <= 128 for output in outputs[32:])
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 5 + ["length"] * 36
+    for job in decoding:
+        delivered = windows.delivered[job.sequences[0]]
+        assert max(after - before for before, after in itertools.pairwise(delivered)) <= 2
+    for job in (*decoding, hit, *hits):
+        [sequence] = job.sequences
+        mine = [i for i, rows in enumerate(windows.rows) if sequence in rows]
+        known, bringing = windows.ended[sequence]
+        assert mine[-1] < known
+        assert mine[-1] < launched if job in aborted else mine[-1] <= bringing + 1
+    assert many.stats().in_use == 0
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ladder) for seed in range(1, 20))])
+def test_who_has_ended_decodes_no_more(engine, pictures, monkeypatch, seed):
+    """A stop string ends a row that the device knows nothing of: it is in the window under way, and in no other."""
+    renew(engine)
+    rng = np.random.default_rng(seed)
+    requests = random_requests(rng, pictures, ["off", "exact"], 8, 60)
+    with monkeypatch.context() as context:
+        windows = Windows(engine, context)
+        driver = Driver(engine)
+        jobs = [driver.arrive(asked) for asked in requests]
+        gone = {}
+        for steps in itertools.count():
+            job = jobs[rng.integers(len(jobs))]
+            if rng.random() < 0.1 and steps > 3 and len(gone) < 3 and not job.has_ended:
+                driver.abort(job)
+                gone.setdefault(job, len(windows.rows))
+            if not driver.step():
+                break
+    for job in jobs:
+        driver.output(job)
+        for sequence in job.sequences:
+            mine = [i for i, rows in enumerate(windows.rows) if sequence in rows]
+            known, bringing = windows.ended[sequence]
+            assert all(i < known for i in mine)
+            if bringing is not None:
+                assert all(i <= bringing + 1 for i in mine)
+            if job in gone and not engine_needed(sequence):
+                assert all(i < gone[job] for i in mine)
+
+
+def engine_needed(sequence):
+    """Whether an aborted one may have gone on for others' sake."""
+    return any(use.captured is not None for use in sequence.images) or len(sequence.layout) >= PAGE
+
+
+def test_an_engine_that_cannot_go_on_says_so(engine, pictures):
+    """A record is linked that nobody claims or settles: the one who was to fill it never ran."""
+    renew(engine)
+    driver = Driver(engine)
+    conversation = user("See ", pictures[0], "?")
+    prompt = engine._renderer.from_conversation(conversation)
+    [lost] = engine._identifier.identify([prompt])
+    planned = engine._linker.plan(lost, parse_policy("exact"))
+    with pytest.raises(RuntimeError, match="nothing can go on: 0 requests wait and 1 run"):
+        engine.chat(conversation, GREEDY, use_tqdm=False)
+    job = driver.arrive(Asked(conversation, GREEDY, "exact"))
+    with pytest.raises(RuntimeError, match="nothing can go on"):
+        driver.finish()
+    engine._engine.fail(RuntimeError("stuck"))
+    assert job.has_ended
+    engine._caller.end(job)
+    planned.hold.leave(failed=True)
+    [output] = engine.chat(conversation, GREEDY, use_tqdm=False)
+    assert output.cache.images[0].why.value == "unknown_image"
+    assert engine.stats().in_use == 0
+
+
+# Sampling, from a call's parameters to its outputs.
+
+LETTERS = tuple(range(97, 123))  # a token is a byte
+PLAIN = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+END_TOKENS = {256, 258}  # of the checkpoint
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.5}
+
+
+@pytest.fixture(scope="module")
+def asking(pictures):
+    return [user("Tell me about ", pictures[1], " in a word."), user("What is a word? Say one.")]
+
+
+class Librarys:
+    """transformers' logits of a conversation and an answer to it, one forward."""
+
+    def __init__(self, model, llm):
+        self.model, self.llm = model, llm
+
+    def logits(self, conversation, answer=()):
+        """Float32 [n, V] of the prompt's n tokens and the answer's, and the prompt's token ids."""
+        torch = pytest.importorskip("torch")
+        prompt = self.llm._renderer.from_conversation(conversation)
+        processor = self.llm._processor
+        patches = [processor.patches(image.decode()) for image in prompt.images]
+        counts = [processor.num_tokens(p.grid) for p in patches]
+        prompt_ids = self.llm._renderer.expand(prompt.token_ids, counts)[0].tolist()
+        image = self.model.config.image_token_id
+        assert image not in answer  # the library would look for pixels
+        ids = torch.tensor([[*prompt_ids, *answer]])
+        inputs = {"mm_token_type_ids": (ids == image).int()}
+        if patches:
+            inputs["pixel_values"] = torch.tensor(np.concatenate([processor.pixel_values(p) for p in patches]))
+            inputs["image_grid_thw"] = torch.tensor([p.grid for p in patches])
+        self.model.model.rope_deltas = None
+        with torch.no_grad():
+            out = self.model(input_ids=ids, use_cache=False, **inputs)
+        return out.logits[0].float().numpy(), prompt_ids
+
+
+@pytest.fixture(scope="module")
+def librarys(load_oracle, directory, many):
+    return Librarys(load_oracle(directory), many)
+
+
+def log_softmax(x):
+    x = x.astype(np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def ends(params):
+    return set(params.stop_token_ids) | (set() if params.ignore_eos else END_TOKENS)
+
+
+def processed(logits, params, prompt, answer):
+    """What vLLM's parameters make of the logits of the token behind `answer`."""
+    x = logits.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        x[~np.isin(np.arange(len(x)), params.allowed_token_ids)] = -np.inf
+    for token, bias in params.logit_bias:
+        x[token] += bias
+    for word in params.bad_words:
+        *begun, last = word.encode()
+        if list(answer[len(answer) - len(begun) :]) == begun:
+            x[last] = -np.inf
+    if len(answer) < params.min_tokens:
+        x[list(ends(params))] = -np.inf
+    for token in range(len(x)):
+        count = list(answer).count(token)
+        if count or token in prompt:
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+    return x
+
+
+def spelled(tokens):
+    return bytes(tokens).decode()
+
+
+def assert_is_greedy(llm, librarys, conversation, params, output):
+    """Token by token: each is the best, and the answer ends where it must and nowhere else."""
+    [answer] = output.outputs
+    params = params.resolve({})
+    tokens = list(answer.token_ids)
+    logits, prompt = librarys.logits(conversation, tokens)
+    assert prompt == output.prompt_token_ids.tolist()
+    most = params.max_tokens or llm.max_model_len - len(prompt)
+    for i, token in enumerate(tokens):
+        assert token == processed(logits[len(prompt) - 1 + i], params, prompt, tokens[:i]).argmax(), i
+        count = i + 1
+        reason = stop = None
+        if token in ends(params) and count >= params.min_tokens:
+            reason, stop = "stop", token if token in params.stop_token_ids else None
+        elif params.stop and count >= params.min_tokens and spelled(tokens[:count]).endswith(params.stop):
+            reason, stop = "stop", next(s for s in params.stop if spelled(tokens[:count]).endswith(s))
+        elif count == most:
+            reason = "length"
+        assert (reason is not None) == (count == len(tokens))
+    assert (answer.finish_reason, answer.stop_reason) == (reason, stop)
+    if params.stop and reason == "stop":
+        text = spelled(tokens)
+        cut = len(text) - (0 if params.include_stop_str_in_output else len(stop))
+        assert answer.text == text[:cut]
+    if params.logprobs is not None:
+        told = log_softmax(logits[len(prompt) - 1 : -1])
+        assert_told(llm, told, tokens, answer.logprobs, params.logprobs)
+        np.testing.assert_allclose(answer.cumulative_logprob, told[np.arange(len(tokens)), tokens].sum(), atol=1e-3)
+
+
+def assert_told(llm, expected, tokens, logprobs, count):
+    """Log-probabilities of tokens are those expected, [n, V]."""
+    assert len(logprobs) == len(tokens) == len(expected)
+    for row, token, one in zip(expected, tokens, logprobs, strict=True):
+        assert one.token == token
+        assert one.rank == 1 + (row > row[token] + 1e-6).sum()
+        np.testing.assert_allclose(one.chosen, row[token], atol=5e-5)
+        best = np.argsort(-row, kind="stable")[:count]
+        assert list(one.top) == best.tolist()
+        np.testing.assert_allclose(list(one.top.values()), row[best], atol=5e-5)
+        assert one.texts == {t: llm._renderer.tokenizer.decode([t]) for t in (token, *best.tolist())}
+
+
+@pytest.fixture(scope="module")
+def greedy_cases(many, asking):
+    """Parameters that matter for these very answers."""
+
+    def told(i, **changes):
+        return many.chat(asking[i], SamplingParams(**PLAIN | changes), use_tqdm=False)[0].outputs[0].token_ids
+
+    plain = [told(i) for i in range(2)]
+    letters = [spelled(told(i, allowed_token_ids=LETTERS)) for i in range(2)]
+    varied = {"allowed_token_ids": LETTERS, **PENALTIES}
+    mixed = [spelled(told(i, **varied)) for i in range(2)]
+    cases = []
+    for i in range(2):
+        late = plain[i][9]
+        cases += [(i, SamplingParams(**PLAIN | changes)) for changes in [
+            {},
+            {"presence_penalty": 1.5},
+            {"presence_penalty": -1.5, "logprobs": 0},
+            {"frequency_penalty": 1.0},
+            {"repetition_penalty": 1.5},
+            PENALTIES | {"logit_bias": {plain[i][0]: -5.0, 100: 3.0, 101: 2.5}, "logprobs": 5},
+            {"min_p": 0.3, "top_k": -1, "top_p": 0.5, "logprobs": 20},
+            {"allowed_token_ids": LETTERS},
+            {"allowed_token_ids": LETTERS, "bad_words": [letters[i][:1], letters[i][3:5]]},
+            varied | {"bad_words": [mixed[i][2:4], mixed[i][5:8], mixed[i][9]]},
+            varied | {"stop": [mixed[i][6:8], "never there"]},
+            varied | {"stop": mixed[i][6:8], "include_stop_str_in_output": True},
+            varied | {"stop": [mixed[i][1], mixed[i][7:9]], "min_tokens": 12},
+            varied | {"stop_token_ids": [ord(mixed[i][5])]},
+            {"stop_token_ids": [late, 5], "min_tokens": 8},
+            {"stop_token_ids": [plain[i][0]], "min_tokens": 16, "presence_penalty": 2.0},
+            {"ignore_eos": False, "logit_bias": {258: 100.0}, "min_tokens": 5},
+            {"ignore_eos": False, "logit_bias": {256: 100.0}},
+            {"prompt_logprobs": 2, "logprobs": 1},
+        ]]  # fmt: skip
+    return cases
+
+
+@pytest.mark.ladder
+@pytest.mark.parametrize("half", [0, 1])
+def test_greedy_answers_are_the_reference_loops(many, librarys, asking, greedy_cases, half):
+    cases = greedy_cases[half::2]  # of every second one, the image or the text alone
+    conversations, params = [asking[i] for i, _ in cases], [own for _, own in cases]
+    together = many.chat(conversations, params, use_tqdm=False)
+    alone = [many.chat(c, own, use_tqdm=False)[0] for c, own in zip(conversations, params, strict=True)]
+    assert [answers(output) for output in together] == [answers(output) for output in alone]
+    for conversation, own, output, one in zip(conversations, params, together, alone, strict=True):
+        assert_is_greedy(many, librarys, conversation, own, output)
+        assert_same_logprobs(output, one)
+    reasons = collections.Counter(output.outputs[0].finish_reason for output in together)
+    assert min(reasons["stop"], reasons["length"]) >= 6
+
+
+@pytest.mark.ladder
+def test_answers_without_a_limit_fill_the_context(many, librarys):
+    conversation = user(STARTS[1] * 2 + "Why?")
+    for changes in ({}, PENALTIES):
+        params = SamplingParams(temperature=0, max_tokens=None, top_k=-1, ignore_eos=True, **changes)
+        [output] = many.chat(conversation, params, use_tqdm=False)
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == many.max_model_len
+        assert_is_greedy(many, librarys, conversation, params, output)
+
+
+def test_special_tokens_are_in_the_text_if_they_are_wanted(many, asking):
+    biased = {"allowed_token_ids": [260, 261, 97, 98], "frequency_penalty": 2.0, "logit_bias": {260: 3.0}}
+    texts = {}
+    for skip in (True, False):
+        [output] = many.chat(
+            asking[1], SamplingParams(**PLAIN | biased, skip_special_tokens=skip), use_tqdm=False
+        )  # fmt: skip
+        [answer] = output.outputs
+        texts[skip] = answer.text
+    spell = {260: "<|vision_end|>", 261: "<|vision_pad|>", 97: "a", 98: "b"}
+    assert texts[False] == "".join(spell[token] for token in answer.token_ids)
+    assert texts[True] == "".join(spell[token] for token in answer.token_ids if token < 256)
+    assert {260, 97} <= set(answer.token_ids)
+
+
+@pytest.mark.ladder
+@pytest.mark.parametrize("is_again", [False, True])
+def test_prompt_logprobs_are_the_librarys(short_steps, librarys, pictures, is_again):
+    """Of prompts that take one step or several, also of what a repeat finds in pages or in records."""
+    if not is_again:
+        renew(short_steps)
+    conversations = [
+        user("Short."), user(STARTS[1] + "Is it so?"), user("See ", pictures[3], STARTS[1], pictures[0], "?"),
+    ]  # fmt: skip
+    assert SHORT_STEPS.max_rows < len(STARTS[1])
+    params = [dataclasses.replace(GREEDY, prompt_logprobs=count) for count in (0, 4, 20)]
+    for output, conversation, own in zip(
+        short_steps.chat(conversations, params, use_tqdm=False), conversations, params, strict=True
+    ):
+        logits, prompt = librarys.logits(conversation)
+        assert output.prompt_logprobs[0] is None
+        count = own.prompt_logprobs
+        assert_told(short_steps, log_softmax(logits[:-1]), prompt[1:], output.prompt_logprobs[1:], count)
+        assert_is_greedy(short_steps, librarys, conversation, own, output)
+
+
+SAMPLED = [
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "top_p": 0.8, "seed": 2},
+    {"temperature": 1.3, "top_k": 5, "seed": 3},
+    {"temperature": 1.0, "top_k": -1, "min_p": 0.2, "seed": 4, "logprobs": 2},
+    {"temperature": 1.0, "seed": 5, "n": 2, "logprobs": 0},
+    {"temperature": 1.0, "seed": 6, **PENALTIES},
+    {"temperature": 1.5, "seed": 7, "allowed_token_ids": LETTERS, "bad_words": ["e", "th", "ing"]},
+    {"temperature": 1.0, "seed": 8, "allowed_token_ids": LETTERS, "stop": ["a", "xy"], "min_tokens": 3},
+    {"temperature": 1.0, "seed": 9, "ignore_eos": False, "logit_bias": {258: 3.0}, "min_tokens": 4},
+    {"temperature": 2.0, "seed": 10, "stop_token_ids": list(range(40)), "min_tokens": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def sampled(many, asking):
+    """Each alone."""
+    params = [SamplingParams(**PLAIN | changes) for changes in SAMPLED]
+    return params, [many.chat(asking[i % 2], own, use_tqdm=False)[0] for i, own in enumerate(params)]
+
+
+@pytest.mark.ladder
+def test_sampled_answers_are_the_same_in_a_batch(many, librarys, asking, sampled, greedy_cases):
+    params, alone = sampled
+    others = [own for _, own in greedy_cases[:12]]
+    conversations = [asking[i % 2] for i in range(len(params))] + [asking[0]] * len(others)
+    together = many.chat(conversations, params + others, use_tqdm=False)[: len(params)]
+    assert [answers(output) for output in together] == [answers(output) for output in alone]
+    for i, (own, output) in enumerate(zip(params, alone, strict=True)):
+        own = own.resolve({})
+        assert len({answer.token_ids for answer in output.outputs}) == own.n
+        for answer in output.outputs:
+            if 262 in answer.token_ids:
+                continue
+            logits, prompt = librarys.logits(asking[i % 2], answer.token_ids)
+            for k, token in enumerate(answer.token_ids):
+                x = processed(logits[len(prompt) - 1 + k], own, prompt, answer.token_ids[:k])
+                p = np.exp(log_softmax(x / own.temperature))
+                assert p[token] > 0
+                assert p[token] >= own.min_p * p.max() * (1 - 1e-4)
+                assert not own.top_k or (p > p[token] * (1 + 1e-4)).sum() < own.top_k
+                assert p[p > p[token] * (1 + 1e-4)].sum() < own.top_p
+            if own.logprobs is not None:
+                told = log_softmax(logits[len(prompt) - 1 : -1])
+                assert_told(many, told, answer.token_ids, answer.logprobs, own.logprobs)
+
+
+@pytest.mark.ladder
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_windows_of_any_length_give_the_same_tokens(directory, asking, sampled, greedy_cases, many, window):
+    params, alone = sampled
+    cases = greedy_cases[:19:2]
+    expected = [answers(output) for output in alone]
+    expected += [answers(many.chat(asking[i], own, use_tqdm=False)[0]) for i, own in cases]
+    ladder = Ladder(rows=(128,), patches=(256,), sequences=(4,), window=window)
+    with open_llm(directory, ladder=ladder) as llm:
+        conversations = [asking[i % 2] for i in range(len(params))] + [asking[i] for i, _ in cases]
+        outputs = llm.chat(conversations, params + [own for _, own in cases], use_tqdm=False)
+    assert [answers(output) for output in outputs] == expected

@@ -1,0 +1,273 @@
+"""The engine for programs that serve: requests come one by one, answers come as they grow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pathlib
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from vlcache_jax.calls import Call
+from vlcache_jax.engine.engine import EngineStats
+from vlcache_jax.engine.loop import CLOSED
+from vlcache_jax.engine.request import Generation
+from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.engine.serving import Job, RequestError
+from vlcache_jax.image_cache import ImageCache
+from vlcache_jax.inputs.processor import check_limits
+from vlcache_jax.llm import LLM, Conversation, PromptLike, Reuse
+from vlcache_jax.outputs import RequestOutput
+from vlcache_jax.progress import Progress
+
+_THREADS = 32  # requests whose images are being identified; others wait for one of them
+
+
+class QueueFullError(RuntimeError):
+    """There are as many requests as the engine takes."""
+
+
+class AsyncLLM:
+    """Serves one model to any number of requests at once.
+
+        engine = AsyncLLM("Qwen/Qwen3-VL-8B-Instruct")
+        async for output in engine.generate("Hello", SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text)
+
+    Requests run together and end when they are done; each means the same as it would alone. One thread drives the
+    device. It may be used from several event loops.
+
+    Args:
+      model: see `LLM`.
+      max_waiting: requests at most that are not answered yet, those that run included.
+      when_full: what happens to one more: "wait" until there is room, or "raise" a `QueueFullError`.
+      options: those of `LLM`.
+
+    Raises:
+      What `LLM` raises.
+    """
+
+    def __init__(self, model: str | pathlib.Path, *, max_waiting: int = 1024, when_full: str = "wait", **options: Any):
+        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
+            raise ValueError(f"max_waiting must be a positive integer, got {max_waiting!r}")
+        if when_full not in ("wait", "raise"):
+            raise ValueError(f'when_full must be "wait" or "raise", got {when_full!r}')
+        self._llm = LLM(model, **options)
+        self._is_silent = not options.get("use_tqdm", True)
+        self._room = _Room(max_waiting, raises=when_full == "raise")
+        self._threads = ThreadPoolExecutor(_THREADS, "vlcache-requests")
+        self._jobs: dict[str, Job | None] = {}  # None: it is still being identified
+        self._aborted: set[str] = set()
+        self._lock = threading.Lock()  # of both, as there may be several event loops
+        self._numbers = itertools.count()
+
+    async def generate(
+        self,
+        prompt: PromptLike | Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
+
+        Who stops asking for more aborts it.
+
+        Args:
+          prompt: as for `LLM.generate`, or a conversation as for `LLM.chat`.
+          sampling_params: None is the checkpoint's own.
+          request_id: by which it can be aborted; None: one is drawn.
+          reuse, cache_salt, mm_processor_kwargs: see `LLM.chat`; limits of a prompt that is a dict stand in it.
+          priority: lower ones run first; among equals, who came first.
+
+        Raises:
+          QueueFullError: there are too many requests, and the engine was made to raise.
+          RequestError: the request is wrong, or its logits are not finite. It is a ValueError.
+          ValueError: another argument is wrong.
+          RuntimeError: the engine is closed, or failed.
+        """
+        if request_id is None:
+            request_id = f"request-{next(self._numbers)}"
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
+        if not isinstance(sampling_params, SamplingParams | None):
+            raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
+        call = self._call(prompt, reuse, cache_salt, priority, mm_processor_kwargs)
+        with self._lock:
+            if request_id in self._jobs:
+                raise ValueError(f"request_id must not be that of a request under way, got {request_id!r}")
+            self._jobs[request_id] = None
+        try:
+            await self._room.enter()
+            try:
+                # Closed at once: otherwise it would end some time after its room has been given away.
+                async with contextlib.aclosing(self._stream(call, sampling_params, request_id)) as outputs:
+                    async for output in outputs:
+                        yield output
+            finally:
+                self._room.leave()
+        finally:
+            with self._lock:
+                del self._jobs[request_id]
+                self._aborted.discard(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its last output has the finish reason "abort". One that is not under way is none."""
+        with self._lock:
+            if request_id in self._jobs:
+                self._aborted.add(request_id)
+                if (job := self._jobs[request_id]) is not None:
+                    _abort(job)
+
+    def stats(self) -> EngineStats:
+        """See `LLM.stats`."""
+        return self._llm.stats()
+
+    @property
+    def cache(self) -> ImageCache:
+        """The image cache; its methods that decode or wait block."""
+        return self._llm.cache
+
+    async def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
+        """See `LLM.warmup`."""
+        return await asyncio.to_thread(self._llm.warmup, reuse=reuse, verbose=verbose)
+
+    async def reset_mm_cache(self) -> None:
+        """See `LLM.reset_mm_cache`."""
+        await asyncio.to_thread(self._llm.reset_mm_cache)
+
+    async def reset_prefix_cache(self) -> None:
+        """See `LLM.reset_prefix_cache`."""
+        await asyncio.to_thread(self._llm.reset_prefix_cache)
+
+    async def close(self) -> None:
+        """Ends all requests with a RuntimeError, and gives back the memory of weights and pool."""
+        await asyncio.to_thread(self._llm.close)
+        self._threads.shutdown(wait=False)  # what is still to arrive is told by the engine that it is closed
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _call(
+        self, prompt: Any, reuse: Reuse | None, salt: str | None, priority: int, limits: Mapping[str, int] | None
+    ) -> Call:
+        renderer = self._llm._renderer
+        if isinstance(prompt, (str, Mapping)):
+            if limits is not None:
+                raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
+            return self._llm._call("prompt", [prompt], renderer.from_prompt, reuse, salt, "return", priority)
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
+        render = partial(renderer.from_conversation, mm_processor_kwargs=check_limits(limits))
+        return self._llm._call("conversation", [prompt], render, reuse, salt, "return", priority)
+
+    async def _stream(
+        self, call: Call, params: SamplingParams | None, request_id: str
+    ) -> AsyncGenerator[RequestOutput]:
+        events = asyncio.get_running_loop()
+        more = asyncio.Event()
+        caller = self._llm._caller
+
+        def heard(_: Job) -> None:
+            events.call_soon_threadsafe(more.set)
+
+        def arrive() -> Job:
+            with Progress("serving", show=False) if self._is_silent else contextlib.nullcontext():
+                return caller.arrive(call, params, heard)
+
+        try:
+            arriving = self._threads.submit(arrive)
+        except RuntimeError as error:
+            raise RuntimeError(CLOSED) from error
+        try:
+            job = await asyncio.shield(asyncio.wrap_future(arriving))
+        except BaseException:
+            # By the thread itself: the event loop may be gone when it has arrived.
+            if not arriving.cancel():
+                arriving.add_done_callback(lambda done: None if done.exception() else caller.end(done.result()))
+            raise
+        answers = [sequence for sequence in job.sequences if isinstance(sequence, Generation)]
+        with self._lock:
+            self._jobs[request_id] = job
+            if request_id in self._aborted:
+                _abort(job)
+        seen = -1
+        try:
+            while True:  # it may have ended long ago
+                await more.wait()
+                more.clear()
+                for fault in (answer.fault for answer in answers if answer.fault is not None):
+                    raise RuntimeError(str(fault)) from fault
+                output = caller.reporter.output(job.linked, answers, request_id=request_id)
+                if output.error is not None:
+                    raise RequestError({0: output.error})
+                count = sum(len(answer.token_ids) for answer in output.outputs)
+                if output.finished or count > seen:
+                    seen = count
+                    yield output
+                    if output.finished:
+                        return
+        finally:
+            caller.end(job)
+
+
+class _Room:
+    """Lets a number of requests in; the others wait in their order, each in its event loop."""
+
+    def __init__(self, size: int, *, raises: bool):
+        self._size, self._raises = size, raises
+        self._used = 0
+        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._lock = threading.Lock()
+
+    async def enter(self) -> None:
+        """Raises a QueueFullError if there is no room, and nobody is to wait."""
+        with self._lock:
+            if self._used < self._size:
+                self._used += 1
+                return
+            if self._raises:
+                raise QueueFullError(f"the engine takes max_waiting = {self._size} requests at a time; try again later")
+            events = asyncio.get_running_loop()
+            turn = events.create_future()
+            self._waiting.append((events, turn))
+        try:
+            await turn
+        except BaseException:
+            with self._lock:
+                is_waiting = (events, turn) in self._waiting
+                if is_waiting:
+                    self._waiting.remove((events, turn))
+            if not is_waiting:  # it has been let in
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        with self._lock:
+            while self._waiting:
+                events, turn = self._waiting.popleft()
+                with contextlib.suppress(RuntimeError):  # its event loop is closed
+                    events.call_soon_threadsafe(_let_in, turn)
+                    return
+            self._used -= 1
+
+
+def _let_in(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
+def _abort(job: Job) -> None:
+    for sequence in job.sequences:
+        sequence.is_aborted = True

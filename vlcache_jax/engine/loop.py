@@ -1,0 +1,120 @@
+"""The thread that drives the device, and what other threads say to it."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import time
+from collections import abc
+
+from vlcache_jax.engine.engine import Engine
+from vlcache_jax.engine.request import Sequence
+
+CLOSED = "this LLM is closed"
+
+
+class Loop:
+    """Runs an engine's passes in a thread of its own, as long as there is something to do.
+
+    Args:
+      engine: is driven by nobody else.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._changed = threading.Condition()
+        self._arriving: list[Sequence] = []
+        self._thread: threading.Thread | None = None
+        self._passes = 0
+        self._is_closed = False
+
+    def submit(self, sequences: abc.Iterable[Sequence]) -> None:
+        """These run when there is room, in this order, behind all that were submitted before.
+
+        Where nothing runs, nothing does before `begin`, so that what is submitted together begins together.
+
+        Raises:
+          RuntimeError: the loop is closed.
+        """
+        with self._changed:
+            self.check_open()
+            for sequence in sequences:
+                sequence.arrived_at = time.perf_counter()
+                self._arriving.append(sequence)
+
+    def begin(self) -> None:
+        """What has been submitted runs."""
+        with self._changed:
+            if self._thread is None and self._arriving:
+                # Progress is shown as whoever asks first wants it.
+                run = contextvars.copy_context().run
+                self._thread = threading.Thread(target=run, args=(self._run,), name="vlcache-engine", daemon=True)
+                self._thread.start()
+
+    def run(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Runs these and returns when all have ended.
+
+        Raises:
+          RuntimeError: the loop is closed. Other errors of the engine are raised as they are.
+        """
+        ended: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
+        for sequence in sequences:
+            sequence.listener = lambda sequence: ended.put(sequence) if sequence.is_finished else None
+        self.submit(sequences)
+        self.begin()
+        try:
+            for _ in sequences:
+                if (fault := ended.get().fault) is not None:
+                    raise fault
+        finally:
+            self.abort(sequence for sequence in sequences if not sequence.is_finished)
+
+    def abort(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Nobody wants these any more; returns when none of them has pages, unless others count on what it computes."""
+        for sequence in sequences:
+            sequence.is_aborted = True
+        self.begin()
+        with self._changed:
+            passes = self._passes
+            self._changed.wait_for(lambda: self._thread is None or self._passes > passes + 1)
+
+    def wait(self) -> None:
+        """Returns when nothing is left to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None)
+
+    def close(self) -> None:
+        """Ends everything that runs or waits, with an error; nothing can be submitted any more."""
+        with self._changed:
+            self._is_closed = True
+        self.begin()  # what has been submitted, and nobody has begun, ends too
+        self.wait()
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None  # type: ignore[assignment]  # who is closed needs no weights
+
+    def check_open(self) -> None:
+        """Raises a RuntimeError if the loop is closed."""
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
+
+    def _run(self) -> None:
+        engine = self.engine
+        while True:
+            with self._changed:
+                self._passes += 1
+                arriving, self._arriving = self._arriving, []
+                if not arriving and engine.is_idle:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                self._changed.notify_all()
+            for sequence in arriving:
+                engine.add(sequence)
+            try:
+                if self._is_closed:
+                    raise RuntimeError(CLOSED)
+                engine.step()
+            except BaseException as error:  # whoever waits for what it ended is told
+                engine.fail(error)

@@ -1,0 +1,106 @@
+"""Whether prompts can be computed: what they link is there, and the pixels that they need (host)."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future
+
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.why import Why
+from vlcache_jax.engine.request import ImageUse, Sequence
+from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.reuse.plan import Plan
+
+
+class Readiness:
+    """Decides for admitted sequences what is linked and what is computed, and has pictures decoded.
+
+    Args:
+      num_layers: of the decoder.
+      threads: decode pictures.
+    """
+
+    def __init__(self, num_layers: int, threads: Executor):
+        self._num_layers = num_layers
+        self._threads = threads
+        self._decoding: dict[ImageRef, Future[object]] = {}
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether a sequence has all that it links, shares, or computes from.
+
+        A record that was not filled after all is no error: its image is computed. A picture that cannot be decoded is
+        one, and ends the sequence.
+        """
+        lease = sequence.lease
+        if lease is None or sequence.error is not None or not lease.is_ready or lease.is_lost:
+            return False
+        if self._missing(sequence):
+            return False
+        for use in self._linking(sequence):
+            if use.linked is not None and not use.linked.is_ready:
+                use.linked, use.why = None, Why.load_failed
+                sequence.plan = sequence.plan.computing(use.span.tokens, self._num_layers)
+        plan = sequence.plan.behind(lease.cached)
+        try:
+            decoded = [self._is_decoded(image) for image in self._pictures(sequence, plan)]  # asked for side by side
+            if not all(decoded):
+                return False
+        except ValueError as error:
+            sequence.fail(str(error))
+            return False
+        if self._missing(sequence):  # a plan that computes more may need more
+            return False
+        if sequence.ran is None:
+            sequence.ran, sequence.cached = plan, lease.cached
+        return True
+
+    def wait(self, sequence: Sequence) -> bool:
+        """Waits for something that a sequence lacks and that other threads work at; False: there is nothing."""
+        for record in self._missing(sequence):
+            if record.is_claimed:
+                record.wait()
+                return True
+        for picture in self._decoding.values():
+            if not picture.done():
+                picture.exception()
+                return True
+        return False
+
+    def _linking(self, sequence: Sequence) -> list[ImageUse]:
+        """Its images that are not in pages as a whole."""
+        assert sequence.lease is not None
+        cached = len(sequence.layout) if sequence.lease.is_fork else sequence.lease.cached
+        return [use for use in sequence.images if use.span.start + use.span.length > cached]
+
+    def _missing(self, sequence: Sequence) -> list[Record]:
+        """The records that it has to wait for."""
+        assert sequence.lease is not None
+        linked = [use.linked for use in self._linking(sequence) if use.linked is not None]
+        depth = sequence.plan.behind(sequence.lease.cached).depth
+        # Rows that another one is encoding; those that nobody is, it encodes itself.
+        encoded = [
+            use.encoder
+            for use in sequence.images
+            if use.encoder is not None and use.encoder.is_claimed and depth[use.span.tokens].any()
+        ]
+        return [record for record in (*linked, *encoded) if not record.is_settled]
+
+    def _pictures(self, sequence: Sequence, plan: Plan) -> list[ImageRef]:
+        """The images of which some rows are computed, and whose encoder rows nobody has."""
+        records = {use.span.image: use.encoder for use in sequence.images}
+        needed = [span.image for span in sequence.layout.images if plan.depth[span.tokens].any()]
+        return [image for image in needed if (record := records.get(image)) is None or not record.is_ready]
+
+    def _is_decoded(self, image: ImageRef) -> bool:
+        """Raises a ValueError if it cannot be."""
+        if image.is_loaded:
+            return True
+        if image not in self._decoding:
+            self._decoding[image] = self._threads.submit(lambda: image.patches)
+        if self._decoding[image].done():
+            error = self._decoding.pop(image).exception()
+            if isinstance(error, Exception) and not isinstance(error, ValueError):
+                raise ValueError(f"image must be readable, got {type(error).__name__}: {error}") from error
+            if error is not None:
+                raise error
+            return True
+        return False

@@ -1,0 +1,191 @@
+"""What has been launched and is read later: first tokens, windows of tokens, scores of given tokens."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import abc
+from typing import Any
+
+import jax
+import numpy as np
+
+from vlcache_jax.engine.lanes import LaneKeeper
+from vlcache_jax.engine.prefilling import Launched
+from vlcache_jax.engine.request import Forced, Generation, Logprob, Sequence
+from vlcache_jax.engine.runner import Runner
+from vlcache_jax.engine.sampler import NO_ANSWER, Sampled
+
+
+class Results:
+    """Results under way, which are read once.
+
+    Args:
+      sequences: whose they are.
+    """
+
+    def __init__(self, sequences: abc.Iterable[Sequence]):
+        self._attempts = {sequence: sequence.attempt for sequence in sequences}
+
+    def read(self) -> abc.Iterator[Sequence]:
+        """Waits for the results and enters them; yields the sequences of which there is more."""
+        raise NotImplementedError
+
+    def _counts(self, sequence: Sequence) -> bool:
+        """Whether what is read of a sequence still counts."""
+        is_sound = sequence.lease is not None and not sequence.lease.is_lost
+        return is_sound and self._attempts[sequence] == sequence.attempt and not sequence.is_finished
+
+
+class Tokens(Results):
+    """Tokens of answers.
+
+    Args:
+      answers: whose; one for each row.
+      sampled: [B], or of a window [tokens, B].
+      launched: the prefill that they follow; None: they go on.
+      first: row of the first answer.
+    """
+
+    def __init__(
+        self,
+        answers: abc.Sequence[Generation],
+        sampled: Sampled,
+        launched: Launched[Sequence] | None = None,
+        first: int = 0,
+    ):
+        super().__init__(answers)
+        self._answers, self._launched, self._first = answers, launched, first
+        wants_all = any(answer.params.logprobs is not None for answer in answers)
+        self._arrays: Sampled | tuple[jax.Array] = sampled if wants_all else sampled[:1]
+        _send(self._arrays)
+
+    def read(self) -> abc.Iterator[Sequence]:
+        token, *told = (np.asarray(x) if self._launched is None else np.asarray(x)[None] for x in self._arrays)
+        now = time.perf_counter()
+        for row, answer in enumerate(self._answers, self._first):
+            if not self._counts(answer):
+                continue
+            if self._launched is not None:
+                _note_prefill(answer, self._launched)
+            new = list(itertools.takewhile(lambda one: one != NO_ANSWER, token[:, row].tolist()))
+            with answer.lock:
+                count = answer.extend(new)
+                answer.note_delivery(now)
+                wanted = answer.params.logprobs
+                for i in range(count if wanted is not None else 0):
+                    answer.logprobs.append(_logprob(wanted or 0, new[i], *(x[i, row] for x in told)))
+            yield answer
+
+
+class Scores(Results):
+    """Scores of the tokens that follow a prefill's rows.
+
+    Args:
+      given: (row of the hidden states, whose, the token that follows), in the order of rows.
+    """
+
+    def __init__(self, runner: Runner, launched: Launched[Sequence], given: abc.Sequence[tuple[int, Sequence, int]]):
+        super().__init__(sequence for _, sequence, _ in given)
+        self._launched = launched
+        self._slices: list[tuple[list[tuple[int, Sequence, int]], tuple[jax.Array, ...], jax.Array | None]] = []
+        most, rest = runner.ladder.max_sequences, list(given)
+        while rest:
+            first = rest[0][0]
+            some = [one for one in rest[:most] if one[0] < first + most]
+            rest = rest[len(some) :]
+            logits, begin = runner.head(launched.x, first, min(most, len(launched.x)))
+            target = np.zeros(len(logits), np.int32)
+            target[[row - begin for row, _, _ in some]] = [token for _, _, token in some]
+            wants_top = any(isinstance(sequence, Generation) for _, sequence, _ in some)
+            scored = runner.score(logits, target, wants_top=wants_top)
+            keeps = any(isinstance(sequence, Forced) and sequence.keep_logits for _, sequence, _ in some)
+            self._slices.append(
+                ([(row - begin, one, token) for row, one, token in some], scored, logits if keeps else None)
+            )
+            _send(self._slices[-1][1:])
+
+    def read(self) -> abc.Iterator[Sequence]:
+        now = time.perf_counter()
+        for sequence in self._attempts:
+            if isinstance(sequence, Forced) and self._counts(sequence):
+                _note_prefill(sequence, self._launched)
+                sequence.note_delivery(now)
+        for rows, scored, logits in self._slices:
+            logprob, greedy, *told = map(np.asarray, scored)
+            kept = None if logits is None else np.asarray(logits)
+            for row, sequence, token in rows:
+                if not self._counts(sequence):
+                    continue
+                if isinstance(sequence, Forced):
+                    sequence.append(logprob[row], greedy[row], None if kept is None else kept[row].copy())
+                elif isinstance(sequence, Generation) and not sequence.token_ids:
+                    count = sequence.params.prompt_logprobs or 0
+                    sequence.prompt_logprobs.append(_logprob(count, token, logprob[row], *(x[row] for x in told)))
+        yield from (sequence for sequence in self._attempts if self._counts(sequence) and isinstance(sequence, Forced))
+
+
+class Prefilled(Results):
+    """A prefill step: its scores, then its first tokens, if there are any.
+
+    Args:
+      parts: of its results.
+    """
+
+    def __init__(self, launched: Launched[Sequence], parts: abc.Sequence[Results]):
+        super().__init__(())
+        self._launched, self._parts = launched, parts
+
+    def read(self) -> abc.Iterator[Sequence]:
+        self._launched.x.block_until_ready()
+        self._launched.note_chosen()
+        for part in self._parts:
+            yield from part.read()
+
+
+def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched[Sequence]) -> Prefilled:
+    """Launches what follows a prefill step, and is read after it."""
+    wanted = list(enumerate(launched.step.wanted))
+    answers = [(row, s) for row, (s, i) in wanted if isinstance(s, Generation) and i == s.length - 1]
+    given = [(row, s, int(s.layout.token_ids[i + 1])) for row, (s, i) in wanted if i < len(s.layout) - 1]
+    parts: list[Results] = [Scores(runner, launched, given)] if given else []
+    # Rows of answers follow each other, unless scores are wanted between them.
+    groups = [answers] if not given else [[one] for one in answers]
+    for group in filter(None, groups):
+        sequences = [sequence for _, sequence in group]
+        logits, begin = runner.head(launched.x, group[0][0], len(group))
+        first = group[0][0] - begin  # near the end of a step, logits of rows before it come, too
+        steps = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
+        parts.append(Tokens(sequences, runner.sample(logits, lanes.open(sequences), steps, first), launched, first))
+        for sequence in sequences:
+            sequence.scheduled = sequence.length + 1
+    return Prefilled(launched, parts)
+
+
+def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> Tokens:
+    """Lets answers go on by up to `tokens` tokens each."""
+    first = np.array([sequence.scheduled for sequence in active], np.int32)
+    last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
+    tables = [sequence.lease.table for sequence in active if sequence.lease is not None]
+    sampled = runner.window(lanes.rows(active), tables, np.stack([first, last]), tokens)
+    for sequence in active:
+        sequence.scheduled = min(sequence.scheduled + tokens, sequence.most)
+    return Tokens(active, sampled)
+
+
+def _send(arrays: Any) -> None:
+    """Starts their way to the host."""
+    jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
+
+
+def _logprob(count: int, token: int, logprob: Any, rank: Any, top_logprob: Any, top_token: Any) -> Logprob:
+    top = dict(zip(top_token[:count].tolist(), top_logprob[:count].tolist(), strict=True))
+    return Logprob(float(logprob), top, token, int(rank))
+
+
+def _note_prefill(sequence: Sequence, launched: Launched[Sequence]) -> None:
+    """How long the device took for what the first token waited for."""
+    if sequence.generated or sequence.metrics.prefill:  # it was put back, and has been timed
+        return
+    for name, seconds in launched.took:
+        setattr(sequence.metrics, name, getattr(sequence.metrics, name) + seconds.result())

@@ -1,0 +1,332 @@
+"""Chooses tokens on the device. What an answer holds so far stays there, by lane: one program can choose many tokens.
+
+Letters: B lanes, V vocabulary, n rows of a step. A row's choice depends on its logits, its lane and its parameters
+alone. The order is the library's that names the parameters: what is not allowed and what is added, then what is taken
+off for repetition, then the most likely token, or temperature, min_p, top_k, top_p and a draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.engine.sampling import MAX_LOGPROBS, SamplingParams
+
+MAX_BAD_WORDS = 64  # token sequences: a bad word is one at the beginning of a text and another after a space
+MAX_BAD_LENGTH = 8  # tokens of one
+
+NO_LANE = np.iinfo(np.int32).max  # the lane of padding: beyond all, so that its writes are dropped
+# Instead of a token:
+NOT_FINITE = -1  # logits hold NaN or inf
+NO_ANSWER = -2  # the answer had ended, or the row is padding
+NOT_ALLOWED = -3  # the parameters leave no token
+
+# Bits of marks; the rest counts how often the answer holds the token.
+IN_PROMPT, ENDS, ONCE = 1, 2, 4
+
+
+class Lanes(NamedTuple):
+    """What is known of each answer that runs."""
+
+    token: Any  # int32 [B], chosen last
+    step: Any  # int32 [B], tokens of the answer so far
+    is_ended: Any  # bool [B]
+    marks: Any  # int32 [B, V]: IN_PROMPT, ENDS, and ONCE for each time that the answer holds the token
+    bias: Any  # float32 [B, V], added to logits; -inf: the token is not allowed
+    words: Any  # int32 [B, MAX_BAD_WORDS, MAX_BAD_LENGTH], bad words at the right, -1 before them
+    recent: Any  # int32 [B, MAX_BAD_LENGTH - 1], the answer's last tokens at the right, -1 before them
+
+
+class Choosing(NamedTuple):
+    """How the token of each row is to be chosen; the same at every step of an answer. Arrays of length n."""
+
+    lane: Any  # int32
+    temperature: Any  # float32; 0: the most likely
+    top_k: Any  # int32; 0: all
+    top_p: Any  # float32
+    min_p: Any  # float32
+    repetition: Any  # float32
+    presence: Any  # float32
+    frequency: Any  # float32
+    seed: Any  # uint32
+    least: Any  # int32, tokens before which the answer does not end
+    most: Any  # int32, tokens at which it ends
+    wants_logprobs: Any  # bool
+    counts: Any  # bool, whether tokens that came already matter
+    has_bias: Any  # bool
+    has_words: Any  # bool
+
+    @staticmethod
+    def row(params: SamplingParams, *, lane: int, seed: int, most: int) -> npt.NDArray[np.int32]:
+        """One row as it is packed.
+
+        Args:
+          params: resolved.
+          most: tokens at which the answer ends.
+        """
+        floats = np.array(
+            [
+                params.temperature, params.top_p, params.min_p,
+                params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
+            ],
+            np.float32,
+        )  # fmt: skip
+        flags = (
+            params.logprobs is not None,
+            params.has_penalty,
+            bool(params.logit_bias) or params.allowed_token_ids is not None,
+            bool(params.bad_words),
+        )
+        packed = np.zeros(COLUMNS, np.int32)
+        packed[:4] = lane, params.top_k or 0, params.min_tokens, most
+        packed[4] = sum(flag << i for i, flag in enumerate(flags))
+        packed[5] = np.uint32(seed).view(np.int32)
+        packed[6:] = floats.view(np.int32)
+        return packed
+
+    @staticmethod
+    def pack(rows: Sequence[npt.NDArray[np.int32]], size: int) -> npt.NDArray[np.int32]:
+        """Rows as one buffer, int32 [size, columns]; those beyond the given ones are padding."""
+        packed = np.zeros((size, COLUMNS), np.int32)
+        packed[:, 0] = NO_LANE
+        for i, row in enumerate(rows):
+            packed[i] = row
+        return packed
+
+    @staticmethod
+    def unpack(packed: jax.Array) -> Choosing:
+        """What `pack` packed, on the device."""
+        lane, top_k, least, most, flags = (packed[:, i] for i in range(5))
+        seed = jax.lax.bitcast_convert_type(packed[:, 5], jnp.uint32)
+        floats = jax.lax.bitcast_convert_type(packed[:, 6:], jnp.float32)
+        temperature, top_p, min_p, repetition, presence, frequency = (floats[:, i] for i in range(6))
+        wants_logprobs, counts, has_bias, has_words = ((flags >> i) & 1 > 0 for i in range(4))
+        return Choosing(
+            lane, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, least, most,
+            wants_logprobs, counts, has_bias, has_words,
+        )  # fmt: skip
+
+
+COLUMNS = 12
+
+
+class Sampled(NamedTuple):
+    """Tokens of one step. The log-probabilities are of the logits as they came; 0 in rows that do not want them."""
+
+    token: Any  # int32 [n]; NOT_FINITE, NO_ANSWER or NOT_ALLOWED where there is none
+    logprob: Any  # float32 [n], of the token
+    rank: Any  # int32 [n]: 1 + the number of tokens that are more likely
+    top_logprob: Any  # float32 [n, min(MAX_LOGPROBS, V)]
+    top_token: Any  # int32 [n, min(MAX_LOGPROBS, V)]
+
+
+def empty_lanes(count: int, vocab_size: int) -> Lanes:
+    """Lanes that nobody holds: all have ended."""
+    return Lanes(
+        token=jnp.zeros(count, jnp.int32),
+        step=jnp.zeros(count, jnp.int32),
+        is_ended=jnp.ones(count, jnp.bool_),
+        marks=jnp.zeros((count, vocab_size), jnp.int32),
+        bias=jnp.zeros((count, vocab_size), jnp.float32),
+        words=jnp.full((count, MAX_BAD_WORDS, MAX_BAD_LENGTH), -1, jnp.int32),
+        recent=jnp.full((count, MAX_BAD_LENGTH - 1), -1, jnp.int32),
+    )
+
+
+def open_lane(
+    lanes: Lanes,
+    lane: jax.Array,
+    marks: jax.Array,
+    bias: jax.Array | None = None,
+    words: jax.Array | None = None,
+    recent: jax.Array | None = None,
+    *,
+    token: jax.Array | int = 0,
+    step: jax.Array | int = 0,
+) -> Lanes:
+    """Gives a lane to an answer, which may have begun elsewhere.
+
+    Args:
+      lane: int32, scalar.
+      marks: int32 [V].
+      bias: float32 [V]; None: the answer has none, and what the lane held before is never read.
+      words, recent: int32 [MAX_BAD_WORDS, MAX_BAD_LENGTH] and [MAX_BAD_LENGTH - 1]; None: it has no bad words.
+      token: the answer's last so far, if there is one.
+      step: tokens of the answer so far.
+    """
+    return Lanes(
+        token=lanes.token.at[lane].set(token),
+        step=lanes.step.at[lane].set(step),
+        is_ended=lanes.is_ended.at[lane].set(False),
+        marks=lanes.marks.at[lane].set(marks),
+        bias=lanes.bias if bias is None else lanes.bias.at[lane].set(bias),
+        words=lanes.words if words is None else lanes.words.at[lane].set(words),
+        recent=lanes.recent if recent is None else lanes.recent.at[lane].set(recent),
+    )
+
+
+def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:
+    """Chooses a token for each row, and lets the row's lane go on with it.
+
+    A lane ends with a token that ends answers, with as many tokens as it may have, and where there is no token to go
+    on with; then its step and its token stay. Lanes that had ended and padding change nothing.
+
+    Args:
+      logits: float32 [n, V].
+      choosing: of n rows, no two of them of one lane.
+    """
+    lane = choosing.lane
+    is_live = ~lanes.is_ended.at[lane].get(mode="fill", fill_value=True)
+    step = lanes.step.at[lane].get(mode="fill", fill_value=0)
+    # Lanes that ended ask for nothing: the rest of a window must not pay for them.
+    ask = choosing._replace(
+        temperature=jnp.where(is_live, choosing.temperature, 0),
+        least=jnp.where(is_live, choosing.least, 0),
+        **{name: getattr(choosing, name) & is_live for name in ("wants_logprobs", "counts", "has_bias", "has_words")},
+    )
+    is_special = (ask.temperature > 0) | (step < ask.least) | ask.counts | ask.has_bias | ask.has_words
+    token, is_allowed = jax.lax.cond(
+        is_special.any(),
+        lambda: _choose(logits, lanes, ask, step),
+        lambda: (_most_likely(logits), jnp.ones_like(is_live)),
+    )
+    told = jax.lax.cond(
+        ask.wants_logprobs.any(),
+        lambda: _tell(logits, token, wants_top=True),
+        lambda: jax.tree.map(jnp.zeros_like, _untold(logits)),
+    )
+    told = tuple(jnp.where(ask.wants_logprobs.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in told)
+
+    is_finite = jnp.isfinite(logits).all(axis=-1)
+    goes_on = is_live & is_finite & is_allowed
+    mark = lanes.marks.at[lane, token].get(mode="fill", fill_value=0)
+    ends = (mark & ENDS > 0) & (step + 1 >= ask.least)
+    given = jnp.where(is_finite, jnp.where(is_allowed, token, NOT_ALLOWED), NOT_FINITE)
+    sampled = Sampled(jnp.where(is_live, given, NO_ANSWER), *told)
+
+    live, growing, counting, recalling = (
+        jnp.where(where, lane, NO_LANE) for where in (is_live, goes_on, goes_on & ask.counts, goes_on & ask.has_words)
+    )
+    recent = lanes.recent.at[lane].get(mode="fill", fill_value=-1)
+    return sampled, lanes._replace(
+        token=lanes.token.at[growing].set(token, mode="drop"),
+        step=lanes.step.at[growing].set(step + 1, mode="drop"),
+        is_ended=lanes.is_ended.at[live].set(~goes_on | ends | (step + 1 >= choosing.most), mode="drop"),
+        # Set to what was read, not added: so the compiler knows that the read comes first, and copies nothing.
+        marks=lanes.marks.at[counting, token].set(mark + ONCE, mode="drop"),
+        recent=lanes.recent.at[recalling].set(jnp.column_stack([recent[:, 1:], token]), mode="drop"),
+    )
+
+
+def score(
+    logits: jax.Array, target: jax.Array, wants_top: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What the logits say of given tokens.
+
+    Args:
+      logits: float32 [n, V].
+      target: int32 [n].
+      wants_top: bool, scalar; False: the most likely tokens are left 0.
+
+    Returns:
+      Log-probability of each row's target, float32 [n]; whether it is the most likely token, bool [n]; its rank, int32
+      [n]; log-probabilities, float32, and ids, int32, of the most likely tokens, [n, min(MAX_LOGPROBS, V)].
+    """
+    logprob, rank, top_logprob, top_token = _tell(logits, target, wants_top)
+    return logprob, _most_likely(logits) == target, rank, top_logprob, top_token
+
+
+def _most_likely(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _untold(logits: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of what `_tell` gives."""
+    count, top = len(logits), (len(logits), min(MAX_LOGPROBS, logits.shape[1]))
+    shapes = ((count,), jnp.float32), ((count,), jnp.int32), (top, jnp.float32), (top, jnp.int32)
+    return tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+
+
+def _tell(logits: jax.Array, token: jax.Array, wants_top: jax.Array | bool) -> tuple[jax.Array, ...]:
+    """Log-probability and rank of a token of each row, and the most likely tokens with theirs."""
+    logprobs = jax.nn.log_softmax(logits)
+    logprob = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
+    rank = 1 + (logprobs > logprob).sum(axis=-1, dtype=jnp.int32)
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    top_logprob, top_token = jax.lax.cond(
+        wants_top,
+        lambda: tuple(jax.lax.top_k(logprobs, count)),
+        lambda: tuple(jax.tree.map(jnp.zeros_like, _untold(logits)[2:])),
+    )
+    return logprob[:, 0], rank, top_logprob, top_token.astype(jnp.int32)
+
+
+def _choose(logits: jax.Array, lanes: Lanes, ask: Choosing, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A token for each row, int32 [n], and whether any was allowed, bool [n]."""
+    is_early = step < ask.least
+    x = logits
+    for is_asked, change in (
+        (ask.has_bias, lambda x: _with_bias(x, lanes, ask)),
+        (ask.has_words, lambda x: _without_words(x, lanes, ask)),
+        (is_early, lambda x: jnp.where((_marks(lanes, ask) & ENDS > 0) & is_early[:, None], -jnp.inf, x)),
+        (ask.counts, lambda x: _with_penalties(x, lanes, ask)),
+    ):
+        x = jax.lax.cond(is_asked.any(), change, lambda x: x, x)
+    greedy = _most_likely(x)
+    is_drawn = ask.temperature > 0
+    drawn = jax.lax.cond(is_drawn.any(), _draw, lambda x, *_: _most_likely(x), x, ask, step)
+    token = jnp.where(is_drawn, drawn, greedy)
+    # The best that is left is banned only if everything is.
+    return token, jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0] > -jnp.inf
+
+
+def _marks(lanes: Lanes, ask: Choosing) -> jax.Array:
+    return lanes.marks.at[ask.lane].get(mode="fill", fill_value=0)
+
+
+def _with_bias(x: jax.Array, lanes: Lanes, ask: Choosing) -> jax.Array:
+    # Lanes without a bias hold what was there before.
+    return jnp.where(ask.has_bias[:, None], x + lanes.bias.at[ask.lane].get(mode="fill", fill_value=0), x)
+
+
+def _without_words(x: jax.Array, lanes: Lanes, ask: Choosing) -> jax.Array:
+    """Bans what would complete a bad word."""
+    word = lanes.words.at[ask.lane].get(mode="fill", fill_value=-1)
+    before = lanes.recent.at[ask.lane].get(mode="fill", fill_value=-1)
+    begun = word[:, :, :-1]
+    is_next = ((begun < 0) | (begun == before[:, None])).all(axis=-1) & (word[:, :, -1] >= 0) & ask.has_words[:, None]
+    token = jnp.where(is_next, word[:, :, -1], x.shape[1])
+    return x.at[jnp.arange(len(x))[:, None], token].set(-jnp.inf, mode="drop")
+
+
+def _with_penalties(x: jax.Array, lanes: Lanes, ask: Choosing) -> jax.Array:
+    mark = _marks(lanes, ask)
+    count = mark >> 2
+    repetition, presence, frequency = (column[:, None] for column in (ask.repetition, ask.presence, ask.frequency))
+    repeated = jnp.where(x > 0, x / repetition, x * repetition)
+    y = jnp.where((mark & IN_PROMPT > 0) | (count > 0), repeated, x)
+    y = y - frequency * count - jnp.where(count > 0, presence, 0)
+    return jnp.where(ask.counts[:, None], y, x)
+
+
+def _draw(x: jax.Array, ask: Choosing, step: jax.Array) -> jax.Array:
+    """Draws from the truncated distribution, int32 [n]."""
+    x = x / jnp.maximum(ask.temperature, 1e-6)[:, None]
+    order = jnp.argsort(x, axis=-1, descending=True, stable=True)
+    x = jnp.take_along_axis(x, order, axis=-1)
+    x = jnp.where(x < x[:, :1] + jnp.log(ask.min_p)[:, None], -jnp.inf, x)
+    k = jnp.where(ask.top_k > 0, ask.top_k, x.shape[1])[:, None]
+    x = jnp.where(jnp.arange(x.shape[1]) < k, x, -jnp.inf)
+    p = jax.nn.softmax(x, axis=-1)
+    # A token stays while those before it have not reached top_p; the first one always stays.
+    # With top_p = 1 rounding must not cut the tail.
+    kept = (jnp.cumsum(p, axis=-1) - p < ask.top_p[:, None]) | (ask.top_p[:, None] >= 1)
+    x = jnp.where(kept, x, -jnp.inf)
+    keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(ask.seed, step)
+    choice = jax.vmap(jax.random.categorical)(keys, x)
+    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)

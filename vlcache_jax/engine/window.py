@@ -1,0 +1,98 @@
+"""The program that decodes a window: several tokens of each answer, one after the other, without the host.
+
+Row i goes on at its lane's token, in the slots to which table i of the work list leads. The work list is that of the
+last token; where a row's interval ends at each of them, the device says. A row that has ended sees nothing and writes
+nowhere, and when all have, the window ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vlcache_jax.engine import sampler
+from vlcache_jax.engine.sampler import Choosing, Lanes, Sampled
+from vlcache_jax.models import Rows
+from vlcache_jax.pallas_kernels import PAGE, Work
+
+ANSWER = 2  # columns of a window's rows before those of `Choosing`: tokens of the prompt, and its M-RoPE delta
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Decodes.
+
+    Attributes:
+      rows: B, at most.
+      slots: S of the pool.
+      most: tokens of each row at most.
+      layer: (params, x, k, v, rows, count, work, None) -> (x, k, v, captured), of a layer.
+      embed: (text, tokens) -> x.
+      logits: (norm, head, x) -> float32 [B, V].
+    """
+
+    rows: int
+    slots: int
+    most: int
+    layer: Callable[..., Any]
+    embed: Callable[[Params, jax.Array], jax.Array]
+    logits: Callable[[Params, Params, jax.Array], jax.Array]
+
+    def __call__(
+        self, text: Params, head: Params, pool: Any, lanes: Lanes, rows: jax.Array, work: Work, tokens: jax.Array
+    ) -> tuple[Sampled, Lanes, Any]:
+        """Decodes up to `tokens` tokens of each row.
+
+        Args:
+          pool: K and V of each layer.
+          rows: int32 [B, ANSWER + C].
+          work: of the last token.
+
+        Returns:
+          (what was chosen, [most, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
+        """
+        length, delta = rows[:, 0], rows[:, 1]
+        choosing = Choosing.unpack(rows[:, ANSWER:])
+        tables = work.parts().tables
+        index = jnp.arange(self.rows, dtype=jnp.int32)
+
+        def goes_on(lanes: Lanes) -> jax.Array:
+            return ~lanes.is_ended.at[choosing.lane].get(mode="fill", fill_value=True)
+
+        def token(carry: Any) -> Any:
+            step, pool, lanes, chosen = carry
+            live = goes_on(lanes)
+            last = jnp.where(live, length + lanes.step.at[choosing.lane].get(mode="clip") - 1, 0)
+            slot = tables[index, last // PAGE] * PAGE + last % PAGE
+            row = Rows(
+                slot=jnp.where(live, slot, self.slots + index),
+                position=jnp.tile(jnp.where(live, last + delta, 0), (3, 1)),
+                k_start=jnp.zeros_like(last),
+                k_end=jnp.where(live, last + 1, 0),
+                source=jnp.where(live, lanes.token.at[choosing.lane].get(mode="clip"), 0),
+            )
+            x = self.embed(text, row.source)
+            updated = []
+            for i, (k, v) in enumerate(pool):
+                x, k, v, _ = self.layer(text["layers"][i], x, k, v, row, np.int32(self.rows), work, None)
+                updated.append([k, v])
+            sampled, lanes = sampler.sample(self.logits(text["norm"], head, x), lanes, choosing)
+            return step + 1, updated, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
+
+        begin = jnp.int32(0), pool, lanes, self._nothing(text, head, lanes, choosing)
+        _, pool, lanes, chosen = jax.lax.while_loop(lambda c: (c[0] < tokens) & goes_on(c[2]).any(), token, begin)
+        return chosen, lanes, pool
+
+    def _nothing(self, text: Params, head: Params, lanes: Lanes, choosing: Choosing) -> Sampled:
+        x = jax.eval_shape(self.embed, text, choosing.lane)
+        logits = jax.eval_shape(self.logits, text["norm"], head, x)
+        sampled, _ = jax.eval_shape(sampler.sample, logits, lanes, choosing)
+        nothing = jax.tree.map(lambda x: jnp.zeros((self.most, *x.shape), x.dtype), sampled)
+        return nothing._replace(token=jnp.full_like(nothing.token, sampler.NO_ANSWER))
