@@ -158,13 +158,6 @@ class Prefiller[S: Sequence]:
             self.runner.stage(rows, place)
 
 
-def needs_pixels(sequence: Sequence, plan: Plan) -> list[ImageRef]:
-    """The images of which some rows are computed and whose encoder rows nobody has."""
-    records = {use.span.image: use.encoder for use in sequence.images}
-    spans = sequence.layout.images
-    return [s.image for s in spans if plan.depth[s.tokens].any() and not _holds(records.get(s.image))]
-
-
 def _holds(record: Record | None) -> bool:
     """Whether a record holds an image's encoder rows."""
     return record is not None and record.is_ready
