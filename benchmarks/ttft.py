@@ -59,7 +59,7 @@ def _grid(tokens: int) -> tuple[int, int]:
 @contextlib.contextmanager
 def drawn_weights() -> Iterator[None]:
     """Within, models need no weights: they are drawn on the device, as writing the files would take minutes."""
-    from vlcache_jax import llm
+    from vlcache_jax import base
     from vlcache_jax.convert.plan import as_dtype
     from vlcache_jax.engine.checkpoint import Checkpoint
     from vlcache_jax.models.params import parameters
@@ -89,7 +89,7 @@ def drawn_weights() -> Iterator[None]:
     ) -> Checkpoint:
         return Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), revision)
 
-    with mock.patch.object(llm, "open_checkpoint", open_drawn):
+    with mock.patch.object(base, "open_checkpoint", open_drawn):
         yield
 
 
@@ -110,6 +110,7 @@ def measure(
     repeats: int,
     schedule: str | None,
     out: pathlib.Path | None,
+    picture: pathlib.Path | None = None,
     random_weights: bool = False,
     **settings: Any,
 ) -> None:
@@ -122,6 +123,7 @@ def measure(
       repeats: of each configuration, after one that warms up.
       schedule: path of a schedule file; None is a falling one.
       out: JSON file to write.
+      picture: of the steps, to draw.
       random_weights: the model has none, and gets random ones.
       settings: of the engine.
     """
@@ -166,8 +168,8 @@ def measure(
                 return {"prompt": text, "multi_modal_data": {"image": pictures}, "mm_processor_kwargs": limits}
 
             one = SamplingParams(max_tokens=1, temperature=0)
-            for reuse in configurations.values():
-                llm.warmup(reuse=reuse)
+            # The first runs compile what they call for, which is far less than `warmup` does for any request.
+            llm._ahead.stop()
             [donor] = llm.generate(prompt(), one, use_tqdm=False)
             if [image.tokens for image in donor.cache.images] != [tokens] * num_images:
                 raise ValueError(f"images must have {tokens} tokens, got {donor.cache.images}")
@@ -216,16 +218,50 @@ def measure(
                 "prompt": f"{text_before} text tokens, {num_images} images of {tokens}, {TEXT_AFTER} text tokens",
                 "repeats": repeats,
             }
-            _publish(rows, head, out)
+            _publish(rows, head, out, picture)
 
 
-def _publish(rows: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None) -> None:
+def draw(rows: list[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path) -> None:
+    """Draws the steps of each configuration as a bar, from the rows of the table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(rows) + 1.3), layout="constrained")
+    names = [row["configuration"] for row in rows]
+    shown = [step for step in STEPS if any(row[f"{step} ms"] > 0.01 * row["TTFT ms"] for row in rows)]
+    begin = np.zeros(len(rows))
+    for step in shown:
+        seconds = np.array([row[f"{step} ms"] / 1000 for row in rows])
+        axes.barh(names, seconds, left=begin, label=step.replace("_", " "))
+        begin += seconds
+    rest = np.array([row["TTFT ms"] / 1000 for row in rows]) - begin
+    axes.barh(names, np.maximum(rest, 0), left=begin, label="rest", color="lightgray")
+    for row in rows:
+        text = f" {row['TTFT ms'] / 1000:.2f} s, {row['over cold']:.0f} x"
+        axes.text(row["TTFT ms"] / 1000, row["configuration"], text, va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.15 * max(row["TTFT ms"] for row in rows) / 1000)
+    axes.set_xlabel("seconds to the first token")
+    axes.set_title(f"{head['prompt']}; {head['dtype']}, {head['layers']} layers", fontsize="medium")
+    axes.legend(ncols=2, fontsize="small", loc="lower right")
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def _publish(
+    rows: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None, picture: pathlib.Path | None
+) -> None:
     steps = tuple(f"{step} ms" for step in STEPS)
     whole = [{key: value for key, value in row.items() if key not in (*steps, "rate")} for row in rows]
     show(f"Time to first token, {head['dtype']}: {head['prompt']}", whole)
     show("Its steps, ms", [{key.removesuffix(" ms"): row[key] for key in ("configuration", *steps)} for row in rows])
     if out is not None:
         write("Time to first token", rows, head, out)
+    if picture is not None:
+        draw(rows, head, picture)
+        print(f"written to {picture}")
 
 
 def _check_exact(llm: Any, prompt: dict[str, Any], dtype: str) -> None:

@@ -140,11 +140,11 @@ def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:
 
 
 def as_dtype(dtype: Any) -> np.dtype:
-    """A supported dtype from a name, a scalar type or a dtype."""
+    """A supported dtype from a name, a scalar type or a dtype; "half" and "float" are names, too."""
     supported = {dtype.name: dtype for dtype in DTYPES.values()}
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-        return supported[name]
+        return supported[{"half": "float16", "float": "float32"}.get(name, name)]
     except (KeyError, TypeError):
         raise ValueError(f"dtype must be one of {', '.join(supported)}, got {dtype!r}") from None
 

@@ -117,6 +117,19 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose what runs
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        mark = item.get_closest_marker("ladder_for")
+        given = getattr(item, "callspec", None)
+        if (
+            mark is not None
+            and given is not None
+            and any(str(one).startswith(mark.args) for one in given.params.values())
+        ):
+            item.add_marker(pytest.mark.ladder)
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     """The directory of a configuration by its name; made once."""

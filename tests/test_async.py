@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import vlcache_jax.async_llm as async_llm
+from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import AsyncLLM, Ladder, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.inputs.images import ImageSource
 
@@ -29,14 +30,6 @@ LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 # Letters alone, so that texts can be cut into stop strings.
 LETTERS = {"temperature": 50, "ignore_eos": True, "max_tokens": 40, "allowed_token_ids": list(range(97, 123))}
 CLOSED = r"^this LLM is closed$"
-WITHIN = 60  # seconds, for what would hang otherwise
-
-
-def user(*parts):
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +103,10 @@ def slow_decoder(monkeypatch):
 
 def assert_clean(engine):
     """Nobody has a lane, pages, records, room or a name any more."""
-    llm = engine._llm
     assert eventually(lambda: not engine._room._used)
-    with llm._loop._changed:
-        assert llm._loop._changed.wait_for(lambda: llm._loop._thread is None, WITHIN)
-    llm._writer.flush()
-    stats = llm.stats()
-    assert (stats.running, stats.waiting, stats.in_use) == (0, 0, 0)
+    llm = engine._llm
     assert eventually(lambda: not any(record.held for record in llm._store.tier.records()))
-    assert not llm._store._left
-    assert all(record.is_settled for record in llm._store.tier.records())
+    assert_nothing_left(llm)
     assert not engine._jobs
     assert not engine._aborted
     assert not engine._room._waiting
@@ -286,8 +273,13 @@ def test_who_is_slow_to_ask_still_gets_the_end(engine):
     [
         ({"prompt": 3}, "prompt must be a string, a dict or a conversation, got int"),
         ({"prompt": None}, "prompt must be a string, a dict or a conversation, got NoneType"),
-        ({"prompt": "a", "mm_processor_kwargs": {"max_pixels": 4096}}, "mm_processor_kwargs must stand in the prompt"),
+        (
+            {"prompt": "a", "mm_processor_kwargs": {"max_pixels": 4096}},
+            "mm_processor_kwargs must stand in the prompt",
+        ),
         ({"mm_processor_kwargs": {"max_pixel": 4096}}, "mm_processor_kwargs"),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message must be left out, got it beside a"),
+        ({"chat_template": 3}, "chat_template must be a string, got 3"),
         ({"params": [GREEDY]}, "sampling_params must be SamplingParams or None, got list"),
         ({"params": {}}, "sampling_params must be SamplingParams or None, got dict"),
         (
@@ -695,6 +687,26 @@ def test_who_waits_for_room_may_leave(engine, slow, monkeypatch):
     assert served.finished
 
 
+def test_who_waits_for_room_can_be_aborted(engine, slow, monkeypatch):
+    room = async_llm._Room(1, raises=False)
+    monkeypatch.setattr(engine, "_room", room)
+
+    async def ask():
+        running = engine.generate(user("a"), LONG)
+        await first(running)
+        tasks = [asyncio.create_task(last(engine, user(text), request_id=text)) for text in "bc"]
+        await asyncio.sleep(0.01)
+        await engine.abort("b")
+        aborted = await tasks[0]  # while the first one goes on
+        assert len(room._waiting) == 1
+        await running.aclose()
+        return aborted, await tasks[1]
+
+    aborted, served = run(ask())
+    assert (aborted.finished, aborted.outputs[0].finish_reason) == (True, "abort")
+    assert served.outputs[0].finish_reason == "length"
+
+
 def test_a_full_queue_raises_if_it_is_to(engine, slow, monkeypatch):
     monkeypatch.setattr(engine, "_room", async_llm._Room(2, raises=True))
     expected = tokens(chat(engine, user("d")))
@@ -737,7 +749,7 @@ def test_room_that_nobody_takes_any_more_goes_to_the_next(engine, slow, monkeypa
     async def ask():
         running = engine.generate(user("a"), LONG)
         await first(running)
-        lost = events.create_task(room.enter())
+        lost = events.create_task(room.enter("lost"))
         await asyncio.to_thread(lambda: (events.call_later(0.02, events.stop), events.run_forever(), events.close()))
         task = asyncio.create_task(last(engine, user("b")))
         await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import vlcache_jax.progress as progress
+from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 
 LADDER = Ladder(rows=(64,), patches=(64,), sequences=(1, 4), window=4)
@@ -25,15 +26,7 @@ SETTINGS = {
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 AHEAD = 8 * LADDER.max_sequences  # rows taken of the iterable and not yielded yet, at most
-WITHIN = 60  # seconds, for what would hang otherwise
 TOO_LONG = "w " * 600
-
-
-def user(*parts):
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +47,11 @@ def llm(engine):
     engine.reset_mm_cache()
     hook = sys.unraisablehook
     yield engine
-    assert_clean(engine)
+    assert_nothing_left(engine)
     stays = progress._innermost.get(), sys.unraisablehook
     progress._innermost.set(None)  # it is this test's fault, not the next one's
     sys.unraisablehook = hook
     assert stays == (None, hook)
-
-
-def assert_clean(llm):
-    """Nobody has a lane, pages or records any more."""
-    with llm._loop._changed:
-        assert llm._loop._changed.wait_for(lambda: llm._loop._thread is None, WITHIN)
-    llm._writer.flush()
-    stats = llm.stats()
-    assert (stats.running, stats.waiting, stats.in_use) == (0, 0, 0)
-    records = llm._store.tier.records()
-    assert not any(record.held for record in records)
-    assert all(record.is_settled for record in records)
-    assert not llm._store._left
 
 
 def chat_iter(llm, conversations, params=GREEDY, **options):
@@ -165,7 +145,7 @@ def test_what_runs_ends_where_it_is_stopped(llm, pictures, how):
         answers.close()
         assert list(answers) == []
     del answers
-    assert_clean(llm)
+    assert_nothing_left(llm)
     assert rows.taken <= AHEAD
     assert llm.stats().generated_tokens - before <= AHEAD * LONG.max_tokens
     assert alone(llm, [user("a")])
@@ -255,7 +235,7 @@ def test_an_error_of_the_iterable_comes_through(llm, pictures, error):
         found.extend(index for index, _ in chat_iter(llm, rows(), LONG))
     assert caught.value is error
     assert len(found) == len(set(found))
-    assert_clean(llm)
+    assert_nothing_left(llm)
     assert alone(llm, [user("a")])
 
 
@@ -286,7 +266,7 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
         context.setattr(llm._runner, "_run", broken)
         with pytest.raises(OSError, match="the device is gone"):
             list(chat_iter(llm, rows))
-    assert_clean(llm)
+    assert_nothing_left(llm)
     assert alone(llm, rows[:1]) == expected
 
 
@@ -312,8 +292,8 @@ def test_closing_ends_it(checkpoints, llm):
         ({"conversations": "a"}, "conversations must be an iterable of them, got str"),
         ({"conversations": {"role": "user"}}, "conversations must be an iterable of them, got dict"),
         ({"conversations": 3}, "conversations must be an iterable of them, got int"),
-        ({"params": [GREEDY]}, "sampling_params must be SamplingParams or None, got list"),
-        ({"params": iter([GREEDY])}, "sampling_params must be SamplingParams or None, got list_iterator"),
+        ({"params": "greedy"}, "sampling_params must be SamplingParams, an iterable of them or None, got 'greedy'"),
+        ({"params": 3}, "sampling_params must be SamplingParams, an iterable of them or None, got 3"),
         ({"on_error": "ignore"}, "on_error must be"),
         ({"cache_salt": 1}, "cache_salt must be"),
         ({"use_tqdm": 1}, "use_tqdm must be"),

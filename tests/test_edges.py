@@ -17,6 +17,7 @@ from PIL import Image
 
 import vlcache_jax.engine.identification as identification
 import vlcache_jax.engine.serving as serving
+from tests.helper import user
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.processor import ImageProcessor
@@ -24,13 +25,6 @@ from vlcache_jax.inputs.processor import ImageProcessor
 LADDER = Ladder(rows=(64, 256), patches=(64, 256, 1024), sequences=(1, 4))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SETTINGS = {"ladder": LADDER, "max_rows": 256, "max_model_len": 512, "kv_cache_bytes": 8 * 2**20, "dtype": "float32"}
-
-
-def user(*parts):
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 def png(array):

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.helper import user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -30,13 +31,6 @@ def open_llm(directory, **changes):
         "reuse": "off",
     }
     return LLM(directory, **settings | changes)
-
-
-def user(*parts):
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +120,7 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
                 np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max() / 4, rtol=0)
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conversations):
     """Several waves: the same answers, in the same order."""
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
@@ -297,8 +292,8 @@ BAD_REQUESTS = {
     "empty file": (lambda good: user(b""), "images"),
     "video": (lambda good: [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "video"),
     "no messages": (lambda good: [], "at least one message"),
-    "unknown role": (lambda good: [{"role": "tool", "content": "x"}], "role"),
-    "unknown key": (lambda good: [{"role": "user", "content": "x", "name": "y"}], "name"),
+    "unknown role": (lambda good: [{"role": "robot", "content": "x"}], "role"),
+    "unknown key": (lambda good: [{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),
     "too long": (lambda good: user("x" * 600), "max_model_len = 512"),
     "placeholder in the text": (lambda good: user("<|image_pad|>"), "place of an image"),
     "long and thin": (lambda good: user(np.zeros((2, 500, 3), np.uint8)), "200"),
@@ -464,7 +459,12 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("kv_cache_bytes", 0, "kv_cache_bytes must be a positive integer"),
+        ("kv_cache_bytes", -1, "kv_cache_bytes must be bytes of at least 0"),
+        ("kv_cache_bytes", "4 gigs", "kv_cache_bytes must be bytes of at least 0"),
+        ("gpu_memory_utilization", 1.5, "gpu_memory_utilization must be a number above 0 and at most 1, got 1.5"),
+        ("max_num_seqs", 0, "max_num_seqs must be a positive integer"),
+        ("limit_mm_per_prompt", 4, "limit_mm_per_prompt must be a dict such as"),
+        ("limit_mm_per_prompt", {"image": -1}, "limit_mm_per_prompt must be integers of at least 0, got -1 for image"),
         ("verify_weights", 1, "verify_weights must be a bool, got 1"),
         ("use_tqdm", None, "use_tqdm must be a bool, got None"),
         ("max_rows", 1.5, "max_rows must be a positive integer"),
@@ -508,6 +508,7 @@ def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
                 llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_the_core_needs_little(family_checkpoint):
     """Machines with a GPU may lack the rest."""
     code = f"""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helper import spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 from vlcache_jax.benchmarks.compile_report import MODELS, abstract_runner
 from vlcache_jax.engine.batching import shared_prefixes
@@ -32,32 +33,12 @@ def page_bytes(llm):
     return PAGE * slot_bytes(llm._runner.config, np.dtype(np.float32))
 
 
-def user(*parts):
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
-
-
 def chat(llm, *conversations, params=GREEDY, **options):
     return llm.chat(list(conversations), params, use_tqdm=False, **options)
 
 
 def tokens(outputs):
     return [[answer.token_ids for answer in output.outputs] for output in outputs]
-
-
-def spoil(llm, monkeypatch):
-    """Fills pages with NaN when they become free. (V must be finite: a flaw is carried by K.)"""
-    give_back = llm._pages._give_back
-
-    def spoiled(page):
-        give_back(page)
-        slots = slice(page.number * PAGE, (page.number + 1) * PAGE)
-        for layer in llm._runner._pool or ():
-            layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
-
-    monkeypatch.setattr(llm._pages, "_give_back", spoiled)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ import vlcache_jax.cache.memory
 import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
+from tests.helper import user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.pallas_kernels import PAGE
@@ -42,13 +43,6 @@ def open_llm(directory, **changes):
         "dtype": "float32",
     }
     return LLM(directory, **settings | changes)
-
-
-def user(*parts):
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 def png(array, **options):
@@ -521,6 +515,7 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
 
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2"])
 @pytest.mark.parametrize(("host_bytes", "variants"), [("1GiB", 2), (100_000, None)])
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes, variants):
     images = [png(textured_image(60 + 30 * i, 150 - 20 * i, i)) for i in range(4)]
     requests = [user("x" * (i % 3), images[i * i % 4 if i % 5 else i % 4], f"Question {i}?") for i in range(24)]
@@ -611,6 +606,7 @@ def test_other_weights_are_another_image(llm, checkpoints, a):
         assert other.cache.key(a) != llm.cache.key(a)
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_clashing_keys_are_told_apart(directory, textured_image, monkeypatch):
     """Records have 256 places here, so that images meet; whole keys decide."""
     monkeypatch.setattr(vlcache_jax.cache.memory, "_place", lambda name: name[:5])
@@ -772,6 +768,7 @@ def test_an_earlier_image_is_part_of_the_context(llm, a, b):
 # Budgets, faults, and what a user can do.
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_small_budgets(directory, textured_image):
     rng = np.random.default_rng(0)
     images = [textured_image(*rng.integers(40, 200, 2), seed=i) for i in range(12)]
@@ -993,6 +990,7 @@ def test_several_answers_and_scores_reuse_too(llm, a):
     assert chat(llm, user("y", a))[0].cache.images[0].match == "exact"
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_nothing_compiles_after_warmup(directory, textured_image):
     """Images of random sizes stored and linked, in every way."""
     compiled, approximate = [], []

@@ -68,6 +68,7 @@ def test_the_answers_of_the_demo_are_right():
         assert turn.answer == solve(turn.question, [pictures[name] for name in turn.pictures])
 
 
+@pytest.mark.ladder
 def test_transformers_gives_the_same_answers_and_most_are_right():
     pytest.importorskip("torch")
     from vlcache_jax.benchmarks.tiny_vqa.agreement import compare

@@ -11,10 +11,10 @@ import itertools
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helper import spoil, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.engine import engine as engine_module
 from vlcache_jax.engine.linker import Hold
@@ -34,26 +34,6 @@ def open_llm(directory, **changes):
     llm = LLM(directory, **settings | changes)
     llm._ahead.stop()  # it compiles what these tests may never need
     return llm
-
-
-def user(*parts):
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
-
-
-def spoil(llm, monkeypatch):
-    """Fills pages with NaN when they become free. (V must be finite: a flaw is carried by K.)"""
-    give_back = llm._pages._give_back
-
-    def spoiled(page):
-        give_back(page)
-        slots = slice(page.number * PAGE, (page.number + 1) * PAGE)
-        for layer in llm._runner._pool or ():
-            layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
-
-    monkeypatch.setattr(llm._pages, "_give_back", spoiled)
 
 
 def renew(llm, host_bytes=PLENTY, pages=None):
@@ -120,7 +100,7 @@ class Driver:
     def arrive(self, asked, heard=None):
         call = self.llm._call(
             "conversation", [asked.conversation], self.llm._renderer.from_conversation, asked.policy, None, "return",
-            asked.priority,
+            params=asked.params, priority=asked.priority,
         )  # fmt: skip
 
         def listen(job):
@@ -133,7 +113,7 @@ class Driver:
         if self.by_hand:
             self.llm._loop.begin = lambda: None
         try:
-            job = self.llm._caller.arrive(call, asked.params, listen)
+            job = self.llm._caller.arrive(call, listen)
         finally:
             self.llm._loop.begin = begin
         return job

@@ -8,10 +8,9 @@ import itertools
 import pathlib
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from vlcache_jax.calls import Call
 from vlcache_jax.engine.engine import EngineStats
@@ -20,7 +19,7 @@ from vlcache_jax.engine.request import Generation
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.serving import Job, RequestError
 from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.inputs.processor import check_limits
+from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.llm import LLM, Conversation, PromptLike, Reuse
 from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.progress import Progress
@@ -33,7 +32,7 @@ class QueueFullError(RuntimeError):
 
 
 class AsyncLLM:
-    """Serves one model to any number of requests at once.
+    """Serves one model to any number of requests at once::
 
         engine = AsyncLLM("Qwen/Qwen3-VL-8B-Instruct")
         async for output in engine.generate("Hello", SamplingParams(max_tokens=20)):
@@ -76,6 +75,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, int] | None = None,
+        **template: Unpack[TemplateOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
 
@@ -85,7 +85,7 @@ class AsyncLLM:
           prompt: as for `LLM.generate`, or a conversation as for `LLM.chat`.
           sampling_params: None is the checkpoint's own.
           request_id: by which it can be aborted; None: one is drawn.
-          reuse, cache_salt, mm_processor_kwargs: see `LLM.chat`; limits of a prompt that is a dict stand in it.
+          reuse, cache_salt, mm_processor_kwargs, template: see `LLM.chat`; the last two are of conversations.
           priority: lower ones run first; among equals, who came first.
 
         Raises:
@@ -100,16 +100,19 @@ class AsyncLLM:
             raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
         if not isinstance(sampling_params, SamplingParams | None):
             raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
-        call = self._call(prompt, reuse, cache_salt, priority, mm_processor_kwargs)
+        name, render = self._renders(prompt, mm_processor_kwargs, **template)
+        call = self._llm._call(
+            name, [prompt], render, reuse, cache_salt, "return", params=sampling_params, priority=priority
+        )
         with self._lock:
             if request_id in self._jobs:
                 raise ValueError(f"request_id must not be that of a request under way, got {request_id!r}")
             self._jobs[request_id] = None
         try:
-            await self._room.enter()
+            await self._room.enter(request_id)
             try:
                 # Closed at once: otherwise it would end some time after its room has been given away.
-                async with contextlib.aclosing(self._stream(call, sampling_params, request_id)) as outputs:
+                async with contextlib.aclosing(self._stream(call, request_id)) as outputs:
                     async for output in outputs:
                         yield output
             finally:
@@ -126,10 +129,19 @@ class AsyncLLM:
                 self._aborted.add(request_id)
                 if (job := self._jobs[request_id]) is not None:
                     _abort(job)
+                self._room.let_in(request_id)
 
     def stats(self) -> EngineStats:
         """See `LLM.stats`."""
         return self._llm.stats()
+
+    async def get_tokenizer(self) -> Any:
+        """See `LLM.get_tokenizer`."""
+        return self._llm.get_tokenizer()
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        return self._llm.get_default_sampling_params()
 
     @property
     def cache(self) -> ImageCache:
@@ -159,22 +171,23 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _call(
-        self, prompt: Any, reuse: Reuse | None, salt: str | None, priority: int, limits: Mapping[str, int] | None
-    ) -> Call:
-        renderer = self._llm._renderer
+    def _renders(
+        self, prompt: Any, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]
+    ) -> tuple[str, Callable[..., Prompt]]:
+        """What errors call the prompt, and what renders it."""
         if isinstance(prompt, (str, Mapping)):
             if limits is not None:
                 raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
-            return self._llm._call("prompt", [prompt], renderer.from_prompt, reuse, salt, "return", priority)
+            if template:
+                raise ValueError(
+                    f"{next(iter(template))} must be left out, got it beside a prompt that has no messages"
+                )
+            return "prompt", self._llm._renderer.from_prompt
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
-        render = partial(renderer.from_conversation, mm_processor_kwargs=check_limits(limits))
-        return self._llm._call("conversation", [prompt], render, reuse, salt, "return", priority)
+        return "conversation", self._llm._renders(limits, **template)
 
-    async def _stream(
-        self, call: Call, params: SamplingParams | None, request_id: str
-    ) -> AsyncGenerator[RequestOutput]:
+    async def _stream(self, call: Call, request_id: str) -> AsyncGenerator[RequestOutput]:
         events = asyncio.get_running_loop()
         more = asyncio.Event()
         caller = self._llm._caller
@@ -184,7 +197,7 @@ class AsyncLLM:
 
         def arrive() -> Job:
             with Progress("serving", show=False) if self._is_silent else contextlib.nullcontext():
-                return caller.arrive(call, params, heard)
+                return caller.arrive(call, heard)
 
         try:
             arriving = self._threads.submit(arrive)
@@ -228,10 +241,10 @@ class _Room:
     def __init__(self, size: int, *, raises: bool):
         self._size, self._raises = size, raises
         self._used = 0
-        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None], str]] = deque()
         self._lock = threading.Lock()
 
-    async def enter(self) -> None:
+    async def enter(self, request_id: str) -> None:
         """Raises a QueueFullError if there is no room, and nobody is to wait."""
         with self._lock:
             if self._used < self._size:
@@ -241,22 +254,31 @@ class _Room:
                 raise QueueFullError(f"the engine takes max_waiting = {self._size} requests at a time; try again later")
             events = asyncio.get_running_loop()
             turn = events.create_future()
-            self._waiting.append((events, turn))
+            self._waiting.append((events, turn, request_id))
         try:
             await turn
         except BaseException:
             with self._lock:
-                is_waiting = (events, turn) in self._waiting
+                is_waiting = (events, turn, request_id) in self._waiting
                 if is_waiting:
-                    self._waiting.remove((events, turn))
+                    self._waiting.remove((events, turn, request_id))
             if not is_waiting:  # it has been let in
                 self.leave()
             raise
 
+    def let_in(self, request_id: str) -> None:
+        """Whoever waits under this name need not any more: it is to end, and will take no room for long."""
+        with self._lock:
+            for waiting in [one for one in self._waiting if one[2] == request_id]:
+                self._waiting.remove(waiting)
+                with contextlib.suppress(RuntimeError):  # its event loop is closed
+                    waiting[0].call_soon_threadsafe(_let_in, waiting[1])
+                    self._used += 1
+
     def leave(self) -> None:
         with self._lock:
-            while self._waiting:
-                events, turn = self._waiting.popleft()
+            while self._waiting and self._used <= self._size:
+                events, turn, _ = self._waiting.popleft()
                 with contextlib.suppress(RuntimeError):  # its event loop is closed
                     events.call_soon_threadsafe(_let_in, turn)
                     return

@@ -30,10 +30,11 @@ class Call:
     """A call of `LLM`; see `LLM.chat`.
 
     Attributes:
-      name: of the argument that lists the requests.
+      name: of a request, with {} for its number: "conversations[{}]".
       listed: the requests as they came.
       render: makes a prompt of one.
       policy, salt, on_error: of all of them.
+      params: sampling parameters for all of them, or of each; None: the checkpoint's own.
       priority: of all of them, lower ones first.
       first: number of the first one.
       group: of its rows, if a wrong one ends the call; calls that belong together share it.
@@ -45,6 +46,7 @@ class Call:
     policy: Policy
     salt: str | None
     on_error: str
+    params: SamplingParams | Sequence[SamplingParams] | None = None
     priority: int = 0
     first: int = 0
     group: Group | None = None
@@ -65,7 +67,7 @@ class Call:
 
     def prompt(self, row: int) -> Prompt | ValueError:
         """The prompt of a request, or what is wrong with it."""
-        name = f"{self.name}[{self.first + row}]"
+        name = self.name.format(self.first + row)
         try:
             return self.render(self.listed[row], name=name)
         except ValueError as error:
@@ -119,7 +121,6 @@ class Caller:
     def answers(
         self,
         calls: Iterable[Call],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         total: int | None,
         show: bool,
@@ -141,11 +142,11 @@ class Caller:
             bar.update(tokens=sum(len(sequence.generated) for sequence in job.sequences))
             if verify and all(sequence.error is None for sequence in job.sequences):
                 kept.append(job)
-            return self.reporter.output(job.linked, _answers(job))
+            return self.reporter.output(job.linked, _answers(job), request_id=str(job.row))
 
         def outputs() -> Generator[tuple[int, RequestOutput]]:
             try:
-                chunks = (self._to_answer(call, sampling_params) for call in calls)
+                chunks = map(self._to_answer, calls)
                 yield from self._serve(chunks, output, keeps=verify, returns_all=returns_all)
                 if verify:
                     yield from self._verified(kept)
@@ -156,15 +157,14 @@ class Caller:
 
         return _watched(outputs(), bar)
 
-    def _to_answer(
-        self, call: Call, sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> _Chunk[RequestOutput]:
-        params = self._sequences.sampling_params(sampling_params, len(call.listed))
+    def _to_answer(self, call: Call) -> _Chunk[RequestOutput]:
+        params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
         prompts = self._prompts(call)
 
         def failed(row: int, error: str) -> RequestOutput:
             prompt = prompts[row]
-            return self.reporter.failed_output(prompt.text if isinstance(prompt, Prompt) else "", error)
+            text = prompt.text if isinstance(prompt, Prompt) else ""
+            return self.reporter.failed_output(text, error, request_id=str(call.first + row))
 
         def sequences(row: int, linked: Linked) -> Sequence[Running]:
             return self._sequences.answers(linked, _good(params[row]), call.priority)
@@ -212,13 +212,13 @@ class Caller:
             self.loop.submit(job.sequences)
         return job
 
-    def arrive(self, call: Call, params: SamplingParams | None, heard: Callable[[Job], object]) -> Job:
+    def arrive(self, call: Call, heard: Callable[[Job], object]) -> Job:
         """Identifies, plans and submits the one request of a call; `heard` is called whenever there is more of it.
 
         Raises:
           RequestError: it is wrong.
         """
-        chunk = self._to_answer(call, params)
+        chunk = self._to_answer(call)
         for error in chunk.arrivals.errors.values():
             raise RequestError({0: str(error)})
         for window in chunk.arrivals.windows(keep_patches=True):
@@ -289,7 +289,7 @@ class Caller:
         answers = [_answers(job) for job in jobs]
         compared = verify_answers(self.loop, self._sequences, [job.linked for job in jobs], [own[0] for own in answers])
         for job, own, found in zip(jobs, answers, compared, strict=True):
-            yield job.row, self.reporter.output(job.linked, own, found)
+            yield job.row, self.reporter.output(job.linked, own, found, request_id=str(job.row))
 
     def _prompts(self, call: Call) -> list[Prompt | ValueError]:
         """Side by side, as images may come from the network; behind all other checks for the same reason."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from vlcache_jax.cache.keys import alias_key, owner_key
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
+from vlcache_jax.calls import Call, Caller, in_order
 from vlcache_jax.checks import check_text
 from vlcache_jax.engine.identification import Identifier
+from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.inputs.processor import Grid
+from vlcache_jax.inputs.processor import Grid, check_limits
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
-from vlcache_jax.outputs import RequestOutput
+from vlcache_jax.reuse.parse import parse_policy
 
 
 class ImageCache:
@@ -34,11 +37,10 @@ class ImageCache:
         pages: Pages,
         identifier: Identifier,
         renderer: PromptRenderer,
-        chat: Callable[..., list[RequestOutput]],
+        caller: Caller,
     ):
         self._store, self._writer, self._identifier, self._renderer = store, writer, identifier, renderer
-        self._pages = pages
-        self._chat = chat
+        self._pages, self._caller = pages, caller
         self._is_closed = False
 
     def precompute(
@@ -67,14 +69,11 @@ class ImageCache:
         conversations = [
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
-        outputs = self._chat(
-            conversations,
-            SamplingParams(temperature=0, max_tokens=1),
-            reuse="exact",
-            cache_salt=cache_salt,
-            mm_processor_kwargs=mm_processor_kwargs,
-            use_tqdm=False,
-        )
+        self._check_open()
+        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
+        params = SamplingParams(temperature=0, max_tokens=1)
+        call = Call("images[{}]", conversations, render, parse_policy("exact"), cache_salt, "raise", params)
+        outputs = in_order(self._caller.answers([call], total=len(images), show=False))
         return [output.cache.images[0].key for output in outputs]
 
     def key(
@@ -152,13 +151,16 @@ class ImageCache:
 
     def flush(self) -> None:
         """Waits until everything computed so far is kept."""
-        if self._is_closed:
-            raise RuntimeError("this LLM is closed")
+        self._check_open()
         self._writer.flush()
 
     def close(self) -> None:
         """The engine is closed; nothing can be asked any more."""
         self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
 
     def _entry(
         self, image: Any, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
@@ -172,7 +174,7 @@ class ImageCache:
 
     def _image(self, image: Any, salt: str | None, limits: Mapping[str, int] | None) -> ImageRef:
         if self._is_closed:
-            raise RuntimeError("this LLM is closed")
+            raise RuntimeError(CLOSED)
         source = self._renderer.image(image)
         prompt = Prompt.of_image(source, self._renderer.image_token_id, limits)
         [request] = self._identifier.identify([prompt], salt)

@@ -2,61 +2,26 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
+import inspect
 import itertools
-import os
-import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Unpack, cast
 
-import jax
-
-from vlcache_jax import first_contact
-from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.store import Store
-from vlcache_jax.cache.writer import Writer
-from vlcache_jax.calls import Call, Caller, in_order
-from vlcache_jax.checks import check_flags
-from vlcache_jax.convert.plan import as_dtype
-from vlcache_jax.engine.ahead import Ahead
-from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
-from vlcache_jax.engine.engine import Engine, EngineStats
-from vlcache_jax.engine.identification import Identifier
-from vlcache_jax.engine.interrupts import interruptible
-from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.linker import Linker
-from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.memory_plan import plan_memory
-from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
-from vlcache_jax.engine.runner import Runner, check_kernels
+from vlcache_jax.base import BaseLLM, Reuse
+from vlcache_jax.calls import Call, in_order
+from vlcache_jax.checks import check_flags, short
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
-from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.inputs.access import Access
-from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
-from vlcache_jax.inputs.processor import ImageProcessor, check_limits
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
-from vlcache_jax.models import ModelConfig
-from vlcache_jax.outputs import Reporter, RequestOutput, Score
-from vlcache_jax.pallas_kernels import PAGE, dispatch
-from vlcache_jax.pallas_kernels.checks import CHECKS
-from vlcache_jax.progress import Progress, say
-from vlcache_jax.reuse.parse import parse_policy
-from vlcache_jax.reuse.policies import Policy
-from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.foreign import ours
+from vlcache_jax.inputs.prompt import TemplateOptions
+from vlcache_jax.outputs import RequestOutput, Score
 
 Conversation = Sequence[Mapping[str, Any]]
-PromptLike = str | Mapping[str, Any]
-Reuse = str | float | os.PathLike[str] | Schedule | Policy
+PromptLike = str | Mapping[str, Any] | Sequence[int]
 
 
-class LLM:
-    """Serves one Qwen vision-language model.
+class LLM(BaseLLM):
+    """Serves one Qwen vision-language model::
 
         with LLM("Qwen/Qwen3-VL-8B-Instruct") as llm:
             picture = {"type": "image", "image": "street.jpg"}
@@ -66,186 +31,41 @@ class LLM:
 
     A call means the same as its requests run one by one, in list order. Every request is checked before anything runs.
     Calls from several threads run together. After an error or Ctrl-C the engine serves on.
-
-    Args:
-      model: a converted checkpoint, a Hugging Face directory, or the id of a model on the hub.
-      dtype: of weights and K, V: "float32", "bfloat16", "float16"; "auto" is bfloat16 on a GPU and float32 on a CPU.
-      reuse: what is done with an image that was seen before, unless a call says otherwise.
-        "exact": it is linked where everything before it is the same too; answers are those of a cold run.
-        "full", a ratio from 0 to 1, the path of a schedule file, a `Schedule`, "mpic-K" or another `Policy`: it is
-        linked anywhere; of those behind another context, the named part is computed anew, and the output says so.
-        "shift-R", R a ratio or a schedule file: so too, and what is not computed is moved by what was.
-        "off": every image is computed and nothing is kept.
-      cache: sizes and rules of the image cache.
-      kv_cache_bytes: size of the KV pool, rounded up to whole pages of 128 tokens (one page more is allocated, which no
-        request uses). By default most of the memory that weights and activations leave free.
-        It bounds prompt and answer of one request, and how many requests run together.
-      max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
-        what the ladder says.
-      max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
-      mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first.
-      implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
-        "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
-        on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the memory;
-        XLA runs in place of what does not pass. `llm.kernels` says which run, and why.
-      ladder: the sizes programs are compiled for. More rungs: less padding, more programs.
-      enable_prefix_caching: what is exact of a prompt and its answer stays in the KV pool until its memory is needed,
-        and a prompt that begins alike, text or images, goes on from there. Answers do not depend on it.
-      allow_remote_images: whether http(s) image URLs are fetched, each within 20 seconds.
-      allowed_media_domains: the hosts that URLs and redirects may name; None is all. ".example.com" is all below it.
-        Only public addresses are reached; one in your own network must stand here as a number, and so in the URL.
-      allowed_local_media_path: images on disk must lie in this folder. "/" is everywhere; None or "" refuses paths,
-        as one should where messages come from others.
-      max_image_bytes: of a file, encoded bytes or a URL; a number or a string such as "64MiB".
-      max_image_pixels: of a picture before it is scaled; larger ones are refused by the head of their file. While a
-        picture is decoded it takes seven bytes a pixel, and of all together about 512 MiB are decoded at a time.
-      revision: branch, tag or commit of a model on the hub.
-      verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that were
-        written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
-      seed: of answers whose sampling parameters name none.
-      use_tqdm: say on stderr what is loaded; calls have their own.
-
-    Raises:
-      FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an argument is wrong.
-      NotImplementedError: the implementation asked for does not do this model, dtype or device.
-      MemoryError: weights and pool do not fit. Nothing has been loaded then.
     """
-
-    def __init__(
-        self,
-        model: str | pathlib.Path,
-        *,
-        dtype: str = "auto",
-        reuse: Reuse = "exact",
-        cache: CacheConfig | None = None,
-        kv_cache_bytes: int | None = None,
-        max_rows: int | None = None,
-        max_model_len: int | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
-        implementation: str | None = None,
-        ladder: Ladder | None = None,
-        enable_prefix_caching: bool = True,
-        allow_remote_images: bool = False,
-        allowed_media_domains: Sequence[str] | None = None,
-        allowed_local_media_path: str | os.PathLike[str] | None = "/",
-        max_image_bytes: int | str = "64MiB",
-        max_image_pixels: int = MAX_IMAGE_PIXELS,
-        revision: str | None = None,
-        verify_weights: bool = False,
-        seed: int = 0,
-        use_tqdm: bool = True,
-    ):
-        policy = parse_policy(reuse)
-        cache = CacheConfig() if cache is None else cache
-        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=enable_prefix_caching)
-        _check_arguments(model, dtype, cache, mm_processor_kwargs, ladder, revision, seed)
-        _check_counts(kv_cache_bytes=kv_cache_bytes, max_rows=max_rows, max_model_len=max_model_len)
-        check_max_pixels(max_image_pixels)
-        access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
-        dispatch.check_name(implementation)
-        if implementation is None:
-            first_contact.meet(CHECKS, show=use_tqdm)  # from here on jax may hold the device's memory
-        device = jax.devices()[0]
-        dispatch.check_device(implementation, device)
-        use_compilation_cache()
-        if dtype == "auto":
-            dtype = "float32" if device.platform == "cpu" else "bfloat16"
-        self._checkpoint = open_checkpoint(model, dtype=dtype, revision=revision, verify_weights=verify_weights)
-        config = self._checkpoint.config
-        if implementation is not None:
-            check_kernels(config, self._checkpoint.dtype, implementation)
-        self._policy = self._checkpoint.check_policy(policy)
-        self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
-        self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
-        _check_processor(self._processor, self._renderer, config)
-        memory = plan_memory(
-            config,
-            self._checkpoint.dtype,
-            device,
-            ladder,
-            weights=self._checkpoint.nbytes(),
-            max_rows=max_rows,
-            max_patches=self._processor.max_pixels // self._processor.patch_size**2,
-            max_model_len=max_model_len,
-            kv_cache_bytes=kv_cache_bytes,
-        )
-        self.max_model_len = self._renderer.max_tokens = memory.max_model_len
-        self._runner = Runner(
-            config,
-            _load(self._checkpoint, device, use_tqdm),
-            self._processor.normalization_table,
-            num_slots=memory.num_slots + PAGE,
-            max_pages=-(-memory.max_model_len // PAGE),
-            ladder=memory.ladder,
-            implementation=implementation,
-        )
-        self._runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
-        self._ahead = Ahead(self._runner.programs)
-        self._sequences = SequenceBuilder(
-            config,
-            memory,
-            self._renderer.tokenizer,
-            *read_generation_config(self._checkpoint.directory, self._renderer.tokenizer, config.text.vocab_size),
-            seed,
-            enable_prefix_caching,
-        )
-        self._reporter = Reporter(config.text.num_layers, self._runner.token_rungs, self._sequences.token_text)
-        self._store = Store(cache)
-        self._writer = Writer(self._store)
-        self._pages = Pages(memory.num_slots // PAGE)
-        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
-        self._engine = Engine(self._runner, self._writer, self._pages, self._threads)
-        self._loop = Loop(self._engine)
-        self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
-        token_rungs = self._runner.token_rungs
-        self._identifier = Identifier(
-            self._store,
-            self._processor,
-            self._renderer,
-            fingerprint=functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm)),
-            dtype=self._runner.dtype,
-            max_patches=token_rungs[-1] * self._processor.merge_size**2,
-            max_pixels=max_image_pixels,
-            threads=self._threads,
-            quick_threads=self._quick_threads,
-        )
-        self._linker = Linker(config, self._store, self._writer, dtype=self._runner.dtype, token_rungs=token_rungs)
-        self._caller = Caller(
-            self._identifier,
-            self._linker,
-            self._loop,
-            self._sequences,
-            self._reporter,
-            self._ahead,
-        )
-        self.cache = ImageCache(self._store, self._writer, self._pages, self._identifier, self._renderer, self.chat)
 
     def chat(
         self,
-        conversations: Conversation | Sequence[Conversation],
+        conversations: Conversation | Sequence[Conversation] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
+        messages: Conversation | Sequence[Conversation] | None = None,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
         mm_processor_kwargs: Mapping[str, int] | None = None,
-        use_tqdm: bool = True,
         on_error: str = "raise",
+        **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
         """Answers conversations.
 
         Args:
           conversations: lists of messages `{"role": ..., "content": ...}`, or one such list. Content is a string, or a
             list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
-            path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL.
+            path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL; it may have a `uuid`,
+            your own id of the picture.
           sampling_params: for all, or one for each conversation; None is the checkpoint's own.
+          use_tqdm: show a progress bar.
+          messages: vLLM's name for conversations.
           reuse: see the class; None is what the engine was made with.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
           mm_processor_kwargs: min_pixels and max_pixels for the images of this call.
-          use_tqdm: show a progress bar.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
+          template: `chat_template`, a Jinja text in place of the checkpoint's; `chat_template_kwargs`, names that it
+            uses; `continue_final_message=True` goes on with the last message, which is the assistant's;
+            `add_generation_prompt=False` leaves out the beginning of the assistant's turn.
 
         Texts are taken as they are: control tokens in them, such as `<|im_end|>`, act as such.
 
@@ -259,21 +79,24 @@ class LLM:
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
-        listed = _listed_conversations(conversations)
-        call = self._call("conversations", listed, render, reuse, cache_salt, on_error)
-        return self._answer(call, sampling_params, verify, use_tqdm)
+        render = self._renders(mm_processor_kwargs, **template)
+        if messages is not None and conversations is not None:
+            raise ValueError("conversations must be left out beside messages, got both")
+        listed = _listed_conversations(conversations if messages is None else messages)
+        call = self._call("conversations[{}]", listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        return self._answer(call, verify, use_tqdm)
 
     def chat_iter(
         self,
         conversations: Iterable[Conversation],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, int] | None = None,
-        use_tqdm: bool = True,
         on_error: str = "raise",
+        **template: Unpack[TemplateOptions],
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Answers conversations without end: yields (index, output) as they end, whatever their order.
 
@@ -283,9 +106,9 @@ class LLM:
 
         Args:
           conversations: anything that gives one conversation after the other.
-          sampling_params: for all.
-          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`. A wrong row that is to be raised ends
-            the job when what runs then has been yielded.
+          sampling_params: for all, or an iterable that gives one for each conversation, or more.
+          use_tqdm, reuse, cache_salt, mm_processor_kwargs, on_error, template: see `chat`. A wrong row that is to be
+            raised ends the job when what runs then has been yielded, and so does an error of the iterables.
 
         Raises:
           RequestError, ValueError: see `chat`.
@@ -293,36 +116,42 @@ class LLM:
         check_flags(use_tqdm=use_tqdm)
         if isinstance(conversations, (str, Mapping)) or not isinstance(conversations, Iterable):
             raise ValueError(f"conversations must be an iterable of them, got {type(conversations).__name__}")
-        if not isinstance(sampling_params, SamplingParams | None):
-            raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
-        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
-        call = self._call("conversations", [], render, reuse, cache_salt, on_error)
+        if not isinstance(sampling_params, SamplingParams | Iterable | None) or isinstance(
+            sampling_params, str | Mapping
+        ):
+            raise ValueError(
+                f"sampling_params must be SamplingParams, an iterable of them or None, got {short(sampling_params)}"
+            )
+        render = self._renders(mm_processor_kwargs, **template)
+        call = self._call("conversations[{}]", [], render, reuse, cache_salt, on_error)
         size = self._runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
         calls = (
-            dataclasses.replace(call, listed=rows, first=size * number)
-            for number, rows in enumerate(itertools.batched(conversations, size))
+            dataclasses.replace(call, listed=rows, params=params, first=size * number)
+            for number, (rows, params) in enumerate(_batched(conversations, sampling_params, size))
         )
-        return self._caller.answers(calls, sampling_params, total=total, show=use_tqdm, returns_all=False)
+        return self._caller.answers(calls, total=total, show=use_tqdm, returns_all=False)
 
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
-        use_tqdm: bool = True,
         on_error: str = "raise",
+        **foreign: Any,
     ) -> list[RequestOutput]:
         """Continues prompts as they are, without a chat template.
 
         Args:
-          prompts: a string or a dict, or a list of these. A dict holds "prompt", a text with one `<|image_pad|>` for
-            each image, and may hold "multi_modal_data": {"image": [...]}, "multi_modal_uuids": {"image": [...]} and
-            "mm_processor_kwargs": {...}.
-          sampling_params, reuse, cache_salt, verify, use_tqdm, on_error: see `chat`.
+          prompts: a string, a dict or a list of token ids, or a list of these. A dict holds "prompt", a text with one
+            `<|image_pad|>` for each image, or "prompt_token_ids", and may hold "multi_modal_data": {"image": [...]},
+            "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}.
+          sampling_params, use_tqdm, reuse, cache_salt, verify, on_error: see `chat`.
+          foreign: see the class.
 
         Returns:
           One output for each prompt, in their order.
@@ -331,9 +160,10 @@ class LLM:
           RequestError, ValueError: see `chat`.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
+        ours("generate", foreign, inspect.signature(self.generate).parameters)
         listed, render = _listed_prompts(prompts), self._renderer.from_prompt
-        call = self._call("prompts", listed, render, reuse, cache_salt, on_error)
-        return self._answer(call, sampling_params, verify, use_tqdm)
+        call = self._call("prompts[{}]", listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        return self._answer(call, verify, use_tqdm)
 
     def score(
         self,
@@ -346,13 +176,14 @@ class LLM:
         keep_logits: bool = False,
         use_tqdm: bool = True,
         on_error: str = "raise",
+        **template: Unpack[TemplateOptions],
     ) -> list[Score]:
         """Log-probabilities of forced continuations.
 
         Args:
           conversations: see `chat`.
           continuations: one for each conversation, a text or token ids.
-          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`.
+          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error, template: see `chat`.
           keep_logits: also return the logits that predict each token.
 
         Returns:
@@ -362,98 +193,41 @@ class LLM:
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
-        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
+        render = self._renders(mm_processor_kwargs, **template)
         listed = _listed_conversations(conversations)
-        call = self._call("conversations", listed, render, reuse, cache_salt, on_error)
+        call = self._call("conversations[{}]", listed, render, reuse, cache_salt, on_error)
         return in_order(self._caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
 
-    def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
-        """Compiles every program ahead, so that no request waits for a compilation.
+    def _answer(self, call: Call, verify: bool, show: bool) -> list[RequestOutput]:
+        return in_order(self._caller.answers([call], total=len(call.listed), show=show, verify=verify))
 
-        Args:
-          reuse: what calls will ask for; None is what the engine was made with.
-          verbose: show a progress bar and, at the end, what was compiled; on stderr.
 
-        Compiled programs are also kept on disk, so that the next process only loads them.
+def _batched(
+    conversations: Iterable[Conversation], params: SamplingParams | Iterable[SamplingParams] | None, size: int
+) -> Iterator[tuple[Sequence[Conversation], SamplingParams | Sequence[SamplingParams] | None]]:
+    """So many conversations at a time, with their sampling parameters; what came before an error comes first.
 
-        Returns:
-          How many programs were compiled, and the seconds it took.
-        """
-        check_flags(verbose=verbose)
-        policy = self._parse_policy(reuse)
-        self._loop.check_open()
-        self._ahead.stop()
-        return _compile_all(self._runner.programs, policy, verbose)
+    Raises:
+      ValueError: there are fewer of these than of conversations.
+    """
+    for_all = isinstance(params, SamplingParams | None)
+    faults: list[Exception] = []
 
-    @property
-    def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:
-        """The kernels in the programs compiled so far: which implementation runs each case, and why.
+    def pairs() -> Iterator[tuple[Conversation, Any]]:
+        each: Iterator[Any] = itertools.repeat(None) if for_all else iter(cast(Iterable[Any], params))
+        try:
+            for row in conversations:
+                if (own := next(each, faults)) is faults:
+                    raise ValueError("sampling_params must give one for each conversation, got fewer of them")
+                yield row, own
+        except Exception as fault:
+            faults.append(fault)
 
-        A program's key is its name and sizes. See `vlcache_jax.pallas_kernels`.
-        """
-        return dict(self._runner.programs.kernels)
-
-    def close(self) -> None:
-        """Gives back the memory of weights and pool. The engine cannot be used any more, and calls under way end."""
-        self._ahead.stop()
-        self._loop.close()
-        self.cache.close()
-        for threads in (self._threads, self._quick_threads):
-            threads.shutdown(cancel_futures=True)
-        self._writer.close()
-        self._store.clear()
-        self._runner = self._engine = None  # type: ignore[assignment]
-
-    def reset_mm_cache(self) -> None:
-        """Forgets every image, and every prompt."""
-        self._loop.check_open()
-        self._writer.flush()
-        self._store.clear()
-        self._pages.clear()
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets every prompt that is in the KV pool; what is kept of images stays."""
-        self._loop.check_open()
-        self._pages.clear()
-
-    def stats(self) -> EngineStats:
-        """What the KV pool's pages hold now, and counters; those of the image cache are in `cache.stats()`."""
-        self._loop.check_open()
-        return self._engine.stats()
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the weights, as schedules name them. The first use on a directory of the hub reads and hashes them all."""
-        return self._checkpoint.source_digest
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # Requests.
-
-    def _call(
-        self,
-        name: str,
-        listed: Sequence[Any],
-        render: Callable[..., Prompt],
-        reuse: Reuse | None,
-        salt: str | None,
-        on_error: str,
-        priority: int = 0,
-    ) -> Call:
-        self._loop.check_open()
-        return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, priority)
-
-    def _answer(
-        self, call: Call, params: SamplingParams | Sequence[SamplingParams] | None, verify: bool, show: bool
-    ) -> list[RequestOutput]:
-        return in_order(self._caller.answers([call], params, total=len(call.listed), show=show, verify=verify))
-
-    def _parse_policy(self, reuse: Reuse | None) -> Policy:
-        return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
+    for batch in itertools.batched(pairs(), size):
+        rows, own = zip(*batch, strict=True)
+        yield rows, cast(SamplingParams | None, params) if for_all else own
+    for fault in faults:
+        raise fault
 
 
 def _listed_conversations(conversations: Any) -> Sequence[Conversation]:
@@ -468,65 +242,3 @@ def _listed_prompts(prompts: Any) -> Sequence[PromptLike]:
     if not isinstance(listed, Sequence):
         raise ValueError(f"prompts must be a string, a dict or a list of these, got {type(prompts).__name__}")
     return listed
-
-
-def _fingerprint(checkpoint: Checkpoint, show: bool) -> str:
-    with Progress("fingerprinting the weights", show=show):
-        return checkpoint.fingerprint
-
-
-def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:
-    keys = programs.missing(programs.keys_for(policy))
-    with interruptible(), Progress("compiling", len(keys), show=verbose) as bar:
-        count, seconds = programs.compile(keys, lambda _: bar.update())
-    if verbose and count:
-        say(f"compiled {count} programs in {seconds:.1f} s")
-        _say_kernels(choice for choices in programs.kernels.values() for choice in choices)
-    return count, seconds
-
-
-def _say_kernels(choices: Iterable[dispatch.Choice]) -> None:
-    uses = collections.Counter((choice.kernel, choice.implementation, choice.why) for choice in choices)
-    for (kernel, implementation, why), number in sorted(uses.items()):
-        say(f"{kernel}: {implementation} in {number} cases ({why})")
-
-
-def _check_arguments(model: Any, dtype: Any, cache: Any, limits: Any, ladder: Any, revision: Any, seed: Any) -> None:
-    if not isinstance(model, (str, os.PathLike)):
-        raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
-    if not (isinstance(dtype, str) and dtype == "auto"):
-        as_dtype(dtype)
-    if not isinstance(cache, CacheConfig):
-        raise ValueError(f"cache must be a CacheConfig, got {cache!r}")
-    check_limits(limits)
-    if not isinstance(ladder, Ladder | None):
-        raise ValueError(f"ladder must be a Ladder or None, got {ladder!r}")
-    if not isinstance(revision, str | None):
-        raise ValueError(f"revision must be a string or None, got {revision!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
-
-
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
-def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:
-    doing = f"loading weights of {checkpoint.directory.resolve().name} ({checkpoint.nbytes() / 1e9:.2f} GB)"
-    with Progress(doing, checkpoint.num_parameters, show=show) as bar:
-        return checkpoint.load(device, bar.update)
-
-
-def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config: ModelConfig) -> None:
-    """A checkpoint whose files contradict each other would answer, but wrongly."""
-    for name in ("patch_size", "merge_size", "temporal_patch_size"):
-        expected, got = getattr(config.vision, name), getattr(processor, name)
-        if got != expected:
-            raise ValueError(f"{name} of the image processor must be the model's {expected}, got {got}")
-    if renderer.image_token_id != config.image_token_id:
-        raise ValueError(
-            f"image placeholder of the tokenizer must be the model's {config.image_token_id}, "
-            f"got {renderer.image_token_id}"
-        )

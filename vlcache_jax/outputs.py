@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics
 from vlcache_jax.engine.verification import Verification as Verification
-from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.reuse.plan import Plan, active_rows
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class RequestOutput:
       num_cached_tokens: prompt tokens, text or image, whose K, V were reused exactly.
       prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts.
       verification: if asked for.
-      request_id: as given, or as drawn; "" in `LLM`.
+      request_id: as given, or as drawn; in `LLM` the request's number in its call.
       finished: whether all answers have ended.
       error: why the request was not answered, or not to its end; None: it was.
     """
@@ -120,6 +122,10 @@ class RequestOutput:
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
     request_id: str = ""
     finished: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists, texts and numbers, as `json.dumps` takes them."""
+        return cast(dict[str, Any], _plain(self))
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,23 @@ class Score:
     def total(self) -> float:
         """Log-probability of the whole continuation; NaN if it was not scored."""
         return float(self.logprobs.sum()) if self.error is None else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `RequestOutput.to_dict`."""
+        return cast(dict[str, Any], _plain(self))
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, arrays and tuples as lists, members of enums as their values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 _NOTHING = CacheReport((), exact=False, policy="", rows=(), approximate_tokens=0)
@@ -181,7 +204,7 @@ class Reporter:
             prompt_token_ids=linked.layout.token_ids,
             outputs=tuple(self._completion(i, answer) for i, answer in enumerate(answers)),
             num_cached_tokens=_exact_tokens(answers[0]),
-            metrics=answers[0].metrics,
+            metrics=dataclasses.replace(answers[0].metrics),  # which go on
             cache=self._report(linked, answers[0]),
             verification=verification,
             error=self._error(linked, *answers),
@@ -190,9 +213,10 @@ class Reporter:
             finished=all(answer.is_finished for answer in answers),
         )
 
-    def failed_output(self, prompt: str, error: str) -> RequestOutput:
+    def failed_output(self, prompt: str, error: str, request_id: str) -> RequestOutput:
         """Of a request that was wrong, and never ran."""
-        return RequestOutput(prompt, np.zeros(0, np.int32), (), 0, Metrics(), _NOTHING, error=error)
+        ids = np.zeros(0, np.int32)
+        return RequestOutput(prompt, ids, (), 0, Metrics(), _NOTHING, error=error, request_id=request_id)
 
     def score(self, linked: Linked, sequence: Forced) -> Score:
         """Of a request and its scored continuation."""
@@ -267,7 +291,7 @@ class Reporter:
             encoder=encoder,
             kv="resident" if is_resident else "none" if linked is None else "host",
             match="exact" if is_resident else "miss" if linked is None else use.span.state,
-            recomputed=tuple(int(np.count_nonzero(depth > layer)) for layer in range(self._num_layers)),
+            recomputed=active_rows(depth, self._num_layers),
             bytes_moved=moved,
             why=None if is_resident else use.why,
         )

@@ -47,7 +47,7 @@ class Progress:
     def rate(self) -> str:
         """Tokens a second so far, if there are any."""
         seconds = time.monotonic() - self._begin
-        return f", {self._tokens / seconds:.0f} tokens/s" if self._tokens and seconds else ""
+        return f", {self._tokens / seconds:.3g} tokens/s" if self._tokens and seconds else ""
 
     def __enter__(self) -> Self:
         self.open()

@@ -311,7 +311,7 @@ def test_processes_share_a_step(training, tmp_path):
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.ladder)])
 def test_training_goes_on_where_it_stopped(training, tmp_path, stage):
     """The encoder alone, and the whole model."""
 

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -8,7 +9,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+import vlcache_jax
+from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.commands.cli import app
+from vlcache_jax.engine.memory_plan import slot_bytes
 
 
 @pytest.fixture
@@ -16,7 +20,7 @@ def run():
     return lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "ask", "convert", "bench ttft", "bench batch"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "ask", "run", "info", "convert", "bench ttft", "bench batch"])
 def test_help_teaches(run, command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
@@ -27,6 +31,53 @@ def test_help_tells_what_holds_without_an_option(run):
     told = " ".join(run("bench", "accuracy", "--help").stdout.replace("│", " ").split())
     for default in ("the shipped model", "together", "full, 0.02, 0.05, 0.1, 0.3"):
         assert f"[default: ({default}" in told
+
+
+def test_the_version(run):
+    assert run("--version").stdout == f"vlcache {vlcache_jax.__version__}\n"
+
+
+def test_info_counts_what_an_engine_counts(run, family_checkpoint):
+    """The figures are those of an engine that opens the model."""
+    result = run("info", family_checkpoint, "--image", "90x120", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    with LLM(family_checkpoint, dtype="float32", kv_cache_bytes="8MiB", use_tqdm=False) as llm:
+        checkpoint, config = llm._checkpoint, llm._runner.config
+        llm._ahead.stop()
+        ask = [{"role": "user", "content": [{"type": "image", "image": np.zeros((90, 120, 3), np.uint8)}]}]
+        [output] = llm.chat(ask, SamplingParams(max_tokens=1), use_tqdm=False)
+        llm.cache.flush()
+        kinds = {record.meta.context is None: record.meta for record in llm._store.tier.records()}
+    [image] = output.cache.images
+    slot = slot_bytes(config, checkpoint.dtype)
+    found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])
+    assert found["weights"].startswith(f"{checkpoint.nbytes() / 1e6:.1f} MB in float32")
+    assert found["K, V"] == f"{slot} bytes a token"
+    unpadded = {is_encoder: meta.nbytes // meta.shape[-2 if is_encoder else -3] for is_encoder, meta in kinds.items()}
+    sizes = [f"{image.tokens * unpadded[is_encoder] / 1e6:.1f} MB" for is_encoder in (False, True)]
+    assert found["an image of 90 x 120"] == (
+        f"{image.tokens} tokens; its records: {sizes[0]} of K, V and {sizes[1]} of the encoder"
+    )
+    assert re.search(r"(?m)^24 GB .*\n40 GB .*\n80 GB .*\n141 GB ", result.stdout)
+
+
+def test_info_says_what_does_not_fit(run, tmp_path, checkpoints):
+    """A model of 8 billion parameters, of which there is nothing but its configuration."""
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(checkpoints("qwen3_vl") / name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+        "rope_parameters": config["text_config"]["rope_parameters"] | {"mrope_section": [24, 20, 20]},
+    }  # fmt: skip
+    config["vision_config"]["out_hidden_size"] = 4096
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("info", tmp_path, "--max-rows", "2048")
+    assert result.exit_code == 0, result.output
+    assert "weights" in result.stdout
+    small = run("info", tmp_path, "--dtype", "float32")
+    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +None +None$", small.stdout)
 
 
 def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
@@ -43,6 +94,8 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
     wrong = {
         "demo": ["--report", str(tmp_path)],
         "ask": ["-m", "model", missing, "What?"],
+        "run": [missing, out],
+        "info": ["--image", "large"],
         "convert": ["model", str(tmp_path)],
         "bench ttft": ["--schedule", missing],
         "bench batch": ["--against", missing],
@@ -71,7 +124,7 @@ def test_demo(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert re.search(r"compiled \d+ programs", result.stdout)
     assert result.stderr.startswith("importing JAX\nloading weights of tiny_vqa (0.02 GB)\ncompiling\n")
-    assert "Right are 5 of 5 cold, 3 linked and 5 moved" in result.stdout
+    assert "Right are 5 of 5 cold, 3 with full and 5 with approximate reuse" in " ".join(result.stdout.split())
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
     assert page.count("<tr") == 1 + 5 * 5 + 1 + 3 * 5  # answers, then the times of all runs
@@ -92,7 +145,8 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     assert re.search(r"(?s)miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
     assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
     assert "\nerror: reuse must be" in run("ask", *arguments, "--reuse", "most", "What?").stderr
-    small = run("ask", *arguments, "--max-pixels", "8000", tmp_path / "a.png", "What is it?")
+    few = ("--max-pixels", "8000", "--max-rows", "64", "--host-bytes", "0")
+    small = run("ask", *arguments, *few, tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output
 
 
@@ -115,6 +169,7 @@ def test_ask_without_a_checkpoint(run, tmp_path):
     assert "config.json" in result.stderr
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_bench_ttft(run, family_checkpoint, tmp_path):
     out = tmp_path / "ttft.json"
     arguments = ("--images", "2", "--tokens", "16", "--text-before", "7", "--repeats", "1", "--dtype", "float32")

@@ -320,6 +320,7 @@ def test_ctrl_c_on_the_command_cleans_up(large, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ladder
 def test_memory_is_bounded_by_the_largest_tensor(large, tmp_path):
     source, total, largest = large
     program = (

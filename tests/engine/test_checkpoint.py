@@ -7,15 +7,18 @@ import json
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.numpy import load_file, save_file
 
 from vlcache_jax import LLM
+from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.convert import check_contents, convert
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.engine.checkpoint import open_checkpoint
@@ -153,8 +156,37 @@ def test_a_hub_id_is_fetched(checkpoints, monkeypatch):
 
 def test_a_hub_that_cannot_be_asked(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="there is no directory 'owner/no-such-model', and the hub"):
+    with pytest.raises(FileNotFoundError, match="there is no directory 'owner/no-such-model', and the hub") as caught:
         open_checkpoint("owner/no-such-model")
+    assert str(caught.value).endswith("or try the model that ships with the package, tiny-vqa")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (RepositoryNotFoundError, "Check its name; if it is private, log in with `hf auth login`"),
+        (GatedRepoError, "Ask for access on the model's page, then log in with `hf auth login`"),
+        (RevisionNotFoundError, "Name a branch, tag or commit that the model has"),
+    ],
+)
+def test_what_the_hub_says_comes_with_advice(monkeypatch, error, advice):
+    def download(*_, **__):
+        raise error("404 Client Error\n\nMore.", response=mock.Mock())
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError) as caught:
+        open_checkpoint("owner/model")
+    assert str(caught.value).endswith(f"(404 Client Error). {advice}")
+
+
+def test_the_shipped_model_has_a_name(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_checkpoint("tiny-vqa").directory == TINY_VQA
+    with pytest.raises(ValueError, match="revision must be None"):
+        open_checkpoint("tiny-vqa", revision="main")
+    (tmp_path / "tiny-vqa").symlink_to(checkpoints("qwen3_vl"))
+    assert open_checkpoint("tiny-vqa").directory.resolve() == checkpoints("qwen3_vl").resolve()  # one's own comes first
 
 
 def test_damaged_converted_checkpoints(copy):

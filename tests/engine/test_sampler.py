@@ -5,9 +5,11 @@ import pytest
 
 from vlcache_jax.engine.opening import bad_word_tokens, bias_row, marks_row, recent_tokens, words_array
 from vlcache_jax.engine.sampler import (
+    COLUMNS,
     MAX_BAD_LENGTH,
     MAX_BAD_WORDS,
     NO_ANSWER,
+    NO_LANE,
     NOT_ALLOWED,
     NOT_FINITE,
     ONCE,
@@ -38,7 +40,10 @@ opened = jax.jit(open_lane)
 
 
 def padded(rows):
-    return Choosing.pack(rows, FEW)
+    packed = np.zeros((FEW, COLUMNS), np.int32)
+    packed[:, 0] = NO_LANE
+    packed[: len(rows)] = rows
+    return packed
 
 
 def noise(rows, seed=0):
@@ -57,8 +62,9 @@ def lanes_of(answers):
         lanes = opened(
             lanes, lane, marks_row(PROMPT, tokens, ENDS, V), np.zeros(V, np.float32) if bias is None else bias,
             words_array(WORDS if params.bad_words else [], V), recent_tokens(tokens),
-            token=tokens[-1] if tokens else 0, step=len(tokens),
         )  # fmt: skip
+        last = tokens[-1] if tokens else 0
+        lanes = lanes._replace(token=lanes.token.at[lane].set(last), step=lanes.step.at[lane].set(len(tokens)))
     return lanes
 
 
@@ -66,7 +72,7 @@ def in_many_rows(params, logits, most=100):
     """The token of each row, all with these parameters behind the same prompt and answer; the seed is the row's."""
     one = lanes_of([(0, params, ANSWER)])
     lanes = jax.tree.map(lambda x: jnp.repeat(x[:1], MANY, axis=0), one)
-    packed = Choosing.pack([Choosing.row(params, lane=i, seed=i, most=most) for i in range(MANY)], MANY)
+    packed = np.stack([Choosing.row(params, lane=i, seed=i, most=most) for i in range(MANY)])
     sampled, _ = run(logits, lanes, packed)
     return np.asarray(sampled.token)
 
@@ -205,7 +211,7 @@ def test_a_row_depends_on_itself_alone():
         lane = count - 1 - i
         by_itself = lanes_of([(lane, params[i], tokens[i])])
         for step in range(3):
-            alone, by_itself = run(logits[i : i + 1], by_itself, Choosing.pack(rows[i : i + 1], 1))
+            alone, by_itself = run(logits[i : i + 1], by_itself, np.stack(rows[i : i + 1]))
             for one, several in zip(alone, together[step], strict=True):
                 np.testing.assert_array_equal(one[0], several[i])
         for one, several in zip(by_itself, lanes, strict=True):
@@ -309,8 +315,8 @@ def test_an_answer_that_goes_on_elsewhere():
 
 def test_a_lane_without_bias_and_words_ignores_what_was_there():
     before = params_of(logit_bias={2: 100.0}, bad_words=["x"])
-    lanes = lanes_of([(0, before, ANSWER)])
-    lanes = opened(lanes, 0, marks_row(PROMPT, [], ENDS, V))
+    held = bias_row(before, V), words_array(WORDS, V), recent_tokens(ANSWER)
+    lanes = opened(empty_lanes(FEW, V), 0, marks_row(PROMPT, [], ENDS, V), *held)
     logits = jnp.zeros((FEW, V)).at[0, 5].set(1.0)
     rows = [Choosing.row(params_of(repetition_penalty=1.1), lane=0, seed=0, most=9)]
     sampled, lanes = run(logits, lanes, padded(rows))

@@ -1,4 +1,7 @@
+import copy
+import inspect
 import itertools
+import pickle
 from decimal import Decimal
 from fractions import Fraction
 
@@ -80,27 +83,23 @@ def test_an_answer_as_long_as_the_context_allows():
     assert SamplingParams(max_tokens=None, min_tokens=1000).max_tokens is None
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", 0.5), ("repetition_penalty", 1.1), ("presence_penalty", 0.1), ("frequency_penalty", -0.1),
-        ("logit_bias", {0: 1.0}), ("bad_words", ["a"]), ("allowed_token_ids", [0]), ("min_tokens", 1), ("logprobs", 0),
-    ],
-)  # fmt: skip
-def test_what_is_not_plain(field, value):
-    assert not SamplingParams(**{field: value}).resolve({}).is_plain_greedy
-    assert SamplingParams(min_p=0.5, top_k=3, prompt_logprobs=1).resolve({}).is_plain_greedy
-
-
 def test_unknown_parameters():
-    with pytest.raises(TypeError, match="best_of"):
+    with pytest.raises(TypeError, match=r"^SamplingParams has no argument best_of$"):
         SamplingParams(best_of=2)
+    with pytest.raises(TypeError, match=r"^SamplingParams has no argument temprature; is it temperature\?$"):
+        SamplingParams(temprature=0)
+    with pytest.raises(TypeError, match=r"^structured_outputs must be None, as nothing else is supported here"):
+        SamplingParams(structured_outputs={"json": {}})
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(1)
+    assert SamplingParams(temperature=1, detokenize=True, structured_outputs=None) == SamplingParams(temperature=1)
+    assert copy.copy(pickle.loads(pickle.dumps(SamplingParams(n=2)))) == SamplingParams(n=2)
+    assert list(inspect.signature(SamplingParams).parameters)[:2] == ["n", "temperature"]
 
 
 def test_defaults_come_from_the_checkpoint():
     file = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
     resolved = SamplingParams(top_k=3).resolve(file)
     assert (resolved.temperature, resolved.top_p, resolved.top_k, resolved.repetition_penalty) == (0.7, 0.8, 3, 1.05)
-    assert SamplingParams().resolve({"temperature": 0.7}).is_plain_greedy
+    assert SamplingParams().resolve({"temperature": 0.7}).temperature == 0
     assert SamplingParams().resolve({"do_sample": True, "temperature": None, "top_k": None}).temperature == 1
-    assert not SamplingParams(logprobs=0).resolve({}).is_plain_greedy

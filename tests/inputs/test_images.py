@@ -17,6 +17,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MOST_IMAGE_PIXELS, read_image
 from vlcache_jax.inputs.processor import ImageProcessor, Patches, check_limits
 
@@ -148,6 +149,21 @@ def test_reading_decodes_nothing():
     assert read_image(picture).value is picture
 
 
+def test_files_may_be_urls(tmp_path):
+    (tmp_path / "a b.png").write_bytes(encoded := b"anything")
+    for url in (f"file://{tmp_path}/a%20b.png", f"FILE://localhost{tmp_path}/a b.png"):
+        assert read_image(url).encoded == encoded
+        with pytest.raises(ValueError, match="allowed_local_media_path"):
+            read_image(url, access=Access(allowed_local_media_path=None))
+    for url in ("file://elsewhere/a.png", "file://a.png"):
+        with pytest.raises(
+            ValueError, match=r"must be a file:// URL of this machine, such as file:///tmp/a.png, got file"
+        ):
+            read_image(url)
+    with pytest.raises(ValueError, match="no such file"):
+        read_image(f"file://{tmp_path}/b.png")
+
+
 def test_the_repr_of_a_source_holds_no_pixels():
     assert repr(read_image(b"x" * 1000, name="conversations[2] images[1]")) == (
         "ImageSource(name='conversations[2] images[1]')"
@@ -168,7 +184,7 @@ def test_the_repr_of_a_source_holds_no_pixels():
         ("data:image/png;base64,@@@@", "must be valid base64, got '@@@@'"),
         ("data:image/png;base64,abc", "must be valid base64, got 'abc'"),
         ("data:image/png;base64,", "must not be empty"),
-        (None, "must be a path, bytes, a data: or http.s. URL, a PIL image or a uint8 array, got NoneType None"),
+        (None, "must be a path, bytes, a data:, file: or http.s. URL, a PIL image or a uint8 array, got NoneType None"),
         ([b"x"], "must be a path, bytes.* got list"),
         (np.zeros((4, 4, 3), np.float32), r"must be an array of uint8 .* got float32 \(4, 4, 3\)"),
         (np.zeros((4, 4), np.uint16), r"must be an array of uint8 .* got uint16 \(4, 4\)"),

@@ -18,7 +18,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer
+from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer, Template
 
 # In the manner of the published template: a system turn of its own where none is given.
 QWEN2_5_TEMPLATE = """\
@@ -318,38 +318,48 @@ def user(*parts):
         ({"role": "user", "content": "a"}, "must be a list of messages, got dict"),
         (["Hello"], "messages[0] must be a dict with role and content, got str"),
         (
-            [{"role": "user", "content": "a"}, {"role": "tool", "content": "a"}],
+            [{"role": "user", "content": "a"}, {"role": "robot", "content": "a"}],
             "messages[1] must have the role system,",
         ),
-        ([{"content": "a"}], "messages[0] must have the role system, user or assistant, got None"),
+        ([{"content": "a"}], "messages[0] must have the role system, developer, user, assistant, tool, got None"),
         (
             [{"role": ["user"], "content": "a"}],
-            "messages[0] must have the role system, user or assistant, got ['user']",
+            "messages[0] must have the role system, developer, user, assistant, tool, got ['user']",
         ),
-        ([{"role": "user", "content": "a", "name": "b"}], "messages[0] must hold only role, content, got 'name'"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [1], "refusal": None}],
+            "messages[0] must hold only role, content, name, tool_call_id, got 'tool_calls'",
+        ),
         ([{"role": "user"}], "messages[0] must have a string or a non-empty list of parts as content, got None"),
         ([{"role": "user", "content": []}], "messages[0] must have a string or a non-empty list of parts as content"),
         ([{"role": "user", "content": image(FIRST)}], "messages[0] must have a string or a non-empty list of parts as"),
-        (user("Hello"), "messages[0] content[0] must be a dict of type text, image or image_url, got str"),
-        (user({"text": "a"}), "messages[0] content[0] must be a dict of type text, image or image_url, got type None"),
+        (user("Hello"), "messages[0] content[0] must be a dict of type text, image, image_url or image_pil, got str"),
+        (user({"text": "a"}), "content[0] must be a dict of type text, image, image_url or image_pil, got type None"),
         (
             user(text("a"), {"type": "video", "video": "a.mp4"}),
-            "content[1] must be a dict of type text, image or image_u",
+            "content[1] must be a dict of type text, image, image_u",
         ),
-        (user({"type": "video_url", "video_url": {"url": "a"}}), "image or image_url, got type 'video_url'"),
-        (user({"type": "input_audio", "input_audio": {}}), "image or image_url, got type 'input_audio'"),
+        (user({"type": "video_url", "video_url": {"url": "a"}}), "image_url or image_pil, got type 'video_url'"),
+        (user({"type": "input_audio", "input_audio": {}}), "image_url or image_pil, got type 'input_audio'"),
         (user({"type": "text", "text": 5}), "messages[0] content[0] must have a string as text, got int"),
         (user({"type": "text", "text": "a", "b": 1}), "messages[0] content[0] must hold only type, text, got 'b'"),
-        (user({**image(FIRST), "max_pixels": 5}), "must hold only type, image, url, path, base64, got 'max_pixels'"),
-        (user({"type": "image"}), "must hold exactly one of image, url, path, base64, got none"),
-        (user({**image(FIRST), "url": "a"}), "must hold exactly one of image, url, path, base64, got image, url"),
+        (
+            user({**image(FIRST), "max_pixels": 5}),
+            "must hold only type, uuid, image, image_pil, url, path, base64, got 'max_pixels'",
+        ),
+        (user({"type": "image"}), "must hold exactly one of image, image_pil, url, path, base64, got none"),
+        (
+            user({**image(FIRST), "url": "a"}),
+            "must hold exactly one of image, image_pil, url, path, base64, got image, u",
+        ),
+        (user({**image(FIRST), "uuid": ""}), "content[0] uuid must be a non-empty string or None, got ''"),
         (user({"type": "image", "base64": "@"}), "images[0] must be valid base64, got '@'"),
         (
-            user({"type": "image_url", "image_url": {"url": "a", "detail": "low"}}),
-            "image_url must hold only url, got 'de",
+            user({"type": "image_url", "image_url": {"url": "a", "size": "low"}}),
+            "image_url must hold only url, detail, got 'si",
         ),
         (user({"type": "image_url", "image_url": {}}), "must have a string as image_url or as its url, got NoneType"),
-        (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, got 'url'"),
+        (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, uuid, got 'url'"),
         (user(image(FIRST), image("no/file.png")), "images[1] must be the path of a readable file, got 'no/file.png'"),
         (
             user(image("https://host/a.png")),
@@ -387,6 +397,99 @@ def test_a_checkpoint_without_a_template_takes_prompts_only():
         ValueError, match="conversation must be given as a prompt: this checkpoint has no chat template"
     ):
         renderer.from_conversation(user(text("Hello")))
+
+
+# --- what clients of others write -----------------------------------------------------------------------------------
+
+
+def test_openais_extra_keys_are_ignored_with_a_warning(renderer):
+    plain = renderer.from_conversation(user(image(FIRST), text("a")))
+    url = f"data:image/png;base64,{base64.b64encode(png(FIRST)).decode()}"
+    shown = {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
+    with pytest.warns(UserWarning, match="^the detail of an image is ignored$"):
+        assert renderer.from_conversation(user(shown, text("a"))).text == plain.text
+    named = [{"role": "user", "name": "ann", "content": [image(FIRST), text("a")]}]
+    with pytest.warns(UserWarning, match="^the name of a message is ignored$"):
+        assert renderer.from_conversation(named).text == plain.text
+    unset = {"type": "image_url", "image_url": {"url": url, "detail": None}}
+    assert renderer.from_conversation(user(unset, text("a"))).text == plain.text
+
+
+def test_a_developer_is_the_system_and_a_tool_passes(renderer):
+    system, developer = (
+        renderer.from_conversation([{"role": role, "content": "Be brief."}, *user(text("a"))])
+        for role in ("system", "developer")
+    )
+    assert developer.text == system.text
+    told = renderer.from_conversation([*user(text("a")), {"role": "tool", "content": "42", "tool_call_id": "x"}])
+    assert "<|im_start|>tool\n42<|im_end|>" in told.text
+
+
+def test_parts_have_uuids_and_pil_images(renderer):
+    parts = [{"type": "image_pil", "image_pil": FIRST, "uuid": "one"}, image(SECOND), image(FIRST) | {"uuid": "two"}]
+    prompt = renderer.from_conversation(user(*[part for one in parts for part in (one, text("."))]))
+    assert prompt.uuids == ("one", None, "two")
+    assert prompt.images[0].value is FIRST
+
+
+def test_templates_are_the_librarys(renderer):
+    """Whatever the options, the text is that of the library's own function."""
+    conversation = [*user(text("a")), {"role": "assistant", "content": "The answer is"}]
+    apply = renderer.tokenizer.apply_chat_template
+    for options, expected in (
+        ({}, {"add_generation_prompt": True}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        ({"continue_final_message": True, "add_generation_prompt": False}, {"continue_final_message": True}),
+    ):
+        text_of = apply(conversation, chat_template=renderer.chat_template, tokenize=False, **expected)
+        assert renderer.from_conversation(conversation, template=Template(**options)).text == text_of
+    own = "{{ greeting }} {% for message in messages %}{{ message.content }} {% endfor %}"
+    template = Template(chat_template=own, chat_template_kwargs={"greeting": "Hi"})
+    assert renderer.from_conversation(conversation[1:], template=template).text == "Hi The answer is "
+    with pytest.raises(ValueError, match="conversation must suit chat_template, which failed: "):
+        renderer.from_conversation(conversation, template=Template(chat_template="{% if %}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat_template": 5}, "chat_template must be a string, got 5"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict with strings as keys, got [1]"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict with strings as keys, got {1: 2}"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs must hold names that the template uses, got 'tokenize'",
+        ),
+        ({"continue_final_message": 1}, "continue_final_message must be a bool, got 1"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt must be a bool, got 'no'"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "add_generation_prompt must be False where continue_final_message is True, got True",
+        ),
+    ],
+)
+def test_options_of_templates_are_checked(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Template(**options)
+
+
+@pytest.mark.parametrize("as_type", [list, tuple, np.array])
+def test_a_prompt_may_be_token_ids(renderer, as_type):
+    written = renderer.from_prompt({"prompt": f"a{IMAGE_TOKEN}b", "multi_modal_data": {"image": FIRST}})
+    given = {"prompt_token_ids": as_type(written.token_ids.tolist()), "multi_modal_data": {"image": FIRST}}
+    prompt = renderer.from_prompt(given)
+    np.testing.assert_array_equal(prompt.token_ids, written.token_ids)
+    assert prompt.text == written.text
+    assert prompt.token_ids.dtype == np.int32
+
+
+def test_images_may_be_limited(renderer):
+    limited = copy.copy(renderer)
+    limited.max_images = 1
+    limited.from_conversation(user(image(FIRST)))
+    with pytest.raises(ValueError, match=r"^conversation must hold at most 1 images, got 2$"):
+        limited.from_conversation(user(image(FIRST), text("and"), image(SECOND)))
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -428,13 +531,23 @@ def prompt_with(count, images=(), **others):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (5, "must be a string or a dict, got int"),
+        (5, "must be a string, a dict or token ids, got int"),
         ({}, "must hold a string as 'prompt', got NoneType"),
         ({"prompt": 5}, "must hold a string as 'prompt', got int"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "must hold either 'prompt' or 'prompt_token_ids', got both"),
+        ({"prompt_token_ids": []}, "prompt_token_ids must be a non-empty list of token ids, got []"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids must be a non-empty list of token ids, got 'ab'"),
+        ({"prompt_token_ids": [1.5]}, "prompt_token_ids must be a non-empty list of token ids, got [1.5]"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids must be a non-empty list of token ids, got [True]"),
+        ({"prompt_token_ids": [[1]]}, "prompt_token_ids must be a non-empty list of token ids, got [[1]]"),
+        ({"prompt_token_ids": [1, [2]]}, "prompt_token_ids must be token ids, got [1, [2]]"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids must be from 0 to 263, got [-1]"),
+        ({"prompt_token_ids": [264]}, "prompt_token_ids must be from 0 to 263, got [264]"),
+        ({"prompt_token_ids": [1 << 70]}, "prompt_token_ids must be a non-empty list of token ids, got ["),
         ("", "must not be empty, got ''"),
         (
             {"prompt": "a", "images": []},
-            "must hold only prompt, multi_modal_data, multi_modal_uuids, mm_processor_kwargs,",
+            "must hold only prompt, prompt_token_ids, multi_modal_data, multi_modal_uuids, mm_processor_kwargs,",
         ),
         ({"prompt": "a", "multi_modal_data": [FIRST]}, "multi_modal_data must be a dict with 'image', got list"),
         ({"prompt": "a", "multi_modal_data": {"video": []}}, "multi_modal_data must hold only image, got 'video'"),
@@ -452,7 +565,7 @@ def prompt_with(count, images=(), **others):
         ),
         (
             prompt_with(1, [None]),
-            "images[0] must be a path, bytes, a data: or http(s) URL, a PIL image or a uint8 array",
+            "images[0] must be a path, bytes, a data:, file: or http(s) URL, a PIL image or a uint8 array",
         ),
         (prompt_with(1, [b""]), "images[0] must not be empty"),
         (
@@ -463,8 +576,14 @@ def prompt_with(count, images=(), **others):
             prompt_with(1, [FIRST], multi_modal_uuids={"image": []}),
             "must have one uuid for each image, got 0 for 1 images",
         ),
-        (prompt_with(1, [FIRST], multi_modal_uuids={"image": [5]}), "uuids must be non-empty strings or None, got 5"),
-        (prompt_with(1, [FIRST], multi_modal_uuids={"image": [""]}), "uuids must be non-empty strings or None, got ''"),
+        (
+            prompt_with(1, [FIRST], multi_modal_uuids={"image": [5]}),
+            "uuids[0] must be a non-empty string or None, got 5",
+        ),
+        (
+            prompt_with(1, [FIRST], multi_modal_uuids={"image": [""]}),
+            "uuids[0] must be a non-empty string or None, got ''",
+        ),
         (prompt_with(1, [FIRST], multi_modal_uuids=["one"]), "multi_modal_uuids must be a dict with 'image', got list"),
         (
             prompt_with(1, [FIRST], mm_processor_kwargs={"size": 5}),

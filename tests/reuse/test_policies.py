@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.inputs.layout import ImageRef, make_layout
-from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.reuse.parse import APPROXIMATE, parse_policy
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import (
     EPIC,
@@ -81,6 +81,8 @@ def test_both_ends():
     assert parse_policy("ends-0.3") == Ends(Fraction("0.3"))
     assert parse_policy("epic-16") == EPIC(16)
     assert parse_policy("full-two-pass") == TwoPass()
+    assert parse_policy("approximate") == parse_policy(APPROXIMATE)
+    assert parse_policy("approximate").name == APPROXIMATE  # so reports say what ran
 
 
 def test_tokens_all_over_an_image():

@@ -277,6 +277,7 @@ def test_cold_answers_are_computed_once_for_all_auxiliary_prompts(llm, tsv, monk
     assert results[protocols[0]]["full"] != results[protocols[2]]["full"]
 
 
+@pytest.mark.ladder
 def test_the_command(checkpoints, tsv, tmp_path):
     arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--arrangement", "text_first"]
     out, figure = tmp_path / "accuracy.json", tmp_path / "accuracy.png"

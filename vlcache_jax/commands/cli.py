@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import TYPE_CHECKING, Annotated
+import re
+import warnings
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.checks import parse_bytes
 from vlcache_jax.commands.analyze import app as analyze_app
 from vlcache_jax.commands.schedule import app as schedule_app
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.convert.command import convert_command
-from vlcache_jax.files import check_writable
+from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.progress import say
 from vlcache_jax.reuse.schedule import Schedule
 
@@ -31,6 +35,23 @@ bench = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a
 app.add_typer(bench)
 app.add_typer(schedule_app)
 app.add_typer(analyze_app)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from vlcache_jax import __version__
+
+        typer.echo(f"vlcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command("demo")
@@ -59,7 +80,7 @@ def doctor_command(
     """Says what runs on this machine and why: versions, device, kernels, caches, and what to do about each problem.
 
     On a Hopper GPU it checks the kernels that have not been checked yet. The exit status is 1 if there is a problem;
-    a machine without a GPU is none.
+    having no GPU is not one.
 
     Example: vlcache doctor --again
     """
@@ -77,27 +98,123 @@ def doctor_command(
             raise typer.Exit(1)
 
 
+@app.command("info")
+def info_command(
+    model: Annotated[str, typer.Argument(help="Checkpoint, hub id, or tiny-vqa.")] = "tiny-vqa",
+    image: Annotated[str, typer.Option(help="Height x width of an image in pixels.")] = "1024x1024",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    max_rows: Annotated[int, typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.")] = 8192,
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(help="Pixels of an image at most; fewer need less memory.", show_default="the checkpoint's own"),
+    ] = None,
+) -> None:
+    """Says what a model is, what it needs, and what fits on a GPU: this machine's, or those of usual sizes.
+
+    Reads the configuration alone; of a model on the hub no weights are fetched.
+
+    Example: vlcache info Qwen/Qwen3-VL-8B-Instruct --image 1080x1920
+    """
+    with say_errors():
+        size = re.fullmatch(r"([1-9]\d{0,5})[xX]([1-9]\d{0,5})", image)
+        if size is None:
+            raise ValueError(f"image must be height x width in pixels, such as 1080x1920, got {image!r}")
+        from vlcache_jax.commands.info import describe
+        from vlcache_jax.study.report import show
+
+        findings, rows = describe(model, dtype, int(size[1]), int(size[2]), max_rows, max_pixels)
+        width = 2 + max(len(name) for name, _ in findings)
+        for name, found in findings:
+            typer.echo(f"{name:<{width}}{found}")
+        show("Room on a GPU, beside weights and activations", rows)
+
+
+_ModelOption = Annotated[
+    str,
+    typer.Option("--model", "-m", envvar="VLCACHE_MODEL",
+                 help="Checkpoint directory, hub id, or tiny-vqa: a small model that ships with the package."),
+]  # fmt: skip
+_Reuse = Annotated[
+    str,
+    typer.Option(help='"exact", "approximate", "full", "off", a ratio such as 0.1, a schedule, or another policy.'),
+]
+_MaxPixels = Annotated[
+    int | None,
+    typer.Option(help="Pixels of an image at most; larger ones are scaled down.",
+                 show_default="the checkpoint's own"),
+]  # fmt: skip
+_MaxRows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.",
+                 show_default="8192, on a CPU 4096"),
+]  # fmt: skip
+_HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
+_Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")]
+
+
+@app.command("run")
+def run_command(
+    source: Annotated[pathlib.Path, typer.Argument(metavar="IN", help="File of rows (JSON lines).")],
+    out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="File of answers to write (JSON lines).")],
+    model: _ModelOption = "tiny-vqa",
+    reuse: _Reuse = "exact",
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most, where a row does not say.")] = 256,
+    temperature: _Temperature = None,
+    max_pixels: _MaxPixels = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")] = "auto",
+    max_rows: _MaxRows = None,
+    host_bytes: _HostBytes = "4GiB",
+    images_from: Annotated[str, typer.Option(help="Folder in which images on disk must lie.")] = "/",
+    allow_remote_images: Annotated[
+        bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Also answer the rows again that had an error.")
+    ] = False,
+) -> None:
+    """Answers the rows of a file, each once: stopped, the same command goes on where it was.
+
+    A row is a request of OpenAI's batch files, or plain: {"images": ["a.jpg"], "question": "What is it?"} or
+    {"messages": [...]}, with "id", "metadata" and sampling parameters such as "max_tokens" beside them. Paths of images
+    are relative to IN's folder. A wrong row is answered with its error, and the exit status is 1 only where all are. In
+    the end OUT has a line for each row, in the order of IN.
+
+    Example: vlcache run questions.jsonl answers.jsonl -m Qwen/Qwen3-VL-2B-Instruct --reuse approximate
+    """
+    with say_errors():
+        from vlcache_jax.commands.run import Job, run
+        from vlcache_jax.engine.sampling import SamplingParams
+
+        defaults: dict[str, Any] = {"max_tokens": max_tokens} | (
+            {} if temperature is None else {"temperature": temperature}
+        )
+        SamplingParams(**defaults)
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "allow_remote_images": allow_remote_images,
+            "allowed_local_media_path": images_from,
+        }
+        if max_pixels is not None:
+            options["mm_processor_kwargs"] = {"max_pixels": max_pixels}
+        memory = {"max_rows": max_rows, "cache": CacheConfig(host_bytes=host_bytes)}
+        job = Job(source, model, reuse, defaults, options, memory)
+        run(job, out, overwrite=overwrite, retry=retry_errors)
+
+
 @app.command("ask")
 def ask_command(
     words: Annotated[
         list[str], typer.Argument(metavar="[IMAGE]... QUESTION", help="Image files, and last the question in quotes.")
     ],
-    model: Annotated[
-        str, typer.Option("--model", "-m", envvar="VLCACHE_MODEL", help="Checkpoint directory or hub id.")
-    ],
+    model: _ModelOption = "tiny-vqa",
     max_tokens: Annotated[int, typer.Option(help="Tokens to answer with at most.")] = 256,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(help="Pixels of an image at most; larger ones are scaled down.",
-                     show_default="the checkpoint's own"),
-    ] = None,
-    reuse: Annotated[
-        str, typer.Option(help='"exact", "full", "off", a ratio such as 0.1, "shift-0.02", "mpic-K" or a schedule.')
-    ] = "exact",
+    temperature: _Temperature = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")] = "auto",
+    max_pixels: _MaxPixels = None,
+    max_rows: _MaxRows = None,
+    host_bytes: _HostBytes = "4GiB",
+    reuse: _Reuse = "exact",
     twice: Annotated[bool, typer.Option("--twice", help="Ask once more, now that the images are known.")] = False,
 ) -> None:  # fmt: skip
     """Asks a question about images.
@@ -108,17 +225,19 @@ def ask_command(
 
     *images, question = words
     with say_errors():
-        if not images and pathlib.Path(question).is_file():
-            raise ValueError(f"the question must stand behind the images, got {question!r} alone, which is a file")
+        cache = CacheConfig(host_bytes=host_bytes)
+        if pathlib.Path(question).is_file():
+            raise ValueError(f"the question must stand behind the images, got {question!r} last, which is a file")
         for image in images:
-            read_image(image, name=image).decode()
+            read_image(image, name="IMAGE").decode()
         say("importing JAX")
         from vlcache_jax import LLM, SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         content = [*({"type": "image", "path": image} for image in images), {"type": "text", "text": question}]
         limits = {"max_pixels": max_pixels} if max_pixels is not None else None
-        with LLM(model, dtype=dtype, mm_processor_kwargs=limits, reuse=reuse) as llm:
+        options: dict[str, Any] = {"dtype": dtype, "mm_processor_kwargs": limits, "max_rows": max_rows, "cache": cache}
+        with LLM(model, reuse=reuse, **options) as llm:
             for _ in range(1 + twice):
                 [output] = llm.chat([{"role": "user", "content": content}], params)
                 typer.echo(output.outputs[0].text)
@@ -151,6 +270,9 @@ def ttft_command(
         pathlib.Path | None, typer.Option(help="Schedule file.", show_default="falling levels")
     ] = None,
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    picture: Annotated[
+        pathlib.Path | None, typer.Option(help="Picture of the steps to draw (png).", show_default=False)
+    ] = None,
 ) -> None:  # fmt: skip
     """Measures the time to the first token: cold, encoder cached, and with K, V reused.
 
@@ -161,6 +283,7 @@ def ttft_command(
     """
     with say_errors():
         check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
         if schedule is not None:
             Schedule.load(schedule)
         say("importing JAX")
@@ -175,6 +298,7 @@ def ttft_command(
             repeats=repeats,
             schedule=None if schedule is None else str(schedule),
             out=out,
+            picture=picture,
         )
 
 
@@ -187,7 +311,7 @@ def batch_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "float32",
     requests: Annotated[int, typer.Option(help="Prompts, each with 0 to 2 images.")] = 96,
     images: Annotated[int, typer.Option(help="Pictures; half of them are met once, the others several times.")] = 40,
-    mean_answer: Annotated[float, typer.Option(help="Mean of the answers' tokens, which are geometric.")] = 48,
+    mean_answer: Annotated[float, typer.Option(help="Mean length of answers in tokens; lengths are geometric.")] = 48,
     max_answer: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
     rate: Annotated[
         float | None, typer.Option(help="Requests a second, at random times.", show_default="all at once")
@@ -203,21 +327,22 @@ def batch_command(
         bool, typer.Option("--transformers", help="Measure transformers + torch too, in its best batches.")
     ] = False,
     repeats: Annotated[int, typer.Option(help="Runs of each engine and setting, taking turns.")] = 3,
-    kv_cache_bytes: Annotated[int, typer.Option(min=1, help="KV pool of each checkout's engine.")] = 2**29,
+    kv_cache_bytes: Annotated[str, typer.Option(help="KV pool of each checkout's engine.")] = "512MiB",
     floor: Annotated[
-        bool, typer.Option("--floor", help="Say what the decode steps would take at least: Qwen3-VL-8B on an H200.")
+        bool, typer.Option("--floor", help="Print a lower bound for the decode steps, for Qwen3-VL-8B on an H200.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of prompts, pictures and lengths.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, pictures and lengths.")] = 0,
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
 ) -> None:  # fmt: skip
     """Measures how many requests and tokens a second are served.
 
-    Answers have given lengths, and must be the same in both checkouts for the settings off and exact in float32.
+    Answers have given lengths. With --against, those of off and exact in float32 must be the same in both checkouts.
 
     Example: vlcache bench batch --reuse off --reuse exact --against ../before --out throughput.json
     """
     with say_errors():
         check_writable("out", out)
+        pool = parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         from vlcache_jax.benchmarks import throughput
 
         throughput.measure(
@@ -225,7 +350,7 @@ def batch_command(
             throughput.Load(requests, images, mean_answer, max_answer, rate, seed),
             reuse=reuse or ["exact"],
             dtype=dtype,
-            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_bytes=pool,
             against=against,
             transformers=transformers,
             repeats=repeats,
@@ -381,6 +506,7 @@ def main() -> None:
     # Advice of transformers for people who train with it; a word of ours says what is wrong.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")  # nobody asked for lines of source
     app()
 
 

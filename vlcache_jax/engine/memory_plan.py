@@ -45,6 +45,8 @@ def plan_memory(
     max_patches: int,
     max_model_len: int | None,
     kv_cache_bytes: int | None,
+    max_sequences: int | None = None,
+    share: float | None = None,
 ) -> MemoryPlan:
     """Plans an engine.
 
@@ -53,6 +55,7 @@ def plan_memory(
       weights: bytes of the weights.
       max_rows, max_model_len, kv_cache_bytes: see `LLM`.
       max_patches: of an image.
+      max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `LLM`.
 
     Raises:
       MemoryError: it does not fit.
@@ -62,13 +65,22 @@ def plan_memory(
         ladder = limit_rows(Ladder(), 4096 if device.platform == "cpu" else 8192)
     if max_rows is not None:
         ladder = limit_rows(ladder, max_rows)
+    if max_sequences is not None:
+        ladder = limit_sequences(ladder, max_sequences)
     most = config.text.max_position_embeddings
     longest = min(max_model_len or most, most)
     merge_size = config.vision.merge_size
     # However small images are made, each has a token.
     ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
     num_slots = plan_pool(
-        config, dtype, device, ladder, weights=weights, kv_cache_bytes=kv_cache_bytes, max_model_len=longest
+        config,
+        dtype,
+        device,
+        ladder,
+        weights=weights,
+        kv_cache_bytes=kv_cache_bytes,
+        max_model_len=longest,
+        share=share,
     )
     fitting = min(longest, num_slots)
     if max_model_len is not None and max_model_len > fitting:
@@ -88,6 +100,7 @@ def plan_pool(
     weights: int,
     kv_cache_bytes: int | None,
     max_model_len: int,
+    share: float | None = None,
 ) -> int:
     """The slots of the KV pool that requests can use.
 
@@ -95,20 +108,23 @@ def plan_pool(
       weights: bytes of the weights.
       kv_cache_bytes: bytes of these slots, rounded up to whole pages; None takes most of what is free, but no more than
         the ladder's sequences of `max_model_len` tokens can use.
+      share: of the free bytes, for all together where `kv_cache_bytes` is None; None: the pool takes 0.9 of what the
+        others leave, on a CPU a quarter.
 
     Raises:
       MemoryError: it does not fit; the message has the figures.
       ValueError: `kv_cache_bytes` is below the least that is of use.
     """
     slot = slot_bytes(config, dtype)
-    activations = _activations(config, dtype, ladder)
+    activations = activation_bytes(config, dtype, ladder)
     free = free_bytes(device)
     if kv_cache_bytes is None:
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
-        share = 0.25 if device.platform == "cpu" else 0.9
-        most = int(share * max(free - weights - activations, 0))
+        rest = free - weights - activations
+        usual = 0.25 if device.platform == "cpu" else 0.9
+        most = usual * rest if share is None else share * free - (free - rest)
         useful = ladder.max_sequences * -(-max_model_len // PAGE)
-        pages = min(most // (slot * PAGE) - 1, useful)
+        pages = min(int(max(most, 0)) // (slot * PAGE) - 1, useful)
     elif kv_cache_bytes < MIN_SLOTS * slot:
         raise ValueError(
             f"kv_cache_bytes must hold at least {MIN_SLOTS} slots, that is {MIN_SLOTS * slot} bytes ({slot} a slot), "
@@ -154,6 +170,12 @@ def limit_rows(ladder: Ladder, max_rows: int) -> Ladder:
     return dataclasses.replace(ladder, rows=rows)
 
 
+def limit_sequences(ladder: Ladder, max_sequences: int) -> Ladder:
+    """The ladder with at most `max_sequences` sequences that run together."""
+    sequences = (*(rung for rung in ladder.sequences if rung < max_sequences), max_sequences)
+    return dataclasses.replace(ladder, sequences=sequences)
+
+
 def limit_patches(ladder: Ladder, most: int, merge_size: int) -> Ladder:
     """The ladder without rungs beyond the first that holds `most` patches."""
     rungs = ladder.patches
@@ -164,7 +186,7 @@ def limit_patches(ladder: Ladder, most: int, merge_size: int) -> Ladder:
     return dataclasses.replace(ladder, patches=kept)
 
 
-def _activations(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
+def activation_bytes(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
     """A generous estimate of what a step holds besides weights and pool."""
     text, vision = config.text, config.vision
     row = 4 * text.hidden_size + 3 * text.intermediate_size + 3 * (text.num_heads + text.num_kv_heads) * text.head_dim

@@ -7,7 +7,6 @@ off for repetition, then the most likely token, or temperature, min_p, top_k, to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +62,7 @@ class Choosing(NamedTuple):
 
     @staticmethod
     def row(params: SamplingParams, *, lane: int, seed: int, most: int) -> npt.NDArray[np.int32]:
-        """One row as it is packed.
+        """One row as it is packed, int32 [COLUMNS].
 
         Args:
           params: resolved.
@@ -90,17 +89,8 @@ class Choosing(NamedTuple):
         return packed
 
     @staticmethod
-    def pack(rows: Sequence[npt.NDArray[np.int32]], size: int) -> npt.NDArray[np.int32]:
-        """Rows as one buffer, int32 [size, columns]; those beyond the given ones are padding."""
-        packed = np.zeros((size, COLUMNS), np.int32)
-        packed[:, 0] = NO_LANE
-        for i, row in enumerate(rows):
-            packed[i] = row
-        return packed
-
-    @staticmethod
     def unpack(packed: jax.Array) -> Choosing:
-        """What `pack` packed, on the device."""
+        """Rows as `row` packs them, int32 [n, COLUMNS], on the device."""
         lane, top_k, least, most, flags = (packed[:, i] for i in range(5))
         seed = jax.lax.bitcast_convert_type(packed[:, 5], jnp.uint32)
         floats = jax.lax.bitcast_convert_type(packed[:, 6:], jnp.float32)
@@ -139,34 +129,22 @@ def empty_lanes(count: int, vocab_size: int) -> Lanes:
 
 
 def open_lane(
-    lanes: Lanes,
-    lane: jax.Array,
-    marks: jax.Array,
-    bias: jax.Array | None = None,
-    words: jax.Array | None = None,
-    recent: jax.Array | None = None,
-    *,
-    token: jax.Array | int = 0,
-    step: jax.Array | int = 0,
+    lanes: Lanes, lane: jax.Array, marks: jax.Array, bias: jax.Array, words: jax.Array, recent: jax.Array
 ) -> Lanes:
-    """Gives a lane to an answer, which may have begun elsewhere.
+    """Gives a lane to an answer.
 
     Args:
       lane: int32, scalar.
-      marks: int32 [V].
-      bias: float32 [V]; None: the answer has none, and what the lane held before is never read.
-      words, recent: int32 [MAX_BAD_WORDS, MAX_BAD_LENGTH] and [MAX_BAD_LENGTH - 1]; None: it has no bad words.
-      token: the answer's last so far, if there is one.
-      step: tokens of the answer so far.
+      marks, bias, words, recent: what the lane is to hold; see `Lanes`.
     """
-    return Lanes(
-        token=lanes.token.at[lane].set(token),
-        step=lanes.step.at[lane].set(step),
+    return lanes._replace(
+        token=lanes.token.at[lane].set(0),
+        step=lanes.step.at[lane].set(0),
         is_ended=lanes.is_ended.at[lane].set(False),
         marks=lanes.marks.at[lane].set(marks),
-        bias=lanes.bias if bias is None else lanes.bias.at[lane].set(bias),
-        words=lanes.words if words is None else lanes.words.at[lane].set(words),
-        recent=lanes.recent if recent is None else lanes.recent.at[lane].set(recent),
+        bias=lanes.bias.at[lane].set(bias),
+        words=lanes.words.at[lane].set(words),
+        recent=lanes.recent.at[lane].set(recent),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.checks import short
+from vlcache_jax.foreign import takes_foreign
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -44,6 +45,7 @@ _LISTS: tuple[tuple[str, Any, int], ...] = (
 )
 
 
+@takes_foreign
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to answer. None means what the checkpoint's `generation_config.json` says, or else the value named here.
@@ -130,12 +132,6 @@ class SamplingParams:
         if not defaults.get("do_sample"):
             known["temperature"] = 0.0
         return dataclasses.replace(self, **{name: v for name, v in known.items() if getattr(self, name) is None})
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """The most likely token, and nothing else asked."""
-        changes = self.has_penalty or self.min_tokens or self.logit_bias or self.bad_words or self.allowed_token_ids
-        return self.temperature == 0 and self.logprobs is None and not changes
 
     @property
     def has_penalty(self) -> bool:

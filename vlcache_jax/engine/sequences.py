@@ -84,12 +84,13 @@ class SequenceBuilder:
         return [int(token) for token in tokens]
 
     def sampling_params(
-        self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
+        self, given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int, first: int = 0
     ) -> list[SamplingParams | ValueError]:
         """Those of `count` requests, resolved, or what is wrong with them.
 
         Args:
           given: one for all, a list, or None: the checkpoint's own.
+          first: number of the first request.
 
         Raises:
           ValueError: it is none of these, or the one for all is wrong.
@@ -100,7 +101,11 @@ class SequenceBuilder:
             raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}")
         if len(given) != count:
             raise ValueError(f"sampling_params must be one, or one for each of {count} requests, got {len(given)}")
-        return [or_error(self._resolved, params, f"sampling_params[{i}]") for i, params in enumerate(given)]
+        return [or_error(self._resolved, params, f"sampling_params[{i}]") for i, params in enumerate(given, first)]
+
+    def default_params(self) -> SamplingParams:
+        """The checkpoint's own."""
+        return SamplingParams().resolve(self._generation)
 
     def _resolved(self, params: SamplingParams, name: str) -> SamplingParams:
         if not isinstance(params, SamplingParams):

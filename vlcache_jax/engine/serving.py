@@ -180,8 +180,17 @@ def serve[T: Result](
                 if wrong:
                     return
 
+    given = iter(chunks)
+    failed: Exception | None = None
     try:
-        for chunk in chunks:
+        while True:
+            try:
+                chunk = next(given)
+            except StopIteration:
+                break
+            except Exception as error:  # of whoever gives the rows: those before it are answered
+                failed = error
+                break
             errors = {chunk.call.first + row: str(error) for row, error in chunk.arrivals.errors.items()}
             if errors and chunk.call.stops:
                 wrong |= errors
@@ -196,5 +205,7 @@ def serve[T: Result](
             for job in running.values():
                 job.linked.hold.leave(failed=True)
             loop.abort([sequence for job in running.values() for sequence in job.sequences])
+    if failed is not None:
+        raise failed
     if wrong:
         raise RequestError(wrong)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ MAX_ASPECT_RATIO = 200
 MAX_SCANS = 64
 """Of a progressive JPEG: each may go through the whole picture. Encoders make about ten."""
 
-_ACCEPTED = "a path, bytes, a data: or http(s) URL, a PIL image or a uint8 array"
+_ACCEPTED = "a path, bytes, a data:, file: or http(s) URL, a PIL image or a uint8 array"
 _filter_lock = threading.Lock()
 _loading = threading.Lock()
 
@@ -132,7 +133,7 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
     """Takes hold of an image: reads or fetches a file, decodes nothing.
 
     Args:
-        value: a path, encoded bytes, a base64 `data:` URL, an http(s) URL, a PIL image, or a uint8 array
+        value: a path, encoded bytes, a base64 `data:` URL, a file:// or http(s) URL, a PIL image, or a uint8 array
             [H, W], [H, W, 3] (RGB) or [H, W, 4] (RGBA).
         access: what may be read from where.
         name: what error messages call the image.
@@ -155,6 +156,8 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
         encoded = _decode_data_url(value, access, name)
     elif isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
         encoded = access.fetch(value, name)
+    elif isinstance(value, str) and value[:7].lower() == "file://":
+        encoded = access.read_file(_file_of_url(value, name), name)
     elif isinstance(value, (str, PathLike)):
         encoded = access.read_file(value, name)
     else:
@@ -163,6 +166,14 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
         raise ValueError(f"{name} must not be empty, got 0 bytes")
     access.check_size(len(encoded), name)
     return ImageSource(name, encoded)
+
+
+def _file_of_url(url: str, name: str) -> str:
+    """The path that a file:// URL names."""
+    host, slash, path = url[7:].partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ValueError(f"{name} must be a file:// URL of this machine, such as file:///tmp/a.png, got {shorten(url)}")
+    return unquote(slash + path)
 
 
 def check_max_pixels(value: Any) -> None:

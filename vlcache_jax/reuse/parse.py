@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import numbers
 import os
@@ -22,6 +23,9 @@ _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf", re.I
 _WITH_COUNT: dict[str, Callable[[int], Policy]] = {"mpic": MPIC, "epic": EPIC}
 _WITH_SCHEDULE: dict[str, Callable[..., Policy]] = {"spread": Spread, "shift": functools.partial(Spread, shift=True)}
 _WITH_RATIO: dict[str, Callable[[Fraction], Policy]] = {"ends": Ends, **_WITH_SCHEDULE}
+# What "approximate" stands for: of all policies the one with the best answers at few computed rows
+# (docs/reuse_study.md).
+APPROXIMATE = "shift-0.02"
 _NAMED: dict[str, Policy] = {
     "off": Off(),
     "exact": Exact(),
@@ -34,9 +38,10 @@ def parse_policy(reuse: Any) -> Policy:
     """The policy that a user's `reuse` stands for.
 
     Args:
-      reuse: "off", "exact", "full" (ratio 0), "full-two-pass", a ratio from 0 to 1 as a number or a decimal string,
-        "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and others of `selection.NAMED`, the path
-        of a schedule file, by itself or behind "spread-", "shift-" or "asked-", a `Schedule` or a `Policy`.
+      reuse: "off", "exact", "approximate" (the recommended policy), "full" (ratio 0), "full-two-pass", a ratio from 0
+        to 1 as a number or a decimal string, "mpic-K", "epic-K", "ends-R", "spread-R", "shift-R", "cacheblend-R" and
+        others of `selection.NAMED`, the path of a schedule file, by itself or behind "spread-", "shift-" or "asked-",
+        a `Schedule` or a `Policy`.
 
     Raises:
       ValueError: something else.
@@ -49,6 +54,8 @@ def parse_policy(reuse: Any) -> Policy:
         number = Decimal(reuse) if isinstance(reuse, int) else reuse  # writes integers of any length
         return StaticRatio(number if isinstance(number, Fraction) else _fraction(str(number)))
     if isinstance(reuse, str):
+        if reuse == "approximate":
+            reuse = APPROXIMATE
         if reuse in _NAMED:
             return _NAMED[reuse]
         scheduled = {**_WITH_SCHEDULE, "asked": Asked}
@@ -66,11 +73,11 @@ def parse_policy(reuse: Any) -> Policy:
                 return policy(_fraction(ratio))
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or os.path.isfile(reuse))):
         return Scheduled(Schedule.load(reuse))
+    close = difflib.get_close_matches(reuse, ["approximate", *_NAMED], 1) if isinstance(reuse, str) else []
     raise ValueError(
-        'reuse must be "off", "exact", "full", "full-two-pass", a ratio from 0 to 1, "mpic-K", "epic-K", '
-        '"ends-R", "spread-R", "shift-R", "cacheblend-R", "cacheblend-lmcache-R", "cacheblend-proto-R", "kvshare-R", '
-        '"kvshare-attn-R", "asked-R", the path of a schedule file, also behind "spread-", "shift-" or "asked-", '
-        f"a Schedule or a Policy, got {short(reuse)}"
+        'reuse must be "off", "exact", "approximate", "full", a ratio from 0 to 1, the path of a schedule file, a '
+        'Schedule, a Policy, or the name of another policy such as "mpic-32" or "shift-0.1", '
+        f"got {short(reuse)}{f'; is it {close[0]!r}?' if close else ''}"
     )
 
 

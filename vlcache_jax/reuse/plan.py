@@ -63,7 +63,13 @@ class Plan:
 
     def rows(self, num_layers: int) -> tuple[int, ...]:
         """Active rows in each layer."""
-        return tuple(int(np.count_nonzero(self.depth > layer)) for layer in range(num_layers))
+        return active_rows(self.depth, num_layers)
+
+
+def active_rows(depth: npt.NDArray[np.int16], num_layers: int) -> tuple[int, ...]:
+    """How many of some tokens are active in each layer, by their depths; counted in one pass."""
+    done = np.cumsum(np.bincount(depth, minlength=num_layers))[:num_layers]
+    return tuple((len(depth) - done).tolist())
 
 
 def full_prefill(layout: Layout, num_layers: int, wanted: Sequence[int] | None = None) -> Plan:

@@ -1,0 +1,406 @@
+"""`vlcache run`: what rows ask, and that each is answered once, however the command is stopped."""
+
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import vlcache_jax.progress as progress
+from vlcache_jax.commands.cli import app
+from vlcache_jax.commands.rows import Answer, Row
+
+URL = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def parsed(row, **defaults):
+    line = row if isinstance(row, str) else json.dumps(row)
+    return Row.parse(line, 7, "0123456789abcdef", defaults, pathlib.Path("/data"))
+
+
+def openai(**body):
+    return {"custom_id": "a", "method": "POST", "url": URL, "body": {"messages": HELLO} | body}
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_is_a_conversation():
+    row = parsed({"id": 3, "images": ["a.jpg", "b.jpg"], "question": "Which?", "max_tokens": 5, "metadata": [1]})
+    [message] = row.conversation
+    assert message["role"] == "user"
+    assert message["content"] == [
+        {"type": "image", "image": "/data/a.jpg"},
+        {"type": "image", "image": "/data/b.jpg"},
+        {"type": "text", "text": "Which?"},
+    ]
+    assert (row.error, row.name, row.kept, row.params.max_tokens) == (None, 3, {"id": 3, "metadata": [1]}, 5)
+    assert parsed({"question": "?", "metadata": None}).kept == {"metadata": None}
+    assert parsed({"image": "/a.jpg", "question": "?"}).conversation[0]["content"][0]["image"] == "/a.jpg"
+    assert parsed({"question": "?"}).conversation[0]["content"] == [{"type": "text", "text": "?"}]
+    assert parsed({"messages": HELLO}).conversation == HELLO
+
+
+def test_what_a_row_does_not_say():
+    row = parsed({"question": "?", "temperature": 1}, max_tokens=9, temperature=0)
+    assert (row.params.max_tokens, row.params.temperature) == (9, 1)
+    own = int("01234567", 16) + 7  # of the row, and of its place, whenever it runs
+    assert (row.params.seed, parsed({"question": "?", "seed": None}).params.seed) == (own, own)
+    assert parsed({"question": "?", "seed": 4}).params.seed == 4
+
+
+def test_images_lie_beside_the_file():
+    parts = [
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}},
+        {"type": "image_url", "image_url": "file:///c.png"},
+        {"type": "image", "path": "../d.png"},
+        {"type": "image", "url": "https://host/e.png"},
+        {"type": "image", "base64": "abcd"},
+        {"type": "text", "text": "f.png"},
+        5,
+    ]
+    row = parsed({"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "a.png"}, 3]})
+    assert row.conversation[0]["content"] == [
+        {"type": "image", "image": "/data/a.png"},
+        {"type": "image_url", "image_url": {"url": "/data/b.png", "detail": "low"}},
+        *parts[2:3],
+        {"type": "image", "path": "/data/../d.png"},
+        *parts[4:],
+    ]
+    assert row.conversation[1:] == [{"role": "user", "content": "a.png"}, 3]
+
+
+def test_a_row_of_openai():
+    row = parsed(
+        openai(
+            model="gpt", user="u", stream=False, n=2, max_tokens=None, max_completion_tokens=8, logprobs=True,
+            top_logprobs=3, logit_bias={"5": -100}, response_format={"type": "text"}, top_p=None, stop=["x"],
+        )
+    )  # fmt: skip
+    assert (row.error, row.is_openai, row.name) == (None, True, "a")
+    params = row.params
+    assert (params.n, params.max_tokens, params.logprobs, params.logit_bias) == (2, 8, 3, ((5, -100.0),))
+    assert parsed(openai()).params.logprobs is None
+    assert parsed(openai(logprobs=True)).params.logprobs == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("", "must be JSON"),
+        ("[1]", "must be a JSON object, got [1]"),
+        ("[" * 100_000, "must be JSON"),
+        ({}, "must hold messages, or a question and its images, got nothing"),
+        ({"prompt": "a"}, "must hold only id, metadata, messages, question, image, images, allowed_token_ids,"),
+        ({"question": 3}, "question must be a string, got 3"),
+        ({"question": "\ud800"}, "question must be text"),
+        ({"question": "?", "messages": HELLO}, "must hold either messages or a question, got both: question"),
+        ({"question": "?", "image": "a", "images": []}, "must hold either image or images, got both"),
+        ({"question": "?", "images": "a.jpg"}, "images must be a list, got 'a.jpg'"),
+        ({"question": "?", "id": [1]}, "id must be a string or a number, got [1]"),
+        ({"question": "?", "id": True}, "id must be a string or a number, got True"),
+        ({"question": "?", "temperature": "hot"}, "temperature must be a number"),
+        ({"question": "?", "logit_bias": {"x": 1}}, "logit_bias must be by token ids"),
+        ({"custom_id": "a"}, "body must be a JSON object, got None"),
+        ({"body": {}}, "custom_id must be a string, got none"),
+        (openai() | {"url": "/v1/embeddings"}, "method and url must be POST and /v1/chat/completions"),
+        (openai() | {"more": 1}, "must hold only custom_id, method, url, body, got 'more'"),
+        (openai(tools=[{}]), "tools is not supported, got [{}]"),
+        (openai(stream=True), "stream is not supported, got True"),
+        (openai(response_format={"type": "json_object"}), "response_format is not supported"),
+        (openai(logprobs=5), "logprobs must be true or false, got 5"),
+        (openai(top_logprobs=5), "logprobs must be true where there are top_logprobs, got None"),
+        ({"question": "?", "prompt_logprobs": 1}, "must hold only"),
+        ('{"question": "?", "metadata": NaN}', "NaN is no finite number"),
+        ('{"question": "?", "metadata": 1e400}', "1e400 is no finite number"),
+        (openai(best_of=5), "must hold only"),
+    ],
+)
+def test_a_wrong_row_is_told_by_its_line(row, message):
+    found = parsed(row)
+    assert found.params is None
+    assert found.error.startswith("line 7: ")
+    assert message in found.error
+    told = json.loads(found.failed(found.error))
+    error = told["error"]["message"] if found.is_openai else told["error"]
+    assert error == found.error
+    answer = Answer.parse(json.dumps(told))
+    assert (answer.number, answer.digest, answer.has_failed) == (7, "0123456789abcdef", True)
+
+
+def test_a_line_tells_its_row_whatever_the_row_is_called():
+    for row in (parsed({"question": 1, "id": "batch_req_5_x"}), parsed(openai(tools=[1]) | {"custom_id": "a_b_c"})):
+        answer = Answer.parse(row.failed("wrong").decode())
+        assert (answer.number, answer.digest) == (7, "0123456789abcdef")
+    for line in ("", "[]", "{}", '{"line": true, "key": "a"}', '{"line": 3}', '{"id": "batch_req_"}', '{"id": 4}'):
+        with pytest.raises(ValueError, match=r"^must be"):
+            Answer.parse(line)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(checkpoints):
+    model = str(checkpoints("qwen3_vl-tied"))
+    fixed = ("-m", model, "--max-tokens", "4", "--dtype", "float32")
+    return lambda *arguments: CliRunner().invoke(app, ["run", *map(str, arguments), *fixed])
+
+
+def write_rows(folder, textured_image, count, *, wrong=()):
+    """A file of rows in both formats, some with pictures, some that draw; those in `wrong` are wrong."""
+    for i in range(4):
+        Image.fromarray(textured_image(64, 64 + 32 * (i % 3), i)).save(folder / f"{i}.png")
+    lines = []
+    for i in range(count):
+        images = [str(folder / f"{i % 4}.png")] if i % 3 == 0 else []
+        if i in wrong:
+            bad = ("not JSON", {"question": 3}, {"question": "?", "image": "missing.png"}, openai(tools=[{}]))[i % 4]
+            lines.append(bad if isinstance(bad, str) else json.dumps(bad))
+        elif i % 2:
+            parts = [{"type": "image_url", "image_url": {"url": path}} for path in images]
+            content = [*parts, {"type": "text", "text": f"Row {i}?"}]
+            lines.append(
+                json.dumps(openai(messages=[{"role": "user", "content": content}]) | {"custom_id": f"row_{i}"})
+            )
+        else:
+            lines.append(json.dumps({"id": i, "images": images, "question": f"Row {i}?", "temperature": i % 4 / 2}))
+    source = folder / "in.jsonl"
+    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return source
+
+
+def answers(out):
+    """What each row was answered, in the order of the lines."""
+    found = []
+    for line in out.read_text(encoding="utf-8").splitlines():
+        answer = json.loads(line)
+        text = answer.get("text")
+        if answer.get("response"):
+            text = answer["response"]["body"]["choices"][0]["message"]["content"]
+        found.append((Answer.parse(line).number, text, answer["error"]))
+    return found
+
+
+def test_a_file_is_answered(run, tmp_path, textured_image):
+    wrong = {2, 3, 5}
+    source, out = write_rows(tmp_path, textured_image, 14, wrong=wrong), tmp_path / "out.jsonl"
+    result = run(source, out)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.endswith(f"14 rows are in {out}, 3 of them with an error\n")
+    assert "line 4: tools is not supported" in result.stderr
+    whole = answers(out)
+    assert [number for number, *_ in whole] == list(range(1, 15))
+    for number, text, error in whole:
+        assert (error is not None) == (number - 1 in wrong), (number, text, error)
+    [missing] = [error for number, _, error in whole if number == 3]
+    path = tmp_path / "missing.png"
+    assert missing == f"line 3 images[0] must be the path of a readable file, got '{path}': no such file"
+    lines = out.read_bytes().splitlines(keepends=True)
+    told = json.loads(lines[0])
+    assert (told["line"], told["id"], told["finish_reason"], told["completion_tokens"]) == (1, 0, "length", 4)
+    body = json.loads(lines[1])["response"]["body"]
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 4
+
+    # A second run finds everything; a third one the rows that are missing, behind the end of a line that was cut.
+    assert run(source, out).stderr.startswith("14 of 14 rows are answered\n")
+    assert out.read_bytes() == b"".join(lines)
+    for last, count in ((lines[0][:20], 8), (lines[0][:-1], 9), (lines[1][:5], 8)):
+        out.write_bytes(b"".join(lines[9:] + lines[4:7]) + last)
+        result = run(source, out, "--max-rows", 32, "--host-bytes", "1MiB")  # no answer depends on these
+        assert result.exit_code == 0, result.output
+        assert result.stderr.startswith(f"{count} of 14 rows are answered\n")
+        assert answers(out) == whole
+
+    # Wrong rows are answered again where that is asked for.
+    Image.new("RGB", (64, 64)).save(tmp_path / "missing.png")
+    assert run(source, out, "--retry-errors").stderr.startswith("11 of 14 rows are answered\n")
+    again = answers(out)
+    assert again[2][2] is None
+    assert [one for one in again if one[0] != 3] == [one for one in whole if one[0] != 3]
+
+
+def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
+    source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
+    assert run(source, out).exit_code == 0
+    before = out.read_bytes()
+    for change in (("--reuse", "approximate"), ("--temperature", "0"), ("--max-pixels", "8192")):
+        result = run(source, out, *change)
+        assert result.exit_code == 1
+        assert (
+            "error: OUT line 1 must answer a row of IN under the same settings (model, reuse, options)."
+            in result.stderr
+        )
+        assert "importing JAX" not in result.stderr
+        assert out.read_bytes() == before
+    source.write_text(source.read_text().replace("Row 0?", "Row zero?"))
+    assert "error: OUT line 1" in run(source, out).stderr
+    assert run(source, out, "--overwrite").exit_code == 0
+    assert out.read_bytes() != before
+    out.write_bytes(out.read_bytes() * 2)
+    assert "error: OUT line 4 must not answer line 1 of IN, which has an answer above" in run(source, out).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl", "out.jsonl"], "IN must be a file that can be read, got missing.jsonl"),
+        (["in.jsonl", "in.jsonl"], "OUT must be another file than IN"),
+        (["in.jsonl", "."], "OUT must be a file"),
+        (["in.jsonl", "in.jsonl/out"], "OUT must be a file that can be written"),
+        (["in.jsonl", "out.jsonl", "--reuse", "most"], "reuse must be"),
+        (["in.jsonl", "out.jsonl", "--max-tokens", "0"], "max_tokens must be"),
+        (["in.jsonl", "out.jsonl", "--host-bytes", "much"], "host_bytes must be bytes"),
+    ],
+)
+def test_what_is_wrong_is_told_at_once(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("in.jsonl").write_text('{"question": "?"}\n')
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {message}"), result.stderr
+
+
+def test_one_command_at_a_time(run, tmp_path, textured_image):
+    import fcntl
+
+    source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
+    with out.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "error: OUT must be written by one command at a time" in run(source, out).stderr
+
+
+@pytest.mark.parametrize("content", ['{"precious": 1}', '{"precious": 1}\n', "a: b", '{"id": "x"}', "\n"])
+def test_another_file_stays_as_it_is(run, tmp_path, content):
+    """Nor is its last line taken for the beginning of an answer."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "precious"
+    source.write_text('{"question": "?"}\n')
+    out.write_text(content)
+    result = run(source, out)
+    assert result.exit_code == 1
+    assert "error: OUT line 1 must be" in result.stderr
+    assert out.read_text() == content
+
+
+def test_a_link_stays_a_link_and_modes_stay(run, tmp_path, textured_image):
+    source, out, link = write_rows(tmp_path, textured_image, 3), tmp_path / "real", tmp_path / "link"
+    assert run(source, out).exit_code == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[::-1]))
+    out.chmod(0o600)
+    link.symlink_to(out)
+    assert run(source, link).exit_code == 0
+    assert link.is_symlink()
+    assert (out.read_bytes(), out.stat().st_mode & 0o777) == (b"".join(lines), 0o600)
+
+
+def test_a_disk_that_is_full_in_the_end_loses_nothing(run, tmp_path, textured_image, monkeypatch):
+    source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
+    assert run(source, out).exit_code == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(mixed := b"".join(lines[::-1]))
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", full)
+        result = run(source, out)
+    assert result.exit_code == 0
+    assert f"{out} stays in the order in which they were: No space left on device" in result.stderr
+    assert out.read_bytes() == mixed
+    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("change", ["another", "more", "fewer"])
+def test_rows_that_change_meanwhile_are_told(run, tmp_path, textured_image, monkeypatch, change):
+    source, out = write_rows(tmp_path, textured_image, 6), tmp_path / "out.jsonl"
+    lines = source.read_text().splitlines(keepends=True)
+    before = progress.say
+
+    def change_now(line):
+        before(line)
+        if line == "importing JAX":
+            now = {"another": [*lines[:5], lines[0]], "more": [*lines, lines[0]], "fewer": lines[:4]}[change]
+            source.write_text("".join(now))
+
+    with monkeypatch.context() as context:
+        context.setattr("vlcache_jax.commands.run.say", change_now)
+        result = run(source, out)
+    assert result.exit_code == 1
+    assert "error: IN must stay as it is while its rows are answered" in result.stderr
+    source.write_text("".join(lines))
+    result = run(source, out)
+    assert result.exit_code == 0, result.output
+    assert [number for number, *_ in answers(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_is_loaded_for_rows_that_are_all_wrong(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\x89PNG\r\n\x1a\nIHDR\n\xff\nno\n")
+    result = CliRunner().invoke(app, ["run", str(source), str(out), "-m", "nowhere"])
+    assert result.exit_code == 1
+    assert "error: IN must hold a row that can be answered" in result.stderr
+    assert "importing JAX" not in result.stderr
+    assert [error is not None for *_, error in answers(out)] == [True] * 5
+    assert "line 3: " in result.stderr
+    assert "line 4: " not in result.stderr  # some are named, not all
+
+
+def test_to_begin_anew_loses_nothing_before_a_model_is_open(run, tmp_path, textured_image):
+    source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
+    assert run(source, out).exit_code == 0
+    before = out.read_bytes()
+    result = CliRunner().invoke(app, ["run", str(source), str(out), "-m", "./nowhere", "--overwrite"])
+    assert result.exit_code == 1
+    assert "stopped with 0 of 3 rows answered; the same command without --overwrite goes on" in result.stderr
+    assert out.read_bytes() == before
+
+
+def test_the_first_line_may_have_a_byte_order_mark(run, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"question": "Hi"}\n', encoding="utf-8-sig")
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl").exit_code == 0
+    [(_, text, error)] = answers(tmp_path / "out.jsonl")
+    assert (bool(text), error) == (True, None)
+
+
+def test_a_file_without_rows(run, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n\n")
+    result = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+@pytest.mark.ladder
+def test_killed_at_random_each_row_is_answered_once(checkpoints, tmp_path, textured_image):
+    rng = random.Random(0)
+    wrong = set(rng.sample(range(2000), 30))
+    source = write_rows(tmp_path, textured_image, 2000, wrong=wrong)
+    words = [sys.executable, "-m", "vlcache_jax.commands.cli", "run", str(source)]
+    model = ["-m", str(checkpoints("qwen3_vl-tied")), "--max-tokens", "4", "--dtype", "float32"]
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    subprocess.run([*words, str(whole), *model], check=True, capture_output=True, cwd=tmp_path)
+    kills = 0
+    while kills < 5:
+        process = subprocess.Popen([*words, str(out), *model], stderr=subprocess.DEVNULL, cwd=tmp_path)
+        before = out.stat().st_size if out.exists() else 0
+        while process.poll() is None and (not out.exists() or out.stat().st_size <= before):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 1.5))
+        assert process.poll() is None, "it ended before it was killed"
+        process.send_signal((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[kills % 3])
+        process.wait()
+        kills += 1
+    subprocess.run([*words, str(out), *model], check=True, capture_output=True, cwd=tmp_path)
+    found = answers(out)
+    assert [number for number, *_ in found] == list(range(1, 2001))
+    assert found == answers(whole)
+    assert {number - 1 for number, _, error in found if error is not None} == wrong

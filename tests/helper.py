@@ -1,0 +1,41 @@
+"""What several tests of the engine need."""
+
+import jax.numpy as jnp
+
+from vlcache_jax.pallas_kernels import PAGE
+
+WITHIN = 60  # seconds, for what would hang otherwise
+
+
+def user(*parts):
+    """A conversation of texts and pictures."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def spoil(llm, monkeypatch):
+    """Fills pages with NaN when they become free. (V must be finite: a flaw is carried by K.)"""
+    give_back = llm._pages._give_back
+
+    def spoiled(page):
+        give_back(page)
+        slots = slice(page.number * PAGE, (page.number + 1) * PAGE)
+        for layer in llm._runner._pool or ():
+            layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
+
+    monkeypatch.setattr(llm._pages, "_give_back", spoiled)
+
+
+def assert_nothing_left(llm):
+    """Nobody has a lane, pages or records any more."""
+    with llm._loop._changed:
+        assert llm._loop._changed.wait_for(lambda: llm._loop._thread is None, WITHIN)
+    llm._writer.flush()
+    stats = llm.stats()
+    assert (stats.running, stats.waiting, stats.in_use) == (0, 0, 0)
+    records = llm._store.tier.records()
+    assert not any(record.held for record in records)
+    assert all(record.is_settled for record in records)
+    assert not llm._store._left

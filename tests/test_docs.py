@@ -1,0 +1,147 @@
+"""Every Python block and command of the README and of docs/ does what it says, as written and without a network."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import re
+import shlex
+import tomllib
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from vlcache_jax.assets import PICTURES
+from vlcache_jax.commands.cli import app
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# What these do is done elsewhere: by CI, in every fresh clone of it.
+BY_CI = ("uv run --group test pytest", ".ci/run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self):
+        return f"{self.page}:{self.line}"
+
+
+def blocks(*kinds):
+    found = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\S*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text[: match.start()].count("\n") + 2
+            if match[1] in kinds:
+                found.append(Block(str(path.relative_to(ROOT)), line, match[1], match[2]))
+    return found
+
+
+def quick(found):
+    """The README's run with the README's test command, all others in CI."""
+    return [
+        pytest.param(block, id=str(block), marks=[] if block.page == "README.md" else [pytest.mark.ladder])
+        for block in found
+    ]
+
+
+def commands(block):
+    """The lines of a block without comments, and those that go on in the next one together."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.split("#")[0].strip()]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With the files of a clone that the pages name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "vlcache_jax" / "assets").mkdir(parents=True)
+    (tmp_path / "vlcache_jax" / "assets" / "pictures").symlink_to(PICTURES)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", quick(blocks("python")))
+def test_python_blocks_run(block, folder):
+    exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", quick([block for block in blocks("sh") if "vlcache" in block.text]))
+def test_commands_run(block, folder):
+    for words in commands(block):
+        if words[0] != "vlcache" or words[1:] == ["demo"]:  # test_cli.py has the demo
+            understood(words)
+            continue
+        result = CliRunner().invoke(app, words[1:])
+        assert result.exit_code == 0, (words, result.output, result.exception)
+        assert result.output
+        if words[1] == "run":
+            answers = [json.loads(line) for line in pathlib.Path(words[3]).read_text().splitlines()]
+            assert not any(answer["error"] for answer in answers)
+
+
+def test_commands_are_there():
+    """Those that take hours, or a network, at least exist and take these arguments."""
+    found = [words for block in blocks("", "sh") if not block.text.startswith("LLM.chat") for words in commands(block)]
+    assert sum(words[0] == "vlcache" for words in found) > 15
+    for words in found:
+        understood(words)
+
+
+def understood(words):
+    """Raises if there is no such command, module or option."""
+    if " ".join(words) in BY_CI:
+        assert (ROOT / ".ci" / "run").is_file()
+        return
+    if words[:2] == ["uv", "add"]:
+        [name] = re.findall(r"^vlcache-jax(?:\[(\w+)\])? @", words[2])
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert not name or name in known
+        return
+    if words[:2] == ["uv", "run"]:
+        words = words[2:]
+        while words[0] in ("--group", "--extra"):
+            words = words[2:]
+    if words[0] == "vlcache":
+        command, context = typer.main.get_command(app), None
+        rest = words[1:]
+        while rest and rest[0] in getattr(command, "commands", {}):
+            context = typer.Context(command, parent=context, info_name=rest[0])
+            command, rest = command.commands[rest[0]], rest[1:]
+        if "--help" not in rest:
+            command.make_context("vlcache", rest, parent=context)
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]) is not None, words
+    else:
+        assert words[0] in ("pytest", "ruff", "mypy", "lint-imports", "sphinx-build", "git"), words
+
+
+def test_links_lead_somewhere():
+    for path in PAGES:
+        text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not target.startswith(("http", "#")):
+                assert (path.parent / target.partition("#")[0]).exists(), (path, target)
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_quoted_figures_are_those_of_the_files():
+    """The README's table of times, from the JSON it names."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "ttft_cpu.json").read_text())["rows"]
+    row = {row["configuration"]: row for row in rows}
+    names = ("cold", "encoder cached", "shift, r = 0.02", "r = 0")
+    seconds = [float(f"{row[name]['TTFT ms'] / 1000:.3g}") for name in names]
+    faster = [float(f"{row['cold']['TTFT ms'] / row[name]['TTFT ms']:.2g}") for name in names]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for title, values in (("seconds", seconds), ("times faster", faster)):
+        [line] = re.findall(rf"^\| {title} \|(.*)\|$", readme, re.MULTILINE)
+        assert [float(cell) for cell in line.split("|")] == values

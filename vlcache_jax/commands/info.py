@@ -1,0 +1,104 @@
+"""`vlcache info`: what a model is and what it needs, from its configuration alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vlcache_jax.convert.plan import as_dtype
+from vlcache_jax.convert.source import locate
+from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.engine.memory_plan import activation_bytes, limit_patches, limit_rows, slot_bytes
+from vlcache_jax.first_contact.chip import find_chip, memory
+from vlcache_jax.inputs.processor import ImageProcessor
+from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.params import parameters
+from vlcache_jax.models.registry import load_config
+from vlcache_jax.pallas_kernels import PAGE
+
+GPUS = (24, 40, 80, 141)  # GB
+USABLE = 0.95  # of a GPU's memory; the rest is the driver's and XLA's
+POOL = 0.9  # of what weights and activations leave, as an engine takes
+
+Findings = list[tuple[str, str]]
+
+
+def describe(
+    model: str, dtype: str, height: int, width: int, max_rows: int = 8192, max_pixels: int | None = None
+) -> tuple[Findings, list[dict[str, Any]]]:
+    """Returns (what is so, by name; a row for each size of GPU).
+
+    Args:
+      model: a checkpoint, an id on the hub or the name of a shipped model; weights are not fetched.
+      dtype: of weights and K, V.
+      height, width: of the image to count for, in pixels.
+      max_rows: of a prefill step.
+      max_pixels: of an image, which is scaled down to it; None: the checkpoint's own.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such model, it is of an unknown kind, or an argument is wrong.
+    """
+    size = as_dtype(dtype)
+    directory = locate(model, weights=False).directory
+    config = load_config(directory)
+    limits = None if max_pixels is None else {"max_pixels": max_pixels}
+    processor = ImageProcessor.from_pretrained(directory).with_limits(limits)
+    text, vision = config.text, config.vision
+    tokens = processor.num_tokens(processor.grid(height, width))
+    count = sum(math.prod(parameter.shape) for parameter in parameters(config))
+    slot = slot_bytes(config, size)
+    rows = size.itemsize * (1 + vision.num_deepstack) * text.hidden_size * tokens
+    findings = [
+        ("model", f"{config.model_type}, {directory}"),
+        (
+            "decoder",
+            f"{text.num_layers} layers x {text.hidden_size}, {text.num_heads} heads and {text.num_kv_heads} of K, V x "
+            f"{text.head_dim}, vocabulary {text.vocab_size}",
+        ),
+        (
+            "vision tower",
+            f"{vision.depth} layers x {vision.hidden_size}, patches of {vision.patch_size} pixels, "
+            f"{vision.merge_size} x {vision.merge_size} of them a token",
+        ),
+        ("context", f"{text.max_position_embeddings} tokens"),
+        ("weights", f"{_gigabytes(count * size.itemsize)} in {size.name} ({_millions(count)} parameters)"),
+        ("K, V", f"{slot} bytes a token"),
+        (
+            f"an image of {height} x {width}",
+            f"{tokens} tokens; its records: {_gigabytes(slot * tokens)} of K, V and {_gigabytes(rows)} of the encoder",
+        ),
+    ]
+    chip = find_chip()
+    found = None if chip is None else memory(chip)
+    sizes = {f"{size} GB": size * 10**9 for size in GPUS}
+    if chip is not None and found is not None:
+        sizes = {f"{chip.name}, {_gigabytes(found[1])}": found[1]}
+    most = max(vision.merge_size**2, processor.max_pixels // processor.patch_size**2)
+    ladder = limit_patches(limit_rows(Ladder(), max_rows), most, vision.merge_size)
+    return findings, [_fit(name, total, config, size, count, ladder, tokens) for name, total in sizes.items()]
+
+
+def _fit(
+    name: str, total: int, config: ModelConfig, dtype: Any, count: int, ladder: Ladder, tokens: int
+) -> dict[str, Any]:
+    """What an engine has room for on a GPU of so many bytes; see `memory_plan.plan_pool`."""
+    activations = activation_bytes(config, dtype, ladder)
+    rest = USABLE * total - count * dtype.itemsize - activations
+    pages = int(POOL * rest // (slot_bytes(config, dtype) * PAGE)) - 1
+    fits = pages > 0
+    return {
+        "GPU": name,
+        "weights": _gigabytes(count * dtype.itemsize),
+        "activations": _gigabytes(activations),
+        "KV pool": _gigabytes(POOL * rest) if fits else "does not fit",
+        "tokens": pages * PAGE if fits else None,
+        "such images": pages * PAGE // tokens if fits else None,
+    }
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

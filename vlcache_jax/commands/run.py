@@ -1,0 +1,259 @@
+"""`vlcache run`: answers the rows of a file, each once, however often it is stopped.
+
+Answers are appended as they come, a line each, and every line tells which row it is of, and a digest of the row and of
+the settings. So a second run knows what is done; when all rows are answered, the lines are put in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from vlcache_jax.commands.rows import BEGINNINGS, Answer, Row
+from vlcache_jax.engine.interrupts import interruptible
+from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.files import check_readable, check_writable
+from vlcache_jax.progress import Progress, say
+
+_TOLD = 3  # wrong rows that are named
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a file of answers is made with.
+
+    Attributes:
+      source: the file of rows.
+      model, reuse: of all rows.
+      defaults: sampling parameters where a row names none.
+      options: of the engine.
+      memory: options that no answer depends on.
+    """
+
+    source: pathlib.Path
+    model: str
+    reuse: str
+    defaults: Mapping[str, Any]
+    options: Mapping[str, Any]
+    memory: Mapping[str, Any]
+
+    def rows(self) -> Iterator[tuple[int, str, str]]:
+        """The lines that are not empty: numbers from 1, digests of them and all settings, and what they hold."""
+        settings = json.dumps([self.model, self.reuse, sorted(self.defaults.items()), sorted(self.options.items())])
+        with self.source.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    line = line.rstrip("\r\n")
+                    digest = hashlib.sha256(f"{settings}\n{line}".encode(errors="surrogateescape")).hexdigest()
+                    yield number, digest[:16], line
+
+    def parse(self, number: int, digest: str, line: str) -> Row:
+        return Row.parse(line, number, digest, self.defaults, self.source.parent)
+
+
+def run(job: Job, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
+    """Answers every row of a file that has no answer yet.
+
+    Args:
+      out: file of answers.
+      overwrite: begin anew, whatever it holds.
+      retry: also answer the rows again that were wrong.
+
+    Raises:
+      ValueError: a file cannot be read or written, `out` holds something else than answers of this job, the rows change
+        meanwhile, or all of them are wrong.
+    """
+    check_readable("IN", job.source)
+    check_writable("OUT", out)
+    out = out.resolve()  # a link stays one
+    if out.exists() and not out.is_file():
+        raise ValueError(f"OUT must be a file, got {out}")
+    if out.exists() and out.samefile(job.source):
+        raise ValueError(f"OUT must be another file than IN, got {out}")
+    from vlcache_jax.reuse.parse import parse_policy  # imports JAX: what else is wrong need not wait for it
+
+    parse_policy(job.reuse)
+    digests = {number: digest for number, digest, _ in job.rows()}
+    with _locked(out) as file:
+        done = set() if overwrite else _answered(file, out, digests, retry)
+        say(f"{len(done)} of {len(digests)} rows are answered" if done else f"{len(digests)} rows")
+        if len(done) < len(digests) or overwrite:
+            try:
+                _answer(job, file, digests, done, overwrite)
+            except BaseException:
+                again = "the same command without --overwrite" if overwrite else "the same command"
+                say(f"stopped with {len(done)} of {len(digests)} rows answered; {again} goes on from there")
+                raise
+        wrong = _in_order(file, out)
+    say(f"{len(digests)} rows are in {out}, {wrong} of them with an error")
+    if wrong and wrong == len(digests):
+        raise ValueError(f"IN must hold a row that can be answered: see {out}, and --help for what a row is")
+
+
+def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int], overwrite: bool) -> None:
+    """Appends the answers to all rows but those that are done, which grow."""
+    bar = Progress("answering", len(digests))
+    running: dict[int, Row] = {}
+    count = itertools.count()
+    told = 0
+
+    def write(row: Row, line: bytes, tokens: int = 0) -> None:
+        file.write(line)
+        file.flush()
+        done.add(row.number)
+        bar.update(tokens=tokens)
+
+    def fail(row: Row, error: str) -> None:
+        nonlocal told
+        told += 1
+        if told <= _TOLD:
+            say(error)
+        write(row, row.failed(error))
+
+    def rows() -> Iterator[Row]:
+        seen = 0
+        for number, digest, line in job.rows():
+            if digests.get(number) != digest:
+                raise ValueError(f"IN must stay as it is while its rows are answered, but line {number} is another one")
+            seen += 1
+            if number not in done:
+                yield job.parse(number, digest, line)
+        if seen < len(digests):
+            raise ValueError(f"IN must stay as it is while its rows are answered, but {len(digests) - seen} are gone")
+
+    def good() -> Iterator[tuple[Any, SamplingParams]]:
+        """The rows that can run, conversation and sampling parameters; the others are answered at once."""
+        for row in rows():
+            if row.params is None:
+                fail(row, row.error or "")
+                continue
+            running[next(count)] = row
+            yield row.conversation, row.params
+
+    if not any(row.params is not None for row in rows()):  # nothing to load a model for
+        if overwrite:
+            file.truncate(0)
+        with bar:
+            bar.update(len(done))
+            assert not list(good())
+        return
+    say("importing JAX")
+    with interruptible():
+        from vlcache_jax import LLM
+
+        llm = LLM(job.model, **job.options, **job.memory)
+    with llm, bar:
+        if overwrite:
+            file.truncate(0)
+        bar.update(len(done))
+        one, other = itertools.tee(good())
+        conversations, params = (conversation for conversation, _ in one), (params for _, params in other)
+        for index, output in llm.chat_iter(conversations, params, use_tqdm=False, reuse=job.reuse, on_error="return"):
+            row = running.pop(index)
+            if output.error is not None:
+                error = output.error
+                for name in ("conversations", "sampling_params"):
+                    error = error.replace(f"{name}[{index}]", f"line {row.number}", 1)
+                fail(row, error)
+            else:
+                write(row, row.answered(output, job.model), sum(len(answer.token_ids) for answer in output.outputs))
+
+
+@contextlib.contextmanager
+def _locked(out: pathlib.Path) -> Iterator[IO[bytes]]:
+    """The file of answers, for nobody else.
+
+    Raises:
+      ValueError: another run writes it.
+    """
+    with out.open("ab+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"OUT must be written by one command at a time, and another one writes {out}") from error
+        yield file
+
+
+def _answered(file: IO[bytes], out: pathlib.Path, digests: Mapping[int, str], retry: bool) -> set[int]:
+    """The rows that are answered; the beginning of a line whose writer was killed is cut off.
+
+    Raises:
+      ValueError: a line answers no row of the file under these settings.
+    """
+    done: set[int] = set()
+    failed: set[int] = set()
+    file.seek(0)
+    end = 0
+    for place, line in enumerate(file, 1):
+        try:
+            if not line.endswith(b"\n") and _is_cut(line):
+                break
+            answer = _parsed(line)
+            if digests.get(answer.number) != answer.digest:
+                raise ValueError("must answer a row of IN under the same settings (model, reuse, options)")
+            if answer.number in done and answer.number not in failed:
+                raise ValueError(f"must not answer line {answer.number} of IN, which has an answer above")
+        except ValueError as error:
+            raise ValueError(
+                f"OUT line {place} {error}. Name another file, or pass --overwrite to begin {out} anew"
+            ) from error
+        end += len(line)
+        done.add(answer.number)
+        (failed.add if answer.has_failed else failed.discard)(answer.number)
+        if not line.endswith(b"\n"):
+            file.write(b"\n")
+            end += 1
+    file.truncate(end)
+    return done - failed if retry else done
+
+
+def _is_cut(line: bytes) -> bool:
+    """Whether it is the beginning of an answer, and not a whole one."""
+    if not any(line.startswith(beginning[: len(line)]) for beginning in BEGINNINGS):
+        return False
+    try:
+        _parsed(line)
+    except ValueError:
+        return True
+    return False
+
+
+def _in_order(file: IO[bytes], out: pathlib.Path) -> int:
+    """Leaves the last answer of each row, in the order of the rows; returns how many tell of an error."""
+    last: dict[int, tuple[int, bool]] = {}  # of each row: where its line begins, and whether it tells of an error
+    file.seek(0)
+    begin = count = 0
+    for line in file:
+        answer = _parsed(line)
+        last[answer.number] = begin, answer.has_failed
+        begin, count = begin + len(line), count + 1
+    places = [last[number][0] for number in sorted(last)]
+    if count > len(places) or places != sorted(places):
+        part = out.with_name(f"{out.name}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as new:
+                for place in places:
+                    file.seek(place)
+                    new.write(file.readline())
+                new.flush()
+                os.fsync(new.fileno())
+            shutil.copymode(out, part)
+            part.replace(out)
+        except OSError as error:
+            say(f"all rows are answered, but {out} stays in the order in which they were: {error.strerror}")
+        finally:
+            part.unlink(missing_ok=True)
+    return sum(has_failed for _, has_failed in last.values())
+
+
+def _parsed(line: bytes) -> Answer:
+    return Answer.parse(line.decode(errors="surrogateescape"))
