@@ -3,17 +3,23 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import shlex
 import tomllib
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from vlcache_jax.assets import PICTURES
+from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.commands.cli import app
+from vlcache_jax.engine.memory_plan import slot_bytes
+from vlcache_jax.models.params import parameters
+from vlcache_jax.reuse.parse import APPROXIMATE
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -134,14 +140,50 @@ def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_quoted_figures_are_those_of_the_files():
-    """The README's table of times, from the JSON it names."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "ttft_cpu.json").read_text())["rows"]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def table_row(title):
+    """The cells of the README's line that begins so."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [line] = re.findall(rf"^\| {re.escape(title)} \|(.*)\|$", readme, re.MULTILINE)
+    return [cell.strip() for cell in line.split("|")]
+
+
+def test_the_readmes_times_are_those_of_the_file():
+    rows = json.loads((RESULTS / "ttft_cpu.json").read_text())["rows"]
     row = {row["configuration"]: row for row in rows}
     names = ("cold", "encoder cached", "shift, r = 0.02", "r = 0")
-    seconds = [float(f"{row[name]['TTFT ms'] / 1000:.3g}") for name in names]
-    faster = [float(f"{row['cold']['TTFT ms'] / row[name]['TTFT ms']:.2g}") for name in names]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for title, values in (("seconds", seconds), ("times faster", faster)):
-        [line] = re.findall(rf"^\| {title} \|(.*)\|$", readme, re.MULTILINE)
-        assert [float(cell) for cell in line.split("|")] == values
+    seconds = [f"{row[name]['TTFT ms'] / 1000:.3g}" for name in names]
+    faster = [f"{row['cold']['TTFT ms'] / row[name]['TTFT ms']:.2g}" for name in names]
+    assert table_row("seconds") == seconds
+    assert table_row("times faster") == faster
+
+
+def test_the_readmes_accuracy_is_that_of_the_files():
+    assert APPROXIMATE == "shift-0.02"
+    files = {
+        "behind another question": "tiny_vqa_policies_question_first",
+        "seen alone, now beside others": "tiny_vqa_policies_apart",
+        "both": "tiny_vqa_question_first_apart",
+    }
+    for title, name in files.items():
+        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        kept = {}
+        for row in rows:  # of a mean, or of each task
+            if row["reuse"] in (APPROXIMATE, "full") and row.get("group") in (None, "no rows", "r = 0.02"):
+                kept.setdefault(row["reuse"], []).append((row["accuracy"], row["accuracy"] - row["difference"]))
+        mean = {reuse: np.mean(values, axis=0) for reuse, values in kept.items()}
+        found = [mean["full"][1], mean[APPROXIMATE][0], mean["full"][0]]
+        assert table_row(title) == [f"{value:.1f}" for value in found], (title, kept)
+
+
+def test_the_readmes_memory_is_what_is_counted():
+    for name in ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B"):
+        config = MODELS[name]
+        slot = slot_bytes(config, np.dtype("float16"))
+        weights = 2 * sum(math.prod(parameter.shape) for parameter in parameters(config))
+        tokens = 1024 if name.startswith("Qwen3") else 37 * 37
+        kept = tokens * (slot + 2 * (1 + config.vision.num_deepstack) * config.text.hidden_size)
+        expected = [f"{weights / 1e9:.1f} GB", f"{slot / 1e3:.0f} KB", f"{tokens} tokens", f"{kept / 1e6:.0f} MB"]
+        assert table_row(name)[:4] == expected
