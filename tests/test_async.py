@@ -961,6 +961,24 @@ def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
     assert kept <= 2 * LADDER.max_sequences
 
 
+def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monkeypatch):
+    """Also if the answer ends while an output of it is being made."""
+    reporter = engine._llm._reporter
+    completion = reporter._completion
+
+    def slowly(index, answer):
+        made = completion(index, answer)
+        assert eventually(lambda: answer.is_finished)
+        return made
+
+    expected = chat(engine, user("a"), MEDIUM)
+    with monkeypatch.context() as context:
+        context.setattr(reporter, "_completion", slowly)
+        output = run(last(engine, user("a"), MEDIUM))
+    assert output.finished
+    assert tokens(output) == tokens(expected)
+
+
 @pytest.mark.ladder
 @pytest.mark.parametrize("seed", range(30))
 def test_random_arrivals_and_ends(engine, slow, pictures, seed):

@@ -196,6 +196,9 @@ class Reporter:
         request_id: str = "",
     ) -> RequestOutput:
         """Of a request and its answers so far."""
+        finished = all(
+            answer.is_finished for answer in answers
+        )  # first: what ends while it is told of is not told whole
         told = None
         if answers[0].params.prompt_logprobs is not None:
             told = (None, *map(self._logprob, answers[0].prompt_logprobs))
@@ -210,7 +213,7 @@ class Reporter:
             error=self._error(linked, *answers),
             prompt_logprobs=told,
             request_id=request_id,
-            finished=all(answer.is_finished for answer in answers),
+            finished=finished,
         )
 
     def failed_output(self, prompt: str, error: str, request_id: str) -> RequestOutput:
