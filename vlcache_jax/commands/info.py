@@ -8,7 +8,7 @@ from typing import Any
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
 from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.memory_plan import activation_bytes, limit_patches, limit_rows, slot_bytes
+from vlcache_jax.engine.memory_plan import GPU_SHARE, activation_bytes, limit_patches, limit_rows, slot_bytes
 from vlcache_jax.first_contact.chip import find_chip, memory
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.models import ModelConfig
@@ -18,7 +18,6 @@ from vlcache_jax.pallas_kernels import PAGE
 
 GPUS = (24, 40, 80, 141)  # GB
 USABLE = 0.95  # of a GPU's memory; the rest is the driver's and XLA's
-POOL = 0.9  # of what weights and activations leave, as an engine takes
 
 Findings = list[tuple[str, str]]
 
@@ -84,13 +83,13 @@ def _fit(
     """What an engine has room for on a GPU of so many bytes; see `memory_plan.plan_pool`."""
     activations = activation_bytes(config, dtype, ladder)
     rest = USABLE * total - count * dtype.itemsize - activations
-    pages = int(POOL * rest // (slot_bytes(config, dtype) * PAGE)) - 1
+    pages = int(GPU_SHARE * rest // (slot_bytes(config, dtype) * PAGE)) - 1
     fits = pages > 0
     return {
         "GPU": name,
         "weights": _gigabytes(count * dtype.itemsize),
         "activations": _gigabytes(activations),
-        "KV pool": _gigabytes(POOL * rest) if fits else "does not fit",
+        "KV pool": _gigabytes(GPU_SHARE * rest) if fits else "does not fit",
         "tokens": pages * PAGE if fits else None,
         "such images": pages * PAGE // tokens if fits else None,
     }

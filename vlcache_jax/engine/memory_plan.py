@@ -16,6 +16,7 @@ from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import PAGE
 
 GIB = 2**30
+GPU_SHARE = 0.9  # of what weights and activations leave, for the pool
 MIN_SLOTS = 64  # a pool below this serves nobody
 
 
@@ -121,7 +122,7 @@ def plan_pool(
     if kv_cache_bytes is None:
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
         rest = free - weights - activations
-        usual = 0.25 if device.platform == "cpu" else 0.9
+        usual = 0.25 if device.platform == "cpu" else GPU_SHARE
         most = usual * rest if share is None else share * free - (free - rest)
         useful = ladder.max_sequences * -(-max_model_len // PAGE)
         pages = min(int(max(most, 0)) // (slot * PAGE) - 1, useful)
