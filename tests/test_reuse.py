@@ -513,6 +513,12 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
     assert output.cache.images[0].recomputed == (5,) * len(layers)
 
 
+def settled(report):
+    """A report without what may differ where records had to leave."""
+    images = tuple(dataclasses.replace(image, encoder="", bytes_moved=0) for image in report.images)
+    return dataclasses.replace(report, images=images)
+
+
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2"])
 @pytest.mark.parametrize(("host_bytes", "variants"), [("1GiB", 2), (100_000, None)])
 @pytest.mark.ladder_for("qwen2_5_vl")
@@ -535,7 +541,10 @@ def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, mo
     if reuse == "exact":
         assert tokens(together) == tokens(cold)
     for i, (one, other_one) in enumerate(zip(one_by_one, together, strict=True)):
-        assert one.cache == other_one.cache, i
+        if host_bytes == "1GiB":
+            assert one.cache == other_one.cache, i
+        else:  # whether encoder rows that are to leave are still there depends on how soon they were written
+            assert settled(one.cache) == settled(other_one.cache), i
         assert one.num_cached_tokens == other_one.num_cached_tokens
     if host_bytes == "1GiB":
         assert num_encoded == 4

@@ -97,6 +97,7 @@ def test_encoder_rows_that_are_not_finite_are_not_kept(llm, picture, monkeypatch
     once(monkeypatch, llm._runner, "encode", lambda rows: rows.at[0, 2].set(np.nan))
     [output] = ask(llm, (picture, "what?"))
     assert output.error.startswith("conversations[0]: logits must be finite")
+    llm.cache.flush()
     stats = llm.cache.stats()
     assert (stats.not_finite, stats.failed, stats.bytes) == (2, 0, 0)  # encoder rows, and K and V
     assert tokens(ask(llm, (picture, "what?"))) == cold
