@@ -28,6 +28,7 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK
+from vlcache_jax.engine.definitions import BLOCK
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.packed import unpack
 from vlcache_jax.engine.runner import Runner
@@ -280,7 +281,11 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
     for size in (1, 64):
         yield f"window {size}", compile_key(runner, "window", size)
     yield "encode 4096 patches", compile_key(runner, "encode", 4096)
-    yield "link 4096 tokens, all layers", compile_key(runner, "link", 4096)
+    layers = runner.definitions.link_groups[0].stop
+    for size, count in ((4096, 1), (1024, 16)):
+        name = f"link {count} x {size} tokens, {layers} layers"
+        yield name, compile_key(runner, "link", size, count, layers)
+    yield f"{BLOCK} layers of 512 rows", compile_key(runner, "layers", 512)
     for shrinking in (False, True):
         bounds = prefill_bounds(runner.config.text.num_layers, shrinking=shrinking)
         yield f"prefill {bounds[0]} rows{', shrinking' * shrinking}", compile_prefill(runner, bounds)

@@ -168,12 +168,12 @@ def _error(shape: AttentionShape, args: tuple[jax.Array, ...], out: jax.Array) -
 
 
 def _link_arrays(case: LinkShape) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(0), 6)
+    keys = jax.random.split(jax.random.key(0), 4)
     specs = case.specs()
-    pools = [jax.random.normal(k, s.shape, s.dtype) for k, s in zip(keys[:4], specs[:4], strict=True)]
+    pools = [jax.random.normal(k, s.shape, s.dtype) for k, s in zip(keys[:3], specs[:3], strict=True)]
     slot = jnp.arange(case.T, dtype=jnp.int32) + (case.S - case.T) // 2
-    angle = jax.random.uniform(keys[4], specs[5].shape) * 6
-    return *pools, slot, jnp.cos(angle).astype(specs[5].dtype), jnp.sin(angle).astype(specs[5].dtype)
+    angle = jax.random.uniform(keys[3], specs[4].shape) * 6
+    return *pools, slot, jnp.cos(angle).astype(specs[4].dtype), jnp.sin(angle).astype(specs[4].dtype)
 
 
 def _check_link(plan: Plan, case: LinkShape) -> Row:

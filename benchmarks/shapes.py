@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlcache_jax.pallas_kernels import PAGE, Shared, Work, make_work, work_config
+from vlcache_jax.pallas_kernels import CODECS, PAGE, Shared, Work, make_work, work_config
 
 
 class Seen(NamedTuple):
@@ -285,24 +285,31 @@ ATTENTION: dict[str, tuple[AttentionShape, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinkShape:
-    """A case of linking: T tokens into a pool of S slots."""
+    """A case of linking: T tokens into a pool of S slots; what is stored may be of several layers."""
 
     T: int
     S: int
     K: int
     D: int
+    layers: int = 1
+    codec: str | None = None
 
     def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arguments of link."""
-        pool, stored, angle = (
+        pool, data, angle = (
             jax.ShapeDtypeStruct(s, dtype)
-            for s in ((self.S, self.K, self.D), (self.T, self.K, self.D), (self.T, 1, self.D // 2))
+            for s in ((self.S, self.K, self.D), (self.layers, 2, self.T, self.K, self.D), (self.T, 1, self.D // 2))
         )
-        return pool, pool, stored, stored, jax.ShapeDtypeStruct((self.T,), jnp.int32), angle, angle
+        if self.codec is not None:
+            size = self.T * sum(CODECS[self.codec].planes(self.K, self.D))
+            data = jax.ShapeDtypeStruct((self.layers, 2, size), jnp.uint8)
+        return pool, pool, data, jax.ShapeDtypeStruct((self.T,), jnp.int32), angle, angle
 
     def bytes(self, itemsize: int = 2) -> int:
         """Least traffic: keys and values read and written, and the angles."""
-        return itemsize * self.T * self.D * (4 * self.K + 1)
+        written = itemsize * self.T * self.D * 2 * self.K
+        read = written if self.codec is None else 2 * self.T * sum(CODECS[self.codec].planes(self.K, self.D))
+        return read + written + itemsize * self.T * self.D
 
 
 LINK: dict[str, tuple[LinkShape, ...]] = {

@@ -88,8 +88,11 @@ def _convert(source: str, destination: pathlib.Path, dtype: Dtype | None, verify
     typer.echo(
         f"converted{checked} {report.tensors} tensors, {gigabytes(report.nbytes)} of {report.dtype} in "
         f"{report.seconds:.1f} s ({report.nbytes / report.seconds / 1e9:.2f} GB/s{memory})\n"
-        f"fingerprint {report.fingerprint}\n{report.directory}"
+        f"fingerprint {report.fingerprint}"
     )
+    if report.key_bias_norms:  # large ones are why codecs of keys take the bias out
+        typer.echo("norm of the key bias per layer: " + " ".join(f"{norm:.4g}" for norm in report.key_bias_norms))
+    typer.echo(report.directory)
 
 
 def _check(directory: pathlib.Path) -> None:

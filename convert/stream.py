@@ -38,7 +38,12 @@ _COMPARED_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A finished conversion; `seconds` counts everything, flushing to disk and verifying too."""
+    """A finished conversion.
+
+    Attributes:
+      seconds: count everything, flushing to disk and verifying too.
+      key_bias_norms: of each decoder layer, the Euclidean norm of the bias of its keys; empty if the model has none.
+    """
 
     directory: pathlib.Path
     tensors: int
@@ -48,6 +53,7 @@ class Report:
     seconds: float
     peak_memory: int | None
     verified: bool
+    key_bias_norms: tuple[float, ...] = ()
 
 
 def convert(
@@ -134,6 +140,7 @@ def convert(
         seconds=time.perf_counter() - begin,
         peak_memory=memory.peak,
         verified=verify,
+        key_bias_norms=tuple(leaf.norm for leaf in leaves if leaf.is_key_bias),
     )
 
 
@@ -163,12 +170,14 @@ class _Leaf:
     Attributes:
       sha256: of what was read last.
       flaw: what is wrong with it, or "".
+      norm: of a bias of keys.
     """
 
     source: Source
     dtype: np.dtype
     sha256: str = ""
     flaw: str = ""
+    norm: float = 0.0
 
     @property
     def path(self) -> Path:
@@ -182,9 +191,15 @@ class _Leaf:
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
+    @property
+    def is_key_bias(self) -> bool:
+        return self.path[-2:] == ("k_proj", "bias")
+
     def read(self) -> np.ndarray:
         array = self.source.read(self.dtype)
         self.sha256 = sha256(array)
+        if self.is_key_bias:
+            self.norm = float(np.linalg.norm(array.astype(np.float64)))
         if not is_finite(array):
             stored = self.source.tensor
             why = f"too large for {self.dtype}" if is_finite(stored.view()) else f"as stored in {stored.file.name}"

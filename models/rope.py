@@ -31,14 +31,17 @@ def mrope_positions(num_tokens: int, starts: Sequence[int], grids: Sequence[tupl
     for start, (h, w) in zip(starts, grids, strict=True):
         positions[:, token:start] = np.arange(position, position + start - token)
         position += start - token
-        image = positions[:, start : start + h * w]
-        image[0] = position
-        image[1] = np.repeat(np.arange(position, position + h), w)
-        image[2] = np.tile(np.arange(position, position + w), h)
+        positions[:, start : start + h * w] = position + _grid_positions(h, w)
         token, position = start + h * w, position + max(h, w)
     positions[:, token:] = np.arange(position, position + num_tokens - token)
     # The triples never exceed the counter, so the maximum + 1 is the counter itself.
     return positions, position - token
+
+
+@functools.lru_cache(64)
+def _grid_positions(h: int, w: int) -> np.ndarray:
+    """Of an image's tokens, its first one at 0: int32 [3, h * w]."""
+    return np.stack([np.zeros(h * w), np.repeat(np.arange(h), w), np.tile(np.arange(w), h)]).astype(np.int32)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.pallas_kernels.flaws import carry_flaws
+from vlcache_jax.pallas_kernels.link.codec import CODECS
 
 ATOL = {"float32": 2e-6, "bfloat16": 1e-2}
 TOLERANCE = {"bfloat16": 0.04, "float16": 0.01}  # of `relative_error` where weights, too, are rounded to the dtype
@@ -180,32 +181,62 @@ def relative_error(out: Any, want: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LinkCase:
-    """Linking T tokens into a pool of S slots, some of them padding, which goes nowhere; some with flaws in V."""
+    """Linking T tokens into a pool of S slots, some of them padding, which goes nowhere; some with flaws in V.
+
+    They are those of the last of `layers` layers, and may be coded, the keys without a `constant`: "bias", "weight".
+    """
 
     T: int
     S: int
     K: int
     D: int
     padding: int = 0
+    layers: int = 1
+    codec: str | None = None
+    constant: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.T} tokens, {self.padding} of them padding, {self.K} heads of {self.D}"
+        layers = f", of {self.layers} layers" if self.layers > 1 else ""
+        coded = f", {self.codec}" + f" without {self.constant}" * bool(self.constant) if self.codec else ""
+        return f"{self.T} tokens, {self.padding} of them padding, {self.K} heads of {self.D}{layers}{coded}"
+
+    @property
+    def layer(self) -> int:
+        return self.layers - 1
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of link."""
+        rng = np.random.default_rng(self.K)
+        bias, weight = rng.normal(0, 50, (self.K, self.D)), rng.standard_normal(self.D) * (rng.random(self.D) < 0.9)
+        constants = {
+            name: jnp.asarray(x, "bfloat16")
+            for name, x in (("bias", bias), ("weight", weight))
+            if name == self.constant
+        }
+        return {"layer": self.layer, "codec": self.codec, **constants}
 
     def inputs(self, dtype: str = "bfloat16", seed: int = 0) -> tuple[jax.Array, ...]:
-        """Arguments of link: slots in no order, those of padding just behind the pool and far behind it."""
+        """Arguments of link, but its options: slots in no order, those of padding behind the pool, just and far."""
         rng = np.random.default_rng((seed, self.T, self.K, self.D))
         pools = rng.standard_normal((2, self.S, self.K, self.D))
         stored = rng.standard_normal((2, self.T, self.K, self.D))
-        stored[1, rng.random((self.T, self.K, self.D)) < 0.01] = np.nan
+        stored[1, rng.random((self.T, self.K, self.D)) < (0.001 if self.codec else 0.01)] = np.nan
         slot = rng.permutation(self.S)[: self.T]
         nowhere = rng.permutation(self.T)[: self.padding]
         slot[nowhere] = np.where(np.arange(self.padding) % 2, 2**29, self.S) + nowhere
         angle = rng.uniform(0, 6, (self.T, 1, self.D // 2))
-        k_pool, v_pool, k_raw, v, cos, sin = (
-            jnp.asarray(x, dtype) for x in (*pools, *stored, np.cos(angle), np.sin(angle))
-        )
-        return k_pool, v_pool, k_raw, v, jnp.asarray(slot, jnp.int32), cos, sin
+        layers = rng.standard_normal((self.layers, 2, self.T, self.K, self.D))
+        layers[self.layer] = stored
+        k_pool, v_pool, data, cos, sin = (jnp.asarray(x, dtype) for x in (*pools, layers, np.cos(angle), np.sin(angle)))
+        if self.codec is not None:
+            data = jnp.asarray(layers, jnp.float32)
+            data = jnp.stack([jnp.stack([self._coded(k, self.options()), self._coded(v, {})]) for k, v in data])
+        return k_pool, v_pool, data, jnp.asarray(slot, jnp.int32), cos, sin
+
+    def _coded(self, x: jax.Array, options: dict[str, Any]) -> jax.Array:
+        codec = CODECS[self.codec or ""]
+        return codec.block(codec.encode(x, options.get("bias"), options.get("weight")), self.K, self.D)
 
 
 LINK_CASES = (
@@ -215,12 +246,33 @@ LINK_CASES = (
     LinkCase(37, 40, 3, 128, padding=12),
     LinkCase(16, 40, 3, 128, padding=16),
     LinkCase(1, 1, 8, 128),
+    LinkCase(11, 40, 2, 64, padding=1, layers=3),
+)
+
+CODED_LINK_CASES = (
+    LinkCase(16, 40, 8, 128, padding=3, layers=2, codec="int8", constant="weight"),
+    LinkCase(12, 40, 4, 128, codec="int4", constant="bias"),
+    LinkCase(24, 40, 2, 64, padding=2, codec="int8", constant="bias"),
+    LinkCase(20, 40, 2, 64, padding=20, codec="int4"),
+    LinkCase(32, 40, 3, 128, padding=1, layers=2, codec="int8"),
+    LinkCase(28, 40, 3, 128, layers=3, codec="int4", constant="weight"),
+    LinkCase(13, 40, 8, 64, padding=1, codec="int4"),
 )
 
 
-def link_reference(*args: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+def link_reference(
+    *args: jax.Array,
+    layer: int = 0,
+    codec: str | None = None,
+    bias: jax.Array | None = None,
+    weight: jax.Array | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """The pools after linking, in their dtype: rotated in float32 and rounded once, flaws of V carried by K."""
-    k_pool, v_pool, k_raw, v, slot, cos, sin = map(np.asarray, args)
+    k_pool, v_pool, data, slot, cos, sin = map(np.asarray, args)
+    k_raw, v = data[layer]
+    if codec is not None:
+        k_raw = _decoded(k_raw, codec, k_pool.shape[1:], bias, weight).astype(k_pool.dtype)
+        v = _decoded(v, codec, v_pool.shape[1:]).astype(v_pool.dtype)
     a, b, cos, sin = (x.astype(np.float32) for x in (*np.split(k_raw, 2, -1), cos, sin))
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(k_pool.dtype)
     turned, v = map(np.asarray, carry_flaws(jnp.asarray(turned), jnp.asarray(v)))
@@ -228,3 +280,19 @@ def link_reference(*args: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     stays = slot < len(k_pool)
     k_pool[slot[stays]], v_pool[slot[stays]] = turned[stays], v[stays]
     return k_pool, v_pool
+
+
+def _decoded(block: np.ndarray, name: str, heads: tuple[int, ...], bias: Any = None, weight: Any = None) -> np.ndarray:
+    """A block of a record, each step rounded to float32."""
+    codes, scales = CODECS[name].planes(*heads)
+    tokens = len(block) // (codes + scales)
+    code = block[: tokens * codes].reshape(tokens, heads[0], -1)
+    if name == "int4":
+        code = np.concatenate([code & 15, code >> 4], -1)
+    pairs = block[tokens * codes :].copy().view(np.float16).astype(np.float32).reshape(tokens, heads[0], -1, 2)
+    with np.errstate(invalid="ignore"):
+        x = code.reshape(*pairs.shape[:-1], -1).astype(np.float32) * pairs[..., :1] + pairs[..., 1:]
+    x = x.reshape(tokens, *heads)
+    if weight is not None:
+        x = x * np.asarray(weight, np.float32)
+    return x if bias is None else x + np.asarray(bias, np.float32)

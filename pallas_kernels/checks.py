@@ -18,6 +18,7 @@ from vlcache_jax.first_contact import child
 from vlcache_jax.pallas_kernels import attention, dispatch, link, paged_attention, paged_cases, work_config
 from vlcache_jax.pallas_kernels.cases import (
     CASES,
+    CODED_LINK_CASES,
     LINK_CASES,
     TOLERANCE,
     WAYS,
@@ -96,11 +97,11 @@ def _paged(
 
 def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> float:
     args = case.inputs(dtype)
-    run = jax.jit(functools.partial(link, implementation=implementation))
+    run = jax.jit(functools.partial(link, **case.options(), implementation=implementation))
     runs = zip(*(run(*args) for _ in range(2)), strict=True)
     return max(
         _compare(list(pools), want.astype(np.float64), 0.0)
-        for pools, want in zip(runs, link_reference(*args), strict=True)
+        for pools, want in zip(runs, link_reference(*args, **case.options()), strict=True)
     )
 
 
@@ -169,6 +170,13 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         *(
             Check(f"{case.name}, float16", functools.partial(_link, case, dtype="float16"), first=True)
             for case in LINK_CASES[:2]
+        ),
+    ),
+    "link_coded": (
+        *(Check(case.name, functools.partial(_link, case), first=True) for case in CODED_LINK_CASES),
+        *(
+            Check(f"{case.name}, float16", functools.partial(_link, case, dtype="float16"), first=True)
+            for case in CODED_LINK_CASES[:2]
         ),
     ),
 }  # fmt: skip

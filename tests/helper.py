@@ -1,7 +1,10 @@
 """What several tests of the engine need."""
 
+import itertools
+
 import jax.numpy as jnp
 
+from vlcache_jax.engine.passage import Passage
 from vlcache_jax.pallas_kernels import PAGE
 
 WITHIN = 60  # seconds, for what would hang otherwise
@@ -26,6 +29,18 @@ def spoil(llm, monkeypatch):
             layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
 
     monkeypatch.setattr(llm._pages, "_give_back", spoiled)
+
+
+def damage_first_passage(monkeypatch, damage):
+    """Lets what the first step leaves behind its layers be damaged."""
+    advance, ended = Passage.advance, itertools.count()
+
+    def damaged(self, stop):
+        advance(self, stop)
+        if self.is_done and next(ended) == 0:
+            damage(self)
+
+    monkeypatch.setattr(Passage, "advance", damaged)
 
 
 def assert_nothing_left(llm):

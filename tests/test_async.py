@@ -68,7 +68,7 @@ def open_engine(directory, shared):
         engine = AsyncLLM(directory, **SETTINGS | options)
         engine._llm._ahead.stop()
         engine._llm._runner.programs = shared._llm._runner.programs
-        engine._llm._runner._run = shared._llm._runner._run
+        engine._llm._runner.run = shared._llm._runner.run
         if closes:
             opened.append(engine)
         return engine
@@ -802,7 +802,7 @@ def test_an_error_of_the_engine_ends_what_runs_and_only_that(engine, slow, pictu
             await first(one)
         waiting = [asyncio.create_task(last(engine, prompt, MEDIUM)) for prompt in prompts[2:]]
         await becomes(lambda: engine.stats().waiting == 2)
-        work, failed = engine._llm._runner._run, []
+        work, failed = engine._llm._runner.run, []
 
         def broken(key, *given):
             if not failed:
@@ -811,7 +811,7 @@ def test_an_error_of_the_engine_ends_what_runs_and_only_that(engine, slow, pictu
             return work(key, *given)
 
         with monkeypatch.context() as context:
-            context.setattr(engine._llm._runner, "_run", broken)
+            context.setattr(engine._llm._runner, "run", broken)
             for one in running:
                 with pytest.raises(RuntimeError, match=r"^the device is gone$") as caught:
                     async for _ in one:

@@ -253,7 +253,7 @@ def test_an_iterable_may_use_the_engine(llm):
 
 
 def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
-    run, calls = llm._runner._run, itertools.count()
+    run, calls = llm._runner.run, itertools.count()
 
     def broken(key, *given):
         if next(calls) == 60:
@@ -263,7 +263,7 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
     rows = [user(f"{i}") for i in range(40)]
     expected = alone(llm, rows[:1])
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "_run", broken)
+        context.setattr(llm._runner, "run", broken)
         with pytest.raises(OSError, match="the device is gone"):
             list(chat_iter(llm, rows))
     assert_nothing_left(llm)
@@ -272,7 +272,7 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
 
 def test_closing_ends_it(checkpoints, llm):
     with LLM(checkpoints("qwen3_vl-tied"), **SETTINGS) as closing:
-        closing._runner.programs, closing._runner._run = llm._runner.programs, llm._runner._run
+        closing._runner.programs, closing._runner.run = llm._runner.programs, llm._runner.run
         answers = chat_iter(closing, (user(f"{i}") for i in itertools.count()), LONG)
         next(answers)
         threading.Timer(0.05, closing.close).start()

@@ -89,7 +89,7 @@ def wrong_rows(pictures, tmp_path):
 def test_all_wrong_rows_are_named_before_anything_runs(llm, wrong_rows, monkeypatch):
     conversations, wrong = wrong_rows
     monkeypatch.setattr(ImageSource, "decode", lambda *_: pytest.fail("decoded"))
-    monkeypatch.setattr(llm._runner, "_run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(llm._runner, "run", lambda *_: pytest.fail("ran"))
     params = [GREEDY] * len(conversations)
     params[10] = SamplingParams(stop_token_ids=[10**6])
     wrong = {**wrong, 10: "sampling_params[10] stop_token_ids must be below the vocabulary"}
@@ -282,8 +282,8 @@ def test_a_text_request_does_not_wait_for_pixels(llm, pictures, monkeypatch):
     thread.start()
     assert decoding.wait(60)
     steps = []
-    run = llm._runner._run
-    monkeypatch.setattr(llm._runner, "_run", lambda key, *args: (steps.append(key[0]), run(key, *args))[1])
+    run = llm._runner.run
+    monkeypatch.setattr(llm._runner, "run", lambda key, *args: (steps.append(key[0]), run(key, *args))[1])
     assert tokens(chat(llm, [user("text")])) == expected  # while the other call is still decoding
     assert not answers
     assert steps.count("embed") == 1
@@ -401,7 +401,7 @@ def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
         pytest.fail("the signal was lost")
 
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "_run", slow)
+        context.setattr(llm._runner, "run", slow)
         gc.callbacks.append(attend)
         hook = sys.unraisablehook
         try:
@@ -469,7 +469,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeyp
 def test_damaged_weights_are_told(directory, value, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True)
     with LLM(directory, **SETTINGS) as damaged:
-        norm = damaged._runner._text["norm"]
+        norm = damaged._runner.text["norm"]
         norm["scale"] = norm["scale"].at[3].set(value)
         with pytest.raises(RequestError, match=r"^conversations\[0\]: logits must be finite, got NaN or inf"):
             chat(damaged, [user("a")], params)

@@ -137,18 +137,18 @@ def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conve
 def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
     """What the programs were called with, not what a report says."""
     written = collections.Counter()
-    run = llm._runner._run
+    run = llm._runner.run
 
     def spy(key, *args):
         if key[0] == "layer":
-            layers = llm._runner._text["layers"]
+            layers = llm._runner.text["layers"]
             number = next(i for i in layers if layers[i] is args[0])
             slots = np.asarray(args[4][0])[: args[5]]
             assert (slots < llm._runner.num_slots).all()
             written.update((number, int(slot)) for slot in slots)
         return run(key, *args)
 
-    monkeypatch.setattr(llm._runner, "_run", spy)
+    monkeypatch.setattr(llm._runner, "run", spy)
     outputs = llm.chat(conversations, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
     expected, base = set(), PAGE
     for output in outputs:
@@ -312,7 +312,7 @@ def test_bad_requests_run_nothing_and_break_nothing(llm, conversations, case, mo
     make, message = BAD_REQUESTS[case]
     before = llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "_run", lambda *_: pytest.fail("something ran"))
+        context.setattr(llm._runner, "run", lambda *_: pytest.fail("something ran"))
         with pytest.raises(ValueError, match=message):
             llm.chat([conversations[0], make(None)], GREEDY, use_tqdm=False)
     assert llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
@@ -387,7 +387,7 @@ def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):
 
 def test_a_fault_in_the_middle_leaves_the_engine_usable(llm, conversations, monkeypatch):
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
-    run = llm._runner._run
+    run = llm._runner.run
     faults = (("window", 2, KeyboardInterrupt), ("layer", 2, RuntimeError), ("stage", 1, KeyboardInterrupt))
     for name, count, error in faults:
         calls = []
@@ -400,7 +400,7 @@ def test_a_fault_in_the_middle_leaves_the_engine_usable(llm, conversations, monk
             return result
 
         with monkeypatch.context() as context:
-            context.setattr(llm._runner, "_run", failing)
+            context.setattr(llm._runner, "run", failing)
             with pytest.raises(error):
                 llm.chat(conversations, GREEDY, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)] == expected

@@ -330,14 +330,14 @@ def dense_reference(llm, conversation, policy):
             features.append(use.encoder.data[:, : use.span.length])
             source[use.span.tokens] = -1 - first - np.arange(use.span.length)
             first += use.span.length
-    table = bind(runner.definitions.table_graph, runner._text["embed_tokens"])
+    table = bind(runner.definitions.table_graph, runner.text["embed_tokens"])
     x, deepstack = decoder.embed(table, jnp.asarray(np.concatenate(features, axis=1)), jnp.asarray(source))
     slots = np.arange(n, dtype=np.int32)
     result = []
     for layer in range(config.num_layers):
         writes = np.where(plan.depth > layer, slots, n + slots)
         rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
-        module = bind(runner.definitions.layer_graph, runner._text["layers"][layer])
+        module = bind(runner.definitions.layer_graph, runner.text["layers"][layer])
         added = deepstack[layer] if layer < len(deepstack) else None
         if plan.shift:
             _, _, *own = map(np.asarray, module.self_attn.project(module.input_layernorm(x), rows, keep=n))
@@ -420,15 +420,17 @@ def test_kept_encoder_rows_give_the_same_bits(llm, b, monkeypatch):
 @pytest.mark.parametrize("reuse", [0, 0.3, "shift-0.3", MPIC(5), "full-two-pass"])
 def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, donors, monkeypatch, reuse):
     launched = []
-    run = llm._runner._run
-    monkeypatch.setattr(llm._runner, "_run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1])
+    run = llm._runner.run
+    monkeypatch.setattr(llm._runner, "run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1])
     [output] = chat(llm, target, reuse=reuse, params=SamplingParams(max_tokens=1, temperature=0))
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
     layers = llm._checkpoint.config.text.num_layers
     counts = collections.Counter(launched)
-    assert [counts[name] for name in ("link", "embed", "layer", "head")] == [2, 1, layers, 1]
+    links = 2 * len(llm._runner.definitions.link_groups)
+    assert [counts[name] for name in ("link", "embed", "layer", "head")] == [links, 1, layers, 1]
     assert not {"encode", "window"} & counts.keys()
-    assert [name for name in launched if name != "copy"][:2] == ["link"] * 2  # before anything is computed
+    # What is there is linked before anything is computed.
+    assert [name for name in launched if name != "copy"][:links] == ["link"] * links
 
 
 @pytest.mark.usefixtures("from_records")
@@ -439,7 +441,8 @@ def test_bytes_moved_are_those_of_the_records(llm, target, donors, monkeypatch, 
     monkeypatch.setattr(llm._runner, "put", lambda data: (moved.append(data.nbytes), put(data))[1])
 
     def staged(rows, place):
-        moved.extend([rows.nbytes] * isinstance(rows, np.ndarray))  # and not what was encoded on the device
+        if isinstance(rows, np.ndarray):  # and not what was encoded on the device
+            moved.append(rows[:, place < llm._runner.ladder.max_rows].nbytes)
         return stage(rows, place)
 
     monkeypatch.setattr(llm._runner, "stage", staged)
@@ -489,8 +492,8 @@ def test_the_answer_reads_what_is_linked_and_nothing_else(llm, target, donors):
 
 def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
     """Read from the arguments of the executed programs."""
-    run = llm._runner._run
-    layers = llm._runner._text["layers"]
+    run = llm._runner.run
+    layers = llm._runner.text["layers"]
     for reuse in ("off", 0, 0.3, "shift-0.3", falling(llm, 400, 300, 100, 20), MPIC(5)):
         rows = [0] * len(layers)
 
@@ -504,7 +507,7 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
             return run(key, *args)
 
         with monkeypatch.context() as context:
-            context.setattr(llm._runner, "_run", spy)
+            context.setattr(llm._runner, "run", spy)
             [output] = chat(llm, target, reuse=reuse)
         assert output.cache.rows == tuple(rows)
         images = output.cache.images
@@ -934,7 +937,7 @@ def test_a_closed_engine_says_so(directory, a):
 def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
     requests = [user(a, "one"), user(a, "two", b), user("three", b, a)]
     cold = tokens(chat(llm, *requests, reuse="off"))
-    run = llm._runner._run
+    run = llm._runner.run
     for fatal in ("encode", "link", "layer", "window"):
         with monkeypatch.context() as context:
 
@@ -943,7 +946,7 @@ def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
                     raise KeyboardInterrupt
                 return run(key, *args)
 
-            context.setattr(llm._runner, "_run", failing)
+            context.setattr(llm._runner, "run", failing)
             with pytest.raises(KeyboardInterrupt):
                 chat(llm, *requests)
         llm.cache.flush()

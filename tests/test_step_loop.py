@@ -18,6 +18,7 @@ from tests.helper import spoil, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.engine import engine as engine_module
 from vlcache_jax.engine.linker import Hold
+from vlcache_jax.engine.linking import Transfers
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread
@@ -67,7 +68,7 @@ def reference(directory, engine):
     """Runs requests one by one; it shares nothing but compiled programs."""
     with open_llm(directory) as llm:
         llm._runner.programs = engine._runner.programs
-        llm._runner._run = engine._runner._run
+        llm._runner.run = engine._runner.run
         yield llm
 
 
@@ -261,8 +262,7 @@ class Fences:
         self._given = []
         self._users = collections.Counter()
         self._reading = {}  # where a record's memory begins -> number of the results that follow its last launch
-        run, put = llm._runner._run, llm._runner.put
-        stage = llm._runner.stage
+        run, start = llm._runner.run, Transfers.start
         device_put = jax.device_put
         init, leave, removed = Hold.__init__, Hold.leave, llm._store.tier._removed
 
@@ -275,14 +275,10 @@ class Fences:
                 self._keep(x)
             return device_put(x, *args, **options)
 
-        def noted_put(data):
-            self._read(data)
-            return put(data)
-
-        def noted_stage(rows, place):
-            if isinstance(rows, np.ndarray):
-                self._read(rows)
-            return stage(rows, place)
+        def noted_start(transfers, records, layers):
+            for record in records:
+                self._read(record.data)
+            return start(transfers, records, layers)
 
         def noted_init(hold, store, handles, made, new_request):
             init(hold, store, handles, made, new_request)
@@ -301,9 +297,8 @@ class Fences:
             removed(record, why)
             self._gone(record)
 
-        monkeypatch.setattr(llm._runner, "_run", noted_run)
-        monkeypatch.setattr(llm._runner, "put", noted_put)
-        monkeypatch.setattr(llm._runner, "stage", noted_stage)
+        monkeypatch.setattr(llm._runner, "run", noted_run)
+        monkeypatch.setattr(Transfers, "start", noted_start)
         monkeypatch.setattr(jax, "device_put", noted_device_put)
         monkeypatch.setattr(Hold, "__init__", noted_init)
         monkeypatch.setattr(Hold, "leave", noted_leave)

@@ -44,7 +44,7 @@ from vlcache_jax.inputs.processor import ImageProcessor, check_limits
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter
-from vlcache_jax.pallas_kernels import PAGE, dispatch
+from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.parse import parse_policy
@@ -168,6 +168,9 @@ class BaseLLM:
         config = self._checkpoint.config
         if implementation is not None:
             check_kernels(config, self._checkpoint.dtype, implementation)
+        codec = None if cache.codec == "auto" else CODECS[cache.codec]
+        if codec is not None:
+            codec.group(config.text.head_dim)  # before anything is loaded
         self._policy = self._checkpoint.check_policy(policy)
         self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
@@ -195,6 +198,7 @@ class BaseLLM:
             max_pages=-(-memory.max_model_len // PAGE),
             ladder=memory.ladder,
             implementation=implementation,
+            codec=codec,
         )
         self._runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
         self._ahead = Ahead(self._runner.programs)
@@ -206,7 +210,7 @@ class BaseLLM:
             seed,
             enable_prefix_caching,
         )
-        self._reporter = Reporter(config.text.num_layers, self._runner.token_rungs, self._sequences.token_text)
+        self._reporter = Reporter(config.text.num_layers, self._sequences.token_text)
         self._store = Store(cache)
         self._writer = Writer(self._store)
         self._pages = Pages(memory.num_slots // PAGE)
@@ -220,13 +224,15 @@ class BaseLLM:
             self._processor,
             self._renderer,
             fingerprint=functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm)),
-            dtype=self._runner.dtype,
+            codec=str(self._runner.dtype) + ("" if codec is None else f" {codec.name}"),
             max_patches=token_rungs[-1] * self._processor.merge_size**2,
             max_pixels=max_image_pixels,
             threads=self._threads,
             quick_threads=self._quick_threads,
         )
-        self._linker = Linker(config, self._store, self._writer, dtype=self._runner.dtype, token_rungs=token_rungs)
+        self._linker = Linker(
+            config, self._store, self._writer, dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs
+        )
         self._caller = Caller(
             self._identifier,
             self._linker,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vlcache_jax.cache.keys import owner_key
@@ -38,6 +39,7 @@ class Call:
       priority: of all of them, lower ones first.
       first: number of the first one.
       group: of its rows, if a wrong one ends the call; calls that belong together share it.
+      called_at: when it came.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Call:
     priority: int = 0
     first: int = 0
     group: Group | None = None
+    called_at: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "return"):
@@ -209,6 +212,8 @@ class Caller:
             self.loop.check_open()
             linked = self._linker.plan(request, call.policy)
             job = Job(call.first + row, linked, sequences(row, linked), heard, call, streams=streams)
+            for sequence in job.sequences:
+                sequence.called_at = call.called_at
             self.loop.submit(job.sequences)
         return job
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.why import Why as Why
-from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics
@@ -59,8 +58,8 @@ class CacheReport:
       exact: the answer is the one that a cold run gives.
       policy: which rule chose the rows.
       rows: rows computed in each layer.
-      approximate_tokens: image tokens reused behind another context than they were computed in, those recomputed in
-        every layer not counted.
+      approximate_tokens: image tokens reused behind another context than they were computed in, or kept by a codec,
+        those recomputed in every layer not counted.
       request_key: of the request's images together, in their order; None without images, or with reuse off.
       request_known: whether the same list of images was served before.
     """
@@ -179,13 +178,11 @@ class Reporter:
 
     Args:
       num_layers: of the decoder.
-      token_rungs: to which an image's rows are padded on their way to the device.
       decode: gives the text of a token.
     """
 
-    def __init__(self, num_layers: int, token_rungs: tuple[int, ...], decode: Callable[[int], str]):
+    def __init__(self, num_layers: int, decode: Callable[[int], str]):
         self._num_layers = num_layers
-        self._token_rungs = token_rungs
         self._decode = functools.lru_cache(65536)(decode)
 
     def output(
@@ -285,8 +282,7 @@ class Reporter:
             found = use.has_encoder and use.encoder is not None and use.encoder.is_ready
             encoder = "host" if found else "computed"
             if found and use.encoder is not None:
-                rows = round_up(int(np.flatnonzero(depth)[-1]) + 1, self._token_rungs)
-                moved += use.encoder.data[:, :rows].nbytes
+                moved += use.encoder.data[:, 0].nbytes * int(np.count_nonzero(depth))
         return ImageReuse(
             index=index,
             key=image.key,

@@ -1,5 +1,7 @@
 """The public link function: its contract, and the check of its arguments."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,41 +9,52 @@ import numpy.typing as npt
 
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.link import xla
+from vlcache_jax.pallas_kernels.link.codec import Codec, find
 
 
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,
-    k_raw: jax.Array,
-    v: jax.Array,
+    data: jax.Array | Sequence[jax.Array],
     slot: jax.Array | npt.NDArray[np.int32],
     cos: jax.Array,
     sin: jax.Array,
     *,
+    layer: int = 0,
+    codec: str | None = None,
+    bias: jax.Array | None = None,
+    weight: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes stored K and V into the pool, at any slots and positions.
+    """Writes stored K and V of a layer into the pool, at any slots and positions.
 
     Keys are stored as they are before rotation, so one rotation by the new absolute position is all that moving
     an image takes, whatever the layout of M-RoPE. The result equals what computing the same keys at these positions
-    writes, up to how often a compiler rounds on the way (the GPU kernel: once, from float32).
+    writes, up to how often a compiler rounds on the way (the GPU kernel: once, from float32), and up to the codec's
+    error. What has been coded is decoded on the way, rounded to the pool's dtype, and from then on handled alike.
 
     The pool's values are finite, which `vlcache_jax.pallas_kernels.attention` relies on: where a stored value is NaN or
     infinite, 0 is written, and NaN to the same place of the key (`vlcache_jax.pallas_kernels.carry_flaws`). So what is
     damaged reaches exactly the rows that see it. Keys may hold anything.
 
-    Letters: `T` tokens, `S` slots, `K` key-value heads, `D` head width.
+    Letters: `G` layers that are stored together, `T` tokens, of all images, `S` slots, `K` key-value heads, `D` head
+    width.
 
     Args:
       k_pool: Keys of a layer `[S, K, D]`; updated in place where it is donated.
       v_pool: Values of a layer `[S, K, D]`.
-      k_raw: Keys before rotation `[T, K, D]`.
-      v: Values `[T, K, D]`.
+      data: What is stored, whole: a slice that the caller makes may be copied. Keys before rotation and values
+        `[G, 2, T, K, D]` in the pool's dtype, or coded, uint8 `[G, 2, bytes]`; see `Codec.block`. Of several images
+        of one size, whose tokens follow each other, a sequence of these, of each its own.
       slot: Where each token goes, int32 `[T]`, none negative and all below `S` distinct; tokens at slots from `S` on,
         of which there may be any number, write nothing. A numpy array is checked; one of jax is not, because it may
         have to be waited for (`vlcache_jax.pallas_kernels.link.check_slots`).
       cos: Of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
       sin: Likewise.
+      layer: Which of the stored layers.
+      codec: Of `data`: a name in `vlcache_jax.pallas_kernels.CODECS`; None if it is not coded.
+      bias: Of the coded keys, `[K, D]`, as it was given to `Codec.encode`.
+      weight: Of the coded keys, `[D]`, likewise.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel moves bfloat16 and float16.
 
     Returns:
@@ -55,14 +68,19 @@ def link(
         raise ValueError(f"k_pool, v_pool must have one shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
     if v_pool.dtype != k_pool.dtype:
         raise ValueError(f"v_pool must have the dtype of k_pool, {k_pool.dtype}, got {v_pool.dtype}")
-    tokens = (slot.shape[0], *k_pool.shape[1:])
-    for name, array in (("k_raw", k_raw), ("v", v)):
-        if array.shape != tokens or array.dtype != k_pool.dtype:
-            raise ValueError(
-                f"{name} must be {k_pool.dtype} of shape {list(tokens)}, got {array.dtype} {list(array.shape)}"
-            )
     if slot.ndim != 1 or slot.dtype != jnp.int32:
         raise ValueError(f"slot must be int32 of shape [T], got {slot.dtype} {list(slot.shape)}")
+    tokens = (slot.shape[0], *k_pool.shape[1:])
+    coded = None if codec is None else find(codec)
+    images = [data] if isinstance(data, jax.Array) else list(data)
+    size = tokens[0] // max(len(images), 1)
+    if size * len(images) != tokens[0]:
+        raise ValueError(f"slot must be of {len(images)} images of one size, got {tokens[0]} tokens")
+    for image in images:
+        _check_data(image, (size, *tokens[1:]), k_pool.dtype, coded)
+        if not 0 <= layer < len(image):
+            raise ValueError(f"layer must be at least 0 and below {len(image)}, got {layer}")
+    _check_constants(bias, weight, tokens, coded)
     if isinstance(slot, np.ndarray):
         check_slots(slot, len(k_pool))
         slot = jnp.asarray(slot)
@@ -77,16 +95,42 @@ def link(
         from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
         dispatch.check_array(implementation, k_pool)
-        mosaic_gpu.check(k_pool)
+        mosaic_gpu.check(k_pool, size, coded)
 
-    case = f"k_raw {k_raw.dtype} {list(k_raw.shape)}"
-    choice = dispatch.choose("link", case, implementation, check)
+    case = f"{codec or 'data'} of {k_pool.dtype} {[size, *tokens[1:]]}"
+    # Coded linking has a verdict of its own: a chip that does it wrong still links what is not coded.
+    choice = dispatch.choose("link" if coded is None else "link_coded", case, implementation, check)
     if choice.implementation == "xla":
-        return xla.link(k_pool, v_pool, k_raw, v, slot, cos, sin)
+        return xla.link(k_pool, v_pool, images, slot, cos, sin, bias, weight, layer=layer, codec=coded)
     from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
     interpret = dispatch.interpreter(choice)
-    return mosaic_gpu.link(k_pool, v_pool, k_raw, v, slot, cos, sin, interpret=interpret)
+    for i, image in enumerate(images):
+        part = slice(i * size, (i + 1) * size)
+        k_pool, v_pool = mosaic_gpu.link(
+            k_pool, v_pool, image, slot[part], cos[part], sin[part], bias, weight,
+            layer=layer, codec=coded, interpret=interpret,
+        )  # fmt: skip
+    return k_pool, v_pool
+
+
+def _check_data(data: jax.Array, tokens: tuple[int, ...], dtype: jnp.dtype, codec: Codec | None) -> None:
+    stored: tuple[int, ...] = (2, *tokens)
+    if codec is not None:
+        stored, dtype = (2, tokens[0] * sum(codec.planes(*tokens[1:]))), jnp.dtype(jnp.uint8)
+    if data.shape[1:] != stored or data.dtype != dtype:
+        shape = ", ".join(map(str, ("G", *stored)))
+        raise ValueError(f"data must be {dtype} of shape [{shape}], got {data.dtype} {list(data.shape)}")
+
+
+def _check_constants(
+    bias: jax.Array | None, weight: jax.Array | None, tokens: tuple[int, ...], codec: Codec | None
+) -> None:
+    if codec is None and not (bias is None and weight is None):
+        raise ValueError("bias and weight go with a codec: keys that are not coded have them")
+    for name, array, shape in (("bias", bias, tokens[1:]), ("weight", weight, tokens[2:])):
+        if array is not None and (array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating)):
+            raise ValueError(f"{name} must be of floats, of shape {list(shape)}, got {array.dtype} {list(array.shape)}")
 
 
 def check_slots(slot: npt.NDArray[np.int32], slots: int) -> None:
@@ -98,7 +142,10 @@ def check_slots(slot: npt.NDArray[np.int32], slots: int) -> None:
     """
     if len(slot) and slot.min() < 0:
         raise ValueError(f"slot must not be negative, got {slot.min()}")
-    taken = np.sort(slot[slot < slots])
-    again = taken[1:][taken[1:] == taken[:-1]]
-    if len(again):
+    taken = slot[slot < slots]
+    is_taken = np.zeros(slots, bool)
+    is_taken[taken] = True
+    if np.count_nonzero(is_taken) < len(taken):
+        taken = np.sort(taken)
+        again = taken[1:][taken[1:] == taken[:-1]]
         raise ValueError(f"slot must be distinct below {slots}, got {again[0]} more than once")

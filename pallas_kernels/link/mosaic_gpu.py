@@ -1,83 +1,183 @@
 """Linking as a Mosaic GPU kernel for Hopper: one pass over memory, in place.
 
-Each program copies a few tokens into shared memory, turns their keys there, and copies every token's keys and values to
-its slot, unless that is out of range. Programs are small, so that many run on a multiprocessor and cover each other's
-waiting.
+Each program copies a few tokens into shared memory, decodes what is coded in registers, turns the keys, and copies
+every token's keys and values from shared memory to its slot, unless that is out of range. Programs are small, so that
+many run on a multiprocessor and cover each other's waiting.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
 
 TOKENS = 8  # of a program
 WARPS, LANES = 4, 32
 
 
-def check(k_pool: jax.Array) -> None:
+def check(k_pool: jax.Array, tokens: int, codec: Codec | None) -> None:
     """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
+    _, K, D = k_pool.shape
     if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu links bfloat16 and float16, got k_pool in {k_pool.dtype}")
-    if k_pool.shape[2] not in (64, 128):
-        raise NotImplementedError(f"mosaic_gpu links heads of width 64 and 128, got {k_pool.shape[2]}")
-    if k_pool.shape[1] > 256 // TOKENS:  # rows of a bulk copy
-        raise NotImplementedError(f"mosaic_gpu links up to {256 // TOKENS} heads, got {k_pool.shape[1]}")
+    if D not in (64, 128):
+        raise NotImplementedError(f"mosaic_gpu links heads of width 64 and 128, got {D}")
+    if K > 256 // TOKENS:  # rows of a bulk copy
+        raise NotImplementedError(f"mosaic_gpu links up to {256 // TOKENS} heads, got {K}")
+    if codec is not None and tokens * sum(codec.planes(K, D)) % (D * codec.bits // 8):
+        raise NotImplementedError(
+            f"mosaic_gpu links {codec.name} where blocks are whole rows of codes, got {tokens} tokens of {K} heads"
+        )
 
 
-# An inner jit: a program that links all layers compiles one kernel.
-@functools.partial(jax.jit, static_argnames=("interpret",))
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,
-    k_raw: jax.Array,
-    v: jax.Array,
+    data: jax.Array,
     slot: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
+    bias: jax.Array | None = None,
+    weight: jax.Array | None = None,
     *,
+    layer: int,
+    codec: Codec | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it and `check` have checked."""
-    S, (T, K, D) = len(k_pool), k_raw.shape
+    (T,), (_, K, D) = slot.shape, k_pool.shape
+    scales = None
+    if codec is not None:
+        # Those of a program's tokens together, each plane (of K or V, a group, scale or zero) a row of its own. Made of
+        # its rows this is one operation; a transposition would be another one.
+        codes, _ = codec.planes(K, D)
+        pairs = codec.scales(data[layer, :, T * codes :], K, D).reshape(2, T * K, -1)
+        pairs = jnp.pad(pairs, ((0, 0), (0, -T % TOKENS * K), (0, 0)))
+        planes = [half[:, i].reshape(-1, TOKENS * K) for half in pairs for i in range(pairs.shape[-1])]
+        scales = jnp.stack(planes, 1).reshape(-1, TOKENS * K)
+    rest = scales, slot, cos, sin, bias, weight
+    return _link(k_pool, v_pool, data, np.full(1, layer, np.int32), *rest, codec=codec, interpret=interpret)
+
+
+# An inner jit, to which the layer is an argument: a program that links all layers compiles one kernel.
+@functools.partial(jax.jit, static_argnames=("codec", "interpret"))
+def _link(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    data: jax.Array,
+    layer: jax.Array,
+    scales: jax.Array | None,
+    slot: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    bias: jax.Array | None,
+    weight: jax.Array | None,
+    *,
+    codec: Codec | None,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[jax.Array, jax.Array]:
+    (T,), (S, K, D), dtype = slot.shape, k_pool.shape, k_pool.dtype
     half = D // 2
     # Four heads, one for each warp, are turned at once. Where they are of several tokens, so are the angles.
     rows = K if K % WARPS == 0 else WARPS
     if rows != K:
         cos, sin = (jnp.broadcast_to(x, (T, K, half)) for x in (cos, sin))
+        bias = None if bias is None else jnp.tile(bias, (TOKENS, 1))
+    stored = D if codec is None else D * codec.bits // 8  # columns of a row of `data`
+    group = D if codec is None else codec.group(D)
+    width = min(half, group)  # columns that are turned at once: of one group
     layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((WARPS, half), (half // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        plgpu.Tiling(((WARPS, width), (width // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
     slot = jnp.pad(slot, (0, -T % TOKENS), constant_values=S)
+    block = data[0, 0].size // stored  # rows
+    limit = overflow(dtype)
+    optional = {"scales": scales, "bias": bias, "weight": weight}
+    present = [name for name, array in optional.items() if array is not None]
 
     def load(ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+        return plgpu.load(ref, layout=layout, optimized=False)
 
-    def load_angles(ref: Any, i: int) -> jax.Array:
+    def load_column(ref: Any) -> jax.Array:
+        x = plgpu.load(ref, layout=layout.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(x.astype(jnp.float32), (rows, width), [0])
+
+    def load_row(ref: Any) -> jax.Array:
+        x = plgpu.load(ref, layout=layout.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(x.astype(jnp.float32), (rows, width), [1])
+
+    def load_angles(ref: Any, i: Any, columns: Any) -> jax.Array:
         if rows == K:
-            x = plgpu.load(ref.at[i], layout=layout.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(x.astype(jnp.float32), (rows, half), [1])
-        return load(ref.at[pl.ds(i * rows, rows)])
+            return load_row(ref.at[i, columns])
+        return load(ref.at[pl.ds(i * rows, rows), columns]).astype(jnp.float32)
 
-    def link_kernel(k_ref: Any, v_ref: Any, slot_ref: Any, cos_ref: Any, sin_ref: Any, k_out: Any, v_out: Any) -> None:
-        def program(k_smem: Any, v_smem: Any, cos_smem: Any, sin_smem: Any, here: Any) -> None:
+    def link_kernel(data_ref: Any, layer_ref: Any, slot_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
+        given, (k_out, v_out) = dict(zip(present, refs, strict=False)), refs[len(present) :]
+
+        def program(k_smem: Any, v_smem: Any, cos_smem: Any, sin_smem: Any, here: Any, *coded_smem: Any) -> None:
+            k_stored, v_stored, scales_smem = coded_smem or (k_smem, v_smem, None)
+
+            def decoded(ref: Any, plane: int, i: Any, column: int) -> Iterator[jax.Array]:
+                """Both halves of what one turn needs of keys (plane 0) or values (1), as float32."""
+                some = pl.ds(i * rows, rows)
+                for high in range(2):
+                    at = column + high * half
+                    if codec is None:
+                        yield load(ref.at[some, pl.ds(at, width)]).astype(jnp.float32)
+                        continue
+                    code = load(ref.at[some, pl.ds(at if codec.bits == 8 else column, width)]).astype(jnp.int32)
+                    if codec.bits == 4:
+                        code = code >> 4 if high else code & 15
+                    row = 2 * (plane * (D // group) + at // group)
+                    scale, zero = (load_column(scales_smem.at[row + j, some]) for j in range(2))
+                    x = code.astype(jnp.float32) * scale + zero
+                    if plane == 0:
+                        if weight is not None:
+                            x *= load_row(given["weight"].at[pl.ds(at, width)])
+                        if bias is not None:
+                            heads = pl.ds(0 if rows == K else i * rows, rows)
+                            x += load(given["bias"].at[heads, pl.ds(at, width)]).astype(jnp.float32)
+                        x = x.astype(dtype).astype(jnp.float32)  # as it would be if it were not coded
+                    yield x
+
             first = lax.axis_index("tokens") * TOKENS
-            for source, target in ((k_ref, k_smem), (v_ref, v_smem), (cos_ref, cos_smem), (sin_ref, sin_smem)):
-                each = target.shape[0] // TOKENS
-                plgpu.copy_gmem_to_smem(source.at[pl.ds(first * each, TOKENS * each)], target, here)
+            k_first, v_first = ((2 * layer_ref[0] + i) * block + first * K for i in range(2))
+            copies = [
+                (cos_ref, first * (len(cos_smem) // TOKENS), cos_smem),
+                (sin_ref, first * (len(sin_smem) // TOKENS), sin_smem),
+                (data_ref, k_first, k_stored),
+                (data_ref, v_first, v_stored),
+            ]
+            if codec is not None:
+                copies.append((given["scales"], lax.axis_index("tokens") * len(scales_smem), scales_smem))
+            for source, start, target in copies:
+                plgpu.copy_gmem_to_smem(source.at[pl.ds(start, len(target))], target, here)
             plgpu.barrier_wait(here)
-            for i in range(TOKENS * K // rows):
-                c, s = load_angles(cos_smem, i), load_angles(sin_smem, i)
-                halves = [(pl.ds(i * rows, rows), pl.ds(start, half)) for start in (0, half)]
-                a, b = (load(k_smem.at[part]) for part in halves)
-                for part, turned in zip(halves, (a * c - b * s, b * c + a * s), strict=True):
-                    value = load(v_smem.at[part])
-                    finite = jnp.abs(value) < jnp.inf  # see `carry_flaws`
-                    k_smem[part] = jnp.where(finite, turned, jnp.nan).astype(k_pool.dtype)
-                    v_smem[part] = jnp.where(finite, value, 0.0).astype(v_pool.dtype)
+
+            def turn(i: Any) -> None:
+                for column in range(0, half, width):
+                    c, s = (load_angles(ref, i, pl.ds(column, width)) for ref in (cos_smem, sin_smem))
+                    a, b = decoded(k_stored, 0, i, column)
+                    turned = a * c - b * s, b * c + a * s
+                    for high, value in enumerate(decoded(v_stored, 1, i, column)):
+                        part = pl.ds(i * rows, rows), pl.ds(high * half + column, width)
+                        finite = jnp.abs(value) < limit  # see `carry_flaws`
+                        k_smem[part] = jnp.where(finite, turned[high], jnp.nan).astype(dtype)
+                        v_smem[part] = jnp.where(finite, value, 0.0).astype(dtype)
+
+            turns = TOKENS * K // rows
+            if codec is None:
+                for i in range(turns):
+                    turn(i)
+            else:  # unrolled, it would compile for half a minute
+                lax.fori_loop(0, turns, lambda i, _: turn(i), None)
             plgpu.commit_smem()
             for i in range(TOKENS):
                 place = slot_ref[first + i]
@@ -89,11 +189,16 @@ def link(
                 pl.when((place >= 0) & (place < S))(copy)
             plgpu.wait_smem_to_gmem(0)
 
+        coded_smem: list[Any] = []
+        if codec is not None:
+            coded_smem = [plgpu.SMEM((TOKENS * K, stored), jnp.uint8)] * 2
+            coded_smem.append(plgpu.SMEM((4 * (D // group), TOKENS * K), jnp.float16))
         pl.run_scoped(
             program,
-            *[plgpu.SMEM((TOKENS * K, D), k_pool.dtype)] * 2,
+            *[plgpu.SMEM((TOKENS * K, D), dtype)] * 2,
             *[plgpu.SMEM((TOKENS * (1 if rows == K else K), half), cos.dtype)] * 2,
-            plgpu.Barrier(num_arrivals=4),
+            plgpu.Barrier(num_arrivals=4 if codec is None else 5),
+            *coded_smem,
         )
 
     k_ref, v_ref = jax.new_ref(k_pool), jax.new_ref(v_pool)
@@ -103,10 +208,12 @@ def link(
         grid_names=("tokens",),
         interpret=interpret,
     )(
-        *(x.reshape(-1, x.shape[-1]) for x in (k_raw, v)),
+        data.reshape(-1, stored),  # whole: a slice would be copied in front of the kernel
+        layer,
         slot,
         cos.reshape(-1, half),
         sin.reshape(-1, half),
+        *(optional[name] for name in present),
         k_ref,
         v_ref,
     )

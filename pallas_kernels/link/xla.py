@@ -1,24 +1,59 @@
 """Linking as an XLA program: a rotation, and scatters that drop what is out of range."""
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from vlcache_jax.pallas_kernels.flaws import carry_flaws
+from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
 
 
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,
-    k_raw: jax.Array,
-    v: jax.Array,
+    images: Sequence[jax.Array],
     slot: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
+    bias: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    *,
+    layer: int,
+    codec: Codec | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it has checked."""
+    read = functools.partial(_read, layer=layer, like=k_pool, bias=bias, weight=weight, codec=codec)
+    k_raw, v = (jnp.concatenate(halves) for halves in zip(*map(read, images), strict=True))
     a, b = jnp.split(k_raw, 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     k, v = carry_flaws(rotated, v)
-    k_pool = k_pool.at[slot].set(k, mode="drop", unique_indices=True)
-    v_pool = v_pool.at[slot].set(v, mode="drop", unique_indices=True)
-    return k_pool, v_pool
+    # XLA's scatter on a CPU is one thread's loop. Where tokens fill an eighth of the pool, going through it is faster.
+    cpu = _gather if len(slot) * 8 >= len(k_pool) else _scatter
+    write = functools.partial(jax.lax.platform_dependent, cpu=cpu, default=_scatter)
+    return write(k_pool, slot, k), write(v_pool, slot, v)
+
+
+def _read(
+    data: jax.Array, *, layer: int, like: jax.Array, bias: Any, weight: Any, codec: Codec | None
+) -> tuple[jax.Array, jax.Array]:
+    """An image's keys before rotation and values, in the pool's dtype."""
+    if codec is None:
+        return data[layer, 0], data[layer, 1]
+    _, K, D = like.shape
+    k_raw = codec.decode_block(data[layer, 0], K, D, bias, weight).astype(like.dtype)
+    v = codec.decode_block(data[layer, 1], K, D)
+    # XLA may leave out a rounding in front of a test for infinity. What the dtype does not hold is not finite.
+    return k_raw, jnp.where(jnp.abs(v) < overflow(like.dtype), v, jnp.nan).astype(like.dtype)
+
+
+def _scatter(pool: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
+    return pool.at[slot].set(x, mode="drop", unique_indices=True)
+
+
+def _gather(pool: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
+    """The same to the last bit: each slot takes its token's, or keeps what it has."""
+    token = _scatter(jnp.full(len(pool), len(x), jnp.int32), slot, jnp.arange(len(x), dtype=jnp.int32))
+    return jnp.where((token < len(x))[:, None, None], x[jnp.minimum(token, len(x) - 1)], pool)

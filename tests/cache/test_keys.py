@@ -4,7 +4,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from vlcache_jax.cache.keys import _digest, alias_key, content_key, context_key, entry_key, owner_key
+from vlcache_jax.cache.keys import _digest, alias_key, content_key, context_keys, entry_key, owner_key
 
 
 @pytest.fixture
@@ -134,6 +134,11 @@ def text(*token_ids):
     return np.array(token_ids, np.int32)
 
 
+def context_key(before):
+    """Of an image behind these."""
+    return list(context_keys([*before, "x" * 64]))[-1]
+
+
 def test_context_key_tells_all_contexts_apart():
     a, b = "a" * 64, "b" * 64
     contexts = [
@@ -171,10 +176,7 @@ def test_context_key_is_stable_across_processes_and_layouts():
     def sized(letter, content):
         return letter + len(content).to_bytes(8) + content
 
-    def listed(*parts):
-        return b"l" + len(parts).to_bytes(8) + b"".join(parts)
-
-    framed = listed(listed(sized(b"b", bytes([7, 0, 0, 0, 0, 1, 0, 0])), sized(b"s", b"k" * 64)))
+    framed = sized(b"b", bytes([7, 0, 0, 0, 0, 1, 0, 0])) + sized(b"s", b"k" * 64)
     expected = hashlib.sha256(framed).hexdigest()
     for token_ids in (text(7, 256), text(7, 0, 256)[::2], np.array([7, 256], ">i4"), np.array([7, 256])):
         assert context_key([token_ids, "k" * 64]) == expected

@@ -388,6 +388,24 @@ def test_the_command(checkpoints, tmp_path):
     assert again.stderr.startswith("error: destination must not exist or be an empty directory")
 
 
+def test_the_command_says_how_large_biases_of_keys_are(checkpoints, tmp_path):
+    source = shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    norms = (605, 22.4, 0, 921.4)
+    for layer, norm in enumerate(norms):
+        bias = tensors[f"model.layers.{layer}.self_attn.k_proj.bias"]
+        bias *= norm / np.linalg.norm(bias)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert(source, tmp_path / "out").key_bias_norms == pytest.approx(norms)
+    done = command(source, tmp_path / "again", "--dtype", "bfloat16", "--verify")
+    assert done.exit_code == 0, done.output
+    [line] = [line for line in done.stdout.splitlines() if "bias" in line]
+    assert re.fullmatch(r"norm of the key bias per layer: 60\d\S* 22\.\d+ 0 92\d\S*", line)
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "again")
+    assert "bias" not in command(checkpoints("qwen3_vl"), tmp_path / "other").stdout
+    assert convert(checkpoints("qwen3_vl"), tmp_path / "more").key_bias_norms == ()
+
+
 def test_the_command_checks(checkpoints, tmp_path):
     source, out = checkpoints("qwen3_vl"), tmp_path / "out"
     convert(source, out, dtype="bfloat16")

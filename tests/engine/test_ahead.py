@@ -10,7 +10,7 @@ import pytest
 from vlcache_jax import LLM, Ladder, SamplingParams
 
 LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
-LINK = ("link", 16)  # of the images here
+LINK = ("link", 16, 1, 1)  # of the images here
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
@@ -81,7 +81,7 @@ def test_a_repeat_compiles_nothing(llm, ask, count, params, reuse):
     again = ask(llm, count, params, reuse=reuse)
     assert {image.match for image in again[0].cache.images} == {"exact"}
     assert programs.num_programs == compiled
-    assert programs.missing([LINK, ("link", 64)]) == [("link", 64)]  # no image is so large
+    assert programs.missing([LINK, ("link", 64, 1, 1)]) == [("link", 64, 1, 1)]  # no image is so large
 
 
 def test_where_nothing_is_kept_nothing_is_compiled(llm, ask):
@@ -127,7 +127,7 @@ def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog)
     with caplog.at_level(logging.DEBUG, "vlcache_jax.engine.ahead"):
         ask(llm, 1)
         llm._ahead.wait()
-    assert "compiling ('link', 16) ahead failed" in caplog.text
+    assert f"compiling {LINK} ahead failed" in caplog.text
     assert programs.missing([LINK])
     assert ask(llm, 1)[0].cache.images[0].match == "exact"
 

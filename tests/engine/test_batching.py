@@ -242,7 +242,7 @@ def test_a_step_does_not_end_inside_an_image_that_moves_others():
     moved = {}
     for step in prefill_steps(wave, LADDER, SLOTS, LAYERS):
         active = step.active[0]
-        for shift in step.shifts:
+        for shift in filter(None, [step.shift]):
             assert len(shift.row_image) == active
             for number in np.unique(shift.image):
                 mine = shift.image == number
@@ -265,7 +265,7 @@ def test_a_step_does_not_end_inside_an_image_that_moves_others():
 def test_an_image_with_more_rows_than_a_step_is_moved_by_its_first_step():
     wave = prefills([shifted(3, (10, 10), 2, share=0.9)])
     steps = prefill_steps(wave, LADDER, SLOTS, LAYERS)
-    assert [len(step.shifts) for step in steps] == [0, 1, 0, 0]
+    assert [step.shift and len(step.shift.slot) for step in steps] == [None, 100 // 4 * 4, 0, 0]
     assert steps[1].rows.slot.tolist() == slots_of(wave[0])[3:35]
     assert sum(step.active[0] for step in steps) == 95
 
@@ -275,16 +275,20 @@ def test_an_image_that_fits_in_a_step_is_in_one_whatever_comes_behind_it():
     for behind in (1, 6, 900, 1500):
         request = shifted(4, (48, 48), behind, share=0.5)  # 1152 of 2304; alone they would be cut in 1024 and the rest
         steps = prefill_steps(prefills([request], 80 * PAGE), ladder, 80 * PAGE, LAYERS)
-        [shift] = [shift for step in steps for shift in step.shifts]
+        [shift] = [step.shift for step in steps if step.shift is not None]
         assert int((shift.row_image >= 0).sum()) == 1152, behind
 
 
-def test_many_images_are_moved_in_several_calls():
+def test_a_step_moves_no_more_than_it_can_hold(monkeypatch):
     wave = prefills([shifted(1, *[(1, 2)] * 10, 1, share=0.5) for _ in range(20)], 50 * PAGE)
-    steps = prefill_steps(wave, Ladder(rows=(512,), patches=(16, 64), sequences=(100,)), 50 * PAGE, LAYERS)
-    assert [len(np.unique(shift.image)) for step in steps for shift in step.shifts] == [64, 64, 64, 8]
-    steps = prefill_steps(wave[:4], Ladder(rows=(8, 16), patches=(16, 64), sequences=(100,)), 50 * PAGE, LAYERS)
-    assert max(len(shift.slot) for step in steps for shift in step.shifts) <= 16
+    wide = Ladder(rows=(512,), patches=(16, 64), sequences=(100,))
+    whole = [step.shift for step in prefill_steps(wave, wide, 50 * PAGE, LAYERS)]
+    assert [len(np.unique(shift.image)) for shift in whole] == [64, 64, 64, 8]
+    monkeypatch.setattr("vlcache_jax.engine.batching.TOKENS", 16)
+    fewer = [step.shift for step in prefill_steps(wave, wide, 50 * PAGE, LAYERS)]
+    assert max(len(shift.slot) for shift in fewer) == 16
+    for shifts in (whole, fewer):
+        assert sorted(np.concatenate([s.slot for s in shifts])) == sorted(np.concatenate([s.slot for s in whole]))
 
 
 def test_what_is_not_moved():
@@ -296,4 +300,4 @@ def test_what_is_not_moved():
         Sequence(everything.layout, Plan(everything.plan.depth), 5),
         sequence(3, (2, 3), 1),
     ):
-        assert not any(step.shifts for step in prefill_steps(prefills([request]), LADDER, SLOTS, LAYERS))
+        assert all(step.shift is None for step in prefill_steps(prefills([request]), LADDER, SLOTS, LAYERS))

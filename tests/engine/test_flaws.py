@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.helper import damage_first_passage
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.store import CacheStats
 from vlcache_jax.pallas_kernels import PAGE
@@ -53,15 +54,14 @@ def once(monkeypatch, runner, name, damage):
     monkeypatch.setattr(runner, name, lambda *args: damage(method(*args)) if next(calls) == 0 else method(*args))
 
 
-def damage_captured(result):
-    x, captured, chosen = result
-    k, v = captured[1]
-    return x, [captured[0], (k, v.at[:, 0, 3].set(np.inf)), *captured[2:]], chosen
+def damage_captured(passage):
+    k, v = passage.captured[1]
+    passage.captured[1] = k, v.at[:, 0, 3].set(np.inf)
 
 
 def test_keys_and_values_that_are_not_finite_are_not_kept(llm, picture, monkeypatch):
     cold = tokens(ask(llm, (picture, "what?"), reuse="off"))
-    once(monkeypatch, llm._runner, "prefill", damage_captured)
+    damage_first_passage(monkeypatch, damage_captured)
     reports = []
     for _ in range(3):
         outputs = ask(llm, (picture, "what?"))
@@ -82,7 +82,7 @@ def test_keys_and_values_that_are_not_finite_are_not_kept(llm, picture, monkeypa
 def test_who_waits_for_what_is_not_finite_computes(llm, picture, monkeypatch):
     questions = (picture, "what?"), (picture, "where?")
     cold = tokens(ask(llm, *questions, reuse="off"))
-    once(monkeypatch, llm._runner, "prefill", damage_captured)
+    damage_first_passage(monkeypatch, damage_captured)
     outputs = ask(llm, *questions)
     first, second = outputs
     assert first.metrics.wave == second.metrics.wave  # they ran together
@@ -104,7 +104,7 @@ def test_encoder_rows_that_are_not_finite_are_not_kept(llm, picture, monkeypatch
 
 
 def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeypatch):
-    projection = llm._runner._text["layers"][1]["self_attn"]["v_proj"]
+    projection = llm._runner.text["layers"][1]["self_attn"]["v_proj"]
     monkeypatch.setitem(projection, "kernel", projection["kernel"].at[3, 5].set(np.inf))
     [output] = ask(llm, (picture, "what?"))
     assert output.error.startswith("conversations[0]: logits must be finite")
@@ -121,8 +121,10 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
 @pytest.mark.parametrize(("slots", "message"), [([4, 9, 4], "got 4 more than once"), ([0, -2], "got -2")])
 def test_no_slot_is_linked_twice(llm, slots, message):
     runner = llm._runner
-    data = np.ones((len(runner._text["layers"]), 2, runner.token_rungs[0], 2, 16), np.float32)
+    layers, size = runner.definitions.link_groups[0], runner.token_rungs[0]
+    data = np.ones((layers.stop, 2, size, 2, 16), np.float32)
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
-        runner.link(runner.put(data), np.array(slots), np.zeros((3, len(slots)), np.int32))
-    runner.link(runner.put(data), np.array([4, 9]), np.zeros((3, 2), np.int32))
+        runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)
+    places = runner.places([np.array([4, 9])], [np.zeros((3, 2), np.int32)], size)
+    runner.link(layers, [runner.put(data)], places)
     assert {(runner._pool[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}

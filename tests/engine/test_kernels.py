@@ -135,12 +135,13 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "command", command)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
-    assert processes == [["attention", "paged_attention", "link"], ["paged_attention", "link"], ["link"]]
+    checked = ["attention", "paged_attention", "link", "link_coded"]
+    assert processes == [checked[first:] for first in range(4)]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
     assert {implementation for _, _, implementation, _ in kernels} == {"xla"}
-    assert set(whys) == set(CHECKS)  # a kernel without checks would never run
+    assert {*whys, "link_coded"} == set(CHECKS)  # no record is coded; a kernel without checks would never run
     assert re.fullmatch(r"check on cpu failed: windows: error [\d.]+, must be at most 0\.04", whys["attention"])
     assert re.fullmatch(r"check on cpu failed: causal, .*: RuntimeError\('INTERNAL: .*", whys["paged_attention"])
     assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
@@ -150,7 +151,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "_known", None)
     with open_llm(directory):
         assert contact.verdict_on("attention").passed is False
-    assert len(processes) == 3
+    assert len(processes) == 4
 
 
 def test_without_a_gpu_no_process_is_started(directory, monkeypatch):

@@ -20,8 +20,9 @@ from vlcache_jax.benchmarks.compile_report import (
     prefill_bounds,
 )
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
+from vlcache_jax.engine.definitions import BLOCK
 from vlcache_jax.models import Rows, abstract_model, bind
-from vlcache_jax.pallas_kernels import attention, link, paged_attention
+from vlcache_jax.pallas_kernels import CODECS, attention, link, paged_attention
 
 pytestmark = pytest.mark.cuda_gate
 
@@ -104,6 +105,30 @@ def test_linking_is_one_operation_in_place(shape: LinkShape) -> None:
     assert compiled.operations == 1
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("constant", ["bias", "weight"])
+def test_linking_what_is_coded(codec: str, constant: str) -> None:
+    """Beside the kernel one operation, which collects the scales."""
+    shape = LinkShape(4096, SLOTS, 8, 128, layers=3, codec=codec)
+    write = functools.partial(link, layer=1, codec=codec, implementation="mosaic_gpu")
+    values = jax.ShapeDtypeStruct((8, 128) if constant == "bias" else (128,), jnp.bfloat16)
+    compiled = compile_program(
+        lambda *args: write(*args[:-1], **{constant: args[-1]}), (*shape.specs(), values), (0, 1)
+    )
+    assert compiled.spills == 0
+    assert compiled.alias == POOL_BYTES
+    assert compiled.temp == 2 * shape.T * CODECS[codec].planes(8, 128)[1]
+    assert compiled.operations == 2
+
+
+@pytest.mark.parametrize("shape", [LinkShape(24, 41, 2, 64, codec="int8"), LinkShape(20, 41, 3, 128, codec="int4")])
+def test_linking_what_is_coded_of_odd_sizes(shape: LinkShape) -> None:
+    write = functools.partial(link, codec=shape.codec, implementation="mosaic_gpu")
+    compiled = compile_program(write, shape.specs(), (0, 1))
+    assert compiled.spills == 0
+    assert compiled.alias == 2 * shape.S * shape.K * shape.D * 2
+
+
 def test_linking_copies_nothing_for_padding(monkeypatch, tmp_path) -> None:
     """Each copy into the pool stands behind a branch on its slot: what a copy out of range does, PTX does not say."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
@@ -165,22 +190,32 @@ def test_the_encoder(runner) -> None:
     assert compiled.operations < 20 * CONFIG.vision.depth
 
 
-def test_linking_all_layers(runner) -> None:
-    compiled = compile_key(runner, "link", 4096)
+@pytest.mark.parametrize(("size", "count"), [(4096, 1), (1024, 16)])
+def test_linking_layers_together(runner, size: int, count: int) -> None:
+    layers = runner.definitions.link_groups[0].stop
+    compiled = compile_key(runner, "link", size, count, layers)
     assert compiled.spills == 0
-    assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES
-    assert compiled.temp < 8 * 2**20  # the angles
-    assert compiled.operations < 2 * CONFIG.text.num_layers
+    assert compiled.alias == layers * POOL_BYTES
+    assert compiled.temp < 8 * 2**20 * max(1, count * size // 4096)  # the angles, and no layer of what is stored
+    assert compiled.operations < count * layers + 8 + 2 * count  # one for a layer of an image, and those of the angles
+
+
+def test_layers_that_are_one_program(runner) -> None:
+    one, compiled = compile_key(runner, "layer", 512, 512, False), compile_key(runner, "layers", 512)
+    assert compiled.spills == 0
+    assert compiled.alias == BLOCK * POOL_BYTES + 512 * CONFIG.text.hidden_size * 2
+    assert compiled.temp < 2 * one.temp  # what a layer holds, it gives back to the next
+    assert compiled.operations <= BLOCK * one.operations
 
 
 def test_moving_linked_keys_and_values(runner) -> None:
     text = CONFIG.text
-    found = compile_key(runner, "differences", 512)
-    assert found.temp < 64 * 2**20
-    moved = compile_key(runner, "move", 4096)
-    assert moved.alias == POOL_BYTES
-    assert moved.temp < 4 * 4096 * text.num_kv_heads * text.head_dim * 4  # the tokens, in float32, and not the pool
-    assert moved.operations < 12
+    plain, moving = (compile_key(runner, "layer", 512, 512, False, moves) for moves in (False, True))
+    assert moving.spills == 0
+    assert moving.alias == plain.alias  # the pool is moved where it lies
+    chunk = 1024 * text.num_kv_heads * text.head_dim * 4  # of tokens, in float32
+    assert moving.temp < plain.temp + 64 * 2**20 + 4 * chunk
+    assert moving.operations + moving.looped < plain.operations + 40
 
 
 def test_a_whole_prefill(runner) -> None:

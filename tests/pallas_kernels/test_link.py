@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from vlcache_jax.models.rope import text_rotation
-from vlcache_jax.pallas_kernels import link
+from vlcache_jax.pallas_kernels import CODECS, link
+from vlcache_jax.pallas_kernels.link import xla
+from vlcache_jax.pallas_kernels.link.codec import find
 
 S, K, D = 37, 3, 8
 
@@ -16,16 +20,17 @@ S, K, D = 37, 3, 8
 def arrays(tokens, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     pool = [jnp.asarray(rng.normal(size=(S, K, D)), dtype) for _ in "kv"]
-    stored = [jnp.asarray(rng.normal(size=(tokens, K, D)), dtype) for _ in "kv"]
+    stored = jnp.asarray(rng.normal(size=(1, 2, tokens, K, D)), dtype)
     angle = rng.uniform(0, 6, (tokens, 1, D // 2))
-    return *pool, *stored, jnp.asarray(np.cos(angle), dtype), jnp.asarray(np.sin(angle), dtype)
+    return *pool, stored, jnp.asarray(np.cos(angle), dtype), jnp.asarray(np.sin(angle), dtype)
 
 
 @pytest.mark.parametrize("slots", [range(5, 11), [30, 2, 36, 17, 0, 9], [3, S, S + 1, 4, S + 5, 7], range(S, S + 6)])
 def test_tokens_go_to_their_slots_rotated(slots):
-    k_pool, v_pool, k_raw, v, cos, sin = arrays(6)
+    k_pool, v_pool, data, cos, sin = arrays(6)
+    k_raw, v = data[0]
     slot = jnp.asarray(slots, jnp.int32)
-    k, new_v = jax.jit(link)(k_pool, v_pool, k_raw, v, slot, cos, sin)
+    k, new_v = jax.jit(link)(k_pool, v_pool, data, slot, cos, sin)
     expected_k, expected_v = np.array(k_pool), np.array(v_pool)
     for i, s in enumerate(slots):
         if s < S:
@@ -39,12 +44,12 @@ def test_tokens_go_to_their_slots_rotated(slots):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_keys_carry_what_is_not_finite_in_values(dtype):
-    k_pool, v_pool, k_raw, v, cos, sin = arrays(6, dtype)
+    k_pool, v_pool, data, cos, sin = arrays(6, dtype)
     slot = jnp.asarray([3, S, 8, 9, 20, 30], jnp.int32)
-    k_raw = k_raw.at[0, 2, 5].set(jnp.inf)
-    broken = v.at[1].set(jnp.nan).at[2, 1, 4].set(-jnp.inf).at[4, 0].set(jnp.nan)
-    want_k, want_v = jax.jit(link)(k_pool, v_pool, k_raw, v, slot, cos, sin)
-    k, new_v = jax.jit(link)(k_pool, v_pool, k_raw, broken, slot, cos, sin)
+    data = data.at[0, 0, 0, 2, 5].set(jnp.inf)
+    broken = data[0, 1].at[1].set(jnp.nan).at[2, 1, 4].set(-jnp.inf).at[4, 0].set(jnp.nan)
+    want_k, want_v = jax.jit(link)(k_pool, v_pool, data, slot, cos, sin)
+    k, new_v = jax.jit(link)(k_pool, v_pool, data.at[0, 1].set(broken), slot, cos, sin)
     k, new_v, want_k, want_v = (np.array(x, np.float32) for x in (k, new_v, want_k, want_v))
     places = (8, 1, 4), (20, 0)
     for place in places:
@@ -56,13 +61,32 @@ def test_keys_carry_what_is_not_finite_in_values(dtype):
 
 @pytest.mark.parametrize(("slots", "message"), [([1, 5, S, S, 5, 2], "got 5 more than once"), ([0, -1, 3], "got -1")])
 def test_slots_are_checked_where_they_need_not_be_waited_for(slots, message):
-    k_pool, v_pool, k_raw, v, cos, sin = arrays(len(slots))
+    k_pool, v_pool, data, cos, sin = arrays(len(slots))
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
-        link(k_pool, v_pool, k_raw, v, np.array(slots, np.int32), cos, sin)
+        link(k_pool, v_pool, data, np.array(slots, np.int32), cos, sin)
     good = np.array([7, S + 1, S + 1, *range(20, 20 + len(slots) - 3)], np.int32)
-    k, new_v = link(k_pool, v_pool, k_raw, v, good, cos, sin)
-    np.testing.assert_array_equal(new_v[7], v[0])
+    k, new_v = link(k_pool, v_pool, data, good, cos, sin)
+    np.testing.assert_array_equal(new_v[7], data[0, 1, 0])
     assert (np.asarray(k) != np.asarray(k_pool)).any((1, 2)).sum() == len(slots) - 2
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_layer_of_several(layer):
+    k_pool, v_pool, _, cos, sin = arrays(6)
+    data = jnp.concatenate([arrays(6, seed=seed)[2] for seed in range(3)])
+    slot = jnp.arange(6, dtype=jnp.int32)
+    found = jax.jit(functools.partial(link, layer=layer))(k_pool, v_pool, data, slot, cos, sin)
+    want = jax.jit(link)(k_pool, v_pool, data[layer : layer + 1], slot, cos, sin)
+    for got, wanted in zip(found, want, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("slots", [range(5, 11), [3, S, S + 1, 4, 2**30, 0], range(S, S + 6)])
+def test_both_ways_to_write_are_equal_to_the_last_bit(slots):
+    pool, _, data, _, _ = arrays(6)
+    x, pool = data[0, 0].at[0, 1].set(jnp.nan), pool.at[7].set(-jnp.nan)
+    found = [jax.jit(way)(pool, jnp.asarray(slots, jnp.int32), x) for way in (xla._gather, xla._scatter)]
+    np.testing.assert_array_equal(*(np.asarray(x).view(np.int32) for x in found))
 
 
 def test_the_worked_example():
@@ -71,9 +95,8 @@ def test_the_worked_example():
     def turned(key, position):
         pool = jnp.zeros((1, 1, 2))
         cos, sin = text_rotation(jnp.full((3, 1), position), 1.0, (1, 0, 0), False, jnp.float32)
-        return link(
-            pool, pool, jnp.asarray(key, jnp.float32).reshape(1, 1, 2), pool, jnp.zeros(1, jnp.int32), cos, sin
-        )[0]
+        data = jnp.stack([jnp.asarray(key, jnp.float32).reshape(1, 1, 2), pool])[None]
+        return link(pool, pool, data, jnp.zeros(1, jnp.int32), cos, sin)[0]
 
     once = turned([1, 0], 5).ravel()
     np.testing.assert_allclose(once, [0.28366, -0.95892], atol=1e-5)
@@ -83,15 +106,218 @@ def test_the_worked_example():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_raw": jnp.zeros((5, K, D))}, "k_raw must be"),
-        ({"v": jnp.zeros((6, K, D), jnp.bfloat16)}, "v must be"),
+        ({"data": jnp.zeros((1, 2, 5, K, D))}, "data must be"),
+        ({"data": jnp.zeros((6, K, D))}, "data must be"),
+        ({"data": jnp.zeros((1, 2, 6, K, D), jnp.bfloat16)}, "data must be"),
+        ({"layer": 1}, "layer must be .* below 1, got 1"),
+        ({"layer": -1}, "layer must be .* below 1, got -1"),
+        ({"bias": jnp.zeros((K, D))}, "bias and weight go with a codec"),
         ({"slot": jnp.zeros(6)}, "slot must be int32"),
         ({"cos": jnp.zeros((6, 1, D))}, "cos must be"),
         ({"v_pool": jnp.zeros((S + 1, K, D))}, "k_pool, v_pool must have one shape"),
     ],
 )
 def test_bad_arguments(change, message):
-    names = ("k_pool", "v_pool", "k_raw", "v", "cos", "sin")
+    names = ("k_pool", "v_pool", "data", "cos", "sin")
     arguments = dict(zip(names, arrays(6), strict=True)) | {"slot": jnp.arange(6, dtype=jnp.int32)} | change
     with pytest.raises(ValueError, match=message):
         link(**arguments)
+
+
+# Codecs.
+
+
+def coded_arrays(codec, tokens, heads, width, dtype, bias=None, weight=None, seed=0):
+    """(pools, stored keys and values, their data as the last of two layers, slots, cos, sin).
+
+    The slots are those of a pool of 64, every fifth of them beyond it.
+    """
+    rng = np.random.default_rng(seed)
+    pool = [jnp.asarray(rng.normal(size=(64, heads, width)), dtype) for _ in "kv"]
+    stored = rng.normal(size=(2, tokens, heads, width)).astype(np.float32)
+    if weight is not None:
+        stored[0] *= np.asarray(weight, np.float32)
+    if bias is not None:
+        stored[0] += np.asarray(bias, np.float32)
+    return pool, stored, data_of(codec, stored, bias, weight), *places(rng, tokens, width, dtype)
+
+
+def places(rng, tokens, width, dtype):
+    slot = rng.permutation(64)[:tokens]
+    slot[::5] += 64
+    angle = rng.uniform(0, 6, (tokens, 1, width // 2))
+    return jnp.asarray(slot, jnp.int32), *(jnp.asarray(f(angle), dtype) for f in (np.cos, np.sin))
+
+
+def data_of(codec, stored, bias=None, weight=None):
+    heads = stored.shape[2:]
+    k = jax.jit(codec.encode)(stored[0], bias, weight)
+    blocks = jnp.stack([codec.block(x, *heads) for x in (k, codec.encode(jnp.asarray(stored[1])))])
+    return jnp.stack([jnp.zeros_like(blocks), blocks])
+
+
+def constant(kind, heads, width, seed=1):
+    rng = np.random.default_rng(seed)
+    if kind == "bias":
+        return {"bias": jnp.asarray(rng.normal(0, 20, (heads, width)), jnp.float32)}
+    weight = rng.normal(1, 0.3, width) * (np.arange(width) % 7 > 0)
+    return {"weight": jnp.asarray(weight, jnp.float32)} if kind == "weight" else {}
+
+
+def wanted(codec, pool, data, slot, cos, sin, bias=None, weight=None):
+    """In float64, from decoded keys and values rounded to the pool's dtype."""
+    heads = pool[0].shape[1:]
+    k, v = (
+        np.asarray(codec.decode_block(x, *heads, *c).astype(pool[0].dtype), np.float64)
+        for x, c in zip(data[1], ((bias, weight), ()), strict=True)
+    )
+    (a, b), c, s = np.split(k, 2, -1), *(np.asarray(x, np.float64) for x in (cos, sin))
+    turned = np.concatenate([a * c - b * s, b * c + a * s], -1)
+    finite = np.isfinite(v)
+    out = [np.array(x, np.float64) for x in pool]
+    slot = np.asarray(slot)
+    stays = slot < len(pool[0])
+    out[0][slot[stays]] = np.where(finite, turned, np.nan)[stays]
+    out[1][slot[stays]] = np.where(finite, v, 0)[stays]
+    return out
+
+
+KERNELS = [
+    *(("xla", dtype) for dtype in ("float32", "bfloat16", "float16")),
+    # In short, test_mosaic_gpu.py has the cases that a GPU is checked with.
+    *(
+        pytest.param("mosaic_gpu_interpreted", dtype, marks=pytest.mark.interpreted)
+        for dtype in ("bfloat16", "float16")
+    ),
+]
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), KERNELS)
+@pytest.mark.parametrize("kind", [None, "bias", "weight"])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_what_is_coded_is_linked_as_its_decoded_values(codec, kind, implementation, dtype):
+    constants = constant(kind, 2, 64)
+    pool, _, *args = coded_arrays(codec, 24, 2, 64, dtype, **constants)
+    run = functools.partial(link, layer=1, codec=codec.name, implementation=implementation, **constants)
+    k, v = jax.jit(run)(*pool, *args)
+    want_k, want_v = wanted(codec, pool, *args, **constants)
+    np.testing.assert_array_equal(np.asarray(v, np.float64), want_v)
+    rounding = float(jnp.finfo(dtype).eps)
+    times = 3 if implementation == "xla" else 1  # that the key is rounded
+    atol = times * rounding * np.abs(want_k).max()
+    np.testing.assert_allclose(np.asarray(k, np.float64), want_k, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu_interpreted"])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_flaws_of_what_is_coded(codec, implementation):
+    """A value that is not finite, or that float16 does not hold, is 0, and its key NaN; the others are as they were."""
+    rng = np.random.default_rng(2)
+    stored = rng.normal(size=(2, 16, 4, 64)).astype(np.float32)
+    places_ = places(rng, 16, 64, jnp.float16)
+    pool = [jnp.zeros((64, 4, 64), jnp.float16)] * 2
+    run = jax.jit(functools.partial(link, layer=1, codec=codec.name, implementation=implementation))
+    clean = [np.asarray(x, np.float64) for x in run(*pool, data_of(codec, stored), *places_)]
+    stored[1, 1, 2, 5] = np.inf
+    stored[1, 2, 0, 40] = np.nan
+    stored[1, 3, 3] = 70000 + rng.uniform(0, 9000, 64)
+    k, v = (np.asarray(x, np.float64) for x in run(*pool, data_of(codec, stored), *places_))
+    slot = np.asarray(places_[0])
+    hit = np.isnan(k)
+    for token, head, channels in ((1, 2, slice(0, 32)), (2, 0, slice(32, 64)), (3, 3, slice(0, 64))):
+        place = slot[token], head, channels if codec.name == "int4" or token == 3 else slice(None)
+        assert hit[place].all()
+        assert (v[place] == 0).all()
+        hit[place] = False
+        for x, was in zip((k, v), clean, strict=True):
+            x[place] = was[place]
+    assert not hit.any()
+    np.testing.assert_array_equal(k, clean[0])
+    np.testing.assert_array_equal(v, clean[1])
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_the_error_of_a_code_is_half_a_step(codec, width):
+    rng = np.random.default_rng(width)
+    x = (rng.normal(size=(60, 3, width)) * 10 ** rng.uniform(-5, 3, (60, 3, 1))).astype(np.float32)
+    x[:4] = np.array([600.3, 600, 0, -1e-9], np.float32)[:, None, None]  # constant, far from 0
+    x[4] = 600 + rng.uniform(0, 0.1, (3, width))
+    coded = jax.jit(codec.encode)(x)
+    assert coded.shape == (60, sum(codec.planes(3, width)))
+    decoded = np.asarray(codec.decode(coded, 3, width), np.float64)
+    group = min(width, codec.shares or width)
+    grouped, error = (y.reshape(60, 3, -1, group) for y in (x.astype(np.float64), np.abs(decoded - x)))
+    low = grouped.min(-1, keepdims=True)
+    spread = grouped.max(-1, keepdims=True) - low + np.abs(low) * 2.0**-10 + 2.0**-24  # the zero is rounded down
+    steps = 2**codec.bits - 1
+    step = spread / steps * (1 + 2.0**-10) + 2.0**-24  # and the scale up
+    assert (error <= step / 2 + np.abs(grouped) * 2.0**-22).all()
+    np.testing.assert_array_equal(decoded[[1, 2]], x[[1, 2]])
+
+
+def test_what_a_code_takes():
+    assert CODECS["int8"].planes(8, 128) == (1024, 32)
+    assert CODECS["int4"].planes(8, 128) == (512, 128)
+    assert {name: sum(codec.planes(8, 128)) * 8 / 1024 for name, codec in CODECS.items()} == {"int8": 8.25, "int4": 5}
+    low, high = np.zeros((1, 1, 64), np.float32), np.zeros((1, 1, 64), np.float32)
+    low[0, 0, 3], high[0, 0, 3 + 32] = 15, 15  # paired by rotation: one byte
+    assert CODECS["int4"].encode(jnp.asarray(low))[0, 3] == 15
+    assert CODECS["int4"].encode(jnp.asarray(high))[0, 3] == 15 << 4
+    for name, width in (("int4", 48), ("int4", 15), ("int8", 7)):
+        with pytest.raises(ValueError, match=f"head width must be even for codec '{name}'.*, got {width}"):
+            CODECS[name].planes(1, width)
+    with pytest.raises(ValueError, match=r"codec must be one of \('int8', 'int4'\), got 'fp8'"):
+        find("fp8")
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -7e4])
+def test_what_a_code_does_not_hold_decodes_to_what_is_not_finite(codec, value):
+    x = np.random.default_rng(0).normal(size=(2, 2, 64)).astype(np.float32)
+    x[1, 1, 40] = value
+    for weight in (None, jnp.zeros(64)):
+        decoded = np.asarray(codec.decode(jax.jit(codec.encode)(x, None, weight), 2, 64, None, weight))
+        if weight is not None and np.isfinite(value):
+            np.testing.assert_array_equal(decoded, 0)  # as the channel is
+        else:
+            assert not np.isfinite(decoded[1, 1, 40])
+            assert np.isfinite(decoded[0]).all()
+            assert np.isfinite(decoded[1, 0]).all()
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
+    rng = np.random.default_rng(0)
+    x = np.round(rng.normal(0, 1.5, (200, 4, 128)) * 2**12).astype(np.float32) / 2**12  # so that x + bias is exact
+    bias = np.zeros((4, 128), np.float32)
+    bias[:, rng.permutation(128)[:8]] = np.round(rng.normal(0, 1, (4, 8)) * 2**6)
+    bias *= np.float32(2.0 ** np.round(np.log2(600 / np.linalg.norm(bias))))
+    assert 400 < np.linalg.norm(bias) < 900
+
+    def error(x, without):
+        return np.asarray(codec.decode(codec.encode(x, without), 4, 128, without), np.float64) - x
+
+    plain, taken_out, left_in = error(x, None), error(x + bias, jnp.asarray(bias)), error(x + bias, None)
+    np.testing.assert_allclose(taken_out, plain, atol=1e-4)
+    assert np.sqrt((left_in**2).mean()) > 10 * np.sqrt((taken_out**2).mean())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codec": "fp8"}, "codec must be one of"),
+        ({"data": jnp.zeros((1, 2, 6 * 3 * 13), jnp.uint8)}, "data must be uint8 of shape"),
+        ({"data": jnp.zeros((1, 2, 6 * 3 * 12), jnp.int8)}, "data must be uint8 of shape"),
+        ({"bias": jnp.zeros(D)}, "bias must be of floats, of shape"),
+        ({"weight": jnp.zeros(D, jnp.int32)}, "weight must be of floats, of shape"),
+    ],
+)
+def test_bad_arguments_of_what_is_coded(change, message):
+    k_pool, v_pool, _, cos, sin = arrays(6)
+    arguments = {"k_pool": k_pool, "v_pool": v_pool, "cos": cos, "sin": sin, "codec": "int8"}
+    arguments |= {"data": jnp.zeros((1, 2, 6 * 3 * 12), jnp.uint8), "slot": jnp.arange(6, dtype=jnp.int32)}
+    link(**arguments)
+    with pytest.raises(ValueError, match=message):
+        link(**arguments | change)

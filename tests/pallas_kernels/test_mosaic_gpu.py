@@ -24,6 +24,7 @@ from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import merge
 from vlcache_jax.pallas_kernels.attention.work import BOX0, BOXES, FROM, HEAD, INNER_FROM, INNER_TO, PARTIAL, TO
 from vlcache_jax.pallas_kernels.cases import (
+    CODED_LINK_CASES,
     LINK_CASES,
     WAYS,
     Case,
@@ -319,11 +320,11 @@ def test_work_of_other_arguments_is_refused() -> None:
 
 
 @not_a_number
-@pytest.mark.parametrize("case", first_quick(LINK_CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*first_quick(LINK_CASES), *first_quick(CODED_LINK_CASES)], ids=lambda case: case.name)
 def test_link(case: LinkCase) -> None:
     args = case.inputs()
-    found = jax.jit(functools.partial(link, implementation="mosaic_gpu_interpreted"))(*args)
-    for got, want in zip(found, link_reference(*args), strict=True):
+    found = jax.jit(functools.partial(link, **case.options(), implementation="mosaic_gpu_interpreted"))(*args)
+    for got, want in zip(found, link_reference(*args, **case.options()), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
@@ -336,13 +337,17 @@ def test_what_the_kernels_do_not_do() -> None:
     many = jnp.zeros((4, 40, 64), jnp.bfloat16)
     angle = jnp.zeros((4, 1, 32), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="up to 32 heads, got 40"):
-        link(many, many, many, many, index, angle, angle, implementation="mosaic_gpu_interpreted")
+        link(many, many, jnp.stack([many, many])[None], index, angle, angle, implementation="mosaic_gpu_interpreted")
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got cpu"):
         attention(*[jnp.zeros((4, 2, 64), jnp.bfloat16)] * 3, index, index, implementation="mosaic_gpu")
+    x, angle = jnp.zeros((3, 1, 64), jnp.bfloat16), jnp.zeros((3, 1, 32), jnp.bfloat16)
+    coded = jnp.zeros((1, 2, 3 * 40), jnp.uint8)
+    with pytest.raises(NotImplementedError, match="int4 where blocks are whole rows of codes, got 3 tokens of 1 heads"):
+        link(x, x, coded, index[:3], angle, angle, codec="int4", implementation="mosaic_gpu_interpreted")
     for dtype, width, message in (("float32", 64, "k_pool in float32"), ("bfloat16", 32, "64 and 128, got 32")):
         x, angle = jnp.zeros((4, 2, width), dtype), jnp.zeros((4, 1, width // 2), dtype)
         with pytest.raises(NotImplementedError, match=message):
-            link(x, x, x, x, index, angle, angle, implementation="mosaic_gpu_interpreted")
+            link(x, x, jnp.stack([x, x])[None], index, angle, angle, implementation="mosaic_gpu_interpreted")
 
 
 class Hopper:
@@ -381,6 +386,7 @@ def test_the_choice_is_recorded_with_its_reason(monkeypatch: pytest.MonkeyPatch)
 def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: bool, monkeypatch) -> None:
     x, index = jax.ShapeDtypeStruct((4, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
     angle = jax.ShapeDtypeStruct((4, 1, 32), jnp.bfloat16)
+    data = jax.ShapeDtypeStruct((1, 2, 4, 2, 64), jnp.bfloat16)
     versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
     monkeypatch.setattr("jax._src.lib.cuda_versions", versions)
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
@@ -391,7 +397,7 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
             jax.eval_shape(lambda *args: kernel(*args, implementation=implementation), *arguments)
         return made[0]
 
-    for kernel, arguments in ((attention, (x, x, x, index, index)), (link, (x, x, x, x, index, angle, angle))):
+    for kernel, arguments in ((attention, (x, x, x, index, index)), (link, (x, x, data, index, angle, angle))):
         best = choice(kernel, arguments, None)
         # No assembler works for the interpreter.
         assert choice(kernel, arguments, "mosaic_gpu_interpreted").implementation == "mosaic_gpu_interpreted"

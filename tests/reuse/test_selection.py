@@ -50,7 +50,7 @@ def scores_by_hand(policy, probe, runs):
     n, is_image = len(placed.layout), placed.is_image
     total = np.zeros(n)
     for layer in policy.scored_layers:
-        module = bind(runner.definitions.layer_graph, runner._text["layers"][layer])
+        module = bind(runner.definitions.layer_graph, runner.text["layers"][layer])
         size = len(placed.x)
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions

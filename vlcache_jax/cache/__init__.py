@@ -27,6 +27,8 @@ which belong to the context they were computed in; of these there are as many va
 as the user allows. The least recently used records leave first. Those that a user pins stay, up to a share of the
 budget. Why K, V are gone is remembered for a while, for each context and for the image as a whole.
 
+K, V may be kept by a codec (`CacheConfig.codec`). Such records serve approximate reuse alone.
+
 What comes from outside memory is checked against its checksums before anyone uses it. A record that is damaged, or
 cannot be read, is a miss with a reason, never an error.
 """

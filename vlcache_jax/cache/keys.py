@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,18 @@ def entry_key(
     return _digest(content, settings, fingerprint, codec, format_version, salt)
 
 
-def context_key(before: Sequence[str | npt.NDArray[np.int32]]) -> str:
-    """Digest of everything before an image in its prompt: 64 hex digits.
+def context_keys(parts: Iterable[str | npt.NDArray[np.int32]]) -> Iterator[str]:
+    """Digests of everything before each image in its prompt: 64 hex digits each.
 
     Args:
-        before: in order, the token ids of each stretch of text and the entry key of each image.
+        parts: of the prompt in order, the token ids of each stretch of text and the entry key of each image.
     """
-    return _digest([part if isinstance(part, str) else part.astype("<i4").tobytes() for part in before])
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            yield digest.hexdigest()
+        for piece in _frame(part if isinstance(part, str) else part.astype("<i4").tobytes()):
+            digest.update(piece)
 
 
 def owner_key(salt: str | None) -> str:

@@ -37,6 +37,8 @@ class Meta:
       grid, tokens: of the image.
       dtype, shape: of the data, with the token axis padded to a rung: K, V before rotation [L, 2, T, K, D], encoder
         rows and DeepStack features [1 + J, T, M].
+      planes: of coded K, V, bytes a token of the codes and of the scales; their data are uint8 [L, 2, bytes], in each
+        block the codes of all tokens, then the scales. Empty: they are not coded.
       checksums: of the parts, without padding; empty as long as the record is being filled.
     """
 
@@ -48,6 +50,7 @@ class Meta:
     tokens: int
     dtype: str
     shape: tuple[int, ...]
+    planes: tuple[int, ...] = ()
     checksums: tuple[int, ...] = ()
 
     @property
@@ -61,6 +64,13 @@ class Meta:
         if self.context is None:
             return ("encoder",), *(("deepstack", j) for j in range(self.shape[0] - 1))
         return tuple(("kv", layer) for layer in range(self.shape[0]))
+
+    @property
+    def padded(self) -> int:
+        """Tokens that the data have room for."""
+        if self.context is None:
+            return self.shape[1]
+        return self.shape[2] // sum(self.planes) if self.planes else self.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -114,10 +124,22 @@ def _checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
     return functools.reduce(lambda crc, rows: zlib.crc32(rows.view(np.uint8), crc), _blocks(meta, part), 0)
 
 
-def _blocks(meta: Meta, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Of a part, K and V [2, T, K, D] or rows [T, M]: contiguous arrays, without padding."""
-    blocks = part[None] if meta.context is None else part
-    return blocks[:, : meta.tokens]
+def _blocks(meta: Meta, part: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Of a part, K and V [2, T, K, D] or [2, bytes], or rows [T, M]: contiguous arrays, without padding."""
+    for block in part[None] if meta.context is None else part:
+        for plane in _planes(meta, block):
+            yield plane[: meta.tokens]
+
+
+def _planes(meta: Meta, block: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Of a block, arrays whose first axis is that of tokens."""
+    if not meta.planes:
+        yield block
+        return
+    tokens, first = len(block) // sum(meta.planes), 0
+    for size in meta.planes:
+        yield block[first : first + tokens * size].reshape(tokens, size)
+        first += tokens * size
 
 
 class Record:
@@ -130,6 +152,8 @@ class Record:
       held: how many requests are going to read it.
       missing: tokens whose K, V it still lacks.
       is_claimed: whether somebody is going to fill it.
+      is_loading: whether it comes from another tier, its parts in their order.
+      lent: its memory as arrays of a device that reads it as it lies, by their first part.
     """
 
     def __init__(self, meta: Meta):
@@ -139,18 +163,48 @@ class Record:
         self.held = 0
         self.missing = meta.tokens
         self.is_claimed = False
+        self.is_loading = False
+        self.lent: dict[int, Any] = {}
         self.is_ready = False
-        self._settled = threading.Event()
+        self._is_settled = False
+        self._arrived = 0  # parts
+        self._changed = threading.Condition()
 
     def wait(self) -> bool:
         """Waits until the record is filled; False if that failed."""
-        self._settled.wait()
-        return self.is_ready
+        return self.wait_for(len(self.meta.parts) + 1)
+
+    def arrive(self, count: int) -> None:
+        """The first `count` parts are there, and what they are."""
+        with self._changed:
+            self._arrived = count
+            self._changed.notify_all()
+
+    def has_arrived(self, count: int) -> bool:
+        """Whether the first `count` parts are there."""
+        return (self._arrived >= count and not self._is_settled) or self.is_ready  # which it may have become meanwhile
+
+    def wait_for(self, count: int) -> bool:
+        """Waits until the first `count` parts are there; False if they do not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled or self._arrived >= count)
+        return self.has_arrived(count)
 
     @functools.cached_property
     def data(self) -> npt.NDArray[Any]:
         """See `Meta.shape`; beyond the image's tokens it is undefined. It takes memory from its first use on."""
         return _aligned(self.meta.shape, np.dtype(self.meta.dtype))
+
+    def put(self, layer: int, half: int, tokens: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
+        """Fills in keys (half 0) or values (1) of some tokens, coded or not."""
+        block = self.data[layer, half]
+        if not self.meta.planes:
+            block[tokens] = rows
+            return
+        first = 0
+        for plane in _planes(self.meta, block):
+            plane[tokens] = rows[:, first : first + plane.shape[1]]
+            first += plane.shape[1]
 
     @property
     def is_pinned(self) -> bool:
@@ -170,7 +224,7 @@ class Record:
     @property
     def is_settled(self) -> bool:
         """Whether it is filled, or never will be."""
-        return self._settled.is_set()
+        return self._is_settled
 
     def settle(self, is_ready: bool) -> None:
         """Ends the filling, if it has not ended yet."""
@@ -178,12 +232,24 @@ class Record:
             return
         if is_ready:
             self.meta = replace(self.meta, checksums=self.checksums())
-        self.is_ready = is_ready
-        self._settled.set()
+        with self._changed:
+            self.is_ready = is_ready
+            self._is_settled = True
+            self._changed.notify_all()
 
-    def is_finite(self) -> bool:
-        """Whether it holds no NaN and no infinity."""
-        return all(is_finite(rows) for part in self.data for rows in _blocks(self.meta, part))
+    def is_finite(self, parts: slice = slice(None)) -> bool:
+        """Whether it, or some of its parts, hold no NaN and no infinity."""
+        for part in self.data[parts]:
+            for number, rows in enumerate(_blocks(self.meta, part)):
+                if not self.meta.planes:
+                    floats = rows
+                elif number % len(self.meta.planes) == len(self.meta.planes) - 1:
+                    floats = rows.view(np.float16)  # scales say whether what they scale is finite
+                else:
+                    continue
+                if not is_finite(floats):
+                    return False
+        return True
 
     def checksums(self) -> tuple[int, ...]:
         """Of each part as it is now."""

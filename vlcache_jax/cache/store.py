@@ -36,7 +36,8 @@ class CacheStats:
     """Counters since the engine began, and what is kept now.
 
     Attributes:
-      hits_exact, hits_approximate: images whose K, V were found, computed in the same context or in another one.
+      hits_exact, hits_approximate: images whose K, V were found, as they were computed in the same context; or computed
+        in another one, or kept by a codec.
       misses: images whose K, V were not found, or could not be used.
       encoder_hits: images whose encoder rows were found.
       stored, evicted: records.
@@ -77,12 +78,21 @@ class Handle:
     Attributes:
       encoder: record of the encoder rows, or None.
       kv: record of K, V, or None.
-      exact: K, V were computed in this very context.
+      exact: K, V were computed in this very context, and are kept as they were.
+      is_coded: they were, but are kept by a codec.
       why: the reason if not.
     """
 
-    def __init__(self, store: Store, encoder: Record | None, kv: Record | None, exact: bool, why: Why | None):
-        self.encoder, self.kv, self.exact, self.why = encoder, kv, exact, why
+    def __init__(
+        self,
+        store: Store,
+        encoder: Record | None,
+        kv: Record | None,
+        exact: bool,
+        why: Why | None,
+        is_coded: bool = False,
+    ):
+        self.encoder, self.kv, self.exact, self.why, self.is_coded = encoder, kv, exact, why, is_coded
         self._store = store
         self._records = [record for record in (encoder, kv) if record is not None]
         self._count = store.pin
@@ -164,10 +174,14 @@ class Store:
         with self._lock:
             encoder = self._get(f"enc/{entry}", grid)
             same = self._get(name := f"kv/{entry}/{context}", grid)
-            exact = same is not None and same.meta.canonical
+            is_own = same is not None and same.meta.canonical
+            is_coded = same is not None and is_own and bool(same.meta.planes)
+            exact = is_own and not is_coded
             variants = [record for record in self._variants.get(entry, ()) if grid in (None, record.meta.grid)]
             kv, why = same, None
-            if not exact:
+            if is_coded:
+                kv, why = (same if approximate else None), Why.coded
+            elif not exact:
                 canonical = [record for record in variants if record.meta.canonical]
                 usable = (canonical or variants) if approximate else []
                 kv = usable[-1] if usable else None
@@ -176,7 +190,7 @@ class Store:
             for record in (kv, encoder):  # the encoder's rows are of use for longer
                 if record is not None:
                     self.tier.touch(record)
-            return Handle(self, encoder, kv, exact, why)
+            return Handle(self, encoder, kv, exact, why, is_coded)
 
     def count(self, handle: Handle) -> None:
         """Enters a look-up in the counters."""
@@ -231,12 +245,16 @@ class Store:
         [record] = self.reserve([replace(meta, checksums=())])
         if record is None:
             return None
-        record.is_claimed = True
+        record.is_claimed = record.is_loading = True
         try:
             missing = set(meta.parts)
             for part, array in tier.read(name, meta.parts):
-                record.data[meta.parts.index(part)] = verified(meta, part, array)
+                number = meta.parts.index(part)
+                record.data[number] = verified(meta, part, array)
+                if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
+                    self.withdraw(record, Why.not_finite)
                 missing.discard(part)
+                record.arrive(next((i for i, one in enumerate(meta.parts) if one in missing), len(meta.parts)))
             if missing:
                 raise TierError(f"{name}: {missing} did not come")
             self.publish(record)

@@ -11,6 +11,7 @@ class Why(enum.Enum):
     reuse_off = "reuse_off"
     unknown_image = "unknown_image"  # never seen, or long forgotten
     other_context = "other_context"  # known, but computed behind something else
+    coded = "coded"  # known in this context, but its K, V are kept by a codec that is not exact (`codec`)
     displaced = "displaced"  # known in this context, but it made room for another context of the image (`variants`)
     evicted = "evicted"  # known, but it had to make room (`host_bytes`), or was told to go
     too_large = "too_large"  # the cache has no room for it

@@ -47,21 +47,26 @@ class Writer:
 
         self._start([encoded], [record], fill)
 
-    def kv(self, captured: Sequence[Captured], k: Sequence[jax.Array], v: Sequence[jax.Array]) -> None:
-        """`k` before rotation and `v` of each layer, [N, K, D], hold these rows of a step."""
+    def kv(self, captured: Sequence[Captured], layers: Sequence[tuple[jax.Array, jax.Array] | jax.Array]) -> None:
+        """Rows of a step are what these are to hold.
+
+        Args:
+          layers: of each, keys before rotation and values, [N, K, D], or both coded, uint8 [2, N, W].
+        """
 
         def fill() -> None:
             wanted = [part for part in captured if not part.record.is_settled]
-            for layer, pair in enumerate(zip(k, v, strict=True)):
-                for half, values in enumerate(map(np.asarray, pair)):
+            for layer, pair in enumerate(layers):
+                halves = np.asarray(pair) if isinstance(pair, jax.Array) else map(np.asarray, pair)
+                for half, values in enumerate(halves):
                     for record, tokens, rows in wanted:
-                        record.data[layer, half, tokens] = values[rows]
+                        record.put(layer, half, tokens, values[rows])
             for record, tokens, _ in wanted:
                 record.missing -= len(tokens)
                 if not record.missing:
                     self._store.publish(record)
 
-        self._start([*k, *v], [part.record for part in captured], fill)
+        self._start(jax.tree.leaves(layers), [part.record for part in captured], fill)
 
     def end(self, records: Sequence[Record], *, failed: bool) -> None:
         """Whoever was to have these filled has ended; what nobody has begun to fill, nobody will.

@@ -190,16 +190,16 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
             work = make_work(np.zeros(size, int), rows.k_start, rows.k_end, [pages[: config.pages]], config)
             took = []
             for _ in range(repeats + 1):
-                pool, runner._pool = runner._pool_now(), None
+                pool = runner.take_pool()
                 x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
                 start = time.perf_counter()
-                x, *pool[layer], _ = runner._run(
-                    ("layer", size, size, False),
-                    runner._text["layers"][layer], x, *pool[layer], packed, np.int32(size), work, None,
+                x, *pool[layer], _ = runner.run(
+                    ("layer", size, size, False, False),
+                    runner.text["layers"][layer], x, *pool[layer], packed, np.int32(size), work, None, None,
                 )  # fmt: skip
                 jax.block_until_ready((x, pool[layer]))
                 took.append(time.perf_counter() - start)
-                runner._pool = pool
+                runner.give_pool(pool)
             measured[size] = round(1e6 * statistics.median(took[1:]))
             bar.update()
     runner.reset()

@@ -6,7 +6,8 @@ images a prompt shows, `linker` which of them are known, and gives what will be 
 by pass: in each, `engine` admits, launches a prefill step and a window, and reads what the pass before launched.
 `scheduler` says who runs, and `pages` in which pages of the KV pool, and what of a prompt is there already; `readiness`
 whether what a prompt counts on is there; `prefilling` launches prompts, which `batching` cuts into steps of static
-sizes; `results` reads tokens and scores, `clock` tells how long they took.
+sizes: `linking` brings stored K, V into the pool, group of layers by group of layers, and a `passage` takes a step
+through the layers that have theirs; `results` reads tokens and scores, `clock` tells how long they took.
 
 `runner` holds weights, KV pool and lanes and calls compiled `programs`, each of them defined in `definitions`, of
 which `window` decodes. How a token is chosen: `sampling` has the user's parameters, `sampler` the device's part,

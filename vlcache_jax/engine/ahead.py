@@ -7,18 +7,19 @@ first repeat would wait for them.
 from __future__ import annotations
 
 import atexit
+import collections
 import dataclasses
 import logging
 import threading
 from collections import abc
 
-from vlcache_jax.engine.batching import Step, prefill_steps
+from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
 from vlcache_jax.engine.ladder import Ladder, round_up
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.programs import Key, Programs
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
-from vlcache_jax.inputs.layout import Layout
+from vlcache_jax.inputs.layout import Layout, State
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Policy, make_plan
 from vlcache_jax.reuse.selection import make_choice
@@ -26,7 +27,7 @@ from vlcache_jax.reuse.selection import make_choice
 _CALLS = 2  # groups of requests that wait to be looked at
 _log = logging.getLogger(__name__)
 # Those that depend on how many rows are left; others have been used.
-_PROGRAMS = ("link", "copy", "embed", "layer", "slice", "head")
+_PROGRAMS = ("link", "copy", "embed", "layer", "layers", "slice", "head")
 
 
 class Ahead:
@@ -113,12 +114,18 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     layers, patches = config.text.num_layers, config.vision.merge_size**2
     known = {id(use.span) for sequence in answered for use in sequence.images if use.captured is not None}
     layouts: dict[int, Layout] = {}  # answers to one request share theirs
-    linked: set[int] = set()
+    linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
+    again: State = "exact" if definitions.codec is None else "approximate" if policy.approximates else "miss"
     for sequence in answered:
-        spans = [dataclasses.replace(s, state="exact") if id(s) in known else s for s in sequence.layout.spans]
+        spans = [dataclasses.replace(s, state=again) if id(s) in known else s for s in sequence.layout.spans]
         layout = dataclasses.replace(sequence.layout, spans=tuple(spans))
         layouts.setdefault(id(sequence.layout), layout)
-        linked |= {span.length for span in layout.images if span.state != "miss"}
+
+    def note_links(turn: list[Prefill[Sequence]]) -> None:
+        spans = (span for one in turn for span in one.layout.images if span.start + span.length > one.cached)
+        sizes = (round_up(span.length, definitions.token_rungs) for span in spans if span.state != "miss")
+        for size, number in collections.Counter(sizes).items():
+            linked.update((size, count) for count in definitions.split_links(size, number))
 
     def run(scheduler: Scheduler[Sequence], owned: bool) -> list[Step[Sequence]]:
         steps = []
@@ -130,6 +137,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         while scheduler.waiting:
             admitted = scheduler.admit()
             while turn := scheduler.next_turn(scheduler.prefilling):
+                note_links(turn)
                 steps += prefill_steps(turn, ladder, definitions.num_slots, layers)
                 scheduler.launched(turn)
             for sequence in admitted:
@@ -145,9 +153,9 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
     rungs = Ladder(
         rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
-        patches=tuple(sorted({round_up(tokens * patches, ladder.patches) for tokens in linked})),
+        patches=tuple(sorted({size * patches for size, _ in linked})),
         sequences=tuple(sorted({round_up(len(step.wanted), ladder.sequences) for step in steps if step.wanted})),
     )
     shrinking = {layer for step in steps for layer in range(layers - 1) if step.bounds[layer + 1] < step.bounds[layer]}
     keys = programs.keys(linking=True, shrinking=shrinking, ladder=rungs)
-    return [key for key in keys if key[0] in _PROGRAMS]
+    return [key for key in keys if key[0] in _PROGRAMS and (key[0] != "link" or key[1:3] in linked)]

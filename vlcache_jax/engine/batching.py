@@ -7,6 +7,7 @@ moved are not cut, unless more of their tokens are computed than one step can.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import abc
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE, Shared, Work, WorkConfig, make_work
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice, Selection
-from vlcache_jax.reuse.shift import Shift, make_shifts, shifted_images
+from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, most_moved, shifted_images
 
 Index = npt.NDArray[np.int32]
 
@@ -65,12 +66,12 @@ class Prefill[S: Sequence]:
         """The pool's slots of logical slots."""
         return self.table[place // PAGE] * PAGE + place % PAGE
 
-    def linked_slots(self, span: ImageSpan, nowhere: int) -> Index:
-        """Where the stored K, V of an image's tokens belong; those that are there already, from slot `nowhere` on."""
-        place = self.plan.slots[span.tokens]
-        index = np.arange(len(place), dtype=np.int32)
-        is_there = (index + span.start < self.cached) | (place < PAGE * self.shared)
-        return np.where(is_there, nowhere + index, self.slots(place)).astype(np.int32)
+    @functools.cached_property
+    def to_link(self) -> Index:
+        """The pool's slot of each token, beyond any pool where its K, V are there already [n]."""
+        place = self.plan.slots
+        is_there = (np.arange(len(place)) < self.cached) | (place < PAGE * self.shared)
+        return np.where(is_there, np.iinfo(np.int32).max, self.slots(place)).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class Step[S: Sequence]:
       wanted: (sequence, index of the token) of each row whose logits are wanted; they come first.
       num_slots: of the pool.
       selection: what is chosen on the device; `active` and `bounds` count the rows that are.
-      shifts: images whose linked K, V are moved.
+      shift: the images whose linked K, V are moved; None: there are none.
     """
 
     rows: Rows
@@ -104,7 +105,7 @@ class Step[S: Sequence]:
     wanted: tuple[tuple[S, int], ...]
     num_slots: int
     selection: Selection | None = None
-    shifts: tuple[Shift, ...] = ()
+    shift: Shift | None = None
 
     @property
     def leaving(self) -> tuple[tuple[int, int, bool], ...]:
@@ -144,7 +145,7 @@ class Step[S: Sequence]:
 def linked_images(
     prefills: abc.Iterable[Prefill[Any]],
 ) -> list[tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]]:
-    """The records whose K, V are to be linked, each with the places that it comes to: they share the transfer."""
+    """The records whose K, V are to be linked, each with the places that it comes to."""
     users: dict[int, tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]] = {}
     for prefill in prefills:
         for use in prefill.sequence.images if prefill.links else ():
@@ -191,7 +192,7 @@ def prefill_steps[S: Sequence](
     token = np.concatenate([prefill.layout.token_ids for prefill in prefills])
     images, image, image_row = _image_rows(prefills, length)
     shifted = shifted_images([(prefill.layout, prefill.plan) for prefill in prefills], num_layers)
-    done = -1  # the last of these images whose first rows are in a step
+    begun = 0  # of these images, those whose first rows are in a step
 
     steps = []
     computed = np.flatnonzero(depth)
@@ -201,6 +202,8 @@ def prefill_steps[S: Sequence](
         count = len(computed)
         size = split_rows(count, ladder.rows)[0] if choice is None else round_up(count, ladder.rows)
         count = min(size, count)
+        end = most_moved(shifted, begun, min(TOKENS, num_slots))
+        count = min(count, int(np.argmax(np.append(shifted[computed], end) >= end)))
         if count < len(computed) and (cut := shifted[computed[count]]) == shifted[computed[count - 1]] >= 0:
             # What moves an image must not depend on where a step ends, so its rows stay together: they begin the next
             # step, or are this one, if need be the most that a step holds.
@@ -222,9 +225,8 @@ def prefill_steps[S: Sequence](
             active = (*active[: check + 1], *(must + n for n in keep))
         bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
-        moving = range(done + 1, 1 + max(done, int(shifted[rows].max())))
-        done += len(moving)
-        shifts = make_shifts(shifted, moving, rows, slot, position, depth, ladder.max_rows)
+        moving = range(begun, max(begun, 1 + int(shifted[rows].max())))
+        begun = moving.stop
         outputs = rows[depth[rows] > num_layers]
         # The output head takes as many rows as sequences run; where more logits are wanted, it takes slices of all.
         leaving = ladder.outputs(bounds[-1]) if len(outputs) <= ladder.max_sequences else bounds[-1]
@@ -244,7 +246,7 @@ def prefill_steps[S: Sequence](
                 wanted=tuple((prefills[owner[row]].sequence, int(index[row])) for row in outputs),
                 num_slots=num_slots,
                 selection=selection,
-                shifts=tuple(shifts),
+                shift=make_shift(shifted, moving, rows, slot, position, depth),
             )
         )
     return steps

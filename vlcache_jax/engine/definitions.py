@@ -25,21 +25,29 @@ from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder,
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.reuse.selection import SelectingPolicy, choose, narrow, project
-from vlcache_jax.reuse.shift import IMAGES, differences, move
+from vlcache_jax.reuse.shift import TOKENS, Moves, differences, move
 
 Params = dict[str, Any]
+Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
+
+LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all
+LINKED = (16, 4, 1)  # images that one program links
+LINKED_TOKENS = 16384  # of these images together, where they are several
+BLOCK = 4  # layers that are one program where steps are short
+BLOCK_ROWS = 1024  # of a step beyond which a layer takes longer than its launch by far
 
 
 class Definitions:
     """Defines each program by a method of its name, whose arguments are the program's static sizes.
 
     Args:
-      config, params, normalization, num_slots, max_pages, ladder, implementation: see `Runner`; of arrays only the
-        shapes count.
+      config, params, normalization, num_slots, max_pages, ladder, implementation, codec: see `Runner`; of arrays only
+        the shapes count.
 
     Attributes:
       token_rungs: numbers of an image's tokens.
-      moved_rungs: numbers of tokens that are moved together.
+      moved: tokens of images that a step moves at most.
+      link_groups: layers whose K, V are linked together, in their order.
       windows: pages of the prompts that scores look at.
       work_config: (rows, decode=False) -> how their attention is cut, the same object every time.
       layer_graph, table_graph, norm_graph: what weights of a decoder layer, an embedding table and a norm are bound to.
@@ -55,8 +63,10 @@ class Definitions:
         max_pages: int,
         ladder: Ladder,
         implementation: str | None,
+        codec: kernels.Codec | None = None,
     ):
         self.config = config
+        self.codec = codec
         self.ladder = ladder
         self.num_slots = num_slots
         self.max_pages = max_pages
@@ -73,9 +83,24 @@ class Definitions:
         self.table_graph = nnx.graphdef(text.embed_tokens)
         self.norm_graph = nnx.graphdef(text.norm)
         self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
-        self.moved_rungs = tuple(sorted({*ladder.rows, *self.token_rungs}))
+        self.moved = min(max(TOKENS, self.token_rungs[-1]), num_slots)
+        layers = config.text.num_layers
+        size = -(-layers // LINK_GROUPS)
+        self.link_groups = tuple(slice(first, min(first + size, layers)) for first in range(0, layers, size))
         pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
         self.windows = tuple(sorted({*pages, max_pages}))
+
+    def linked(self, size: int) -> tuple[int, ...]:
+        """How many images of `size` tokens one program links, the largest number first."""
+        return tuple(count for count in LINKED if count == 1 or count * size <= LINKED_TOKENS)
+
+    def split_links(self, size: int, number: int) -> list[int]:
+        """How many images each program links where `number` images of `size` tokens are linked."""
+        counts = []
+        for count in self.linked(size):
+            counts += [count] * (number // count)
+            number %= count
+        return counts
 
     def shape_of(self, name: str) -> Any:
         """Of the arrays that the program `name`, which takes nothing, makes."""
@@ -120,23 +145,56 @@ class Definitions:
         encoded = jax.ShapeDtypeStruct((rows.shape[0], size, rows.shape[2]), self.dtype)
         return stage, (rows, encoded, jax.ShapeDtypeStruct((size,), jnp.int32)), 0
 
-    def link(self, size: int) -> Any:
+    def link(self, size: int, count: int, layers: int) -> Any:
+        """K, V of `count` images in `layers` layers that follow each other."""
         text = self.config.text
 
-        def link(pool: Any, data: jax.Array, slot: jax.Array, position: jax.Array) -> Any:
+        def link(pool: Any, data: list[jax.Array], places: jax.Array, constants: list[Constants]) -> Any:
+            slot, *position = jnp.moveaxis(places, 1, 0).reshape(4, -1)
             cos, sin = rope.text_rotation(
-                position, text.rope_theta, text.mrope_section, text.mrope_interleaved, self.dtype
+                jnp.stack(position), text.rope_theta, text.mrope_section, text.mrope_interleaved, self.dtype
             )
-            write = functools.partial(kernels.link, implementation=self.implementation)
+            codec = None if self.codec is None else self.codec.name
+            write = functools.partial(kernels.link, codec=codec, implementation=self.implementation)
             linked = [
-                [*write(k, v, data[layer, 0], data[layer, 1], slot, cos, sin)] for layer, (k, v) in enumerate(pool)
+                [*write(k, v, data, slot, cos, sin, layer=layer, bias=bias, weight=weight)]
+                for layer, ((k, v), (bias, weight)) in enumerate(zip(pool, constants, strict=True))
             ]
             return linked, jnp.zeros((), jnp.int32)
 
-        pool = [[self.shape_of("pool")] * 2] * text.num_layers
-        shape = text.num_layers, 2, size, text.num_kv_heads, text.head_dim
-        index = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return link, (pool, jax.ShapeDtypeStruct(shape, self.dtype), index, _rows(size).position), 0
+        pool = [[self.shape_of("pool")] * 2] * layers
+        stored = jax.ShapeDtypeStruct((layers, 2, size, text.num_kv_heads, text.head_dim), self.dtype)
+        if self.codec is not None:
+            planes = self.codec.planes(text.num_kv_heads, text.head_dim)
+            stored = jax.ShapeDtypeStruct((layers, 2, size * sum(planes)), jnp.uint8)
+        constants, places = self.constants(self._text)[:layers], jax.ShapeDtypeStruct((count, 4, size), jnp.int32)
+        return link, (pool, [stored] * count, places, constants), 0
+
+    def code(self, size: int) -> Any:
+        """A layer's keys before rotation and values, coded."""
+        text, codec = self.config.text, self.codec
+        assert codec is not None
+
+        def code(k: jax.Array, v: jax.Array, constants: Constants) -> jax.Array:
+            return jnp.stack([codec.encode(k, *constants), codec.encode(v)])
+
+        rows = jax.ShapeDtypeStruct((size, text.num_kv_heads, text.head_dim), self.dtype)
+        return code, (rows, rows, self.constants(self._text)[0]), ()
+
+    def constants(self, text: Params) -> list[Constants]:
+        """Of each layer what its keys before rotation have in common, and codecs take out."""
+        return [self._constants(text["layers"][layer]["self_attn"]) for layer in range(self.config.text.num_layers)]
+
+    def _constants(self, attention: Params) -> Constants:
+        text = self.config.text
+        if self.codec is None:
+            return None, None
+        bias = attention["k_proj"].get("bias")
+        if isinstance(bias, jax.ShapeDtypeStruct):
+            bias = jax.ShapeDtypeStruct((text.num_kv_heads, text.head_dim), bias.dtype)
+        elif bias is not None:
+            bias = bias.reshape(text.num_kv_heads, text.head_dim)
+        return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
 
     def copy(self, count: int) -> Any:
         def copy(pool: Any, source: jax.Array, target: jax.Array) -> Any:
@@ -151,7 +209,7 @@ class Definitions:
         return copy, (pool, pages, pages), 0
 
     def slice(self, size: int, less: int) -> Any:
-        return lambda x: x[:less], (jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype),), ()
+        return lambda x: x[:less], (self._hidden(size),), ()
 
     def embed(self, size: int) -> Any:
         def embed(table: Params, encoder_rows: jax.Array, rows: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
@@ -174,17 +232,39 @@ class Definitions:
             decode=decode, implementation=self.implementation,
         )  # fmt: skip
 
-    def layer(self, size: int, keep: int, has_deepstack: bool) -> Any:
-        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
-        pool, count = self.shape_of("pool"), jax.ShapeDtypeStruct((), jnp.int32)
-        work = self.work_config(keep).abstract()
-        arguments = self._text["layers"][0], x, pool, pool, self.packed, count, work, x if has_deepstack else None
+    def layer(self, size: int, keep: int, has_deepstack: bool, shifts: bool = False) -> Any:
+        pool, added = self.shape_of("pool"), self._hidden(size) if has_deepstack else None
+        active, work = jax.ShapeDtypeStruct((), jnp.int32), self.work_config(keep).abstract()
+        arguments = self._text["layers"][0], self._hidden(size), pool, pool, self.packed, active, work, added
 
         def layer(params: Params, x: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, *rest: Any) -> Any:
-            return self.layer_step(params, x, k, v, unpack(rows, size), *rest, keep=keep)
+            active, work, added, moves = rest
+            moves = _of_layer(moves, 0)
+            return self.layer_step(params, x, k, v, unpack(rows, size), active, work, added, moves, keep=keep)
 
         # x can only be updated in place where the output has its shape.
-        return layer, arguments, (1, 2, 3) if keep == size else (2, 3)
+        donated = (1, 2, 3) if keep == size else (2, 3)
+        return layer, (*arguments, self._moves(1) if shifts else None), donated
+
+    def layers(self, size: int, shifts: bool = False) -> Any:
+        """`BLOCK` layers after each other that all rows leave, none of them with DeepStack features."""
+        # An inner jit: what they have in common is compiled once.
+        layer = jax.jit(functools.partial(self.layer_step, keep=size))
+
+        def block(
+            params: list[Params], x: jax.Array, pool: Any, rows: jax.Array, active: Any, work: Any, moves: Any
+        ) -> Any:
+            rest, captured, own = [], [], unpack(rows, size)
+            for i, weights in enumerate(params):
+                x, k, v, values = layer(weights, x, *pool[i], own, active[i], work, None, _of_layer(moves, i))
+                rest.append([k, v])
+                captured.append(values)
+            return x, rest, captured
+
+        pool = [[self.shape_of("pool")] * 2] * BLOCK
+        active, work = jax.ShapeDtypeStruct((BLOCK,), jnp.int32), self.work_config(size).abstract()
+        weights, moves = [self._text["layers"][0]] * BLOCK, self._moves(BLOCK) if shifts else None
+        return block, (weights, self._hidden(size), pool, self.packed, active, work, moves), (1, 2)
 
     def layer_step(
         self,
@@ -193,21 +273,34 @@ class Definitions:
         k: jax.Array,
         v: jax.Array,
         rows: Rows,
-        count: jax.Array,
+        active: jax.Array,
         work: kernels.Work,
-        added: jax.Array | None,
+        added: jax.Array | None = None,
+        moves: Moves | None = None,
         *,
         keep: int,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """A layer of which the first `count` rows write: the bound may reach beyond them, into rows that have dropped
-        out, whose slots hold linked K, V."""
+        """A layer of which the first `active` rows write: the bound may reach beyond them, into rows that have dropped
+        out, whose slots hold linked K, V. Before that, linked K, V are moved by what the rows show."""
         index = jnp.arange(len(x), dtype=jnp.int32)
-        rows = rows._replace(slot=jnp.where(index < count, rows.slot, self.num_slots + index))
         layer = bind(self.layer_graph, params)
+        if moves is not None:
+            row_image = jnp.where(index < active, moves.row_image[: len(x)], -1)
+            k, v = move(self.config.text, k, v, differences(layer, x, k, v, rows, row_image), moves)
+        rows = rows._replace(slot=jnp.where(index < active, rows.slot, self.num_slots + index))
         return layer(x, k, v, rows, added, work, keep=keep, capture=True, implementation=self.implementation)
 
+    def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+
+    def _moves(self, layers: int) -> Moves:
+        rows, tokens, each = (
+            jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((self.ladder.max_rows,), (6, self.moved), (layers,))
+        )
+        return Moves(rows, tokens, each, each)
+
     def take(self, size: int, chosen: int, less: int) -> Any:
-        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        x = self._hidden(size)
         return lambda x, order: x[order[:less]], (x, jax.ShapeDtypeStruct((chosen,), jnp.int32)), ()
 
     def narrow(self, size: int, less: int) -> Any:
@@ -232,35 +325,19 @@ class Definitions:
             layer = bind(self.layer_graph, params)
             return before + policy.score(project(layer, x, k, v, unpack(rows, size), is_image, request, table))
 
-        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        x = self._hidden(size)
         pool = self.shape_of("pool")
         flags, scores = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.bool_, jnp.float32))
         request, table = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (2, window))
         weights = self._text["layers"][0]
         return score, (weights, x, pool, pool, self.packed, flags, request, table, scores), ()
 
-    def differences(self, size: int) -> Any:
-        def between(params: Params, x: jax.Array, k: Any, v: Any, rows: jax.Array, row_image: jax.Array) -> Any:
-            return differences(bind(self.layer_graph, params), x, k, v, unpack(rows, size), row_image)
-
-        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
-        pool = self.shape_of("pool")
-        index = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return between, (self._text["layers"][0], x, pool, pool, self.packed, index), ()
-
-    def move(self, size: int) -> Any:
-        text, pool = self.config.text, self.shape_of("pool")
-        difference = jax.ShapeDtypeStruct((IMAGES, text.num_kv_heads, text.head_dim), jnp.float32)
-        index, number = jax.ShapeDtypeStruct((size,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-        arguments = pool, pool, (difference, difference), index, _rows(size).position, index, index, number
-        return functools.partial(move, text), arguments, (0, 1)
-
     def choose(self, size: int, less: int) -> Any:
         def chosen(x: jax.Array, rows: jax.Array, score: jax.Array, counts: jax.Array) -> Any:
             x, fewer, order = choose(x, unpack(rows, size), score, *counts, size=less, slots=self.num_slots)
             return x, repack(fewer, self.ladder.max_rows), order
 
-        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        x = self._hidden(size)
         score = jax.ShapeDtypeStruct((size,), jnp.float32)
         return chosen, (x, self.packed, score, jax.ShapeDtypeStruct((3,), jnp.int32)), ()
 
@@ -268,7 +345,7 @@ class Definitions:
         def head(norm: Params, head: Params, x: jax.Array, first: jax.Array) -> jax.Array:
             return self.logits(norm, head, jax.lax.dynamic_slice_in_dim(x, first, count))
 
-        x = jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
+        x = self._hidden(size)
         return head, (self._text["norm"], self._head, x, jax.ShapeDtypeStruct((), jnp.int32)), ()
 
     def logits(self, norm: Params, head: Params, x: jax.Array) -> jax.Array:
@@ -304,6 +381,11 @@ class Definitions:
     def score(self, count: int) -> Any:
         logits = jax.ShapeDtypeStruct((count, self.config.text.vocab_size), jnp.float32)
         return sampler.score, (logits, jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((), bool)), ()
+
+
+def _of_layer(moves: Moves | None, index: int) -> Moves | None:
+    """Of what several layers move, what one does."""
+    return moves and Moves(moves.row_image, moves.tokens, moves.layer[index], moves.count[index])
 
 
 def shapes(tree: Any) -> Any:

@@ -13,6 +13,7 @@ from collections import deque
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from vlcache_jax.cache.record import TierError
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.clock import Clock
 from vlcache_jax.engine.ladder import round_up
@@ -82,7 +83,7 @@ class Engine:
         self._clock = Clock()
         self._lanes = LaneKeeper(runner)
         self._prefiller: Prefiller[Sequence] = Prefiller(runner, writer, self._clock)
-        self._readiness = Readiness(layers, threads)
+        self._readiness = Readiness(layers, runner.definitions.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._arrived = 0
         self._turn: Turn[Sequence] | None = None  # whose steps are being launched
@@ -112,13 +113,13 @@ class Engine:
         launched, unread = self._launched, len(self._flying)
         self._sweep()
         self._admit()
-        self._prefill()
+        put_back = self._prefill()
         self._decode()
         while self._read < launched:  # `_decode` may have read some of these already
             self._read_next()
         while self._leaving and self._leaving[0][0] <= self._read:
             self._leave(self._leaving.popleft()[1])
-        if not (unread or self._launched > launched or self.is_idle):
+        if not (unread or self._launched > launched or put_back or self.is_idle):
             self._wait()
 
     def fail(self, error: BaseException) -> None:
@@ -126,6 +127,8 @@ class Engine:
         self.pages.reset()  # first: nothing may be found in a pool that is gone
         self.runner.reset()
         self._lanes.reset()
+        if self._turn is not None:
+            self._turn.linking.cancel()
         self._turn = None
         self._flying.clear()
         self._read = self._launched
@@ -150,6 +153,7 @@ class Engine:
     def close(self) -> None:
         """It runs nothing any more."""
         self._clock.close()
+        self._prefiller.close()
 
     # Parts of a pass.
 
@@ -186,23 +190,34 @@ class Engine:
                 sequence.metrics.queue = time.perf_counter() - sequence.arrived_at
                 sequence.metrics.wave = self._counts.steps - 1
 
-    def _prefill(self) -> None:
-        """Launches the next prefill step, if there is one."""
-        start = time.thread_time()
+    def _prefill(self) -> bool:
+        """Launches of the next prefill step what can be launched; whether sequences were put back instead."""
+        start, programs = time.thread_time(), self.runner.programs
+        programs.first_launched = None
         if self._turn is None:
             ready = [one for one in self.scheduler.prefilling if self._readiness.is_ready(one)]
             if not ready:
-                return
+                return False
             self._turn = self._prefiller.begin(self.scheduler.next_turn(ready))
         turn = self._turn
-        launched = self._prefiller.launch(turn)
+        try:
+            launched = self._prefiller.launch(turn)
+        except TierError:  # what it was to link is computed
+            turn.linking.cancel()
+            self._turn = None
+            for sequence in {prefill.sequence: None for prefill in turn.prefills}:
+                self.scheduler.put_back(sequence, failed=True)
+            return True
+        for sequence in (prefill.sequence for prefill in turn.prefills):
+            if not sequence.metrics.launched and programs.first_launched is not None:
+                sequence.metrics.launched = programs.first_launched - (sequence.called_at or sequence.arrived_at)
+        if launched is None:
+            self._count(host_prefill_seconds=time.thread_time() - start)
+            return False
         if not turn.steps:
             self.scheduler.launched(turn.prefills)
             self._turn = None
         self._fly(after_prefill(self.runner, self._lanes, launched))
-        now = time.perf_counter()
-        for sequence in (prefill.sequence for prefill in turn.prefills):
-            sequence.metrics.launched = sequence.metrics.launched or now - sequence.arrived_at
         step = launched.step
         self._count(
             prefill_steps=1,
@@ -210,6 +225,7 @@ class Engine:
             padded_prefill_rows=step.bounds[0] - step.active[0],
             host_prefill_seconds=time.thread_time() - start,
         )
+        return False
 
     def _decode(self) -> None:
         """Launches a window, if there are answers that may go on."""
@@ -240,9 +256,15 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something that others do for those that run."""
+        if self._turn is not None:
+            self._turn.linking.wait()
+            return
         for sequence in self.scheduler.prefilling:
             if sequence.lease is not None and self._readiness.wait(sequence):
                 return
+        # What one lacked may have come since it was looked at.
+        if any(self._readiness.is_ready(one) or one.error is not None for one in self.scheduler.prefilling):
+            return
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         raise RuntimeError(f"nothing can go on: {waiting} requests wait and {running} run")
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import threading
 import time
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.keys import context_key, request_key
+from vlcache_jax.cache.keys import context_keys, request_key
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
@@ -23,6 +24,7 @@ from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.request import ImageUse, Linked, Request
 from vlcache_jax.inputs.layout import ImageRef, State, make_layout
 from vlcache_jax.models import ModelConfig
+from vlcache_jax.pallas_kernels import Codec
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy, make_plan
 from vlcache_jax.reuse.selection import make_choice
@@ -35,15 +37,23 @@ class Linker:
       config: of the model.
       store, writer: the cache.
       dtype: of weights and records.
+      codec: of K, V; None: they are kept as they are.
       token_rungs: to which records are padded.
     """
 
     def __init__(
-        self, config: ModelConfig, store: Store, writer: Writer, *, dtype: np.dtype, token_rungs: tuple[int, ...]
+        self,
+        config: ModelConfig,
+        store: Store,
+        writer: Writer,
+        *,
+        dtype: np.dtype,
+        codec: Codec | None,
+        token_rungs: tuple[int, ...],
     ):
         self.store, self.writer = store, writer
         self._config = config
-        self._dtype = dtype
+        self._dtype, self._codec = dtype, codec
         self._token_rungs = token_rungs
 
     def plan(self, request: Request, policy: Policy) -> Linked:
@@ -113,7 +123,7 @@ class Linker:
             if use.encoder is None and plan.depth[use.span.tokens].any():
                 meta = self._encoder_meta(image, owner)
                 wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
-            if use.linked is None and (most is None or variants[image.key] < most):
+            if use.linked is None and not handle.is_coded and (most is None or variants[image.key] < most):
                 variants[image.key] += 1
                 meta = self._kv_meta(image, owner, context, canonical)
                 wanted[meta.name] = meta, use
@@ -131,24 +141,25 @@ class Linker:
 
     def _contexts(self, request: Request) -> list[str]:
         """Digest of everything before each image."""
-        contexts = []
-        before: list[str | npt.NDArray[np.int32]] = []
+        parts: list[str | npt.NDArray[np.int32]] = []
         done = 0
         for start, image in zip(request.starts, request.images, strict=True):
-            before.append(request.token_ids[done:start])
-            contexts.append(context_key(before))
-            before.append(image.key)
+            parts += [request.token_ids[done:start], image.key]
             done = start + image.num_tokens
-        return contexts
+        return list(context_keys(parts))
 
     def _encoder_meta(self, image: ImageRef, owner: str) -> Meta:
         shape = 1 + self._config.vision.num_deepstack, self._padded(image), self._config.text.hidden_size
         return Meta(image.key, owner, None, True, image.grid, image.num_tokens, str(self._dtype), shape)
 
     def _kv_meta(self, image: ImageRef, owner: str, context: str, canonical: bool) -> Meta:
-        text = self._config.text
-        shape = text.num_layers, 2, self._padded(image), text.num_kv_heads, text.head_dim
-        return Meta(image.key, owner, context, canonical, image.grid, image.num_tokens, str(self._dtype), shape)
+        text, tokens = self._config.text, self._padded(image)
+        shape: tuple[int, ...] = text.num_layers, 2, tokens, text.num_kv_heads, text.head_dim
+        dtype, planes = str(self._dtype), cast(tuple[int, ...], ())
+        if self._codec is not None:
+            planes = self._codec.planes(text.num_kv_heads, text.head_dim)
+            shape, dtype = (text.num_layers, 2, tokens * sum(planes)), "uint8"
+        return Meta(image.key, owner, context, canonical, image.grid, image.num_tokens, dtype, shape, planes)
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)

@@ -16,6 +16,8 @@ from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import PAGE
 
 GIB = 2**30
+# A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more.
+CPU_ROWS = (48, 80, 128, 208, 336, 544, 1024, 4096)
 GPU_SHARE = 0.9  # of what weights and activations leave, for the pool
 MIN_SLOTS = 64  # a pool below this serves nobody
 
@@ -63,7 +65,7 @@ def plan_memory(
       ValueError: `max_model_len` is more than the model or the pool takes, or the pool is too small to serve anybody.
     """
     if ladder is None:
-        ladder = limit_rows(Ladder(), 4096 if device.platform == "cpu" else 8192)
+        ladder = Ladder(rows=CPU_ROWS) if device.platform == "cpu" else Ladder()
     if max_rows is not None:
         ladder = limit_rows(ladder, max_rows)
     if max_sequences is not None:

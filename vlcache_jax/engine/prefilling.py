@@ -11,9 +11,11 @@ import numpy as np
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.batching import Placement, Prefill, Step, encoder_calls, linked_images, prefill_steps
+from vlcache_jax.engine.batching import Placement, Prefill, Step, encoder_calls, prefill_steps
 from vlcache_jax.engine.clock import Clock
 from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.linking import Linking, Transfers
+from vlcache_jax.engine.passage import Passage
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.runner import Runner
 from vlcache_jax.inputs.layout import ImageRef
@@ -29,12 +31,16 @@ class Turn[S: Sequence]:
 
     Attributes:
       prefills: these.
-      steps: that are still to be launched.
+      linking: of stored images, before the first step has ended.
+      steps: that are still to be launched; None: rows have not been cut into steps yet.
+      passage: of the step that is being launched; None: it has not been begun.
       took: what the device takes for each kind of work launched so far, in seconds.
     """
 
     prefills: abc.Sequence[Prefill[S]]
-    steps: deque[Step[S]]
+    linking: Linking
+    steps: deque[Step[S]] | None = None
+    passage: Passage | None = None
     took: list[tuple[str, Future[float]]] = field(default_factory=list)
     where: dict[ImageRef, tuple[jax.Array, int]] = field(default_factory=dict)  # encoder output, first row in it
     kept: dict[ImageRef, Record] = field(default_factory=dict)
@@ -76,54 +82,71 @@ class Prefiller[S: Sequence]:
 
     def __init__(self, runner: Runner, writer: Writer, clock: Clock):
         self.runner, self.writer, self._clock = runner, writer, clock
+        self._transfers = Transfers(runner)
 
     def begin(self, prefills: abc.Sequence[Prefill[S]]) -> Turn[S]:
-        """Copies pages, links stored images, and cuts the rest into steps."""
+        """Copies pages, and has stored images brought to the device."""
         leases = [prefill.sequence.lease for prefill in prefills if prefill.sequence.prefilled == 0]
         self.runner.copy_pages([lease.copy for lease in leases if lease is not None and lease.copy is not None])
-        config = self.runner.config
-        steps = prefill_steps(prefills, self.runner.ladder, self.runner.num_slots, config.text.num_layers)
-        turn = Turn(prefills, deque(steps))
+        turn = Turn(prefills, Linking(self.runner, self._transfers, prefills))
         for use in (use for prefill in prefills for use in prefill.sequence.images):
             if use.encoder is not None:
                 turn.kept[use.span.image] = use.encoder
-        self._link(turn)
         return turn
 
-    def launch(self, turn: Turn[S]) -> Launched[S]:
-        """Launches a turn's next step."""
-        step = turn.steps.popleft()
+    def launch(self, turn: Turn[S]) -> Launched[S] | None:
+        """Launches a turn's next step, or of it what does not need records that are still on their way.
+
+        Returns:
+          The step; None: not all of it is launched yet.
+
+        Raises:
+          TierError: a record does not come.
+        """
+        layers = self.runner.config.text.num_layers
+        self._link(turn)  # at once: it needs no steps
+        if turn.steps is None:
+            turn.steps = deque(prefill_steps(turn.prefills, self.runner.ladder, self.runner.num_slots, layers))
+        step = turn.steps[0]
+        if turn.passage is None:
+            turn.passage = self._begin_step(step, turn)
+        passage = turn.passage
+        while True:
+            linked = turn.linking.layers
+            passage.advance(linked)
+            if passage.is_done:
+                break
+            self._link(turn)
+            if turn.linking.layers == linked:
+                return None
+        turn.passage = None
+        turn.steps.popleft()
+        turn.took.append(("prefill", self._clock.mark([passage.x])))
+        if step.captured:
+            self.writer.kv(step.captured, self.runner.code(passage.captured))
+            self.writer.throttle(2)  # what they read occupies the device
+        later = {placement.image for other in turn.steps for placement in other.placements}
+        turn.where = {image: place for image, place in turn.where.items() if image in later}
+        return Launched(turn, step, passage.x, passage.chosen, tuple(turn.took))
+
+    def close(self) -> None:
+        """It launches nothing any more."""
+        self._transfers.close()
+
+    def _link(self, turn: Turn[S]) -> None:
+        """Writes the K, V of stored images that are there into the pool."""
+        read, done = turn.linking.advance()
+        if done:
+            turn.took += [("transfer", self._clock.mark(read)), ("link", self._clock.mark(done))]
+
+    def _begin_step(self, step: Step[S], turn: Turn[S]) -> Passage:
+        """Encodes new images, and hands the step its rows."""
         new = [p.image for p in step.placements if p.image not in turn.where and not _holds(turn.kept.get(p.image))]
         turn.where.update(self._encode(new, turn.kept))
         if new:
             turn.took.append(("encode", self._clock.mark([turn.where[image][0] for image in new])))
         self._stage(step, turn)
-        x, captured, chosen = self.runner.prefill(step)
-        turn.took.append(("prefill", self._clock.mark([x])))
-        if captured:
-            k, v = zip(*captured, strict=True)
-            self.writer.kv(step.captured, k, v)
-            self.writer.throttle(2)  # what they read occupies the device
-        later = {placement.image for other in turn.steps for placement in other.placements}
-        turn.where = {image: place for image, place in turn.where.items() if image in later}
-        return Launched(turn, step, x, chosen, tuple(turn.took))
-
-    def _link(self, turn: Turn[S]) -> None:
-        """Writes the K, V of stored images into the pool."""
-        transferring: list[jax.Array] = []
-        linking: list[jax.Array] = []
-        for record, spans in linked_images(turn.prefills):
-            under_way = sum(data.nbytes for data in transferring)
-            if transferring and under_way + record.meta.nbytes > self.runner.transfer_bytes:
-                jax.block_until_ready(linking)  # what has been linked gives its memory back
-                transferring = []
-            data = self.runner.put(record.data)
-            transferring.append(data)
-            for prefill, span in spans:
-                slot = prefill.linked_slots(span, self.runner.num_slots + data.shape[2])
-                linking.append(self.runner.link(data, slot, prefill.layout.positions[:, span.tokens]))
-        if linking:
-            turn.took += [("transfer", self._clock.mark(transferring)), ("link", self._clock.mark(linking))]
+        return Passage(self.runner, step)
 
     def _encode(
         self, images: abc.Iterable[ImageRef], kept: abc.Mapping[ImageRef, Record]
@@ -141,21 +164,33 @@ class Prefiller[S: Sequence]:
         return where
 
     def _stage(self, step: Step[S], turn: Turn[S]) -> None:
-        """Hands the step its encoder rows, one call for each encoder output or record that holds some of them."""
-        placed: dict[int, tuple[jax.Array | np.ndarray, list[tuple[Placement, int]]]] = {}
+        """Hands the step its encoder rows: of each encoder output in one call, and those of records together."""
+        placed: dict[int, tuple[jax.Array, list[tuple[Placement, int]]]] = {}
+        kept = []
         for placement in step.placements:
-            image = placement.image
-            if image in turn.where:
-                output, first = turn.where[image]
+            if placement.image in turn.where:
+                output, first = turn.where[placement.image]
                 placed.setdefault(id(output), (output, []))[1].append((placement, first))
             else:
-                size = round_up(int(placement.image_row.max()) + 1, self.runner.token_rungs)  # what is needed, no more
-                placed[id(image)] = turn.kept[image].data[:, :size], [(placement, 0)]
+                kept.append(placement)
         for rows, placements in placed.values():
             place = self.runner.ladder.max_rows + np.arange(rows.shape[1], dtype=np.int32)  # nowhere
             for placement, first in placements:
                 place[first + placement.image_row] = placement.place
             self.runner.stage(rows, place)
+        if kept:
+            self._stage_kept([(turn.kept[placement.image].data, placement) for placement in kept])
+
+    def _stage_kept(self, kept: abc.Sequence[tuple[np.ndarray, Placement]]) -> None:
+        """Hands the step rows of records: no more than it computes."""
+        parts = [data[:, placement.image_row] for data, placement in kept]
+        place = np.concatenate([placement.place for _, placement in kept])
+        most = self.runner.token_rungs[-1]
+        missing = round_up(len(place) % most or most, self.runner.token_rungs) - (len(place) % most or most)
+        rows = np.concatenate([*parts, np.zeros_like(parts[0], shape=(len(parts[0]), missing, parts[0].shape[2]))], 1)
+        place = np.concatenate([place, self.runner.ladder.max_rows + np.arange(missing, dtype=np.int32)])  # nowhere
+        for first in range(0, len(place), most):
+            self.runner.stage(rows[:, first : first + most], place[first : first + most])
 
 
 def _holds(record: Record | None) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vlcache_jax.engine.definitions import Definitions
+from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS, Definitions
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.files import cache_home
 from vlcache_jax.inputs.layout import ImageRef, make_layout
@@ -36,6 +36,7 @@ class Programs:
       definitions: what is compiled.
       compiling: called with the key of a program that `run` has to wait for; it waits within what that returns.
       launches: programs called so far.
+      first_launched: when the first call since this was set to None returned.
       kernels: in the programs compiled so far: which implementation runs each case, and why.
     """
 
@@ -45,6 +46,7 @@ class Programs:
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._locks: dict[Key, threading.Lock] = {}
         self.launches = 0
+        self.first_launched: float | None = None
         self.kernels: dict[Key, tuple[dispatch.Choice, ...]] = {}
 
     def keys_for(self, policy: Policy) -> list[Key]:
@@ -87,16 +89,23 @@ class Programs:
         for size in ladder.rows:
             keep = definitions.ladder.outputs(size)
             keys += [("embed", size)]
-            keys += [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
+            if definitions.codec is not None and linking:
+                keys += [("code", size)]
+            whole: list[Key] = [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
+            if size <= BLOCK_ROWS and layers - deepstack >= BLOCK:
+                whole += [("layers", size)]
             fewer = [rung for rung in ladder.rows if rung < size]
             checked = None if selecting is None else selecting.check_layer  # is left through `choose`
-            keys += [("layer", size, rung, i < deepstack) for i in shrinking if i != checked for rung in fewer]
+            shrunk = [("layer", size, rung, i < deepstack) for i in shrinking if i != checked for rung in fewer]
+            # Steps with rows of images that are moved move in every layer, and no others have fewer and fewer rows.
+            keys += [(*key, False) for key in whole] + [(*key, shifting) for key in shrunk]
+            keys += [(*key, True) for key in whole if shifting]
             if shrinking and min(shrinking) < deepstack - 1:
                 keys += [("slice", size, rung) for rung in fewer]
             for count in {min(count, keep) for count in ladder.sequences}:
                 keys += [("head", keep, count), ("sample", count)]
             # Logits of all rows, slice by slice.
-            keys += [("layer", size, size, layers - 1 < deepstack), ("head", size, keep), ("score", keep)]
+            keys += [("layer", size, size, layers - 1 < deepstack, False), ("head", size, keep), ("score", keep)]
             if selecting is not None:
                 lower = [rung for rung in ladder.rows if rung <= size]
                 keys += [("choose", size, rung) for rung in lower]
@@ -113,11 +122,10 @@ class Programs:
         for size in ladder.patches:
             keys += [("encode", size)]
         for size in (patches // config.vision.merge_size**2 for patches in ladder.patches):
-            keys += [("stage", size)] + [("link", size)] * linking
-        if shifting:
-            keys += [("differences", size) for size in ladder.rows] + [
-                ("move", size) for size in definitions.moved_rungs
-            ]
+            keys += [("stage", size)]
+            if linking:
+                groups = {len(range(layers)[part]) for part in definitions.link_groups}
+                keys += [("link", size, count, group) for count in definitions.linked(size) for group in groups]
         return list(dict.fromkeys(keys))
 
     def compile(
@@ -151,7 +159,10 @@ class Programs:
             with self.compiling(key):
                 self.program(key)
         self.launches += 1
-        return self._compiled[key](*args)
+        made = self._compiled[key](*args)
+        if self.first_launched is None:
+            self.first_launched = time.perf_counter()
+        return made
 
     def program(self, key: Key, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
         """The compiled program. If another thread is at it, waits for it; else compiles it if it is not yet."""

@@ -16,11 +16,12 @@ class Readiness:
 
     Args:
       num_layers: of the decoder.
+      first_layers: that a record must have where it comes layer by layer. With none, it would keep others waiting.
       threads: decode pictures.
     """
 
-    def __init__(self, num_layers: int, threads: Executor):
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int, first_layers: int, threads: Executor):
+        self._num_layers, self._first_layers = num_layers, first_layers
         self._threads = threads
         self._decoding: dict[ImageRef, Future[object]] = {}
 
@@ -36,8 +37,10 @@ class Readiness:
         if self._missing(sequence):
             return False
         for use in self._linking(sequence):
-            if use.linked is not None and not use.linked.is_ready:
+            if use.linked is not None and use.linked.is_settled and not use.linked.is_ready:
                 use.linked, use.why = None, Why.load_failed
+                if not sequence.generated:
+                    sequence.ran = None  # what it is told to have computed is what it computes now
                 sequence.plan = sequence.plan.computing(use.span.tokens, self._num_layers)
         plan = sequence.plan.behind(lease.cached)
         try:
@@ -56,9 +59,13 @@ class Readiness:
     def wait(self, sequence: Sequence) -> bool:
         """Waits for something that a sequence lacks and that other threads work at; False: there is nothing."""
         for record in self._missing(sequence):
-            if record.is_claimed:
+            if record.is_loading and record.meta.context is not None:
+                record.wait_for(self._first_layers)
+            elif record.is_claimed:
                 record.wait()
-                return True
+            else:
+                continue
+            return True
         for picture in self._decoding.values():
             if not picture.done():
                 picture.exception()
@@ -72,9 +79,13 @@ class Readiness:
         return [use for use in sequence.images if use.span.start + use.span.length > cached]
 
     def _missing(self, sequence: Sequence) -> list[Record]:
-        """The records that it has to wait for."""
+        """The records that it has to wait for. What comes layer by layer is waited for where it is linked."""
         assert sequence.lease is not None
-        linked = [use.linked for use in self._linking(sequence) if use.linked is not None]
+        linked = [
+            use.linked
+            for use in self._linking(sequence)
+            if use.linked is not None and not (use.linked.is_loading and use.linked.has_arrived(self._first_layers))
+        ]
         depth = sequence.plan.behind(sequence.lease.cached).depth
         # Rows that another one is encoding; those that nobody is, it encodes itself.
         encoded = [

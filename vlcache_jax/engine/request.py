@@ -47,7 +47,8 @@ class Metrics:
       first_token: the rest of the time to the first token: the output head, sampling, and waiting between steps.
       decode: from the first token to the last.
       inter_token: from one delivery of tokens to the next; those of a window come together.
-      launched: from arrival until the first of its programs had been handed to the device.
+      launched: from the call until the first of its programs had been handed to the device, by the clock; all that was
+        done before for other rows of the call is in it.
       ttft: from the beginning to the first token, by the clock.
       e2e: from the beginning to the end, by the clock.
       wave: number of the step of the engine's loop that admitted it.
@@ -162,6 +163,7 @@ class Sequence:
       metrics: of its request.
       priority: lower ones come first.
       arrived, arrived_at: its place among all that arrived, and when.
+      called_at: when the call came that brought it.
       lease: its pages while it runs.
       lane: its number among those that run.
       prefilled: how many of its prefills have been launched.
@@ -189,6 +191,7 @@ class Sequence:
     priority: int = 0
     arrived: int = field(default=0, init=False)
     arrived_at: float = field(default=0.0, init=False)
+    called_at: float = field(default=0.0, init=False)
     lease: Lease | None = field(default=None, init=False)
     lane: int = field(default=0, init=False)
     prefilled: int = field(default=0, init=False)

@@ -16,17 +16,15 @@ import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.engine import memory_plan
-from vlcache_jax.engine.batching import Step, shared_prefixes
+from vlcache_jax.engine.batching import shared_prefixes
 from vlcache_jax.engine.definitions import Definitions, Params
 from vlcache_jax.engine.ladder import Ladder, round_up
-from vlcache_jax.engine.packed import pack
 from vlcache_jax.engine.programs import Programs
 from vlcache_jax.engine.sampler import COLUMNS, NO_LANE, Lanes, Sampled
 from vlcache_jax.engine.window import ANSWER
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
-from vlcache_jax.reuse.selection import Selection
 
 
 class Runner:
@@ -40,6 +38,7 @@ class Runner:
       max_pages: of a request.
       ladder: sizes to compile for.
       implementation: of the kernels; None is the best for each case.
+      codec: of stored K, V; None: they are kept as they are.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class Runner:
         max_pages: int,
         ladder: Ladder,
         implementation: str | None = None,
+        codec: kernels.Codec | None = None,
     ):
         self.config = config
         self.ladder = ladder
@@ -59,16 +59,17 @@ class Runner:
         self.implementation = implementation
         self.dtype = params["language_model"]["norm"]["scale"].dtype
         self._visual = params["visual"]
-        self._text = params["language_model"]
-        self._head = params.get("lm_head", self._text["embed_tokens"])
+        self.text = params["language_model"]
+        self._head = params.get("lm_head", self.text["embed_tokens"])
         self._normalization = jax.device_put(normalization)
         self.definitions = Definitions(
             config, params, self._normalization,
-            num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation,
+            num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation, codec=codec,
         )  # fmt: skip
+        self._constants = self.definitions.constants(self.text)
         self.programs = Programs(self.definitions)
         self.token_rungs = self.definitions.token_rungs
-        self._run = self.programs.run
+        self.run = self.programs.run
         self.reset()
 
     def reset(self) -> None:
@@ -85,46 +86,77 @@ class Runner:
         size = round_up(used, self.ladder.patches)
         pixels = np.zeros((size, *patches[0].shape[1:]), np.uint8)
         np.concatenate(patches, out=pixels[:used])
-        return self._run(
+        return self.run(
             ("encode", size), self._visual, pixels, self._normalization, self.definitions.tables(grids, size)
         )
 
     def stage(self, encoded: jax.Array | np.ndarray, place: np.ndarray) -> None:
         """Makes row i of an encoder output encoder row `place[i]` of the next step; places out of range are dropped."""
-        rows, self._encoder_rows = self._encoder_rows_now(), None
-        self._encoder_rows = self._run(("stage", len(place)), rows, encoded, place)
+        rows, self._encoder_rows = self.encoder_rows(), None
+        self._encoder_rows = self.run(("stage", len(place)), rows, encoded, place)
 
     @property
     def transfer_bytes(self) -> int:
         """Most bytes of records that are on their way to the device at once, unless one is larger."""
         return memory_plan.slot_bytes(self.config, self.dtype) * self.ladder.max_rows
 
+    @functools.cached_property
+    def is_host(self) -> bool:
+        """Whether the device reads the host's memory as it lies."""
+        [device] = self._normalization.devices()
+        return bool(device.platform == "cpu")
+
     def put(self, record: np.ndarray) -> jax.Array:
         """A record's data on the device. On a CPU they stay where they are."""
         return jax.device_put(record, may_alias=True)
 
-    def link(self, data: jax.Array, slot: np.ndarray, position: np.ndarray) -> jax.Array:
-        """Writes an image's stored K, V into the pool.
+    def link(self, layers: slice, data: abc.Sequence[jax.Array], places: jax.Array) -> jax.Array:
+        """Writes stored K, V of images into some layers of the pool.
 
         Args:
-          data: keys before rotation and values, [L, 2, T, K, D], T a rung of `token_rungs`.
-          slot: of its tokens, [n]; n is at most T; one beyond the pool is not written.
-          position: M-RoPE triples, [3, n].
+          data: of each image keys before rotation and values, [layers, 2, T, K, D], or coded, uint8 [layers, 2, bytes],
+            T a rung of `token_rungs`.
+          places: of each image where its tokens belong, see `places`.
 
         Returns:
           Something to wait for.
+        """
+        pool = self.take_pool()
+        constants = self._constants[layers]
+        key = "link", places.shape[2], len(data), len(data[0])
+        pool[layers], done = self.run(key, pool[layers], [*data], places, constants)
+        self.give_pool(pool)
+        return done
+
+    def code(
+        self, captured: list[tuple[jax.Array, jax.Array]]
+    ) -> abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]:
+        """Of each layer's rows keys before rotation and values as they are kept: so, or coded, uint8 [2, N, W]."""
+        if self.definitions.codec is None:
+            return captured
+        pairs = zip(captured, self._constants, strict=True)
+        return [self.run(("code", len(k)), k, v, constants) for (k, v), constants in pairs]
+
+    def places(self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int) -> jax.Array:
+        """Slots and M-RoPE triples of the tokens of some images, on the device.
+
+        Args:
+          slots: of each image [n]; one beyond the pool is not written.
+          positions: of each image [3, n].
+          size: a rung that holds n, T.
+
+        Returns:
+          int32 [images, 4, T].
 
         Raises:
           ValueError: a slot is negative, or comes again.
         """
-        check_slots(slot, self.num_slots)
-        size = data.shape[2]
-        missing = size - len(slot)
-        slots = np.concatenate([slot, self.num_slots + np.arange(missing)]).astype(np.int32)
-        positions = np.pad(position, ((0, 0), (0, missing)))
-        pool, self._pool = self._pool_now(), None
-        self._pool, done = self._run(("link", size), pool, data, slots, positions)
-        return done
+        places = np.zeros((len(slots), 4, size), np.int32)
+        places[:, 0] = self.num_slots
+        for place, slot, position in zip(places, slots, positions, strict=True):
+            place[0, : len(slot)], place[1:, : len(slot)] = slot, position
+        check_slots(places[:, 0].reshape(-1), self.num_slots)
+        return jax.device_put(places)
 
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copies pages: of each pair the first to the second, which none of the others names."""
@@ -134,81 +166,7 @@ class Runner:
             size = round_up(len(some), self.ladder.sequences)
             source, target = np.zeros(size, np.int32), np.full(size, self.num_slots // kernels.PAGE, np.int32)
             source[: len(some)], target[: len(some)] = zip(*some, strict=True)
-            pool, self._pool = self._pool_now(), None
-            self._pool = self._run(("copy", size), pool, source, target)
-
-    def prefill(self, step: Step[Any]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
-        """Runs a step's rows through the layers.
-
-        Returns:
-          The hidden states of the rows that leave the last layer; if some rows are captured, keys before rotation and
-          values of each layer's rows, else nothing; if rows are chosen on the device, which ones go on (`choose`).
-        """
-        first = step.bounds[0]
-        selection = step.selection
-        check = self.config.text.num_layers if selection is None else selection.policy.check_layer
-        works = step.works(self.definitions.work_config)
-        own, works = jax.device_put((pack(step.rows, self.ladder.max_rows), works))
-        attending, held = step.leaving, first
-        x, deepstack = self._run(("embed", first), self._text["embed_tokens"], self._encoder_rows_now(), own)
-        pool, self._pool = self._pool_now(), None
-        shifts = [
-            jax.device_put(shift.tokens(round_up(len(shift.slot), self.definitions.moved_rungs)))
-            for shift in step.shifts
-        ]
-        captured = []
-        score = chosen = None
-        for layer, (size, keep) in enumerate(zip(step.bounds[:-1], step.bounds[1:], strict=True)):
-            if layer > check + 1 and step.active[layer] < step.active[layer - 1]:
-                own, held = self._run(("narrow", held, size), own, np.int32(step.active[layer])), size
-            added = deepstack[layer] if layer < len(deepstack) else None
-            if added is not None and chosen is not None:
-                added = self._run(("take", len(added), len(chosen), size), added, chosen)
-            elif added is not None and len(added) != size:
-                added = self._run(("slice", len(added), size), added)
-            weights = self._text["layers"][layer]
-            if selection is not None and layer in selection.policy.scored_layers:
-                score = self._score_rows(selection, weights, x, pool[layer], own, score)
-            for shift, tokens in zip(step.shifts, shifts, strict=True):
-                if layer:  # in the first layer nothing differs
-                    row_image = shift.layer_rows(step.active[layer], size)
-                    self._shift(layer, weights, x, pool[layer], own, row_image, tokens)
-            leaving, _, is_chosen = attending[layer]
-            x, *pool[layer], values = self._run(
-                ("layer", size, leaving, added is not None),
-                weights, x, *pool[layer], own, np.int32(step.active[layer]), works[leaving, is_chosen], added,
-            )  # fmt: skip
-            if selection is not None and layer == check:
-                counts = np.array([selection.must, selection.among, selection.keep[0]], np.int32)
-                x, own, chosen = self._run(("choose", size, keep), x, own, score, counts)
-                held = keep
-            if step.captured:
-                captured.append(values)
-        self._pool = pool
-        return x, captured, chosen
-
-    def _score_rows(
-        self, selection: Selection, weights: Params, x: jax.Array, pool: list[jax.Array], rows: jax.Array, score: Any
-    ) -> jax.Array:
-        """Adds a layer's scores to those of the layers before."""
-        window = round_up(-(-selection.length // kernels.PAGE), self.definitions.windows)
-        table = np.zeros(window, np.int32)
-        pages = selection.table[:window]
-        table[: len(pages)] = pages
-        is_image = np.zeros(len(x), bool)
-        is_image[selection.must : selection.must + selection.among] = True
-        before = np.zeros(len(x), np.float32) if score is None else score
-        request = np.array([selection.length, selection.question], np.int32)
-        key = "score_rows", len(x), window, selection.policy
-        return self._run(key, weights, x, *pool, rows, is_image, request, table, before)
-
-    def _shift(
-        self, layer: int, weights: Params, x: jax.Array, pool: list[jax.Array], rows: Any, row_image: Any, tokens: Any
-    ) -> None:
-        """Moves linked K, V of images of which the layer computes some rows."""
-        if row_image.max() >= 0:
-            difference = self._run(("differences", len(x)), weights, x, *pool, rows, row_image)
-            pool[:] = self._run(("move", len(tokens[0])), *pool, difference, *tokens, np.int32(layer))
+            self._pool = self.run(("copy", size), self.take_pool(), source, target)
 
     def head(self, x: jax.Array, first: int, count: int) -> tuple[jax.Array, int]:
         """Logits, float32 [B, V], of rows of `x` that hold those from `first` to `first + count`, and which row they
@@ -216,12 +174,12 @@ class Runner:
         most = self.ladder.max_sequences
         size = most if len(x) > most else min(round_up(count, self.ladder.sequences), len(x))
         first = min(first, len(x) - size)
-        return self._run(("head", len(x), size), self._text["norm"], self._head, x, np.int32(first)), first
+        return self.run(("head", len(x), size), self.text["norm"], self._head, x, np.int32(first)), first
 
     def open_lane(self, lane: int, marks: np.ndarray, bias: np.ndarray, words: np.ndarray, recent: np.ndarray) -> None:
         """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.engine.sampler.Lanes`."""
         lanes, self._lanes = self._lanes_now(), None
-        self._lanes = self._run(("open_lane",), lanes, np.int32(lane), marks, bias, words, recent)
+        self._lanes = self.run(("open_lane",), lanes, np.int32(lane), marks, bias, words, recent)
 
     def sample(self, logits: jax.Array, choosing: np.ndarray, steps: np.ndarray, first: int = 0) -> Sampled:
         """Chooses the first token of lanes after their prefill.
@@ -236,7 +194,7 @@ class Runner:
         rows[:, 0] = NO_LANE
         rows[own], step[own] = choosing, steps
         lanes, self._lanes = self._lanes_now(), None
-        sampled, self._lanes = self._run(("sample", size), logits, lanes, rows, step)
+        sampled, self._lanes = self.run(("sample", size), logits, lanes, rows, step)
         return sampled
 
     def window(self, rows: np.ndarray, tables: abc.Sequence[np.ndarray], end: np.ndarray, tokens: int) -> Sampled:
@@ -256,33 +214,41 @@ class Runner:
         )  # fmt: skip
         padded = np.zeros((size, rows.shape[1]), np.int32)
         padded[:count], padded[count:, ANSWER] = rows, NO_LANE
-        pool, self._pool = self._pool_now(), None
         lanes, self._lanes = self._lanes_now(), None
-        chosen, self._lanes, self._pool = self._run(
-            ("window", size), self._text, self._head, pool, lanes, padded, work, np.int32(tokens)
+        chosen, self._lanes, self._pool = self.run(
+            ("window", size), self.text, self._head, self.take_pool(), lanes, padded, work, np.int32(tokens)
         )
         return chosen
 
     def score(self, logits: jax.Array, target: np.ndarray, *, wants_top: bool = False) -> tuple[jax.Array, ...]:
         """See `sampler.score`; rows of `logits` beyond `target` are padding."""
         target = np.pad(target, (0, len(logits) - len(target))).astype(np.int32)
-        return self._run(("score", len(logits)), logits, target, np.bool_(wants_top))
+        return self.run(("score", len(logits)), logits, target, np.bool_(wants_top))
 
     # State.
 
+    def take_pool(self) -> list[list[jax.Array]]:
+        """K and V of each layer, for a program that takes and returns them; `give_pool` gives them back."""
+        pool, self._pool = self._pool_now(), None
+        return pool
+
+    def give_pool(self, pool: list[list[jax.Array]]) -> None:
+        """What a program returned in place of what `take_pool` gave."""
+        self._pool = pool
+
     def _pool_now(self) -> list[list[jax.Array]]:
         if self._pool is None:
-            self._pool = [[self._run(("pool",)), self._run(("pool",))] for _ in range(self.config.text.num_layers)]
+            self._pool = [[self.run(("pool",)), self.run(("pool",))] for _ in range(self.config.text.num_layers)]
         return self._pool
 
-    def _encoder_rows_now(self) -> jax.Array:
+    def encoder_rows(self) -> jax.Array:
         if self._encoder_rows is None:
-            self._encoder_rows = self._run(("encoder_rows",))
+            self._encoder_rows = self.run(("encoder_rows",))
         return self._encoder_rows
 
     def _lanes_now(self) -> Lanes:
         if self._lanes is None:
-            self._lanes = self._run(("lanes",))
+            self._lanes = self.run(("lanes",))
         return self._lanes
 
 
@@ -296,4 +262,5 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     kernels.work_config(8, 1, 1, q, text.num_kv_heads, decode=False, implementation=implementation)
     k = jax.ShapeDtypeStruct((8, text.num_kv_heads, text.head_dim), dtype)
     angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
-    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, k, k, index, angle, angle)
+    data = jax.ShapeDtypeStruct((1, 2, *k.shape), dtype)
+    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, data, index, angle, angle)

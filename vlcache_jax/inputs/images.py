@@ -93,10 +93,10 @@ class ImageSource:
         image = self._opened(self.value, max_pixels)
         with self._explained():
             if self.encoded is not None:
-                return np.array(_picture_to_rgb(_upright(image)))
+                return np.asarray(_picture_to_rgb(_upright(image)))
             with _loading:  # the caller's own image may be asked about in several calls
                 image.load()
-            return np.array(_picture_to_rgb(image))
+            return np.asarray(_picture_to_rgb(image))
 
     def _opened(self, value: bytes | Image.Image, max_pixels: int) -> Image.Image:
         with self._explained():
@@ -222,7 +222,7 @@ def _picture_to_rgb(image: Image.Image) -> Image.Image:
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _array_to_rgb(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

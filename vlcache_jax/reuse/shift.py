@@ -9,9 +9,9 @@ and stores a patch for it (Kamera, arXiv 2606.23581); here the patch is of rank 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from vlcache_jax.models.config import TextConfig
 from vlcache_jax.pallas_kernels import carry_flaws
 from vlcache_jax.reuse.plan import Plan
 
-IMAGES = 64  # images whose differences are held at once
+IMAGES = 64  # images that a step moves at most
+TOKENS = 32768  # of images that a step moves at most, unless the pool is smaller
+_CHUNK = 1024  # tokens that are held at once
 
 Index = npt.NDArray[np.int32]
 
@@ -47,19 +49,33 @@ class Shift:
     image: Index
     depth: Index
 
-    def layer_rows(self, active: int, size: int) -> Index:
-        """`row_image` of the first `active` rows, padded to `size`."""
-        return np.pad(self.row_image[:active], (0, size - active), constant_values=-1)
+    def pack(self, num_rows: int, num_tokens: int) -> tuple[Index, Index]:
+        """`Moves.row_image` and `Moves.tokens`, for steps of so many rows, and so many tokens at most."""
+        rows = np.pad(self.row_image, (0, num_rows - len(self.row_image)), constant_values=-1)
+        tokens = np.zeros((6, num_tokens), np.int32)
+        tokens[:, : len(self.slot)] = np.vstack([self.slot, self.position, self.image, self.depth])
+        return rows, tokens
 
-    def tokens(self, size: int) -> tuple[Index, Index, Index, Index]:
-        """Slot, position, image and depth, padded to `size` tokens that are never moved."""
-        missing = size - len(self.slot)
-        slot, position, image, depth = (
-            np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, missing)])
-            for part in (self.slot, self.position, self.image, self.depth)
-        )
-        depth[len(self.slot) :] = np.iinfo(np.int32).max
-        return slot, position, image, depth
+    def count(self, layer: int, active: int) -> int:
+        """How many tokens a layer has to look at that computes the first `active` rows."""
+        is_informed = layer > 0 and (self.row_image[:active] >= 0).any()  # in the first layer nothing differs
+        return len(self.slot) if is_informed else 0
+
+
+class Moves(NamedTuple):
+    """What layers have to know of a `Shift`.
+
+    Attributes:
+      row_image: int32 [N], -1 for none.
+      tokens: int32 [6, T]: slot, the three of position, image and depth.
+      layer: number of each.
+      count: of the tokens in each.
+    """
+
+    row_image: Any
+    tokens: Any
+    layer: Any
+    count: Any
 
 
 def shifted_images(requests: Iterable[tuple[Layout, Plan]], num_layers: int) -> Index:
@@ -81,44 +97,33 @@ def shifted_images(requests: Iterable[tuple[Layout, Plan]], num_layers: int) -> 
     return np.concatenate(numbers)
 
 
-def make_shifts(
-    images: Index,
-    new: Sequence[int],
-    rows: npt.NDArray[np.int64],
-    slot: Index,
-    position: Index,
-    depth: Index,
-    most: int,
-) -> Iterator[Shift]:
-    """What moves in a step.
+def most_moved(images: Index, first: int, most: int) -> int:
+    """The image before which a step has to end that begins to move images with number `first`.
+
+    Args:
+      images: see `shifted_images` [n].
+      most: tokens that a step moves, unless one image has more.
+    """
+    sizes = np.bincount(images[images >= first] - first)[:IMAGES]
+    return first + max(1, int(np.searchsorted(np.cumsum(sizes), most, "right")))
+
+
+def make_shift(
+    images: Index, new: range, rows: npt.NDArray[np.int64], slot: Index, position: Index, depth: Index
+) -> Shift | None:
+    """What moves in a step, which is nothing where its images have begun before; None: it has no rows of such images.
 
     Args:
       images: of the wave's tokens, see `shifted_images` [n].
       new: the images whose first computed tokens are in this step.
       rows: the step's tokens.
       slot, position, depth: of the wave's tokens [n], [3, n], [n].
-      most: tokens that move in one call, unless one image has more.
     """
-    calls: list[list[int]] = []
-    used = most
-    for number in new:
-        size = int(np.count_nonzero(images == number))
-        if used + size > most or len(calls[-1]) == IMAGES:
-            calls.append([])
-            used = 0
-        used += size
-        calls[-1].append(number)
-    for call in calls:
-        local = np.full(int(images.max()) + 2, -1, np.int32)  # the last stands for none
-        local[call] = np.arange(len(call))
-        tokens = np.flatnonzero(local[images] >= 0)
-        yield Shift(
-            local[images[rows]],
-            slot[tokens],
-            position[:, tokens],
-            local[images[tokens]],
-            depth[tokens].astype(np.int32),
-        )
+    if (images[rows] < 0).all():
+        return None
+    local = np.where((images >= new.start) & (images < new.stop), images - new.start, -1).astype(np.int32)
+    tokens = np.flatnonzero(local >= 0)
+    return Shift(local[rows], slot[tokens], position[:, tokens], local[tokens], depth[tokens].astype(np.int32))
 
 
 def differences(
@@ -156,23 +161,42 @@ def move(
     k: jax.Array,
     v: jax.Array,
     difference: tuple[jax.Array, jax.Array],
-    slot: jax.Array,
-    position: jax.Array,
-    image: jax.Array,
-    depth: jax.Array,
-    layer: jax.Array,
+    moves: Moves,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds each image's difference to those of its tokens that a layer does not compute.
 
     Args:
       k, v: the layer's pool [S, K, D].
       difference: see `differences`.
-      slot, position, image, depth: see `Shift`.
-      layer: its number.
+      moves: which tokens these are.
     """
-    slots = len(k)
+    tokens = moves.tokens
+    chunk = min(_CHUNK, tokens.shape[1])
+
+    def step(i: jax.Array, pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # The last chunk begins earlier where it would end behind the array: what it meets again stays.
+        first = jnp.minimum(i * chunk, tokens.shape[1] - chunk)
+        slot, x, y, z, image, depth = jax.lax.dynamic_slice_in_dim(tokens, first, chunk, 1)
+        index = first + jnp.arange(chunk)
+        is_moved = (depth <= moves.layer) & (index >= i * chunk) & (index < moves.count)
+        to = jnp.where(is_moved, slot, len(k) + jnp.arange(chunk))
+        return _moved(config, *pools, difference, slot, jnp.stack([x, y, z]), image, to)
+
+    return jax.lax.fori_loop(0, -(-moves.count // chunk), step, (k, v))
+
+
+def _moved(
+    config: TextConfig,
+    k: jax.Array,
+    v: jax.Array,
+    difference: tuple[jax.Array, jax.Array],
+    slot: jax.Array,
+    position: jax.Array,
+    image: jax.Array,
+    to: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """What is at `slot`, with the difference of its image, goes to `to`, unless that is beyond the pool."""
     cos, sin = _rotation(config, position)
-    to = jnp.where(depth <= layer, slot, slots + jnp.arange(len(slot)))
 
     def add(old: jax.Array, change: jax.Array) -> jax.Array:
         return (old[slot].astype(jnp.float32) + change).astype(old.dtype)

@@ -361,28 +361,41 @@ def evaluate(
     Raises:
       ValueError: an image was not found in the cache as the protocol says.
     """
-    llm.reset_mm_cache()
-    donors = [prompt for i in chosen for prompt in protocol.donor_prompts(samples, i)]
-    llm.chat(donors, _greedy(1), reuse="exact")
-    llm.cache.flush()
+    fill(llm, samples, protocol, chosen)
     formal = [protocol.formal(samples, i) for i in chosen]
     expected = "exact" if protocol.arrangement == "image_first" and protocol.donors == "together" else "approximate"
     for name, policy in settings.items():
-        scores, seconds = _score(llm, formal, cold.forced, policy)
+        scores, texts, seconds = answer(llm, formal, cold, policy, max_tokens=max_tokens)
         for i, score in zip(chosen, scores, strict=True):
             if found := {image.match for image in score.cache.images} - {expected, "exact"}:
                 raise ValueError(
                     f"images of row {samples[i].index} under {name} must be found as {expected}, "
                     f"got {', '.join(sorted(found))}"
                 )
-        texts = list(cold.texts)
-        # Where every token of the cold answer is the most likely one, it is the answer.
-        other = [k for k, score in enumerate(scores) if not score.greedy.all()]
-        if other:
-            answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=policy)
-            for k, answer in zip(other, answers, strict=True):
-                texts[k] = answer.outputs[0].text
         yield name, _results(samples, chosen, scores, texts, cold.logits, seconds)
+
+
+def fill(llm: LLM, samples: Sequence[Sample], protocol: Protocol, chosen: Sequence[int]) -> None:
+    """Empties the cache and lets the donors of some samples fill it."""
+    llm.reset_mm_cache()
+    donors = [prompt for i in chosen for prompt in protocol.donor_prompts(samples, i)]
+    llm.chat(donors, _greedy(1), reuse="exact")
+    llm.cache.flush()
+
+
+def answer(
+    llm: LLM, formal: Sequence[Any], cold: Cold, policy: Policy, *, max_tokens: int
+) -> tuple[list[Any], list[str], float]:
+    """Scores of the cold answers under a policy, the policy's own answers, and the seconds that the scores took."""
+    scores, seconds = _score(llm, formal, cold.forced, policy)
+    texts = list(cold.texts)
+    # Where every token of the cold answer is the most likely one, it is the answer.
+    other = [k for k, score in enumerate(scores) if not score.greedy.all()]
+    if other:
+        answers = llm.chat([formal[k] for k in other], _greedy(max_tokens), reuse=policy)
+        for k, output in zip(other, answers, strict=True):
+            texts[k] = output.outputs[0].text
+    return scores, texts, seconds
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
@@ -391,7 +404,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0)
 
 
-def _score(llm: LLM, formal: list[Any], forced: list[list[int]], reuse: Any) -> tuple[list[Any], float]:
+def _score(llm: LLM, formal: Sequence[Any], forced: list[list[int]], reuse: Any) -> tuple[list[Any], float]:
     """Scores of the forced answers, and the seconds it took."""
     start = time.perf_counter()
     scores = llm.score(formal, forced, reuse=reuse, keep_logits=True)

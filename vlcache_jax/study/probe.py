@@ -111,7 +111,7 @@ class Probe:
             encoded[:, first : first + span.length] = rows
             source[span.tokens] = -1 - first - np.arange(span.length)
             first += span.length
-        x, deepstack = self._embed(runner._text["embed_tokens"], encoded, source)
+        x, deepstack = self._embed(runner.text["embed_tokens"], encoded, source)
         return Placed(layout, prompt_length, x, deepstack)
 
     def run(self, placed: Placed, write: npt.NDArray[np.bool_] | None = None, donor: Values | None = None) -> Trace:
@@ -134,7 +134,7 @@ class Probe:
         position[:, :n] = placed.layout.positions
         runner = self._runner
         inputs, raw_k, v, attended, hidden = self._run(
-            runner._text, placed.x, placed.deepstack, position, masks, donor, np.int32(n)
+            runner.text, placed.x, placed.deepstack, position, masks, donor, np.int32(n)
         )
         wanted = np.arange(placed.prompt_length - 1, n - 1)
         return Trace(inputs, (raw_k, v), attended, self.logits(hidden[wanted]))
@@ -145,7 +145,7 @@ class Probe:
         count = len(hidden)
         size = max(64, 1 << max(0, count - 1).bit_length())
         padded = jnp.zeros((size, hidden.shape[1]), hidden.dtype).at[:count].set(hidden)
-        logits = self._head(runner._text["norm"], runner._head, padded)
+        logits = self._head(runner.text["norm"], runner._head, padded)
         return np.asarray(logits)[:count]
 
     def transplant(self, donors: Sequence[tuple[Placed, Trace]], target: Placed) -> Values:

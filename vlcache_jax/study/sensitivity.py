@@ -166,7 +166,7 @@ class Profiler:
         for i in range(layer, probe.num_layers):
             own, donor = ((part[0][i], part[1][i]) for part in (overridden.values, runs.donor))
             x = self._layer(
-                probe._runner._text["layers"][i],
+                probe._runner.text["layers"][i],
                 x,
                 own,
                 donor,

@@ -1,0 +1,266 @@
+"""Records that come layer by layer: what is there is linked and computed with, what does not come is computed."""
+
+import collections
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.helper import WITHIN, assert_nothing_left, user
+from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.cache.record import TierError
+from vlcache_jax.engine.definitions import BLOCK
+from vlcache_jax.testing import make_checkpoint
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    with LLM(
+        checkpoints("qwen3_vl"), ladder=LADDER, max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=False,
+        use_tqdm=False,
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+@pytest.fixture
+def llm(engine):
+    engine.reset_mm_cache()
+    return engine
+
+
+@pytest.fixture
+def picture(textured_image):
+    return textured_image(60, 90, 1)
+
+
+class SlowTier:
+    """Gives a record's parts one after the other, each when it is let go."""
+
+    def __init__(self, record):
+        self.record_meta, self.data = record.meta, record.data.copy()
+        self.gates = [threading.Event() for _ in record.meta.parts]
+        self.broken = len(self.gates)  # the first part that does not come
+
+    def meta(self, name):
+        return self.record_meta
+
+    def read(self, name, parts):
+        for i, part in enumerate(parts):
+            assert self.gates[i].wait(WITHIN)
+            if i >= self.broken:
+                raise TierError("the cable is out")
+            yield part, self.data[i]
+
+    def delete(self, name):
+        pass
+
+
+def loading(llm, conversation):
+    """Has the K, V of a conversation's image leave memory, and come again slowly; the tier, and the load's thread."""
+    llm.chat(conversation, PARAMS, use_tqdm=False)
+    llm.cache.flush()
+    [record] = [record for record in llm._store.tier.records() if record.meta.context is not None]
+    tier = SlowTier(record)
+    llm._store.tier.remove(record, None)
+    thread = threading.Thread(target=llm._store.load, args=(tier, record.meta.name))
+    thread.start()
+    while llm._store.tier.get(record.meta.name) is None:
+        time.sleep(0.001)
+    return tier, thread
+
+
+def asking(llm, *conversations, **options):
+    """A call in a thread of its own, and the list that gets its outputs."""
+    outputs = []
+    thread = threading.Thread(
+        target=lambda: outputs.extend(llm.chat(list(conversations), PARAMS, use_tqdm=False, **options))
+    )
+    thread.start()
+    return outputs, thread
+
+
+def spy(llm, monkeypatch):
+    """Launches in their order: ("link", its first layer), ("layer", its number) and others by name."""
+    launched, changed = [], threading.Condition()
+    run, link, numbers = llm._runner.run, llm._runner.link, llm._runner.text["layers"]
+
+    def noted(entry):
+        with changed:
+            launched.append(entry)
+            changed.notify_all()
+
+    def noted_run(key, *args):
+        made = run(key, *args)
+        if key[0] == "layer":
+            noted(("layer", next(i for i in numbers if numbers[i] is args[0])))
+        elif key[0] != "link":
+            noted((key[0],))
+        return made
+
+    def noted_link(layers, *args):
+        made = link(layers, *args)
+        noted(("link", layers.start))
+        return made
+
+    monkeypatch.setattr(llm._runner, "run", noted_run)
+    monkeypatch.setattr(llm._runner, "link", noted_link)
+
+    def wait_for(entry):
+        with changed:
+            assert changed.wait_for(lambda: entry in launched, WITHIN), launched
+
+    return launched, wait_for
+
+
+@pytest.mark.parametrize("reuse", ["exact", "0.3", "shift-0.3"])
+def test_computing_begins_before_a_slow_load_ends(llm, picture, monkeypatch, reuse):
+    conversation = user("See ", picture, " what?")
+    [cold] = llm.chat(conversation, PARAMS, use_tqdm=False, reuse="off")
+    tier, load = loading(llm, conversation)
+    launched, wait_for = spy(llm, monkeypatch)
+    outputs, call = asking(llm, conversation, reuse=reuse)
+    layers = len(tier.gates)
+    for layer in range(layers):
+        # A layer is linked when it has arrived, and computed while those behind it have not.
+        assert ("link", layer) not in launched
+        tier.gates[layer].set()
+        wait_for(("link", layer))
+        wait_for(("layer", layer))
+    load.join(WITHIN)
+    call.join(WITHIN)
+    [output] = outputs
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert (output.cache.images[0].match, output.cache.images[0].kv) == ("exact", "host")
+    assert [entry for entry in launched if entry[0] in ("link", "layer")][: 2 * layers] == [
+        (name, layer) for layer in range(layers) for name in ("link", "layer")
+    ]
+    assert_nothing_left(llm)
+
+
+def test_others_go_on_meanwhile(llm, picture):
+    conversation = user("See ", picture, " what?")
+    tier, load = loading(llm, conversation)
+    running = llm.chat(user("Count."), PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+    outputs, call = asking(llm, conversation)
+    assert llm.chat(user("Count."), PARAMS, use_tqdm=False)[0].outputs[0].token_ids == running
+    assert not outputs
+    for gate in tier.gates:
+        gate.set()
+    load.join(WITHIN)
+    call.join(WITHIN)
+    assert outputs[0].cache.images[0].match == "exact"
+
+
+@pytest.mark.parametrize("reuse", ["exact", "0.3", "shift-0.3"])
+def test_records_that_another_thread_brings(llm, picture, textured_image, monkeypatch, reuse):
+    """As on a device with memory of its own."""
+    conversations = [user("See ", picture, " and ", textured_image(90, 60, 2), f" {i}?") for i in range(4)]
+    llm.chat(user("Other ", picture, textured_image(90, 60, 2)), PARAMS, use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in llm.chat(conversations, PARAMS, use_tqdm=False, reuse=reuse)]
+    monkeypatch.setitem(llm._runner.__dict__, "is_host", False)
+    monkeypatch.setattr(type(llm._runner), "transfer_bytes", 20_000)
+    for _ in range(5):
+        outputs = llm.chat(conversations, PARAMS, use_tqdm=False, reuse=reuse)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert_nothing_left(llm)
+
+
+def test_what_comes_while_nobody_looks_is_found(llm, picture, monkeypatch):
+    """A record is there, or a picture, between the look at what a prompt lacks and the wait for it."""
+    readiness, looked = llm._engine._readiness, itertools.count()
+    is_ready = readiness.is_ready
+    monkeypatch.setattr(readiness, "is_ready", lambda sequence: next(looked) > 0 and is_ready(sequence))
+    [output] = llm.chat(user("See ", picture, " what?"), PARAMS, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+    assert next(looked) > 2
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 2])
+def test_what_does_not_come_after_all_is_computed(llm, picture, textured_image, arrived):
+    conversation, other = user("See ", picture, " what?"), user("See ", textured_image(90, 60, 2), " what?")
+    outputs = llm.chat([conversation, other], PARAMS, use_tqdm=False, reuse="off")
+    cold = [output.outputs[0].token_ids for output in outputs]
+    tier, load = loading(llm, conversation)
+    tier.broken = arrived
+    outputs, call = asking(llm, conversation, other)
+    for gate in tier.gates:
+        gate.set()
+        time.sleep(0.05)
+    load.join(WITHIN)
+    call.join(WITHIN)
+    assert [output.outputs[0].token_ids for output in outputs] == cold
+    [image] = outputs[0].cache.images
+    assert (image.match, image.why.value, image.kv) == ("miss", "load_failed", "none")
+    assert image.recomputed == (image.tokens,) * len(tier.gates)
+    assert outputs[0].cache.exact
+    llm.cache.flush()
+    assert llm.cache.stats().failed
+    [again] = llm.chat(conversation, PARAMS, use_tqdm=False)
+    assert again.outputs[0].token_ids == cold[0]
+    assert_nothing_left(llm)
+
+
+def test_a_damaged_part_never_reaches_an_answer(llm, picture):
+    conversation = user("See ", picture, " what?")
+    [cold] = llm.chat(conversation, PARAMS, use_tqdm=False, reuse="off")
+    tier, load = loading(llm, conversation)
+    tier.data[-1].view(np.uint8).reshape(-1)[3] ^= 1
+    outputs, call = asking(llm, conversation)
+    for gate in tier.gates:
+        gate.set()
+    load.join(WITHIN)
+    call.join(WITHIN)
+    assert outputs[0].outputs[0].token_ids == cold.outputs[0].token_ids
+    assert outputs[0].cache.images[0].match == "miss"
+    assert outputs[0].cache.images[0].why.value in ("corrupt", "load_failed")
+    assert_nothing_left(llm)
+
+
+# --- few launches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of nine layers, so that some of them are one program."""
+    directory = tmp_path_factory.mktemp("deep")
+    make_checkpoint(directory, "qwen3_vl", text={"num_hidden_layers": 9})
+    with LLM(
+        directory, ladder=LADDER, max_model_len=384, kv_cache_bytes=2**21, enable_prefix_caching=False, use_tqdm=False
+    ) as llm:
+        yield llm
+
+
+def counted(llm, monkeypatch, *conversation, reuse):
+    """The logits of an answer, and how many programs of each name were launched for it."""
+    names, run = collections.Counter(), llm._runner.run
+    with monkeypatch.context() as context:
+        context.setattr(llm._runner, "run", lambda key, *args: (names.update([key[0]]), run(key, *args))[1])
+        [score] = llm.score([user(*conversation)], ["ab"], reuse=reuse, keep_logits=True, use_tqdm=False)
+    return score.logits, names
+
+
+@pytest.mark.parametrize(
+    "reuse", [*(pytest.param(one, marks=pytest.mark.ladder) for one in ("exact", "0.5")), "shift-0.5"]
+)
+def test_images_are_linked_together_and_layers_launched_together(deep, textured_image, monkeypatch, reuse):
+    pictures = [textured_image(60, 60, seed) for seed in range(5)]
+    deep.reset_mm_cache()
+    deep.chat(user("See ", *pictures), PARAMS, use_tqdm=False)
+    deep.cache.flush()
+    before = "See " if reuse == "exact" else "Look at "
+    logits, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
+    groups = len(deep._runner.definitions.link_groups)
+    assert names["link"] == groups * 2  # four images, and one
+    assert names["stage"] == (reuse != "exact")  # the rows of all images
+    vision = deep._checkpoint.config.vision
+    assert names["layers"] == (9 - 1 - vision.num_deepstack) // BLOCK
+    assert names["layers"] * BLOCK + names["layer"] == 9
+    monkeypatch.setattr("vlcache_jax.engine.passage.BLOCK_ROWS", 0)
+    apart, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
+    assert (names["layers"], names["layer"]) == (0, 9)
+    np.testing.assert_allclose(logits, apart, atol=1e-4, rtol=0)

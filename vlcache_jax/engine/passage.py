@@ -1,0 +1,140 @@
+"""A step on its way through the layers, launched as far as what they read is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from vlcache_jax import pallas_kernels as kernels
+from vlcache_jax.engine.batching import Step
+from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS, Params
+from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.packed import pack
+from vlcache_jax.engine.runner import Runner
+from vlcache_jax.reuse.selection import Selection
+from vlcache_jax.reuse.shift import Moves
+
+
+class Passage:
+    """Runs a step's rows through the layers. Between layers other programs may use the pool.
+
+    Args:
+      runner: computes.
+      step: its encoder rows have been staged.
+
+    Attributes:
+      layer: the first that is not launched yet.
+      x: hidden states of the rows that have left the one before; in the end, of those that leave the last layer.
+      captured: keys before rotation and values of each layer's rows so far, where some are wanted.
+      chosen: if rows are chosen on the device, which ones go on (`choose`).
+    """
+
+    def __init__(self, runner: Runner, step: Step[Any]):
+        self.runner, self.step = runner, step
+        self.layer = 0
+        self.captured: list[tuple[jax.Array, jax.Array]] = []
+        self.chosen: jax.Array | None = None
+        self._score: jax.Array | None = None
+        self._held = first = step.bounds[0]
+        self._leaving = step.leaving
+        most, shift = runner.ladder.max_rows, step.shift
+        works = step.works(runner.definitions.work_config)
+        shifted = None if shift is None else shift.pack(most, runner.definitions.moved)
+        self._rows, self._works, self._shifted = jax.device_put((pack(step.rows, most), works, shifted))
+        embeddings = runner.text["embed_tokens"]
+        self.x, self._deepstack = runner.run(("embed", first), embeddings, runner.encoder_rows(), self._rows)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all layers are launched."""
+        return self.layer == len(self.step.active)
+
+    def advance(self, stop: int) -> None:
+        """Launches the layers before `stop`, but no part of what is one program.
+
+        So which programs run does not depend on when records arrive, and neither does the last digit of an answer.
+        """
+        pool = self.runner.take_pool()
+        while self.layer < stop:
+            if is_block(self.step, self.layer, len(self._deepstack)):
+                if self.layer + BLOCK > stop:
+                    break
+                self._run_block(pool, slice(self.layer, self.layer + BLOCK))
+                self.layer += BLOCK
+            else:
+                self._run_layer(pool[self.layer], self.layer)
+                self.layer += 1
+        self.runner.give_pool(pool)
+
+    def _run_block(self, pool: list[list[jax.Array]], layers: slice) -> None:
+        size, weights = len(self.x), [self.runner.text["layers"][i] for i in range(layers.start, layers.stop)]
+        active = np.array(self.step.active[layers], np.int32)
+        moves = self._moves(layers)
+        key = "layers", size, moves is not None
+        work = self._works[size, False]
+        self.x, pool[layers], captured = self.runner.run(
+            key, weights, self.x, pool[layers], self._rows, active, work, moves
+        )
+        if self.step.captured:
+            self.captured += captured
+
+    def _moves(self, layers: slice) -> Moves | None:
+        """What these layers move."""
+        if (shift := self.step.shift) is None:
+            return None
+        numbers, (row_image, tokens) = range(layers.start, layers.stop), self._shifted
+        count = [shift.count(layer, self.step.active[layer]) for layer in numbers]
+        return Moves(row_image, tokens, np.array(numbers, np.int32), np.array(count, np.int32))
+
+    def _run_layer(self, pool: list[jax.Array], layer: int) -> None:
+        step, run, selection = self.step, self.runner.run, self.step.selection
+        size, keep = step.bounds[layer], step.bounds[layer + 1]
+        check = len(step.active) if selection is None else selection.policy.check_layer
+        if layer > check + 1 and step.active[layer] < step.active[layer - 1]:
+            self._rows = run(("narrow", self._held, size), self._rows, np.int32(step.active[layer]))
+            self._held = size
+        added = self._deepstack[layer] if layer < len(self._deepstack) else None
+        if added is not None and self.chosen is not None:
+            added = run(("take", len(added), len(self.chosen), size), added, self.chosen)
+        elif added is not None and len(added) != size:
+            added = run(("slice", len(added), size), added)
+        weights = self.runner.text["layers"][layer]
+        if selection is not None and layer in selection.policy.scored_layers:
+            self._score = self._score_rows(selection, weights, pool)
+        leaving, _, is_chosen = self._leaving[layer]
+        moves = self._moves(slice(layer, layer + 1))
+        self.x, *pool[:], values = run(
+            ("layer", size, leaving, added is not None, moves is not None),
+            weights, self.x, *pool, self._rows, np.int32(step.active[layer]), self._works[leaving, is_chosen], added,
+            moves,
+        )  # fmt: skip
+        if selection is not None and layer == check:
+            counts = np.array([selection.must, selection.among, selection.keep[0]], np.int32)
+            self.x, self._rows, self.chosen = run(("choose", size, keep), self.x, self._rows, self._score, counts)
+            self._held = keep
+        if self.step.captured:
+            self.captured.append(values)
+
+    def _score_rows(self, selection: Selection, weights: Params, pool: list[jax.Array]) -> jax.Array:
+        """Adds a layer's scores to those of the layers before."""
+        window = round_up(-(-selection.length // kernels.PAGE), self.runner.definitions.windows)
+        table = np.zeros(window, np.int32)
+        pages = selection.table[:window]
+        table[: len(pages)] = pages
+        is_image = np.zeros(len(self.x), bool)
+        is_image[selection.must : selection.must + selection.among] = True
+        before = np.zeros(len(self.x), np.float32) if self._score is None else self._score
+        request = np.array([selection.length, selection.question], np.int32)
+        key = "score_rows", len(self.x), window, selection.policy
+        return self.runner.run(key, weights, self.x, *pool, self._rows, is_image, request, table, before)
+
+
+def is_block(step: Step[Any], first: int, num_deepstack: int) -> bool:
+    """Whether a step's layers from `first` on are one program."""
+    size, stop = step.bounds[first], first + BLOCK
+    if size > BLOCK_ROWS or step.selection is not None or first < num_deepstack or stop > len(step.active):
+        return False
+    layers = range(first, first + BLOCK)
+    return all(step.bounds[layer + 1] == size for layer in layers)
