@@ -218,19 +218,19 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu") -> Runner:
-    """A runner without weights, whose programs can be compiled but not run."""
+def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **stored: Any) -> Runner:
+    """A runner without weights, whose programs can be compiled but not run. `stored`: `codec` and `kept_tokens`."""
     params = nnx.to_pure_dict(nnx.state(abstract_model(config, jnp.bfloat16)))
     normalization = np.zeros((3, 256), np.float32)
     return Runner(
         config, params, normalization,
-        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation,
+        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation, **stored,
     )  # fmt: skip
 
 
 def compile_key(runner: Runner, name: str, *sizes: Any) -> Compiled:
     """Compiles one of the runner's programs."""
-    return compile_program(*getattr(runner.definitions, name)(*sizes))
+    return compile_program(*runner.definitions.define((name, *sizes)))
 
 
 def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
@@ -281,7 +281,7 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
     for size in (1, 64):
         yield f"window {size}", compile_key(runner, "window", size)
     yield "encode 4096 patches", compile_key(runner, "encode", 4096)
-    layers = runner.definitions.link_groups[0].stop
+    layers = runner.definitions.links.link_groups[0].stop
     for size, count in ((4096, 1), (1024, 16)):
         name = f"link {count} x {size} tokens, {layers} layers"
         yield name, compile_key(runner, "link", size, count, layers)

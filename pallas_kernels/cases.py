@@ -4,6 +4,7 @@ One table for the tests, which run it on the CPU, and for the checks on a chip: 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.pallas_kernels.flaws import carry_flaws
+from vlcache_jax.pallas_kernels.link import link, recall
 from vlcache_jax.pallas_kernels.link.codec import CODECS
 
 ATOL = {"float32": 2e-6, "bfloat16": 1e-2}
@@ -184,6 +186,7 @@ class LinkCase:
     """Linking T tokens into a pool of S slots, some of them padding, which goes nowhere; some with flaws in V.
 
     They are those of the last of `layers` layers, and may be coded, the keys without a `constant`: "bias", "weight".
+    If they are `kept` on the device, they lie anywhere among as many tokens.
     """
 
     T: int
@@ -194,12 +197,14 @@ class LinkCase:
     layers: int = 1
     codec: str | None = None
     constant: str | None = None
+    kept: int = 0
 
     @property
     def name(self) -> str:
         layers = f", of {self.layers} layers" if self.layers > 1 else ""
         coded = f", {self.codec}" + f" without {self.constant}" * bool(self.constant) if self.codec else ""
-        return f"{self.T} tokens, {self.padding} of them padding, {self.K} heads of {self.D}{layers}{coded}"
+        kept = f", of {self.kept} on the device" if self.kept else ""
+        return f"{self.T} tokens, {self.padding} of them padding, {self.K} heads of {self.D}{layers}{coded}{kept}"
 
     @property
     def layer(self) -> int:
@@ -238,6 +243,31 @@ class LinkCase:
         codec = CODECS[self.codec or ""]
         return codec.block(codec.encode(x, options.get("bias"), options.get("weight")), self.K, self.D)
 
+    def run(self, args: tuple[jax.Array, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
+        """Links what `inputs` gave."""
+        options: dict[str, Any] = self.options() | {"implementation": implementation}
+        if not self.kept:
+            return jax.jit(functools.partial(link, **options))(*args)
+        del options["layer"]
+        k_pool, v_pool, data, *rest = args
+        source, planes = self._kept(np.asarray(data[self.layer]))
+        return jax.jit(functools.partial(recall, **options))(k_pool, v_pool, planes, source, *rest)
+
+    def _kept(self, stored: np.ndarray) -> tuple[jax.Array, list[jax.Array]]:
+        """(source, planes) of stored keys and values, among others, in another order of their eights."""
+        source = np.zeros(self.T, np.int32)
+        order = np.random.default_rng(self.T).permutation(self.kept // 8)
+        for number, first in enumerate(range(0, self.T, 8)):
+            source[first : first + 8] = 8 * order[number] + np.arange(min(8, self.T - first))
+        planes = [stored]
+        if self.codec is not None:
+            first = self.T * CODECS[self.codec].planes(self.K, self.D)[0]
+            planes = [stored[:, :first].reshape(2, self.T, -1), stored[:, first:].reshape(2, self.T, -1)]
+        kept = [np.ones((2, self.kept, *plane.shape[2:]), plane.dtype) for plane in planes]
+        for whole, plane in zip(kept, planes, strict=True):
+            whole[:, source] = plane
+        return jnp.asarray(source), [jnp.asarray(whole) for whole in kept]
+
 
 LINK_CASES = (
     LinkCase(5, 40, 8, 128, padding=1),
@@ -247,6 +277,8 @@ LINK_CASES = (
     LinkCase(16, 40, 3, 128, padding=16),
     LinkCase(1, 1, 8, 128),
     LinkCase(11, 40, 2, 64, padding=1, layers=3),
+    LinkCase(29, 40, 8, 128, padding=3, kept=64),
+    LinkCase(24, 40, 3, 64, kept=128),
 )
 
 CODED_LINK_CASES = (
@@ -257,6 +289,8 @@ CODED_LINK_CASES = (
     LinkCase(32, 40, 3, 128, padding=1, layers=2, codec="int8"),
     LinkCase(28, 40, 3, 128, layers=3, codec="int4", constant="weight"),
     LinkCase(13, 40, 8, 64, padding=1, codec="int4"),
+    LinkCase(20, 40, 8, 128, padding=1, codec="int8", constant="weight", kept=64),
+    LinkCase(32, 40, 2, 64, codec="int4", constant="bias", kept=128),
 )
 
 

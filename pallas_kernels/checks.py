@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from vlcache_jax.first_contact import child
-from vlcache_jax.pallas_kernels import attention, dispatch, link, paged_attention, paged_cases, work_config
+from vlcache_jax.pallas_kernels import attention, dispatch, paged_attention, paged_cases, work_config
 from vlcache_jax.pallas_kernels.cases import (
     CASES,
     CODED_LINK_CASES,
@@ -97,8 +97,7 @@ def _paged(
 
 def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> float:
     args = case.inputs(dtype)
-    run = jax.jit(functools.partial(link, **case.options(), implementation=implementation))
-    runs = zip(*(run(*args) for _ in range(2)), strict=True)
+    runs = zip(*(case.run(args, implementation) for _ in range(2)), strict=True)
     return max(
         _compare(list(pools), want.astype(np.float64), 0.0)
         for pools, want in zip(runs, link_reference(*args, **case.options()), strict=True)

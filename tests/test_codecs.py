@@ -16,7 +16,7 @@ from tests.helper import user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache import config
 from vlcache_jax.cache.why import Why
-from vlcache_jax.engine.definitions import Definitions
+from vlcache_jax.engine.link_definitions import LinkDefinitions
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.testing import make_checkpoint
 
@@ -215,7 +215,9 @@ def test_the_bias_of_keys_costs_nothing(opened, made, image, plant, codec):
 def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec):
     directory = made("qwen2_5_vl", large_bias)
     plain = log_probabilities(opened(directory), image)
-    monkeypatch.setattr(Definitions, "constants", lambda self, text: [(None, None)] * self.config.text.num_layers)
+    monkeypatch.setattr(
+        LinkDefinitions, "constants", lambda self, text=None: [(None, None)] * self.config.text.num_layers
+    )
     with open_llm(directory, codec) as llm:
         assert divergence(plain, log_probabilities(llm, image)) > 100 * MOST_KL[codec]
 
@@ -230,7 +232,7 @@ def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     meta, size = record.meta, record.meta.padded * own.planes(2, 24)[0]
     assert meta.planes == own.planes(2, 24)
     for layer, (keys, _) in enumerate(record.data):
-        _, weight = llm._runner._constants[layer]
+        _, weight = llm._runner.constants[layer]
         assert weight[3] == 0
         stored = own.decode_block(jnp.asarray(keys), 2, 24)[: meta.tokens]
         scales = own.scales(jnp.asarray(keys[size:]), 2, 24)[: meta.tokens, :, 0, 0]
@@ -265,12 +267,13 @@ def test_damage_is_found(opened, made, image, codec):
 def test_scales_that_are_not_finite_are_not_kept(opened, made, image, monkeypatch, codec, value):
     llm = opened(made("qwen2_5_vl"), codec)
     cold = score(llm, "What is ", image, "?", reuse="off")
-    before, code = llm.cache.stats(), llm._runner.code
+    kept = llm._engine._prefiller.kept
+    before, capture = llm.cache.stats(), kept.capture
     with monkeypatch.context() as context:
         context.setattr(
-            llm._runner,
-            "code",
-            lambda layers: code([*layers[:-1], (layers[-1][0].at[:, 1, 2].set(value), layers[-1][1])]),
+            kept,
+            "capture",
+            lambda step, layers: capture(step, [*layers[:-1], (layers[-1][0].at[:, 1, 2].set(value), layers[-1][1])]),
         )
         score(llm, "What is ", image, "?", reuse="exact")
     assert not kv_records(llm)

@@ -399,7 +399,7 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
     [encoder_only] = chat(llm, user("Now what is ", png(b), "?"), reuse="exact")
     assert tokens([encoder_only]) == tokens(cold)
     assert encoder_only.cache.images[0].kv == "none"
-    monkeypatch.setattr(llm._runner, "link", forbidden)
+    monkeypatch.setattr(llm._engine._prefiller.kept, "link", forbidden)
     chat(llm, user("What is ", str(path), " and ", png(b), "?"))  # it is still in pages
     llm.reset_prefix_cache()
     with pytest.raises(AssertionError, match="to be skipped"):
@@ -426,7 +426,7 @@ def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, dono
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
     layers = llm._checkpoint.config.text.num_layers
     counts = collections.Counter(launched)
-    links = 2 * len(llm._runner.definitions.link_groups)
+    links = 2 * len(llm._runner.definitions.links.link_groups)
     assert [counts[name] for name in ("link", "embed", "layer", "head")] == [links, 1, layers, 1]
     assert not {"encode", "window"} & counts.keys()
     # What is there is linked before anything is computed.

@@ -17,6 +17,7 @@ import jax
 
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
@@ -30,7 +31,7 @@ from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.memory_plan import plan_memory
+from vlcache_jax.engine.memory_plan import kept_token_bytes, plan_memory
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
 from vlcache_jax.engine.runner import Runner, check_kernels
@@ -187,6 +188,8 @@ class BaseLLM:
             max_model_len=max_model_len,
             kv_cache_bytes=pool,
             share=gpu_memory_utilization,
+            device_bytes=int(cache.device_bytes),
+            codec=codec,
         )
         self.max_model_len = self._renderer.max_tokens = memory.max_model_len
         self._renderer.max_images = max_images
@@ -199,6 +202,7 @@ class BaseLLM:
             ladder=memory.ladder,
             implementation=implementation,
             codec=codec,
+            kept_tokens=memory.kept_pages * PAGE_TOKENS,
         )
         self._runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
         self._ahead = Ahead(self._runner.programs)
@@ -215,7 +219,9 @@ class BaseLLM:
         self._writer = Writer(self._store)
         self._pages = Pages(memory.num_slots // PAGE)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
-        self._engine = Engine(self._runner, self._writer, self._pages, self._threads)
+        page_bytes = PAGE_TOKENS * kept_token_bytes(config, self._runner.dtype, codec)
+        self._tier = DeviceTier(memory.kept_pages, page_bytes)
+        self._engine = Engine(self._runner, self._writer, self._pages, self._threads, self._tier)
         self._loop = Loop(self._engine)
         self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         token_rungs = self._runner.token_rungs
@@ -241,7 +247,9 @@ class BaseLLM:
             self._reporter,
             self._ahead,
         )
-        self.cache = ImageCache(self._store, self._writer, self._pages, self._identifier, self._renderer, self._caller)
+        self.cache = ImageCache(
+            self._store, self._tier, self._writer, self._pages, self._identifier, self._renderer, self._caller
+        )
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Compiles every program ahead, so that no request waits for a compilation.

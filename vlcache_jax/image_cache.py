@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.keys import alias_key, owner_key
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
@@ -33,6 +35,7 @@ class ImageCache:
     def __init__(
         self,
         store: Store,
+        tier: DeviceTier,
         writer: Writer,
         pages: Pages,
         identifier: Identifier,
@@ -40,6 +43,7 @@ class ImageCache:
         caller: Caller,
     ):
         self._store, self._writer, self._identifier, self._renderer = store, writer, identifier, renderer
+        self._tier = tier
         self._pages, self._caller = pages, caller
         self._is_closed = False
 
@@ -147,7 +151,7 @@ class ImageCache:
 
     def stats(self) -> CacheStats:
         """Counters, and what is kept now."""
-        return self._store.stats()
+        return dataclasses.replace(self._store.stats(), **self._tier.counts())
 
     def flush(self) -> None:
         """Waits until everything computed so far is kept."""

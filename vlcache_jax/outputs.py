@@ -29,9 +29,9 @@ class ImageReuse:
       index: which image of the request.
       key: its entry key.
       tokens: image tokens in the prompt.
-      encoder: where its encoder rows came from: "computed", "host", or "none" if none were needed.
-      kv: where the K, V that were not computed came from: "resident" (pages of an earlier prompt), "host", or "none" if
-        all were computed.
+      encoder: where its encoder rows came from: "computed", "device", "host", or "none" if none were needed.
+      kv: where the K, V that were not computed came from: "resident" (pages of an earlier prompt), "device", "host", or
+        "none" if all were computed.
       match: how well a stored record fitted: "exact", "approximate" or "miss".
       recomputed: its rows computed in each layer.
       bytes_moved: of records, to the device.
@@ -276,19 +276,19 @@ class Reporter:
         depth = plan.depth[use.span.tokens]
         is_resident = use.span.start + use.span.length <= cached
         linked = None if is_resident else use.linked
-        moved = linked.meta.nbytes if linked is not None else 0
+        moved = linked.meta.nbytes if linked is not None and use.kv_tier == "host" else 0
         encoder = "none"
         if depth.any():
             found = use.has_encoder and use.encoder is not None and use.encoder.is_ready
-            encoder = "host" if found else "computed"
-            if found and use.encoder is not None:
+            encoder = use.encoder_tier if found else "computed"
+            if found and use.encoder is not None and encoder == "host":
                 moved += use.encoder.data[:, 0].nbytes * int(np.count_nonzero(depth))
         return ImageReuse(
             index=index,
             key=image.key,
             tokens=image.num_tokens,
             encoder=encoder,
-            kv="resident" if is_resident else "none" if linked is None else "host",
+            kv="resident" if is_resident else "none" if linked is None else use.kv_tier,
             match="exact" if is_resident else "miss" if linked is None else use.span.state,
             recomputed=active_rows(depth, self._num_layers),
             bytes_moved=moved,

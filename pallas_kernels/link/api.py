@@ -1,6 +1,7 @@
-"""The public link function: its contract, and the check of its arguments."""
+"""The public functions that link: their contracts, and the checks of their arguments."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +65,7 @@ def link(
       ValueError: An argument is wrong; the message names it.
       NotImplementedError: The implementation asked for does not do this case.
     """
-    if k_pool.ndim != 3 or v_pool.shape != k_pool.shape:
-        raise ValueError(f"k_pool, v_pool must have one shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
-    if v_pool.dtype != k_pool.dtype:
-        raise ValueError(f"v_pool must have the dtype of k_pool, {k_pool.dtype}, got {v_pool.dtype}")
-    if slot.ndim != 1 or slot.dtype != jnp.int32:
-        raise ValueError(f"slot must be int32 of shape [T], got {slot.dtype} {list(slot.shape)}")
+    _check_places(k_pool, v_pool, slot, cos, sin)
     tokens = (slot.shape[0], *k_pool.shape[1:])
     coded = None if codec is None else find(codec)
     images = [data] if isinstance(data, jax.Array) else list(data)
@@ -84,12 +80,6 @@ def link(
     if isinstance(slot, np.ndarray):
         check_slots(slot, len(k_pool))
         slot = jnp.asarray(slot)
-    angles = (tokens[0], 1, tokens[2] // 2)
-    for name, array in (("cos", cos), ("sin", sin)):
-        if array.shape != angles or array.dtype != k_pool.dtype:
-            raise ValueError(
-                f"{name} must be {k_pool.dtype} of shape {list(angles)}, got {array.dtype} {list(array.shape)}"
-            )
 
     def check() -> None:
         from vlcache_jax.pallas_kernels.link import mosaic_gpu
@@ -112,6 +102,86 @@ def link(
             layer=layer, codec=coded, interpret=interpret,
         )  # fmt: skip
     return k_pool, v_pool
+
+
+def recall(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    planes: Sequence[jax.Array],
+    source: jax.Array,
+    slot: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    codec: str | None = None,
+    bias: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes K and V of a layer that are kept on the device into the pool: `link`, from any places of one array.
+
+    Letters: `C` tokens that are kept, others as in `link`.
+
+    Args:
+      k_pool: As in `link`, and so are `v_pool`, `cos`, `sin`, `codec`, `bias`, `weight` and `implementation`.
+      planes: What is kept: keys before rotation and values `[2, C, K, D]` in the pool's dtype, or, coded, the codes and
+        the scales of each token, uint8 `[2, C, bytes]` each (`Codec.planes`).
+      source: Which of the `C` each token is, int32 `[T]`. Of every eight tokens, counted from the first, the source of
+        the first is a multiple of eight, and those of the others follow it.
+      slot: As in `link`, an array of jax.
+
+    Returns:
+      (k_pool, v_pool)
+
+    Raises:
+      ValueError: An argument is wrong; the message names it.
+      NotImplementedError: The implementation asked for does not do this case.
+    """
+    _check_places(k_pool, v_pool, slot, cos, sin)
+    heads, coded = k_pool.shape[1:], None if codec is None else find(codec)
+    _check_constants(bias, weight, (len(slot), *heads), coded)
+    if source.shape != slot.shape or source.dtype != jnp.int32:
+        raise ValueError(f"source must be int32 of shape {list(slot.shape)}, got {source.dtype} {list(source.shape)}")
+    widths: list[tuple[int, ...]] = [heads] if coded is None else [(size,) for size in coded.planes(*heads)]
+    dtype = k_pool.dtype if coded is None else jnp.dtype(jnp.uint8)
+    kept = planes[0].shape[1] if planes else 0
+    if [(*plane.shape, plane.dtype) for plane in planes] != [(2, kept, *width, dtype) for width in widths]:
+        shapes = " and ".join(f"[2, C, {', '.join(map(str, width))}]" for width in widths)
+        got = ", ".join(f"{plane.dtype} {list(plane.shape)}" for plane in planes)
+        raise ValueError(f"planes must be {dtype} of shape {shapes}, got {got or 'none'}")
+
+    def check() -> None:
+        from vlcache_jax.pallas_kernels.link import mosaic_gpu
+
+        dispatch.check_array(implementation, k_pool)
+        mosaic_gpu.check(k_pool, kept, coded)
+        mosaic_gpu.check_kept(kept)
+
+    case = f"{codec or 'data'} of {k_pool.dtype} {[len(slot), *heads]}, kept on the device"
+    choice = dispatch.choose("link" if coded is None else "link_coded", case, implementation, check)
+    if choice.implementation == "xla":
+        return xla.recall(k_pool, v_pool, planes, source, slot, cos, sin, bias, weight, codec=coded)
+    from vlcache_jax.pallas_kernels.link import mosaic_gpu
+
+    return mosaic_gpu.recall(
+        k_pool, v_pool, planes, source, slot, cos, sin, bias, weight,
+        codec=coded, interpret=dispatch.interpreter(choice),
+    )  # fmt: skip
+
+
+def _check_places(k_pool: jax.Array, v_pool: jax.Array, slot: Any, cos: jax.Array, sin: jax.Array) -> None:
+    if k_pool.ndim != 3 or v_pool.shape != k_pool.shape:
+        raise ValueError(f"k_pool, v_pool must have one shape [S, K, D], got {k_pool.shape} and {v_pool.shape}")
+    if v_pool.dtype != k_pool.dtype:
+        raise ValueError(f"v_pool must have the dtype of k_pool, {k_pool.dtype}, got {v_pool.dtype}")
+    if slot.ndim != 1 or slot.dtype != jnp.int32:
+        raise ValueError(f"slot must be int32 of shape [T], got {slot.dtype} {list(slot.shape)}")
+    angles = (slot.shape[0], 1, k_pool.shape[2] // 2)
+    for name, array in (("cos", cos), ("sin", sin)):
+        if array.shape != angles or array.dtype != k_pool.dtype:
+            raise ValueError(
+                f"{name} must be {k_pool.dtype} of shape {list(angles)}, got {array.dtype} {list(array.shape)}"
+            )
 
 
 def _check_data(data: jax.Array, tokens: tuple[int, ...], dtype: jnp.dtype, codec: Codec | None) -> None:

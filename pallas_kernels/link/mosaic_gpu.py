@@ -6,7 +6,7 @@ many run on a multiprocessor and cover each other's waiting.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,12 @@ def check(k_pool: jax.Array, tokens: int, codec: Codec | None) -> None:
         )
 
 
+def check_kept(tokens: int) -> None:
+    """The same for what is kept on the device: a program copies its tokens whole."""
+    if tokens % TOKENS:
+        raise NotImplementedError(f"mosaic_gpu links from multiples of {TOKENS} tokens, got {tokens}")
+
+
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,
@@ -52,18 +58,43 @@ def link(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it and `check` have checked."""
-    (T,), (_, K, D) = slot.shape, k_pool.shape
     scales = None
     if codec is not None:
-        # Those of a program's tokens together, each plane (of K or V, a group, scale or zero) a row of its own. Made of
-        # its rows this is one operation; a transposition would be another one.
-        codes, _ = codec.planes(K, D)
-        pairs = codec.scales(data[layer, :, T * codes :], K, D).reshape(2, T * K, -1)
-        pairs = jnp.pad(pairs, ((0, 0), (0, -T % TOKENS * K), (0, 0)))
-        planes = [half[:, i].reshape(-1, TOKENS * K) for half in pairs for i in range(pairs.shape[-1])]
-        scales = jnp.stack(planes, 1).reshape(-1, TOKENS * K)
-    rest = scales, slot, cos, sin, bias, weight
+        codes, _ = codec.planes(*k_pool.shape[1:])
+        scales = _scale_rows(codec, data[layer, :, len(slot) * codes :], k_pool)
+    rest = None, scales, slot, cos, sin, bias, weight
     return _link(k_pool, v_pool, data, np.full(1, layer, np.int32), *rest, codec=codec, interpret=interpret)
+
+
+def recall(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    planes: Sequence[jax.Array],
+    source: jax.Array,
+    slot: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    bias: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    *,
+    codec: Codec | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The contract of `vlcache_jax.pallas_kernels.recall`, for arguments that it and `check` have checked."""
+    scales = None if codec is None else _scale_rows(codec, planes[1][:, source], k_pool)
+    rest = source, scales, slot, cos, sin, bias, weight
+    return _link(k_pool, v_pool, planes[0][None], np.zeros(1, np.int32), *rest, codec=codec, interpret=interpret)
+
+
+def _scale_rows(codec: Codec, plane: jax.Array, k_pool: jax.Array) -> jax.Array:
+    """Scales of keys and values, `[2, ...]`: those of a program's tokens together, each plane (of K or V, a group,
+    scale or zero) a row of its own. Made of its rows this is one operation; a transposition would be another one."""
+    _, K, D = k_pool.shape
+    pairs = codec.scales(plane, K, D)
+    pairs = pairs.reshape(2, len(pairs) // 2 * K, -1)
+    pairs = jnp.pad(pairs, ((0, 0), (0, -pairs.shape[1] % (TOKENS * K)), (0, 0)))
+    rows = [half[:, i].reshape(-1, TOKENS * K) for half in pairs for i in range(pairs.shape[-1])]
+    return jnp.stack(rows, 1).reshape(-1, TOKENS * K)
 
 
 # An inner jit, to which the layer is an argument: a program that links all layers compiles one kernel.
@@ -73,6 +104,7 @@ def _link(
     v_pool: jax.Array,
     data: jax.Array,
     layer: jax.Array,
+    source: jax.Array | None,
     scales: jax.Array | None,
     slot: jax.Array,
     cos: jax.Array,
@@ -97,9 +129,10 @@ def _link(
         plgpu.Tiling(((WARPS, width), (width // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
     slot = jnp.pad(slot, (0, -T % TOKENS), constant_values=S)
+    source = None if source is None else jnp.pad(source, (0, -T % TOKENS))
     block = data[0, 0].size // stored  # rows
     limit = overflow(dtype)
-    optional = {"scales": scales, "bias": bias, "weight": weight}
+    optional = {"source": source, "scales": scales, "bias": bias, "weight": weight}
     present = [name for name, array in optional.items() if array is not None]
 
     def load(ref: Any) -> jax.Array:
@@ -148,7 +181,8 @@ def _link(
                     yield x
 
             first = lax.axis_index("tokens") * TOKENS
-            k_first, v_first = ((2 * layer_ref[0] + i) * block + first * K for i in range(2))
+            stored_first = first if source is None else given["source"][first]
+            k_first, v_first = ((2 * layer_ref[0] + i) * block + stored_first * K for i in range(2))
             copies = [
                 (cos_ref, first * (len(cos_smem) // TOKENS), cos_smem),
                 (sin_ref, first * (len(sin_smem) // TOKENS), sin_smem),
@@ -157,8 +191,8 @@ def _link(
             ]
             if codec is not None:
                 copies.append((given["scales"], lax.axis_index("tokens") * len(scales_smem), scales_smem))
-            for source, start, target in copies:
-                plgpu.copy_gmem_to_smem(source.at[pl.ds(start, len(target))], target, here)
+            for ref, start, target in copies:
+                plgpu.copy_gmem_to_smem(ref.at[pl.ds(start, len(target))], target, here)
             plgpu.barrier_wait(here)
 
             def turn(i: Any) -> None:

@@ -27,6 +27,39 @@ def link(
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it has checked."""
     read = functools.partial(_read, layer=layer, like=k_pool, bias=bias, weight=weight, codec=codec)
     k_raw, v = (jnp.concatenate(halves) for halves in zip(*map(read, images), strict=True))
+    return _write(k_pool, v_pool, k_raw, v, slot, cos, sin)
+
+
+def recall(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    planes: Sequence[jax.Array],
+    source: jax.Array,
+    slot: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    bias: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    *,
+    codec: Codec | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The contract of `vlcache_jax.pallas_kernels.recall`, for arguments that it has checked."""
+    k_raw, v = (jnp.concatenate([plane[half, source] for plane in planes], -1) for half in range(2))
+    if codec is not None:
+        _, K, D = k_pool.shape
+        k_raw, v = _rounded(codec.decode(k_raw, K, D, bias, weight), codec.decode(v, K, D), k_pool.dtype)
+    return _write(k_pool, v_pool, k_raw, v, slot, cos, sin)
+
+
+def _write(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k_raw: jax.Array,
+    v: jax.Array,
+    slot: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     a, b = jnp.split(k_raw, 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     k, v = carry_flaws(rotated, v)
@@ -43,10 +76,13 @@ def _read(
     if codec is None:
         return data[layer, 0], data[layer, 1]
     _, K, D = like.shape
-    k_raw = codec.decode_block(data[layer, 0], K, D, bias, weight).astype(like.dtype)
-    v = codec.decode_block(data[layer, 1], K, D)
+    k_raw = codec.decode_block(data[layer, 0], K, D, bias, weight)
+    return _rounded(k_raw, codec.decode_block(data[layer, 1], K, D), like.dtype)
+
+
+def _rounded(k_raw: jax.Array, v: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     # XLA may leave out a rounding in front of a test for infinity. What the dtype does not hold is not finite.
-    return k_raw, jnp.where(jnp.abs(v) < overflow(like.dtype), v, jnp.nan).astype(like.dtype)
+    return k_raw.astype(dtype), jnp.where(jnp.abs(v) < overflow(dtype), v, jnp.nan).astype(dtype)
 
 
 def _scatter(pool: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:

@@ -121,10 +121,10 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
 @pytest.mark.parametrize(("slots", "message"), [([4, 9, 4], "got 4 more than once"), ([0, -2], "got -2")])
 def test_no_slot_is_linked_twice(llm, slots, message):
     runner = llm._runner
-    layers, size = runner.definitions.link_groups[0], runner.token_rungs[0]
+    layers, size = runner.definitions.links.link_groups[0], runner.token_rungs[0]
     data = np.ones((layers.stop, 2, size, 2, 16), np.float32)
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)
     places = runner.places([np.array([4, 9])], [np.zeros((3, 2), np.int32)], size)
-    runner.link(layers, [runner.put(data)], places)
+    llm._engine._prefiller.kept.link(layers, [runner.put(data)], places, None)
     assert {(runner._pool[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}

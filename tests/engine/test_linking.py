@@ -87,7 +87,8 @@ def asking(llm, *conversations, **options):
 def spy(llm, monkeypatch):
     """Launches in their order: ("link", its first layer), ("layer", its number) and others by name."""
     launched, changed = [], threading.Condition()
-    run, link, numbers = llm._runner.run, llm._runner.link, llm._runner.text["layers"]
+    kept = llm._engine._prefiller.kept
+    run, link, numbers = llm._runner.run, kept.link, llm._runner.text["layers"]
 
     def noted(entry):
         with changed:
@@ -108,7 +109,7 @@ def spy(llm, monkeypatch):
         return made
 
     monkeypatch.setattr(llm._runner, "run", noted_run)
-    monkeypatch.setattr(llm._runner, "link", noted_link)
+    monkeypatch.setattr(kept, "link", noted_link)
 
     def wait_for(entry):
         with changed:
@@ -254,7 +255,7 @@ def test_images_are_linked_together_and_layers_launched_together(deep, textured_
     deep.cache.flush()
     before = "See " if reuse == "exact" else "Look at "
     logits, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
-    groups = len(deep._runner.definitions.link_groups)
+    groups = len(deep._runner.definitions.links.link_groups)
     assert names["link"] == groups * 2  # four images, and one
     assert names["stage"] == (reuse != "exact")  # the rows of all images
     vision = deep._checkpoint.config.vision

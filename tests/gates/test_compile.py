@@ -192,12 +192,40 @@ def test_the_encoder(runner) -> None:
 
 @pytest.mark.parametrize(("size", "count"), [(4096, 1), (1024, 16)])
 def test_linking_layers_together(runner, size: int, count: int) -> None:
-    layers = runner.definitions.link_groups[0].stop
+    layers = runner.definitions.links.link_groups[0].stop
     compiled = compile_key(runner, "link", size, count, layers)
     assert compiled.spills == 0
     assert compiled.alias == layers * POOL_BYTES
     assert compiled.temp < 8 * 2**20 * max(1, count * size // 4096)  # the angles, and no layer of what is stored
     assert compiled.operations < count * layers + 8 + 2 * count  # one for a layer of an image, and those of the angles
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS])
+def test_linking_from_the_device_and_into_it(codec: str | None) -> None:
+    """Nothing of the device tier is copied, and a link that also writes into it does so in place."""
+    tokens, size, text = 65536, 4096, CONFIG.text
+    runner = abstract_runner(CONFIG, codec=CODECS.get(codec or ""), kept_tokens=tokens)
+    layers = runner.definitions.links.link_groups[0].stop
+    kept = jax.eval_shape(runner.definitions.links.kept()[0])
+    of_layer = sum(plane.size * plane.dtype.itemsize for plane in kept[0][0])
+    angles = 8 * 2**20
+
+    recalled = compile_key(runner, "recall", size, layers)
+    assert recalled.spills == 0
+    assert recalled.alias == layers * POOL_BYTES
+    assert recalled.temp < angles + layers * size * of_layer // tokens // 4  # scales, no codes
+    assert recalled.operations < layers * (1 if codec is None else 2) + 10
+
+    linked = compile_key(runner, "link", size, 1, layers)
+    assert linked.spills == 0
+    assert linked.alias == layers * (POOL_BYTES + of_layer)
+
+    keeping = compile_key(runner, "keep", size)
+    assert keeping.alias == of_layer
+    assert keeping.temp <= 2 * size * of_layer // tokens
+    rows = compile_key(runner, "keep_rows")
+    assert rows.alias == kept[1].size * 2
+    assert rows.temp < 2**20
 
 
 def test_layers_that_are_one_program(runner) -> None:

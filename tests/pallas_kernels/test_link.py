@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from vlcache_jax.models.rope import text_rotation
-from vlcache_jax.pallas_kernels import CODECS, link
+from vlcache_jax.pallas_kernels import CODECS, link, recall
+from vlcache_jax.pallas_kernels.cases import CODED_LINK_CASES, LINK_CASES
 from vlcache_jax.pallas_kernels.link import xla
 from vlcache_jax.pallas_kernels.link.codec import find
 
@@ -321,3 +322,37 @@ def test_bad_arguments_of_what_is_coded(change, message):
     link(**arguments)
     with pytest.raises(ValueError, match=message):
         link(**arguments | change)
+
+
+# What is kept on the device.
+
+
+@pytest.mark.parametrize("case", [case for case in (*LINK_CASES, *CODED_LINK_CASES) if case.kept], ids=lambda c: c.name)
+def test_what_is_kept_on_the_device_is_linked_like_what_comes(case):
+    args = case.inputs()
+    want = jax.jit(functools.partial(link, **case.options()))(*args)
+    for got, wanted_ in zip(case.run(args, "xla"), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted_, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"planes": []}, "planes must be float32 of shape .*got none"),
+        ({"planes": [jnp.zeros((2, 16, K, D), jnp.bfloat16)]}, "planes must be float32 of shape .*got bfloat16"),
+        ({"planes": [jnp.zeros((16, K, D))]}, "planes must be"),
+        ({"codec": "int8"}, r"planes must be uint8 of shape \[2, C, 24\] and \[2, C, 12\]"),
+        ({"source": jnp.zeros(7, jnp.int32)}, r"source must be int32 of shape \[6\]"),
+        ({"source": jnp.zeros(6)}, "source must be int32"),
+        ({"cos": jnp.zeros((6, 1, D))}, "cos must be"),
+        ({"bias": jnp.zeros((K, D))}, "bias and weight go with a codec"),
+    ],
+)
+def test_bad_arguments_of_what_is_kept(change, message):
+    k_pool, v_pool, _, cos, sin = arrays(6)
+    index = jnp.arange(6, dtype=jnp.int32)
+    arguments = {"k_pool": k_pool, "v_pool": v_pool, "cos": cos, "sin": sin, "slot": index, "source": index}
+    arguments |= {"planes": [jnp.ones((2, 16, K, D))]}
+    assert (np.asarray(recall(**arguments)[1])[:6] == 1).all()
+    with pytest.raises(ValueError, match=message):
+        recall(**arguments | change)

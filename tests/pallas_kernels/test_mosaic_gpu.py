@@ -323,7 +323,7 @@ def test_work_of_other_arguments_is_refused() -> None:
 @pytest.mark.parametrize("case", [*first_quick(LINK_CASES), *first_quick(CODED_LINK_CASES)], ids=lambda case: case.name)
 def test_link(case: LinkCase) -> None:
     args = case.inputs()
-    found = jax.jit(functools.partial(link, **case.options(), implementation="mosaic_gpu_interpreted"))(*args)
+    found = case.run(args, "mosaic_gpu_interpreted")
     for got, want in zip(found, link_reference(*args, **case.options()), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 

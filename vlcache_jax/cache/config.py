@@ -15,6 +15,9 @@ class CacheConfig:
 
     Attributes:
       host_bytes: host memory for records, a number of bytes or a string such as "4GiB" or "500MB". 0 keeps nothing.
+      device_bytes: device memory for copies of records, taken before the KV pool, a number of bytes or a string: what
+        has just been computed, and what was linked last. A hit there moves nothing over the bus. On a CPU, which reads
+        records where they lie, it gains nothing.
       variants: how many K, V records of one image are kept, each computed behind another context; None: as many as fit.
       trust_uuids: take a caller's `multi_modal_uuids` for the identity of an image without looking at the image. By
         default an id is bound to the content it first came with, and other content under it is an error.
@@ -27,13 +30,15 @@ class CacheConfig:
     """
 
     host_bytes: int | str = "4GiB"
+    device_bytes: int | str = 0
     variants: int | None = None
     trust_uuids: bool = False
     codec: str = "auto"
     pinned_share: float = 0.5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes, "host_bytes"))
+        for name in ("host_bytes", "device_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         is_count = isinstance(self.variants, int) and not isinstance(self.variants, bool) and self.variants > 0
         if not (self.variants is None or is_count):
             raise ValueError(f"variants must be a positive integer or None, got {self.variants!r}")

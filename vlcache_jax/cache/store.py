@@ -50,6 +50,8 @@ class CacheStats:
       pinned_bytes: of records that `pin` keeps.
       bytes, capacity: of host memory.
       left_bytes: of records that have lost their place and that requests under way still read; they come on top.
+      device_records: of K, V that have a copy in the device tier.
+      device_bytes, device_capacity: of device memory.
     """
 
     hits_exact: int = 0
@@ -70,6 +72,9 @@ class CacheStats:
     bytes: int = 0
     capacity: int = 0
     left_bytes: int = 0
+    device_records: int = 0
+    device_bytes: int = 0
+    device_capacity: int = 0
 
 
 class Handle:

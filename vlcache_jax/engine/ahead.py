@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import abc
 
+from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
 from vlcache_jax.engine.ladder import Ladder, round_up
 from vlcache_jax.engine.pages import Pages
@@ -27,7 +28,7 @@ from vlcache_jax.reuse.selection import make_choice
 _CALLS = 2  # groups of requests that wait to be looked at
 _log = logging.getLogger(__name__)
 # Those that depend on how many rows are left; others have been used.
-_PROGRAMS = ("link", "copy", "embed", "layer", "layers", "slice", "head")
+_PROGRAMS = ("link", "recall", "copy", "embed", "layer", "layers", "slice", "head")
 
 
 class Ahead:
@@ -109,13 +110,14 @@ class Ahead:
 
 def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Sequence]) -> list[Key]:
     """The programs that sequences call for when they come again, those that choose or move rows aside."""
-    definitions = programs.definitions
+    definitions, links = programs.definitions, programs.definitions.links
     config, ladder = definitions.config, definitions.ladder
     layers, patches = config.text.num_layers, config.vision.merge_size**2
     known = {id(use.span) for sequence in answered for use in sequence.images if use.captured is not None}
     layouts: dict[int, Layout] = {}  # answers to one request share theirs
     linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
-    again: State = "exact" if definitions.codec is None else "approximate" if policy.approximates else "miss"
+    recalled: set[int] = set()  # tokens that are linked together from the device tier
+    again: State = "exact" if links.codec is None else "approximate" if policy.approximates else "miss"
     for sequence in answered:
         spans = [dataclasses.replace(s, state=again) if id(s) in known else s for s in sequence.layout.spans]
         layout = dataclasses.replace(sequence.layout, spans=tuple(spans))
@@ -123,9 +125,13 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
 
     def note_links(turn: list[Prefill[Sequence]]) -> None:
         spans = (span for one in turn for span in one.layout.images if span.start + span.length > one.cached)
-        sizes = (round_up(span.length, definitions.token_rungs) for span in spans if span.state != "miss")
-        for size, number in collections.Counter(sizes).items():
-            linked.update((size, count) for count in definitions.split_links(size, number))
+        lengths = [span.length for span in spans if span.state != "miss"]
+        pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in turn for span in one.layout.images}
+        if lengths and sum(pages.values()) * PAGE_TOKENS <= links.kept_tokens:
+            recalled.update(links.split_recalls(lengths))
+            return
+        for size, number in collections.Counter(round_up(n, definitions.token_rungs) for n in lengths).items():
+            linked.update((size, count) for count in links.split_links(size, number))
 
     def run(scheduler: Scheduler[Sequence], owned: bool) -> list[Step[Sequence]]:
         steps = []
@@ -153,9 +159,11 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
     rungs = Ladder(
         rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
-        patches=tuple(sorted({size * patches for size, _ in linked})),
+        patches=tuple(sorted({size * patches for size, _ in linked})) or ladder.patches[:1],
         sequences=tuple(sorted({round_up(len(step.wanted), ladder.sequences) for step in steps if step.wanted})),
     )
     shrinking = {layer for step in steps for layer in range(layers - 1) if step.bounds[layer + 1] < step.bounds[layer]}
     keys = programs.keys(linking=True, shrinking=shrinking, ladder=rungs)
-    return [key for key in keys if key[0] in _PROGRAMS and (key[0] != "link" or key[1:3] in linked)]
+    unwanted = {key for key in keys if key[0] == "link" and key[1:3] not in linked}
+    unwanted |= {key for key in keys if key[0] == "recall" and key[1] not in recalled}
+    return [key for key in keys if key[0] in _PROGRAMS and key not in unwanted]

@@ -18,21 +18,16 @@ from flax import nnx
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.engine import sampler
 from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.engine.link_definitions import LinkDefinitions, Params
 from vlcache_jax.engine.packed import FIELDS, repack, unpack
 from vlcache_jax.engine.sampler import Choosing, Lanes
 from vlcache_jax.engine.window import ANSWER, Window
-from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder, rope
+from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.reuse.selection import SelectingPolicy, choose, narrow, project
 from vlcache_jax.reuse.shift import TOKENS, Moves, differences, move
 
-Params = dict[str, Any]
-Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
-
-LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all
-LINKED = (16, 4, 1)  # images that one program links
-LINKED_TOKENS = 16384  # of these images together, where they are several
 BLOCK = 4  # layers that are one program where steps are short
 BLOCK_ROWS = 1024  # of a step beyond which a layer takes longer than its launch by far
 
@@ -41,13 +36,13 @@ class Definitions:
     """Defines each program by a method of its name, whose arguments are the program's static sizes.
 
     Args:
-      config, params, normalization, num_slots, max_pages, ladder, implementation, codec: see `Runner`; of arrays only
-        the shapes count.
+      config, params, normalization, num_slots, max_pages, ladder, implementation, codec, kept_tokens: see `Runner`; of
+        arrays only the shapes count.
 
     Attributes:
       token_rungs: numbers of an image's tokens.
       moved: tokens of images that a step moves at most.
-      link_groups: layers whose K, V are linked together, in their order.
+      links: the programs that move what is stored.
       windows: pages of the prompts that scores look at.
       work_config: (rows, decode=False) -> how their attention is cut, the same object every time.
       layer_graph, table_graph, norm_graph: what weights of a decoder layer, an embedding table and a norm are bound to.
@@ -64,9 +59,9 @@ class Definitions:
         ladder: Ladder,
         implementation: str | None,
         codec: kernels.Codec | None = None,
+        kept_tokens: int = 0,
     ):
         self.config = config
-        self.codec = codec
         self.ladder = ladder
         self.num_slots = num_slots
         self.max_pages = max_pages
@@ -84,27 +79,21 @@ class Definitions:
         self.norm_graph = nnx.graphdef(text.norm)
         self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
         self.moved = min(max(TOKENS, self.token_rungs[-1]), num_slots)
-        layers = config.text.num_layers
-        size = -(-layers // LINK_GROUPS)
-        self.link_groups = tuple(slice(first, min(first + size, layers)) for first in range(0, layers, size))
+        self.links = LinkDefinitions(
+            config, self._text, self.dtype, num_slots=num_slots, max_rows=ladder.max_rows,
+            token_rungs=self.token_rungs, implementation=implementation, codec=codec, kept_tokens=kept_tokens,
+        )  # fmt: skip
         pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
         self.windows = tuple(sorted({*pages, max_pages}))
 
-    def linked(self, size: int) -> tuple[int, ...]:
-        """How many images of `size` tokens one program links, the largest number first."""
-        return tuple(count for count in LINKED if count == 1 or count * size <= LINKED_TOKENS)
-
-    def split_links(self, size: int, number: int) -> list[int]:
-        """How many images each program links where `number` images of `size` tokens are linked."""
-        counts = []
-        for count in self.linked(size):
-            counts += [count] * (number // count)
-            number %= count
-        return counts
+    def define(self, key: abc.Sequence[Any]) -> Any:
+        """A program by its name and sizes: (function, abstract arguments, which of them are donated)."""
+        name, *sizes = key
+        return getattr(self if hasattr(self, name) else self.links, name)(*sizes)
 
     def shape_of(self, name: str) -> Any:
         """Of the arrays that the program `name`, which takes nothing, makes."""
-        return jax.eval_shape(getattr(self, name)()[0])
+        return jax.eval_shape(self.define((name,))[0])
 
     def tables(self, grids: abc.Sequence[Grid], num_patches: int) -> dict[str, np.ndarray]:
         """What the vision tower needs to know of the images of a call."""
@@ -144,57 +133,6 @@ class Definitions:
         rows = self.shape_of("encoder_rows")
         encoded = jax.ShapeDtypeStruct((rows.shape[0], size, rows.shape[2]), self.dtype)
         return stage, (rows, encoded, jax.ShapeDtypeStruct((size,), jnp.int32)), 0
-
-    def link(self, size: int, count: int, layers: int) -> Any:
-        """K, V of `count` images in `layers` layers that follow each other."""
-        text = self.config.text
-
-        def link(pool: Any, data: list[jax.Array], places: jax.Array, constants: list[Constants]) -> Any:
-            slot, *position = jnp.moveaxis(places, 1, 0).reshape(4, -1)
-            cos, sin = rope.text_rotation(
-                jnp.stack(position), text.rope_theta, text.mrope_section, text.mrope_interleaved, self.dtype
-            )
-            codec = None if self.codec is None else self.codec.name
-            write = functools.partial(kernels.link, codec=codec, implementation=self.implementation)
-            linked = [
-                [*write(k, v, data, slot, cos, sin, layer=layer, bias=bias, weight=weight)]
-                for layer, ((k, v), (bias, weight)) in enumerate(zip(pool, constants, strict=True))
-            ]
-            return linked, jnp.zeros((), jnp.int32)
-
-        pool = [[self.shape_of("pool")] * 2] * layers
-        stored = jax.ShapeDtypeStruct((layers, 2, size, text.num_kv_heads, text.head_dim), self.dtype)
-        if self.codec is not None:
-            planes = self.codec.planes(text.num_kv_heads, text.head_dim)
-            stored = jax.ShapeDtypeStruct((layers, 2, size * sum(planes)), jnp.uint8)
-        constants, places = self.constants(self._text)[:layers], jax.ShapeDtypeStruct((count, 4, size), jnp.int32)
-        return link, (pool, [stored] * count, places, constants), 0
-
-    def code(self, size: int) -> Any:
-        """A layer's keys before rotation and values, coded."""
-        text, codec = self.config.text, self.codec
-        assert codec is not None
-
-        def code(k: jax.Array, v: jax.Array, constants: Constants) -> jax.Array:
-            return jnp.stack([codec.encode(k, *constants), codec.encode(v)])
-
-        rows = jax.ShapeDtypeStruct((size, text.num_kv_heads, text.head_dim), self.dtype)
-        return code, (rows, rows, self.constants(self._text)[0]), ()
-
-    def constants(self, text: Params) -> list[Constants]:
-        """Of each layer what its keys before rotation have in common, and codecs take out."""
-        return [self._constants(text["layers"][layer]["self_attn"]) for layer in range(self.config.text.num_layers)]
-
-    def _constants(self, attention: Params) -> Constants:
-        text = self.config.text
-        if self.codec is None:
-            return None, None
-        bias = attention["k_proj"].get("bias")
-        if isinstance(bias, jax.ShapeDtypeStruct):
-            bias = jax.ShapeDtypeStruct((text.num_kv_heads, text.head_dim), bias.dtype)
-        elif bias is not None:
-            bias = bias.reshape(text.num_kv_heads, text.head_dim)
-        return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
 
     def copy(self, count: int) -> Any:
         def copy(pool: Any, source: jax.Array, target: jax.Array) -> Any:

@@ -13,9 +13,11 @@ from collections import deque
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.record import TierError
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.clock import Clock
+from vlcache_jax.engine.kept import Kept
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.pages import Pages, PageStats
@@ -68,13 +70,14 @@ class Engine:
       writer: fills records with what was computed.
       pages: of the runner's pool.
       threads: decode pictures.
+      tier: says which records are kept on the device.
 
     Attributes:
       trace: a list, of every window the rows, the sum of their contexts, and its tokens after each other; None: nobody
         wants it.
     """
 
-    def __init__(self, runner: Runner, writer: Writer, pages: Pages, threads: Executor):
+    def __init__(self, runner: Runner, writer: Writer, pages: Pages, threads: Executor, tier: DeviceTier):
         self.runner, self.writer, self.pages = runner, writer, pages
         self.trace: list[tuple[int, int, int]] | None = None
         layers = runner.config.text.num_layers
@@ -82,8 +85,8 @@ class Engine:
         self.scheduler: Scheduler[Sequence] = Scheduler(pages, ladder.max_sequences, ladder.max_rows, layers)
         self._clock = Clock()
         self._lanes = LaneKeeper(runner)
-        self._prefiller: Prefiller[Sequence] = Prefiller(runner, writer, self._clock)
-        self._readiness = Readiness(layers, runner.definitions.link_groups[0].stop, threads)
+        self._prefiller: Prefiller[Sequence] = Prefiller(runner, writer, self._clock, Kept(runner, tier))
+        self._readiness = Readiness(layers, runner.definitions.links.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._arrived = 0
         self._turn: Turn[Sequence] | None = None  # whose steps are being launched
@@ -125,7 +128,7 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """After an error in `step`: what the device held is gone, and everything that ran, or was to run next."""
         self.pages.reset()  # first: nothing may be found in a pool that is gone
-        self.runner.reset()
+        self._prefiller.reset()
         self._lanes.reset()
         if self._turn is not None:
             self._turn.linking.cancel()
@@ -312,6 +315,7 @@ class Engine:
         else:
             self._leaving.append((self._launched, sequence))
         sequence.tell()
+        sequence.listener = None  # no circle keeps its records' memory
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.hold is not None:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
+from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record, TierError
 from vlcache_jax.engine.batching import Prefill, linked_images
+from vlcache_jax.engine.kept import Kept
 from vlcache_jax.engine.runner import Runner
 from vlcache_jax.inputs.layout import ImageSpan
 
@@ -33,7 +36,7 @@ class Transfers:
 
     def start(self, records: abc.Sequence[Record], layers: slice) -> Future[list[jax.Array]]:
         """Some layers of records on the device. The future has a TierError if one does not come."""
-        if self._runner.is_host and all(record.has_arrived(layers.stop) for record in records):
+        if not records or (self._runner.is_host and all(record.has_arrived(layers.stop) for record in records)):
             here: Future[list[jax.Array]] = Future()  # nothing has to move
             here.set_result([self._lent(record, layers) for record in records])
             return here
@@ -58,39 +61,50 @@ class Transfers:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
-    """Images that one program links in some layers.
+class _Batch:
+    """Images that one program links.
 
     Attributes:
-      records: of the images.
+      records: of the images; empty: they are in the device tier.
       places: see `Runner.places`.
-      layers: these.
+      where: of images in the device tier, which of its tokens these are; of others, which they become. None: there is
+        no such tier.
+      promoted: the records that get a copy there.
     """
 
     records: tuple[Record, ...]
     places: jax.Array
+    where: jax.Array | None
+    promoted: tuple[Record, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A batch in some layers."""
+
+    batch: _Batch
     layers: slice
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """That its records have in these layers."""
-        return sum(record.data[self.layers].nbytes for record in self.records)
+        """That have to come."""
+        return sum(record.data[self.layers].nbytes for record in self.batch.records)
 
 
 class Linking:
     """Links the stored images of some prefills.
 
     Args:
-      runner: computes.
+      kept: links.
       transfers: bring records to its device.
       prefills: these.
     """
 
-    def __init__(self, runner: Runner, transfers: Transfers, prefills: abc.Iterable[Prefill[Any]]):
-        self._runner, self._transfers = runner, transfers
-        batches = list(_batches(runner, linked_images(prefills)))
-        groups = runner.definitions.link_groups
-        self._waiting = deque(_Piece(*batch, layers) for layers in groups for batch in batches)
+    def __init__(self, kept: Kept, transfers: Transfers, prefills: abc.Iterable[Prefill[Any]]):
+        self._kept, self._runner, self._transfers = kept, kept.runner, transfers
+        batches = list(_batches(kept, linked_images(prefills)))
+        groups = self._runner.definitions.links.link_groups
+        self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
         self._started: deque[tuple[_Piece, Future[list[jax.Array]]]] = deque()
         self._linked: deque[tuple[int, jax.Array]] = deque()  # bytes that their programs read until they are ready
 
@@ -107,9 +121,16 @@ class Linking:
         done: list[jax.Array] = []
         while self._start() and self._started[0][1].done():
             piece, coming = self._started.popleft()
-            data = coming.result()
+            data, batch = coming.result(), piece.batch
             read += data
-            done.append(self._runner.link(piece.layers, data, piece.places))
+            if batch.records:
+                done.append(self._kept.link(piece.layers, data, batch.places, batch.where))
+            else:
+                assert batch.where is not None
+                done.append(self._kept.recall(piece.layers, batch.where, batch.places))
+            if piece.layers.stop == self._runner.config.text.num_layers:
+                for record in batch.promoted:
+                    self._kept.tier.fill(record, record.meta.tokens, 0)
             self._linked.append((piece.nbytes, done[-1]))
         return read, done
 
@@ -139,7 +160,7 @@ class Linking:
         most = math.inf if self._runner.is_host else self._runner.transfer_bytes
         while self._waiting and (not under_way or under_way + self._waiting[0].nbytes <= most):
             piece = self._waiting.popleft()
-            self._started.append((piece, self._transfers.start(piece.records, piece.layers)))
+            self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
             under_way += piece.nbytes
         return bool(self._started)
 
@@ -149,15 +170,57 @@ def _is_ready(array: Any) -> bool:
 
 
 def _batches(
-    runner: Runner, images: abc.Iterable[tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]]
-) -> abc.Iterator[tuple[tuple[Record, ...], jax.Array]]:
-    """Records that are linked by one program, and where their tokens belong."""
+    kept: Kept, images: abc.Sequence[tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]]
+) -> abc.Iterator[_Batch]:
+    """Images that are linked together, and where their tokens belong."""
+    runner, tier = kept.runner, kept.tier
+    tier.need(record for record, _ in images)
+    here: list[tuple[Index, Prefill[Any], ImageSpan]] = []
     by_size: dict[int, list[tuple[Record, Prefill[Any], ImageSpan]]] = {}
     for record, users in images:
-        by_size.setdefault(record.meta.padded, []).extend((record, *user) for user in users)
+        if (place := tier.find(record)) is not None:
+            here += [(place, *user) for user in users]
+        else:
+            by_size.setdefault(record.meta.padded, []).extend((record, *user) for user in users)
+    if here:
+        yield from _recalls(runner, here)
+    promoted: set[Record] = set()
     for size, alike in by_size.items():
-        for count in runner.definitions.split_links(size, len(alike)):
+        for count in runner.definitions.links.split_links(size, len(alike)):
             some, alike = alike[:count], alike[count:]
             slots = [prefill.to_link[span.tokens] for _, prefill, span in some]
             positions = [prefill.layout.positions[:, span.tokens] for _, prefill, span in some]
-            yield tuple(record for record, _, _ in some), runner.places(slots, positions, size)
+            records = tuple(record for record, _, _ in some)
+            new = [record for record in dict.fromkeys(records) if record not in promoted]
+            promoted.update(new)
+            where = _promoted(kept, records, new, size) if tier.num_pages else None
+            yield _Batch(records, runner.places(slots, positions, size), where, tuple(new))
+
+
+def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill[Any], ImageSpan]]) -> abc.Iterator[_Batch]:
+    """Of images in the device tier, as many tokens together as one program links, whosever they are."""
+    size = sum(len(place) for place, _, _ in here)
+    source, slots = np.concatenate([place for place, _, _ in here]), np.full(size, runner.num_slots, np.int32)
+    positions = np.zeros((3, size), np.int32)
+    first = 0
+    for place, prefill, span in here:
+        own = slice(first, first + span.length)
+        slots[own], positions[:, own] = prefill.to_link[span.tokens], prefill.layout.positions[:, span.tokens]
+        first += len(place)
+    first = 0
+    for rung in runner.definitions.links.split_recalls(span.length for _, _, span in here):
+        some = slice(first, first + rung)
+        padded = np.pad(source[some], (0, max(0, first + rung - size)))
+        yield _Batch((), runner.places([slots[some]], [positions[:, some]], rung), jax.device_put(padded))
+        first += rung
+
+
+def _promoted(kept: Kept, records: abc.Sequence[Record], new: abc.Iterable[Record], size: int) -> jax.Array:
+    """Where in the device tier the tokens of records go on their way, of those that are `new`."""
+    tokens = kept.runner.definitions.links.kept_tokens
+    where = tokens + np.arange(len(records) * size, dtype=np.int32)  # nowhere
+    for record in new:
+        if (place := kept.tier.take(record)) is not None:
+            first = records.index(record) * size
+            where[first : first + record.meta.tokens] = place[: record.meta.tokens]
+    return jax.device_put(where)

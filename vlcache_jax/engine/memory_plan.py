@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.pallas_kernels import PAGE, Codec
 
 GIB = 2**30
 # A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more.
@@ -30,11 +31,13 @@ class MemoryPlan:
       ladder: without rungs that are not needed.
       num_slots: of the KV pool that requests can use, whole pages; the page that is nobody's comes on top.
       max_model_len: tokens of prompt and answer at most.
+      kept_pages: of the device tier.
     """
 
     ladder: Ladder
     num_slots: int
     max_model_len: int
+    kept_pages: int = 0
 
 
 def plan_memory(
@@ -50,6 +53,8 @@ def plan_memory(
     kv_cache_bytes: int | None,
     max_sequences: int | None = None,
     share: float | None = None,
+    device_bytes: int = 0,
+    codec: Codec | None = None,
 ) -> MemoryPlan:
     """Plans an engine.
 
@@ -59,10 +64,13 @@ def plan_memory(
       max_rows, max_model_len, kv_cache_bytes: see `LLM`.
       max_patches: of an image.
       max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `LLM`.
+      device_bytes: see `CacheConfig`; whole pages of it are taken before the pool.
+      codec: of stored K, V.
 
     Raises:
       MemoryError: it does not fit.
-      ValueError: `max_model_len` is more than the model or the pool takes, or the pool is too small to serve anybody.
+      ValueError: `device_bytes` is above 0 and below a page, or `max_model_len` is more than the model or the pool
+        takes, or the pool is too small to serve anybody.
     """
     if ladder is None:
         ladder = Ladder(rows=CPU_ROWS) if device.platform == "cpu" else Ladder()
@@ -75,6 +83,11 @@ def plan_memory(
     merge_size = config.vision.merge_size
     # However small images are made, each has a token.
     ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
+    page = PAGE_TOKENS * kept_token_bytes(config, dtype, codec)
+    if 0 < device_bytes < page:
+        raise ValueError(
+            f"device_bytes must be 0 or at least {page}, a page of {PAGE_TOKENS} tokens, got {device_bytes}"
+        )
     num_slots = plan_pool(
         config,
         dtype,
@@ -84,6 +97,7 @@ def plan_memory(
         kv_cache_bytes=kv_cache_bytes,
         max_model_len=longest,
         share=share,
+        kept=device_bytes // page * page,
     )
     fitting = min(longest, num_slots)
     if max_model_len is not None and max_model_len > fitting:
@@ -91,7 +105,7 @@ def plan_memory(
             f"max_model_len must be at most {fitting} (the model takes {most} tokens, the KV pool {num_slots}), "
             f"got {max_model_len}"
         )
-    return MemoryPlan(ladder, num_slots, fitting)
+    return MemoryPlan(ladder, num_slots, fitting, device_bytes // page)
 
 
 def plan_pool(
@@ -104,6 +118,7 @@ def plan_pool(
     kv_cache_bytes: int | None,
     max_model_len: int,
     share: float | None = None,
+    kept: int = 0,
 ) -> int:
     """The slots of the KV pool that requests can use.
 
@@ -113,6 +128,7 @@ def plan_pool(
         the ladder's sequences of `max_model_len` tokens can use.
       share: of the free bytes, for all together where `kv_cache_bytes` is None; None: the pool takes 0.9 of what the
         others leave, on a CPU a quarter.
+      kept: bytes of the device tier.
 
     Raises:
       MemoryError: it does not fit; the message has the figures.
@@ -123,7 +139,7 @@ def plan_pool(
     free = free_bytes(device)
     if kv_cache_bytes is None:
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
-        rest = free - weights - activations
+        rest = free - weights - activations - kept
         usual = 0.25 if device.platform == "cpu" else GPU_SHARE
         most = usual * rest if share is None else share * free - (free - rest)
         useful = ladder.max_sequences * -(-max_model_len // PAGE)
@@ -135,12 +151,12 @@ def plan_pool(
         )
     else:
         pages = -(-kv_cache_bytes // (slot * PAGE))
-    if pages < 1 or weights + activations + (pages + 1) * PAGE * slot > free:
+    if pages < 1 or weights + activations + kept + (pages + 1) * PAGE * slot > free:
         wanted = "at least " + _gib(2 * PAGE * slot) if kv_cache_bytes is None else _gib((pages + 1) * PAGE * slot)
         raise MemoryError(
             f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
-            f"activations about {_gib(activations)}, KV pool {wanted} ({slot} bytes a slot, {PAGE} slots a page, and "
-            "one page that no request uses)"
+            f"activations about {_gib(activations)}, {f'device_bytes {_gib(kept)}, ' if kept else ''}KV pool {wanted} "
+            f"({slot} bytes a slot, {PAGE} slots a page, and one page that no request uses)"
         )
     return pages * PAGE
 
@@ -149,6 +165,15 @@ def slot_bytes(config: ModelConfig, dtype: np.dtype) -> int:
     """Bytes of one token's K and V in all layers."""
     text = config.text
     return 2 * text.num_layers * text.num_kv_heads * text.head_dim * dtype.itemsize
+
+
+def kept_token_bytes(config: ModelConfig, dtype: np.dtype, codec: Codec | None) -> int:
+    """Bytes of one token in the device tier: K and V as they are stored, and encoder rows."""
+    text = config.text
+    kv = slot_bytes(config, dtype)
+    if codec is not None:
+        kv = 2 * text.num_layers * sum(codec.planes(text.num_kv_heads, text.head_dim))
+    return kv + (1 + config.vision.num_deepstack) * text.hidden_size * dtype.itemsize
 
 
 def free_bytes(device: jax.Device) -> int:

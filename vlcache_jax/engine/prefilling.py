@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.batching import Placement, Prefill, Step, encoder_calls, prefill_steps
 from vlcache_jax.engine.clock import Clock
+from vlcache_jax.engine.kept import Kept
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.linking import Linking, Transfers
 from vlcache_jax.engine.passage import Passage
@@ -44,6 +46,7 @@ class Turn[S: Sequence]:
     took: list[tuple[str, Future[float]]] = field(default_factory=list)
     where: dict[ImageRef, tuple[jax.Array, int]] = field(default_factory=dict)  # encoder output, first row in it
     kept: dict[ImageRef, Record] = field(default_factory=dict)
+    here: dict[ImageRef, Index] = field(default_factory=dict)  # encoder rows in the device tier
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,20 +81,26 @@ class Prefiller[S: Sequence]:
       runner: computes.
       writer: fills records with what was computed.
       clock: times it.
+      kept: moves what is stored.
     """
 
-    def __init__(self, runner: Runner, writer: Writer, clock: Clock):
-        self.runner, self.writer, self._clock = runner, writer, clock
+    def __init__(self, runner: Runner, writer: Writer, clock: Clock, kept: Kept):
+        self.runner, self.writer, self._clock, self.kept = runner, writer, clock, kept
         self._transfers = Transfers(runner)
 
     def begin(self, prefills: abc.Sequence[Prefill[S]]) -> Turn[S]:
         """Copies pages, and has stored images brought to the device."""
         leases = [prefill.sequence.lease for prefill in prefills if prefill.sequence.prefilled == 0]
         self.runner.copy_pages([lease.copy for lease in leases if lease is not None and lease.copy is not None])
-        turn = Turn(prefills, Linking(self.runner, self._transfers, prefills))
+        turn = Turn(prefills, Linking(self.kept, self._transfers, prefills))
         for use in (use for prefill in prefills for use in prefill.sequence.images):
             if use.encoder is not None:
                 turn.kept[use.span.image] = use.encoder
+            if use.linked is None or self.kept.tier.find(use.linked) is None:
+                continue
+            use.kv_tier = "device"
+            if (rows := self.kept.tier.find_rows(use.linked)) is not None:
+                use.encoder_tier, turn.here[use.span.image] = "device", rows
         return turn
 
     def launch(self, turn: Turn[S]) -> Launched[S] | None:
@@ -123,11 +132,16 @@ class Prefiller[S: Sequence]:
         turn.steps.popleft()
         turn.took.append(("prefill", self._clock.mark([passage.x])))
         if step.captured:
-            self.writer.kv(step.captured, self.runner.code(passage.captured))
+            self.writer.kv(step.captured, self.kept.capture(step, passage.captured))
             self.writer.throttle(2)  # what they read occupies the device
         later = {placement.image for other in turn.steps for placement in other.placements}
         turn.where = {image: place for image, place in turn.where.items() if image in later}
         return Launched(turn, step, passage.x, passage.chosen, tuple(turn.took))
+
+    def reset(self) -> None:
+        """What the device held is gone."""
+        self.runner.reset()
+        self.kept.reset()
 
     def close(self) -> None:
         """It launches nothing any more."""
@@ -141,7 +155,8 @@ class Prefiller[S: Sequence]:
 
     def _begin_step(self, step: Step[S], turn: Turn[S]) -> Passage:
         """Encodes new images, and hands the step its rows."""
-        new = [p.image for p in step.placements if p.image not in turn.where and not _holds(turn.kept.get(p.image))]
+        images = [placement.image for placement in step.placements if placement.image not in turn.here]
+        new = [image for image in images if image not in turn.where and not _holds(turn.kept.get(image))]
         turn.where.update(self._encode(new, turn.kept))
         if new:
             turn.took.append(("encode", self._clock.mark([turn.where[image][0] for image in new])))
@@ -166,9 +181,11 @@ class Prefiller[S: Sequence]:
     def _stage(self, step: Step[S], turn: Turn[S]) -> None:
         """Hands the step its encoder rows: of each encoder output in one call, and those of records together."""
         placed: dict[int, tuple[jax.Array, list[tuple[Placement, int]]]] = {}
-        kept = []
+        kept, here = [], []
         for placement in step.placements:
-            if placement.image in turn.where:
+            if placement.image in turn.here:
+                here.append(placement)
+            elif placement.image in turn.where:
                 output, first = turn.where[placement.image]
                 placed.setdefault(id(output), (output, []))[1].append((placement, first))
             else:
@@ -178,6 +195,9 @@ class Prefiller[S: Sequence]:
             for placement, first in placements:
                 place[first + placement.image_row] = placement.place
             self.runner.stage(rows, place)
+        if here:
+            source = np.concatenate([turn.here[placement.image][placement.image_row] for placement in here])
+            self.kept.stage(source, np.concatenate([placement.place for placement in here]))
         if kept:
             self._stage_kept([(turn.kept[placement.image].data, placement) for placement in kept])
 

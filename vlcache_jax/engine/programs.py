@@ -82,15 +82,17 @@ class Programs:
           shifting: also moving linked K, V.
           ladder: of these rungs alone; None is all.
         """
-        definitions, config = self.definitions, self.definitions.config
+        definitions, config, links = self.definitions, self.definitions.config, self.definitions.links
         ladder = ladder or definitions.ladder
         layers, deepstack = config.text.num_layers, config.vision.num_deepstack
         keys: list[Key] = [("pool",), ("encoder_rows",), ("lanes",), ("open_lane",)]
         for size in ladder.rows:
             keep = definitions.ladder.outputs(size)
             keys += [("embed", size)]
-            if definitions.codec is not None and linking:
+            if links.codec is not None and linking:
                 keys += [("code", size)]
+            if links.kept_tokens and linking:
+                keys += [("keep", size)]
             whole: list[Key] = [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
             if size <= BLOCK_ROWS and layers - deepstack >= BLOCK:
                 whole += [("layers", size)]
@@ -121,11 +123,14 @@ class Programs:
             keys += [("window", count), ("sample", count), ("copy", count)]
         for size in ladder.patches:
             keys += [("encode", size)]
+        groups = {len(range(layers)[part]) for part in links.link_groups}
         for size in (patches // config.vision.merge_size**2 for patches in ladder.patches):
             keys += [("stage", size)]
             if linking:
-                groups = {len(range(layers)[part]) for part in definitions.link_groups}
-                keys += [("link", size, count, group) for count in definitions.linked(size) for group in groups]
+                keys += [("link", size, count, group) for count in links.linked(size) for group in groups]
+        if links.kept_tokens and linking:
+            keys += [("kept",), ("keep_rows",), *(("restage", size) for size in definitions.token_rungs)]
+            keys += [("recall", size, group) for size in links.recall_rungs for group in groups]
         return list(dict.fromkeys(keys))
 
     def compile(
@@ -172,8 +177,7 @@ class Programs:
             return self._compiled[key]
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
-        name, *sizes = key
-        function, arguments, donated = getattr(self.definitions, name)(*sizes)
+        function, arguments, donated = self.definitions.define(key)
         with dispatch.recorded() as choices:
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         if choices:

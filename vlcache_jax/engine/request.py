@@ -108,6 +108,7 @@ class ImageUse:
       encoder: record of its encoder rows, which may still be to be filled; None: none is kept.
       has_encoder: whether its encoder rows were found.
       why: it is not reused exactly.
+      kv_tier, encoder_tier: where what is linked, and encoder rows that were found, come from.
     """
 
     span: ImageSpan
@@ -116,6 +117,8 @@ class ImageUse:
     encoder: Record | None = None
     has_encoder: bool = False
     why: Why | None = None
+    kv_tier: str = "host"
+    encoder_tier: str = "host"
 
 
 class Hold(Protocol):

@@ -39,6 +39,7 @@ class Runner:
       ladder: sizes to compile for.
       implementation: of the kernels; None is the best for each case.
       codec: of stored K, V; None: they are kept as they are.
+      kept_tokens: that the device tier has room for.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Runner:
         ladder: Ladder,
         implementation: str | None = None,
         codec: kernels.Codec | None = None,
+        kept_tokens: int = 0,
     ):
         self.config = config
         self.ladder = ladder
@@ -65,8 +67,9 @@ class Runner:
         self.definitions = Definitions(
             config, params, self._normalization,
             num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation, codec=codec,
+            kept_tokens=kept_tokens,
         )  # fmt: skip
-        self._constants = self.definitions.constants(self.text)
+        self.constants = self.definitions.links.constants(self.text)
         self.programs = Programs(self.definitions)
         self.token_rungs = self.definitions.token_rungs
         self.run = self.programs.run
@@ -95,6 +98,11 @@ class Runner:
         rows, self._encoder_rows = self.encoder_rows(), None
         self._encoder_rows = self.run(("stage", len(place)), rows, encoded, place)
 
+    def restage(self, kept: jax.Array, source: np.ndarray, place: np.ndarray) -> None:
+        """The same of encoder rows that the device tier keeps: row `source[i]` becomes encoder row `place[i]`."""
+        rows, self._encoder_rows = self.encoder_rows(), None
+        self._encoder_rows = self.run(("restage", len(place)), rows, kept, source, place)
+
     @property
     def transfer_bytes(self) -> int:
         """Most bytes of records that are on their way to the device at once, unless one is larger."""
@@ -109,33 +117,6 @@ class Runner:
     def put(self, record: np.ndarray) -> jax.Array:
         """A record's data on the device. On a CPU they stay where they are."""
         return jax.device_put(record, may_alias=True)
-
-    def link(self, layers: slice, data: abc.Sequence[jax.Array], places: jax.Array) -> jax.Array:
-        """Writes stored K, V of images into some layers of the pool.
-
-        Args:
-          data: of each image keys before rotation and values, [layers, 2, T, K, D], or coded, uint8 [layers, 2, bytes],
-            T a rung of `token_rungs`.
-          places: of each image where its tokens belong, see `places`.
-
-        Returns:
-          Something to wait for.
-        """
-        pool = self.take_pool()
-        constants = self._constants[layers]
-        key = "link", places.shape[2], len(data), len(data[0])
-        pool[layers], done = self.run(key, pool[layers], [*data], places, constants)
-        self.give_pool(pool)
-        return done
-
-    def code(
-        self, captured: list[tuple[jax.Array, jax.Array]]
-    ) -> abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]:
-        """Of each layer's rows keys before rotation and values as they are kept: so, or coded, uint8 [2, N, W]."""
-        if self.definitions.codec is None:
-            return captured
-        pairs = zip(captured, self._constants, strict=True)
-        return [self.run(("code", len(k)), k, v, constants) for (k, v), constants in pairs]
 
     def places(self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int) -> jax.Array:
         """Slots and M-RoPE triples of the tokens of some images, on the device.

@@ -1,0 +1,142 @@
+"""What is stored, on the device: linked into the pool, coded, and kept in the device tier."""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Any
+
+import jax
+import numpy as np
+
+from vlcache_jax.cache.device import DeviceTier, Index
+from vlcache_jax.engine.batching import Step
+from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.runner import Runner
+
+Layers = abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]
+
+
+class Kept:
+    """Runs the programs that move what is stored.
+
+    Args:
+      runner: whose device and pool it is.
+      tier: says where in the device tier everything lies.
+    """
+
+    def __init__(self, runner: Runner, tier: DeviceTier):
+        self.runner, self.tier = runner, tier
+        self._links = runner.definitions.links
+        self._arrays: tuple[list[list[jax.Array]], jax.Array] | None = None
+
+    def reset(self) -> None:
+        """What the device held is gone."""
+        self.tier.clear()
+        self._arrays = None
+
+    def link(
+        self, layers: slice, data: abc.Sequence[jax.Array], places: jax.Array, where: jax.Array | None
+    ) -> jax.Array:
+        """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
+
+        Args:
+          data: of each image keys before rotation and values, [layers, 2, T, K, D], or coded, uint8 [layers, 2, bytes],
+            T a rung of `token_rungs`.
+          places: of each image where its tokens belong, see `Runner.places`.
+          where: of all their tokens, padded, the place in the device tier, int32; beyond it they are not kept.
+
+        Returns:
+          Something to wait for.
+        """
+        runner, constants = self.runner, self.runner.constants[layers]
+        key = "link", places.shape[2], len(data), len(data[0])
+        pool = runner.take_pool()
+        if where is None:
+            pool[layers], _, done = runner.run(key, pool[layers], None, [*data], places, None, constants)
+        else:
+            kept, rows = self._take()
+            pool[layers], kept[layers], done = runner.run(
+                key, pool[layers], kept[layers], [*data], places, where, constants
+            )
+            self._arrays = kept, rows
+        runner.give_pool(pool)
+        return done
+
+    def recall(self, layers: slice, source: jax.Array, places: jax.Array) -> jax.Array:
+        """Writes K, V of tokens in the device tier into some layers of the pool.
+
+        Args:
+          source: their places in the tier, see `kernels.recall`; as many as a rung of `recall_rungs`.
+          places: where they belong, [1, 4, n], see `Runner.places`.
+
+        Returns:
+          Something to wait for.
+        """
+        runner, constants = self.runner, self.runner.constants[layers]
+        pool, (kept, _) = runner.take_pool(), self._now()
+        key = "recall", len(source), len(kept[layers])
+        pool[layers], done = runner.run(key, pool[layers], kept[layers], source, places, constants)
+        runner.give_pool(pool)
+        return done
+
+    def capture(self, step: Step[Any], captured: list[tuple[jax.Array, jax.Array]]) -> Layers:
+        """What a step computed of records to be filled: codes it, and keeps it in the device tier, if there is room.
+
+        Args:
+          captured: of each layer its rows' keys before rotation and values.
+
+        Returns:
+          Of each layer the same as it is stored: so, or coded, uint8 [2, N, W].
+        """
+        layers: Layers = captured
+        if self._links.codec is not None:
+            pairs = zip(captured, self.runner.constants, strict=True)
+            layers = [self.runner.run(("code", len(k)), k, v, constants) for (k, v), constants in pairs]
+        if self.tier.num_pages:
+            self._keep(step, layers)
+        return layers
+
+    def stage(self, source: Index, place: Index) -> None:
+        """Makes encoder row `source[i]` of the device tier encoder row `place[i]` of the next step."""
+        rungs = self.runner.token_rungs
+        for first in range(0, len(source), rungs[-1]):
+            some, to = source[first : first + rungs[-1]], place[first : first + rungs[-1]]
+            missing = round_up(len(some), rungs) - len(some)
+            nowhere = self.runner.ladder.max_rows + np.arange(missing, dtype=np.int32)
+            _, kept = self._now()
+            self.runner.restage(kept, np.pad(some, (0, missing)), np.concatenate([to, nowhere]))
+
+    def _keep(self, step: Step[Any], layers: Layers) -> None:
+        most = self.runner.ladder.max_rows
+        nowhere = self._links.kept_tokens + np.arange(most, dtype=np.int32)
+        place, row_place = nowhere.copy(), nowhere.copy()
+        placements = {placement.image.key: placement for placement in step.placements}
+        for record, tokens, rows in step.captured:
+            if (own := self.tier.begin(record)) is None:
+                continue
+            place[rows] = own[tokens]
+            placement = placements.pop(record.meta.entry, None)  # once: another context of it has none
+            count = 0
+            if placement is not None:
+                row_place[placement.place] = own[placement.image_row]
+                count = len(placement.image_row)
+            self.tier.fill(record, len(tokens), count)
+        if (place >= self._links.kept_tokens).all():
+            return
+        kept, encoder_rows = self._take()
+        places, row_places = jax.device_put((place, row_place))
+        for layer, values in enumerate(layers):
+            size = values.shape[1] if isinstance(values, jax.Array) else len(values[0])
+            kept[layer] = self.runner.run(("keep", size), kept[layer], values, places)
+        encoder_rows = self.runner.run(("keep_rows",), encoder_rows, self.runner.encoder_rows(), row_places)
+        self._arrays = kept, encoder_rows
+
+    def _now(self) -> tuple[list[list[jax.Array]], jax.Array]:
+        if self._arrays is None:
+            self._arrays = self.runner.run(("kept",))
+        return self._arrays
+
+    def _take(self) -> tuple[list[list[jax.Array]], jax.Array]:
+        """For a program that takes it and returns it."""
+        arrays, self._arrays = self._now(), None
+        return arrays
