@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import contextmanager
 
@@ -114,21 +115,33 @@ class Identifier:
         except (RuntimeError, CancelledError) as error:
             raise RuntimeError(_CLOSED) from error
 
-    def read_heads(self, tasks: Iterable[_Task]) -> dict[_Task, Future[ValueError | None]]:
-        """Starts what is known without pixels."""
-        return self._start(self._quick_threads, _Task.head, tasks)
+    def read_heads(self, tasks: Collection[_Task]) -> dict[_Task, ValueError | None]:
+        """Finds what is known without pixels; returns what is wrong with each."""
+        errors: dict[_Task, ValueError | None] = {}
+        left = iter([*tasks])
+
+        def read() -> None:
+            for task in left:  # all threads draw from one iterator
+                errors[task] = task.head()
+
+        # One thread a core, this one included: it would wait anyway, and a thread is woken once, not for each image.
+        helpers = min(len(tasks), os.cpu_count() or 1) - 1
+        reading = [self._submit(self._quick_threads, read) for _ in range(helpers)]
+        read()
+        for future in reading:
+            if not future.cancel():  # one that has not begun comes too late
+                future.result()
+        return errors
 
     def decode(self, tasks: Iterable[_Task]) -> dict[_Task, Future[ValueError | None]]:
         """Starts the rest, where there is any."""
-        ready = {task: task.is_ready() for task in tasks}
-        running = self._start(self._threads, _Task.run, (task for task, is_ready in ready.items() if not is_ready))
-        return running | {task: _nothing_wrong() for task, is_ready in ready.items() if is_ready}
+        return {
+            task: _nothing_wrong() if task.is_ready() else self._submit(self._threads, task.run) for task in tasks
+        }
 
-    def _start(
-        self, threads: Executor, work: Callable[[_Task], ValueError | None], tasks: Iterable[_Task]
-    ) -> dict[_Task, Future[ValueError | None]]:
+    def _submit[T](self, threads: Executor, work: Callable[[], T]) -> Future[T]:
         try:
-            return {task: threads.submit(work, task) for task in tasks}
+            return threads.submit(work)
         except RuntimeError as error:  # the threads have been shut down meanwhile
             raise RuntimeError(_CLOSED) from error
 
@@ -206,7 +219,7 @@ class Arrivals:
             wrong = (
                 task.error_of(source, error)
                 for task, source in zip(own, prompt.images, strict=True)
-                if (error := heads[task].result()) is not None
+                if (error := heads[task]) is not None
             )
             if (error := next(wrong, None)) is not None:
                 self.errors[row] = error
