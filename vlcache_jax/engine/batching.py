@@ -64,14 +64,21 @@ class Prefill[S: Sequence]:
 
     def slots(self, place: Index) -> Index:
         """The pool's slots of logical slots."""
-        return self.table[place // PAGE] * PAGE + place % PAGE
+        return self._slots[place]
+
+    @functools.cached_property
+    def _slots(self) -> Index:
+        """Of all logical slots."""
+        return (PAGE * self.table[:, None] + np.arange(PAGE, dtype=np.int32)).reshape(-1)
 
     @functools.cached_property
     def to_link(self) -> Index:
         """The pool's slot of each token, beyond any pool where its K, V are there already [n]."""
         place = self.plan.slots
-        is_there = (np.arange(len(place)) < self.cached) | (place < PAGE * self.shared)
-        return np.where(is_there, np.iinfo(np.int32).max, self.slots(place)).astype(np.int32)
+        slots = self.slots(place)
+        slots[: self.cached] = np.iinfo(np.int32).max
+        slots[place < PAGE * self.shared] = np.iinfo(np.int32).max
+        return slots
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,7 +136,7 @@ class Identifier:
     def decode(self, tasks: Iterable[_Task]) -> dict[_Task, Future[ValueError | None]]:
         """Starts the rest, where there is any."""
         return {
-            task: _nothing_wrong() if task.is_ready() else self._submit(self._threads, task.run) for task in tasks
+            task: _done(None) if task.is_ready() else self._submit(self._threads, task.run) for task in tasks
         }
 
     def _submit[T](self, threads: Executor, work: Callable[[], T]) -> Future[T]:
@@ -269,9 +269,12 @@ class Arrivals:
         return self._identifier.decode(dict.fromkeys(task for row in rows for task in self._tasks[row]))
 
     def _finish(
-        self, row: int, running: Mapping[_Task, Future[ValueError | None]], images: dict[tuple[str, bool], ImageRef]
+        self, row: int, running: dict[_Task, Future[ValueError | None]], images: dict[tuple[str, bool], ImageRef]
     ) -> Request | ValueError:
         own, prompt, metrics = self._tasks[row], self._prompts[row], Metrics()
+        for task in reversed(own):  # threads begin with the first ones
+            if not running[task].cancelled() and running[task].cancel():  # none has: who waits may as well do it
+                running[task] = _done(task.run())
         for task, source in zip(own, prompt.images, strict=True):
             try:
                 error = running[task].result() or self._bind(task)
@@ -508,9 +511,9 @@ def _same(source: ImageSource) -> object:
     return id(source.value) if source.encoded is None else _Same(source.encoded)
 
 
-def _nothing_wrong() -> Future[ValueError | None]:
+def _done(error: ValueError | None) -> Future[ValueError | None]:
     done: Future[ValueError | None] = Future()
-    done.set_result(None)
+    done.set_result(error)
     return done
 
 
