@@ -203,7 +203,7 @@ def test_linking_layers_together(runner, size: int, count: int) -> None:
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_linking_from_the_device_and_into_it(codec: str | None) -> None:
     """Nothing of the device tier is copied, and a link that also writes into it does so in place."""
-    tokens, size, text = 65536, 4096, CONFIG.text
+    tokens, size = 65536, 4096
     runner = abstract_runner(CONFIG, codec=CODECS.get(codec or ""), kept_tokens=tokens)
     layers = runner.definitions.links.link_groups[0].stop
     kept = jax.eval_shape(runner.definitions.links.kept()[0])

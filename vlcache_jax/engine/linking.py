@@ -66,14 +66,14 @@ class _Batch:
 
     Attributes:
       records: of the images; empty: they are in the device tier.
-      places: see `Runner.places`.
+      places: makes those of `Runner.places` when first asked: the first link waits for no others'.
       where: of images in the device tier, which of its tokens these are; of others, which they become. None: there is
         no such tier.
       promoted: the records that get a copy there.
     """
 
     records: tuple[Record, ...]
-    places: jax.Array
+    places: abc.Callable[[], jax.Array | np.ndarray]
     where: jax.Array | None
     promoted: tuple[Record, ...] = ()
 
@@ -124,10 +124,10 @@ class Linking:
             data, batch = coming.result(), piece.batch
             read += data
             if batch.records:
-                done.append(self._kept.link(piece.layers, data, batch.places, batch.where))
+                done.append(self._kept.link(piece.layers, data, batch.places(), batch.where))
             else:
                 assert batch.where is not None
-                done.append(self._kept.recall(piece.layers, batch.where, batch.places))
+                done.append(self._kept.recall(piece.layers, batch.where, batch.places()))
             if piece.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._kept.tier.fill(record, record.meta.tokens, 0)
@@ -188,13 +188,18 @@ def _batches(
     for size, alike in by_size.items():
         for count in runner.definitions.links.split_links(size, len(alike)):
             some, alike = alike[:count], alike[count:]
-            slots = [prefill.to_link[span.tokens] for _, prefill, span in some]
-            positions = [prefill.layout.positions[:, span.tokens] for _, prefill, span in some]
+            places = functools.partial(_places, runner, [(prefill, span) for _, prefill, span in some], size)
             records = tuple(record for record, _, _ in some)
             new = [record for record in dict.fromkeys(records) if record not in promoted]
             promoted.update(new)
             where = _promoted(kept, records, new, size) if tier.num_pages else None
-            yield _Batch(records, runner.places(slots, positions, size), where, tuple(new))
+            yield _Batch(records, functools.cache(places), where, tuple(new))
+
+
+def _places(runner: Runner, users: abc.Sequence[tuple[Prefill[Any], ImageSpan]], size: int) -> jax.Array | np.ndarray:
+    slots = [prefill.to_link[span.tokens] for prefill, span in users]
+    positions = [prefill.layout.positions[:, span.tokens] for prefill, span in users]
+    return runner.places(slots, positions, size)
 
 
 def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill[Any], ImageSpan]]) -> abc.Iterator[_Batch]:
@@ -211,7 +216,8 @@ def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill[Any], Image
     for rung in runner.definitions.links.split_recalls(span.length for _, _, span in here):
         some = slice(first, first + rung)
         padded = np.pad(source[some], (0, max(0, first + rung - size)))
-        yield _Batch((), runner.places([slots[some]], [positions[:, some]], rung), jax.device_put(padded))
+        places = functools.partial(runner.places, [slots[some]], [positions[:, some]], rung)
+        yield _Batch((), functools.cache(places), jax.device_put(padded))
         first += rung
 
 
