@@ -31,7 +31,7 @@ def mrope_positions(num_tokens: int, starts: Sequence[int], grids: Sequence[tupl
     for start, (h, w) in zip(starts, grids, strict=True):
         positions[:, token:start] = np.arange(position, position + start - token)
         position += start - token
-        positions[:, start : start + h * w] = position + _grid_positions(h, w)
+        np.add(_grid_positions(h, w), position, out=positions[:, start : start + h * w])
         token, position = start + h * w, position + max(h, w)
     positions[:, token:] = np.arange(position, position + num_tokens - token)
     # The triples never exceed the counter, so the maximum + 1 is the counter itself.

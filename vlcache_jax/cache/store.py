@@ -182,11 +182,11 @@ class Store:
             is_own = same is not None and same.meta.canonical
             is_coded = same is not None and is_own and bool(same.meta.planes)
             exact = is_own and not is_coded
-            variants = [record for record in self._variants.get(entry, ()) if grid in (None, record.meta.grid)]
             kv, why = same, None
             if is_coded:
                 kv, why = (same if approximate else None), Why.coded
             elif not exact:
+                variants = [record for record in self._variants.get(entry, ()) if grid in (None, record.meta.grid)]
                 canonical = [record for record in variants if record.meta.canonical]
                 usable = (canonical or variants) if approximate else []
                 kv = usable[-1] if usable else None

@@ -69,7 +69,7 @@ class Prefill[S: Sequence]:
     @functools.cached_property
     def _slots(self) -> Index:
         """Of all logical slots."""
-        return (PAGE * self.table[:, None] + np.arange(PAGE, dtype=np.int32)).reshape(-1)
+        return np.add.outer(PAGE * self.table, np.arange(PAGE, dtype=np.int32)).reshape(-1)
 
     @functools.cached_property
     def to_link(self) -> Index:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import threading
 import time
@@ -135,9 +136,8 @@ class Identifier:
 
     def decode(self, tasks: Iterable[_Task]) -> dict[_Task, Future[ValueError | None]]:
         """Starts the rest, where there is any."""
-        return {
-            task: _done(None) if task.is_ready() else self._submit(self._threads, task.run) for task in tasks
-        }
+        ready = _done(None)
+        return {task: ready if task.is_ready() else self._submit(self._threads, task.run) for task in tasks}
 
     def _submit[T](self, threads: Executor, work: Callable[[], T]) -> Future[T]:
         try:
@@ -171,7 +171,7 @@ class Identifier:
         except ValueError as error:
             raise ValueError(f"mm_processor_kwargs for {name} must suit the engine's: {error}") from error
         grid = self.processor.grid(height, width, limits, name=name)
-        if (patches := int(np.prod(grid))) > self._max_patches:
+        if (patches := math.prod(grid)) > self._max_patches:
             raise ValueError(
                 f"{name} must have at most {self._max_patches} patches, got {patches}: lower max_pixels in the "
                 "request's mm_processor_kwargs, or open the engine with a larger max_model_len or ladder.patches"
@@ -374,7 +374,7 @@ class _Task:
             self.lookup = time.perf_counter() - start
         processor = self._identifier.processor
         self.num_tokens = processor.num_tokens(grid)
-        self.patch_bytes = int(np.prod(grid)) * 3 * processor.patch_size**2
+        self.patch_bytes = math.prod(grid) * 3 * processor.patch_size**2
         return None
 
     def run(self) -> ValueError | None:

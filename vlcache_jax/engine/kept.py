@@ -13,6 +13,7 @@ from vlcache_jax.engine.batching import Step
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.runner import Runner
 
+Array = jax.Array | np.ndarray
 Layers = abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]
 
 
@@ -35,7 +36,7 @@ class Kept:
         self._arrays = None
 
     def link(
-        self, layers: slice, data: abc.Sequence[jax.Array], places: jax.Array, where: jax.Array | None
+        self, layers: slice, data: abc.Sequence[jax.Array], places: Array, where: jax.Array | None
     ) -> jax.Array:
         """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
 
@@ -62,7 +63,7 @@ class Kept:
         runner.give_pool(pool)
         return done
 
-    def recall(self, layers: slice, source: jax.Array, places: jax.Array) -> jax.Array:
+    def recall(self, layers: slice, source: jax.Array, places: Array) -> jax.Array:
         """Writes K, V of tokens in the device tier into some layers of the pool.
 
         Args:

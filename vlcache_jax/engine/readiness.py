@@ -91,15 +91,18 @@ class Readiness:
         encoded = [
             use.encoder
             for use in sequence.images
-            if use.encoder is not None and use.encoder.is_claimed and depth[use.span.tokens].any()
+            if use.encoder is not None
+            and use.encoder.is_claimed
+            and not use.encoder.is_settled
+            and depth[use.span.tokens].any()
         ]
-        return [record for record in (*linked, *encoded) if not record.is_settled]
+        return [record for record in linked if not record.is_settled] + encoded
 
     def _pictures(self, sequence: Sequence, plan: Plan) -> list[ImageRef]:
         """The images of which some rows are computed, and whose encoder rows nobody has."""
-        records = {use.span.image: use.encoder for use in sequence.images}
-        needed = [span.image for span in sequence.layout.images if plan.depth[span.tokens].any()]
-        return [image for image in needed if (record := records.get(image)) is None or not record.is_ready]
+        kept = {use.span.image for use in sequence.images if use.encoder is not None and use.encoder.is_ready}
+        others = [span for span in sequence.layout.images if span.image not in kept]
+        return [span.image for span in others if plan.depth[span.tokens].any()]
 
     def _is_decoded(self, image: ImageRef) -> bool:
         """Raises a ValueError if it cannot be."""

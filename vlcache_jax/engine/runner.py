@@ -118,7 +118,9 @@ class Runner:
         """A record's data on the device. On a CPU they stay where they are."""
         return jax.device_put(record, may_alias=True)
 
-    def places(self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int) -> jax.Array:
+    def places(
+        self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int
+    ) -> jax.Array | np.ndarray:
         """Slots and M-RoPE triples of the tokens of some images, on the device.
 
         Args:
@@ -137,7 +139,7 @@ class Runner:
         for place, slot, position in zip(places, slots, positions, strict=True):
             place[0, : len(slot)], place[1:, : len(slot)] = slot, position
         check_slots(places[:, 0].reshape(-1), self.num_slots)
-        return jax.device_put(places)
+        return places if self.is_host else jax.device_put(places)
 
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copies pages: of each pair the first to the second, which none of the others names."""
