@@ -130,6 +130,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ladder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What somebody measured on this machine decides nothing in tests."""
+    from vlcache_jax.engine import costs
+
+    home = tmp_path_factory.mktemp("cache-home")
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(costs, "cache_home", lambda: home)
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     """The directory of a configuration by its name; made once."""

@@ -25,6 +25,7 @@ from vlcache_jax.checks import check_flags, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
+from vlcache_jax.engine.costs import Rates, identity_of
 from vlcache_jax.engine.engine import Engine, EngineStats
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.interrupts import interruptible
@@ -236,8 +237,17 @@ class BaseLLM:
             threads=self._threads,
             quick_threads=self._quick_threads,
         )
+        self._machine = identity_of(
+            config, device.device_kind, self._runner.dtype.name, None if codec is None else codec.name
+        )
         self._linker = Linker(
-            config, self._store, self._writer, dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs
+            config,
+            self._store,
+            self._writer,
+            dtype=self._runner.dtype,
+            codec=codec,
+            token_rungs=token_rungs,
+            rates=Rates.load(self._machine) if cache.load == "auto" else None,
         )
         self._caller = Caller(
             self._identifier,

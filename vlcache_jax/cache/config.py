@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vlcache_jax.checks import parse_bytes
 
 CODECS = ("int8", "int4")  # of `vlcache_jax.pallas_kernels`, which takes long to import
+LOADS = ("auto", "link", "encoder", "compute")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class CacheConfig:
       codec: of stored K, V: "auto" is the dtype of the model, and alone links exactly; "int8" takes 8.25 bits a value
         and "int4" 5 (of heads of 128). They serve approximate reuse only, whatever stands before an image.
       pinned_share: of `host_bytes` that `pin` can keep, from 0 to 1; the rest is left to new images.
+      load: what is done with records that are found. "auto": what takes least by the rates that `vlcache calibrate` has
+        measured for the model on this machine, and without any the same as "link"; "link": they are used; "encoder":
+        of encoder rows alone, K, V are computed; "compute": neither are used. What is computed is kept in any case.
 
     Raises:
       ValueError: a value out of range.
@@ -35,6 +39,7 @@ class CacheConfig:
     trust_uuids: bool = False
     codec: str = "auto"
     pinned_share: float = 0.5
+    load: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("host_bytes", "device_bytes"):
@@ -50,3 +55,5 @@ class CacheConfig:
         is_number = isinstance(self.pinned_share, (int, float)) and not isinstance(self.pinned_share, bool)
         if not (is_number and 0 <= self.pinned_share <= 1):
             raise ValueError(f"pinned_share must be a number from 0 to 1, got {self.pinned_share!r}")
+        if self.load not in LOADS:
+            raise ValueError(f"load must be one of {LOADS}, got {self.load!r}")

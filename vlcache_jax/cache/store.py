@@ -39,7 +39,8 @@ class CacheStats:
       hits_exact, hits_approximate: images whose K, V were found, as they were computed in the same context; or computed
         in another one, or kept by a codec.
       misses: images whose K, V were not found, or could not be used.
-      encoder_hits: images whose encoder rows were found.
+      passed_over: images whose K, V were found, and computed all the same (`CacheConfig.load`).
+      encoder_hits: images whose encoder rows were found, and not passed over.
       stored, evicted: records.
       refused: records that found no room.
       clashes: look-ups that met another image's record.
@@ -57,6 +58,7 @@ class CacheStats:
     hits_exact: int = 0
     hits_approximate: int = 0
     misses: int = 0
+    passed_over: int = 0
     encoder_hits: int = 0
     stored: int = 0
     evicted: int = 0
@@ -86,6 +88,7 @@ class Handle:
       exact: K, V were computed in this very context, and are kept as they were.
       is_coded: they were, but are kept by a codec.
       why: the reason if not.
+      passed_over: the records that were found, but are computed all the same.
     """
 
     def __init__(
@@ -98,11 +101,28 @@ class Handle:
         is_coded: bool = False,
     ):
         self.encoder, self.kv, self.exact, self.why, self.is_coded = encoder, kv, exact, why, is_coded
+        self.passed_over: list[Record] = []
         self._store = store
         self._records = [record for record in (encoder, kv) if record is not None]
         self._count = store.pin
         for record in self._records:
             store.pin(record, 1)
+
+    def pass_over(self, *, encoder: bool) -> None:
+        """Lets go of K, V, if there are any, as computing them is cheaper.
+
+        Args:
+          encoder: of the encoder rows, too.
+        """
+        if self.kv is not None:
+            self.why = Why.cheaper_to_compute
+        self.passed_over = [r for r in (self.kv, self.encoder if encoder else None) if r is not None]
+        self.kv, self.exact = None, False
+        if encoder:
+            self.encoder = None
+        for record in self.passed_over:
+            self._records.remove(record)
+            self._count(record, -1)
 
     def hold(self) -> None:
         """Holds the records from now on, instead of pinning them: they may lose their place, not their contents."""
@@ -203,7 +223,9 @@ class Store:
             self._counts.encoder_hits += handle.encoder is not None
             self._counts.hits_exact += handle.exact
             self._counts.hits_approximate += handle.kv is not None and not handle.exact
-            self._counts.misses += handle.kv is None
+            passed_over = any(record.meta.context is not None for record in handle.passed_over)
+            self._counts.passed_over += passed_over
+            self._counts.misses += handle.kv is None and not passed_over
 
     def _get(self, name: str, grid: Grid | None) -> Record | None:
         record = self.tier.get(name)

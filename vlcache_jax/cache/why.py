@@ -18,3 +18,4 @@ class Why(enum.Enum):
     load_failed = "load_failed"  # known, but its record could not be filled or read
     not_finite = "not_finite"  # known, but what was computed of it was not finite, and is not kept
     corrupt = "corrupt"  # known, but its record was found damaged
+    cheaper_to_compute = "cheaper_to_compute"  # K, V were found, but not wanted (`load`)

@@ -8,6 +8,7 @@ requests run one by one.
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 from typing import cast
@@ -20,14 +21,15 @@ from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
+from vlcache_jax.engine.costs import Image, Load, Rates, choose
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.request import ImageUse, Linked, Request
-from vlcache_jax.inputs.layout import ImageRef, State, make_layout
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import Codec
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy, make_plan
-from vlcache_jax.reuse.selection import make_choice
+from vlcache_jax.reuse.selection import Choice, make_choice
 
 
 class Linker:
@@ -39,6 +41,7 @@ class Linker:
       dtype: of weights and records.
       codec: of K, V; None: they are kept as they are.
       token_rungs: to which records are padded.
+      rates: by which `CacheConfig.load` = "auto" decides; None: what is found is linked.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class Linker:
         dtype: np.dtype,
         codec: Codec | None,
         token_rungs: tuple[int, ...],
+        rates: Rates | None = None,
     ):
-        self.store, self.writer = store, writer
+        self.store, self.writer, self.rates = store, writer, rates
         self._config = config
         self._dtype, self._codec = dtype, codec
         self._token_rungs = token_rungs
@@ -70,13 +74,13 @@ class Linker:
             for context, image in zip(contexts, request.images, strict=False):
                 found = self.store.lookup(image.key, context, grid=image.grid, approximate=policy.approximates)
                 handles.append(found)
-            states: list[State] = [
-                "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
-            ]
-            layout = make_layout(
-                request.token_ids, request.starts, request.images, self._config.vision.merge_size, states or None
-            )
+            layout = self._layout(request, handles)
             plan = make_plan(policy, layout, layers)
+            choice = make_choice(policy, layout, layers)
+            if self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
+                layout = self._layout(request, handles)
+                plan = make_plan(policy, layout, layers)
+                choice = make_choice(policy, layout, layers)
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
@@ -100,13 +104,51 @@ class Linker:
             layout=layout,
             plan=plan,
             uses=tuple(uses),
-            choice=make_choice(policy, layout, layers),
+            choice=choice,
             policy=policy.name,
             keeps_pages=policy.links,
             request_key=key,
             request_known=known,
             hold=Hold(self.store, handles, made, None if known else key),
         )
+
+    def _layout(self, request: Request, handles: list[Handle]) -> Layout:
+        """By what was found."""
+        states: list[State] = [
+            "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
+        ]
+        return make_layout(
+            request.token_ids, request.starts, request.images, self._config.vision.merge_size, states or None
+        )
+
+    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> bool:
+        """Lets go of what is not to be used of what was found; whether K, V are among it.
+
+        Args:
+          fresh: see `Image`; of each image.
+        """
+        for span, handle, share in zip(layout.images, handles, fresh, strict=False):
+            if (load := self._load(span, handle, share)) != "link":
+                handle.pass_over(encoder=load == "compute")
+        return any(record.meta.context is not None for handle in handles for record in handle.passed_over)
+
+    def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:
+        """What is done with an image. It never depends on what happens to be decoded, so that a call means the same as
+        its requests one by one."""
+        if self.store.config.load != "auto":
+            return cast(Load, self.store.config.load)
+        if self.rates is None:
+            return "link"
+        image, encoder = span.image, handle.encoder
+        found = Image(
+            tokens=image.num_tokens,
+            patches=math.prod(image.grid),
+            kv_bytes=None if handle.kv is None else handle.kv.meta.nbytes,
+            encoder_bytes=None if encoder is None else encoder.meta.nbytes // encoder.meta.padded * image.num_tokens,
+            fresh=fresh,
+            has_pixels=not self.store.config.trust_uuids,  # what comes under a known id may be no picture at all
+        )
+        return choose(self.rates, found)
 
     def _reserve(
         self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan, owner: str
@@ -120,10 +162,11 @@ class Linker:
             image = use.span.image
             canonical = canonical and use.span.state != "approximate"
             use.encoder = handle.encoder
-            if use.encoder is None and plan.depth[use.span.tokens].any():
+            if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._encoder_meta(image, owner)
                 wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
-            if use.linked is None and not handle.is_coded and (most is None or variants[image.key] < most):
+            is_there = handle.is_coded or _has(handle, context, canonical)
+            if use.linked is None and not is_there and (most is None or variants[image.key] < most):
                 variants[image.key] += 1
                 meta = self._kv_meta(image, owner, context, canonical)
                 wanted[meta.name] = meta, use
@@ -135,7 +178,7 @@ class Linker:
                 use.encoder = record
             else:
                 use.captured = record
-                if record is None and use.why not in (Why.other_context, Why.displaced):
+                if record is None and use.why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
                     use.why = Why.too_large
         return [record for record in made if record is not None]
 
@@ -163,6 +206,22 @@ class Linker:
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)
+
+
+def _fresh(layout: Layout, plan: Plan, choice: Choice | None, layers: int) -> list[float]:
+    """Of each image the share of its rows, over all layers, that are computed."""
+    chosen = 0.0
+    if choice is not None:
+        chosen = sum(choice.keep) / sum(span.length for span in layout.images if span.state == "approximate")
+    return [
+        float(np.minimum(plan.depth[span.tokens], layers).mean() + chosen * (span.state == "approximate")) / layers
+        for span in layout.images
+    ]
+
+
+def _has(handle: Handle, context: str | None, canonical: bool) -> bool:
+    """Whether a record was passed over that is as good as the one that would be made."""
+    return any(r.meta.context == context and r.meta.canonical >= canonical for r in handle.passed_over)
 
 
 class Hold:
