@@ -172,7 +172,7 @@ def chat(llm, *conversations, reuse=None):
 
 
 def told(output):
-    """What is told of each image, and what was computed of all."""
+    """What is told of each image."""
     images = output.cache.images
     return [(image.match, image.kv, image.encoder, image.why and image.why.value) for image in images]
 
@@ -204,117 +204,111 @@ FORCED = {
 
 
 @pytest.mark.parametrize("load", FORCED)
-def test_a_load_can_be_forced(directory, a, b, load):
+def test_a_load_can_be_forced(loading, a, b, load):
     prompt = user("First ", a, " then ", b, " compare.")
-    with open_llm(directory, load) as llm:
-        cold = chat(llm, prompt, reuse="off")
-        first = chat(llm, prompt)
-        assert told(first[0]) == [("miss", "none", "computed", "unknown_image")] * 2
-        before = kept(llm)
-        assert len(before) == 4
-        again = chat(llm, prompt)
-        assert told(again[0]) == [FORCED[load]] * 2
-        assert answers(again) == answers(first) == answers(cold)
-        assert again[0].cache.exact
-        computes = load != "link"
-        assert again[0].cache.rows[-1] == (cold if computes else again)[0].cache.rows[-1]
-        assert (again[0].num_cached_tokens == 0) == computes
-        after = kept(llm)
-        assert after == before  # the same records, each in its place
-        stats = llm.cache.stats()
-        assert (stats.hits_exact, stats.misses, stats.passed_over) == ((0, 2, 2) if computes else (2, 2, 0))
-        assert stats.encoder_hits == (0 if load == "compute" else 2)
-        assert (stats.stored, stats.evicted, stats.pinned) == (4, 0, 0)
-        assert_nothing_left(llm)
+    llm = loading(load)
+    cold = chat(llm, prompt, reuse="off")
+    first = chat(llm, prompt)
+    assert told(first[0]) == [("miss", "none", "computed", "unknown_image")] * 2
+    before = kept(llm)
+    assert len(before) == 4
+    again = chat(llm, prompt)
+    assert told(again[0]) == [FORCED[load]] * 2
+    assert answers(again) == answers(first) == answers(cold)
+    assert again[0].cache.exact
+    computes = load != "link"
+    assert again[0].cache.rows[-1] == (cold if computes else again)[0].cache.rows[-1]
+    assert (again[0].num_cached_tokens == 0) == computes
+    after = kept(llm)
+    assert after == before  # the same records, each in its place
+    stats = llm.cache.stats()
+    assert (stats.hits_exact, stats.misses, stats.passed_over) == ((0, 2, 2) if computes else (2, 2, 0))
+    assert stats.encoder_hits == (0 if load == "compute" else 2)
+    assert (stats.stored, stats.evicted, stats.pinned) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("load", FORCED)
-def test_elsewhere_an_image_is_a_miss_of_its_new_context(directory, a, load):
+def test_elsewhere_an_image_is_a_miss_of_its_new_context(loading, a, load):
     here, there = user("Here ", a), user("Over there: ", a)
-    with open_llm(directory, load) as llm:
-        cold = chat(llm, there, reuse="off")
-        chat(llm, here)
-        [output] = chat(llm, there, reuse="full")
-        expected = ("approximate", "host", "none", "other_context") if load == "link" else FORCED[load]
-        assert told(output) == [expected]
-        assert output.cache.exact == (load != "link")
-        assert llm.cache.stats().kv_records == (1 if load == "link" else 2)
-        if load != "link":
-            assert answers([output]) == answers(cold)
-            records = kept(llm)
-            [again] = chat(llm, there, reuse="full")  # now its own record is passed over
-            assert told(again) == [FORCED[load]]
-            assert kept(llm) == records
-        [output] = chat(llm, user("A third place ", a), reuse="exact")
-        encoder = "computed" if load == "compute" else "host"
-        assert told(output) == [("miss", "none", encoder, "other_context")]  # nothing could have been linked
-        assert llm.cache.stats().pinned == 0
-        assert_nothing_left(llm)
+    llm = loading(load)
+    cold = chat(llm, there, reuse="off")
+    chat(llm, here)
+    [output] = chat(llm, there, reuse="full")
+    expected = ("approximate", "host", "none", "other_context") if load == "link" else FORCED[load]
+    assert told(output) == [expected]
+    assert output.cache.exact == (load != "link")
+    assert llm.cache.stats().kv_records == (1 if load == "link" else 2)
+    if load != "link":
+        assert answers([output]) == answers(cold)
+        records = kept(llm)
+        [again] = chat(llm, there, reuse="full")  # now its own record is passed over
+        assert told(again) == [FORCED[load]]
+        assert kept(llm) == records
+    [output] = chat(llm, user("A third place ", a), reuse="exact")
+    encoder = "computed" if load == "compute" else "host"
+    assert told(output) == [("miss", "none", encoder, "other_context")]  # nothing could have been linked
 
 
-def test_a_full_cache_evicts_nothing_for_what_is_there(directory, a, b):
-    with open_llm(directory, "link") as llm:
-        chat(llm, user(a))
-        chat(llm, user(b))
-        full = llm.cache.stats().bytes
-    with open_llm(directory, "compute", cache={"host_bytes": full}) as llm:
-        chat(llm, user(a))
-        chat(llm, user(b))
-        for prompt in (user(a), user(b), user(a)):
-            [output] = chat(llm, prompt)
-            assert told(output) == [FORCED["compute"]]
-        assert (llm.cache.stats().stored, llm.cache.stats().evicted) == (4, 0)
+def test_a_full_cache_evicts_nothing_for_what_is_there(loading, a, b, monkeypatch):
+    llm = loading("compute")
+    chat(llm, user(a))
+    chat(llm, user(b))
+    monkeypatch.setattr(llm._store.tier, "capacity", llm.cache.stats().bytes)
+    for prompt in (user(a), user(b), user(a)):
+        [output] = chat(llm, prompt)
+        assert told(output) == [FORCED["compute"]]
+    assert (llm.cache.stats().stored, llm.cache.stats().evicted) == (4, 0)
 
 
 @pytest.mark.parametrize("load", ["encoder", "compute"])
-@pytest.mark.parametrize("caching", [False, True])
-def test_a_call_means_the_same_as_one_by_one(directory, a, b, load, caching):
+@pytest.mark.parametrize("keeps_pages", [False, True])
+@pytest.mark.parametrize("reuse", ["exact", "approximate"])
+def test_a_call_means_the_same_as_one_by_one(loading, a, b, load, keeps_pages, reuse):
     prompts = [user("One ", a), user("Two ", b, a), user("One ", a), user("Three ", a, b), user("Two ", b, a)]
-    for reuse in ("exact", "approximate"):
-        with open_llm(directory, load, enable_prefix_caching=caching) as llm:
-            single = [output for prompt in prompts for output in chat(llm, prompt, reuse=reuse)]
-            names, stats = set(kept(llm)), llm.cache.stats()
-        with open_llm(directory, load, enable_prefix_caching=caching) as llm:
-            together = chat(llm, *prompts, reuse=reuse)
-            assert answers(together) == answers(single)
-            assert list(map(told, together)) == list(map(told, single))
-            assert set(kept(llm)) == names
-            now = llm.cache.stats()
-            assert (now.stored, now.passed_over, now.misses) == (stats.stored, stats.passed_over, stats.misses)
-            assert_nothing_left(llm)
+    llm = loading(load, keeps_pages)
+    single = [output for prompt in prompts for output in chat(llm, prompt, reuse=reuse)]
+    names, stats = set(kept(llm)), llm.cache.stats()
+    assert stats.passed_over
+    llm = loading(load, keeps_pages)
+    together = chat(llm, *prompts, reuse=reuse)
+    assert answers(together) == answers(single)
+    assert list(map(told, together)) == list(map(told, single))
+    assert set(kept(llm)) == names
+    now = llm.cache.stats()
+    assert (now.stored, now.passed_over, now.misses) == (stats.stored, stats.passed_over, stats.misses)
 
 
-def test_files_seen_before_are_decoded_where_they_are_computed(directory, a, tmp_path):
+def test_files_seen_before_are_decoded_where_they_are_computed(loading, a, tmp_path):
     from PIL import Image as Pictures
 
     Pictures.fromarray(a).save(tmp_path / "a.png")
     prompt = [{"role": "user", "content": [{"type": "image", "path": str(tmp_path / "a.png")}]}]
-    with open_llm(directory, "compute") as llm:
-        first = chat(llm, prompt)
-        again = chat(llm, prompt)
-        assert again[0].metrics.decode_image == 0  # it was known by its bytes, and decoded later
-        assert told(again[0]) == [FORCED["compute"]]
-        assert answers(again) == answers(first)
+    llm = loading("compute")
+    first = chat(llm, prompt)
+    again = chat(llm, prompt)
+    assert again[0].metrics.decode_image == 0  # it was known by its bytes, and decoded later
+    assert told(again[0]) == [FORCED["compute"]]
+    assert answers(again) == answers(first)
 
 
-def test_verify_and_off_are_as_ever(directory, a):
-    with open_llm(directory, "encoder") as llm:
-        chat(llm, user(a))
-        [output] = llm.chat([user(a)], GREEDY, use_tqdm=False, verify=True)
-        assert told(output) == [FORCED["encoder"]]
-        assert output.verification.max_logit_difference < 1e-4
-        [off] = chat(llm, user(a), reuse="off")
-        assert told(off) == [("miss", "none", "computed", "reuse_off")]
-        assert llm.cache.stats().passed_over == 1
+def test_verify_and_off_are_as_ever(loading, a):
+    llm = loading("encoder")
+    chat(llm, user(a))
+    [output] = llm.chat([user(a)], GREEDY, use_tqdm=False, verify=True)
+    assert told(output) == [FORCED["encoder"]]
+    assert output.verification.max_logit_difference < 1e-4
+    [off] = chat(llm, user(a), reuse="off")
+    assert told(off) == [("miss", "none", "computed", "reuse_off")]
+    assert llm.cache.stats().passed_over == 1
 
 
-def test_what_is_in_pages_stays_there(directory, a):
-    with open_llm(directory, "compute", enable_prefix_caching=True) as llm:
-        conversation = user("Words before ", a, " and behind it, as many as it takes. " * 6)
-        first = chat(llm, conversation)
-        again = chat(llm, conversation)
-        assert told(again[0]) == [("exact", "resident", "none", None)]
-        assert answers(again) == answers(first)
+def test_what_is_in_pages_stays_there(loading, a):
+    llm = loading("compute", keeps_pages=True)
+    conversation = user("Words before ", a, " and behind it, as many as it takes. " * 6)
+    first = chat(llm, conversation)
+    again = chat(llm, conversation)
+    assert told(again[0]) == [("exact", "resident", "none", None)]
+    assert answers(again) == answers(first)
 
 
 def test_coded_records_are_passed_over_too(directory, a):

@@ -129,6 +129,27 @@ def info_command(
         show("Room on a GPU, beside weights and activations", rows)
 
 
+@app.command("calibrate")
+def calibrate_command(
+    model: Annotated[str, typer.Argument(help="Checkpoint, hub id, or tiny-vqa.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")] = "auto",
+    codec: Annotated[str, typer.Option(help="Of stored K, V: auto, int8 or int4.")] = "auto",
+) -> None:
+    """Measures once for a machine and a model whether linking an image pays, and keeps it for all engines to come.
+
+    Engines with CacheConfig(load="auto"), the default, then decide for each image that is found what takes least: link
+    it, compute it from its stored encoder rows, or compute it from its pixels. Nothing else should run meanwhile.
+
+    Example: vlcache calibrate Qwen/Qwen3-VL-2B-Instruct --codec int8
+    """
+    with say_errors():
+        CacheConfig(codec=codec)
+        say("importing JAX")
+        from vlcache_jax.commands.calibrate import run
+
+        run(model, dtype, codec)
+
+
 _ModelOption = Annotated[
     str,
     typer.Option("--model", "-m", envvar="VLCACHE_MODEL",

@@ -8,6 +8,7 @@ import pathlib
 
 import jax
 
+from vlcache_jax.engine import costs
 from vlcache_jax.fields import read_object
 from vlcache_jax.files import cache_home
 from vlcache_jax.first_contact import Verdict, meet
@@ -78,7 +79,7 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             problems.append(
                 f"verdicts cannot be kept in {path.parent}, and are found anew at each start: see who owns it."
             )
-    findings += [("tuned", _tuned(problems)), ("programs", _programs())]
+    findings += [("tuned", _tuned(problems)), ("rates", _rates(problems)), ("programs", _programs())]
     return findings, problems
 
 
@@ -121,6 +122,22 @@ def _tuned(problems: list[str]) -> str:
         problems.append(f"{path} is damaged ({error!r}): remove it, or let `python -m benchmarks.gpu` make it anew.")
         return f"damaged: {path}"
     return f"{shapes} ({path})"
+
+
+def _rates(problems: list[str]) -> str:
+    models = []
+    for path in sorted(costs.folder().glob("*.json")):
+        try:
+            known, _ = costs.read_rates(path)
+        except ValueError as error:
+            problems.append(f"{error}: remove it, or let `vlcache calibrate` make it anew.")
+        else:
+            told = ("model", "layers", "width", "dtype", "codec", "device")
+            model, layers, width, dtype, codec, device = (known.get(name) for name in told)
+            models.append(f"{model} of {layers} layers x {width} in {dtype}, codec {codec}, on {device}")
+    if not models:
+        return "none: images that are found are linked. `vlcache calibrate MODEL` measures whether that pays"
+    return f"{'; '.join(models)} ({costs.folder()})"
 
 
 def _programs() -> str:

@@ -58,7 +58,7 @@ class Rates:
 
     Attributes:
       transfer: a byte of K, V brought to the device, by the tier that it comes from.
-      link: a token linked in all layers.
+      link: a token linked in all layers, besides its transfer.
       stage: a byte of stored encoder rows handed to a step.
       row: a row computed in all layers.
       encode: a patch encoded.

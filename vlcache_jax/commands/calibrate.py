@@ -1,0 +1,34 @@
+"""`vlcache calibrate`: measures what loading and computing take here, and keeps it."""
+
+from __future__ import annotations
+
+from vlcache_jax.study.calibration import calibrate
+from vlcache_jax.study.report import show
+
+_LOADS = {"link": "link its K, V", "encoder": "load its encoder rows, compute", "compute": "compute it from its pixels"}
+
+
+def run(model: str, dtype: str, codec: str) -> None:
+    """Measures, prints what was found, and writes it where engines look for it.
+
+    Raises:
+      ValueError: see `calibrate`.
+      OSError: it cannot be written.
+    """
+    found = calibrate(model, dtype=dtype, codec=codec)
+    rates, image = found.rates, found.image
+    units = {
+        "link a token": rates.link,
+        "compute a row": rates.row,
+        "encode a patch": rates.encode,
+        "decode and cut a patch": rates.decode,
+        "hand over 1 MB of encoder rows": 1e6 * rates.stage,
+        **{f"move 1 MB of K, V from the {tier}": 1e6 * rate for tier, rate in rates.transfer.items()},
+    }
+    show("Of each one more", [{"what": name, "microseconds": 1e6 * seconds} for name, seconds in units.items()])
+    costs = rates.costs(image)
+    rows = [{"what": words, "ms": 1e3 * costs[load]} for load, words in _LOADS.items() if load in costs]
+    show(f"An image of {image.tokens} tokens, of which everything is kept", rows)
+    share = 1 - costs["link"] / costs["encoder"]
+    advice = f"pays while less than {100 * share:.0f} % of it is computed anew" if share > 0 else "does not pay"
+    print(f"\nlinking {advice}; written to {rates.save(found.identity)}")
