@@ -35,9 +35,7 @@ class Kept:
         self.tier.clear()
         self._arrays = None
 
-    def link(
-        self, layers: slice, data: abc.Sequence[jax.Array], places: Array, where: jax.Array | None
-    ) -> jax.Array:
+    def link(self, layers: slice, data: abc.Sequence[jax.Array], places: Array, where: jax.Array | None) -> jax.Array:
         """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
 
         Args:
