@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import pickle
 import subprocess
 import sys
 import threading
@@ -102,6 +103,14 @@ def test_all_wrong_rows_are_named_before_anything_runs(llm, wrong_rows, monkeypa
         assert message in line
         assert line == caught.value.errors[row]
         assert line.startswith((f"conversations[{row}]", f"sampling_params[{row}]"))
+
+
+def test_an_error_goes_from_process_to_process():
+    error = RequestError({3: "prompts[3] is wrong", 1: "prompts[1] is wrong"}, [None, 2])
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), found.errors, found.outputs) == (
+        RequestError, str(error), error.errors, error.outputs,
+    )  # fmt: skip
 
 
 def test_wrong_rows_come_back_and_the_others_are_answered(llm, wrong_rows):

@@ -34,6 +34,10 @@ class RequestError(ValueError):
         )
         super().__init__(message if len(lines) == 1 else f"{len(lines)} requests are wrong:\n{message}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it was made: on its way from process to process it would be made anew of its message."""
+        return type(self), (self.errors, self.outputs)
+
 
 class Result(Protocol):
     """What a request came to."""
