@@ -20,6 +20,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
@@ -87,6 +88,7 @@ def floor(
     encoded: Sequence[Grid] = (),
     loaded: int = 0,
     itemsize: int = 2,
+    kept: int | None = None,
 ) -> Floor:
     """What one prompt costs at least.
 
@@ -95,16 +97,27 @@ def floor(
       encoded: grids, in patches, of the images that pass the encoder.
       loaded: bytes of records that come from the host's memory.
       itemsize: bytes of a value.
+      kept: bytes that a token's K, V of one layer take in a record; None: they are values like others.
     """
-    operators = [*encoder(config, encoded, itemsize), *prefill(config, plan, itemsize)]
+    operators = [*encoder(config, encoded, itemsize), *prefill(config, plan, itemsize, kept)]
     parts = dict.fromkeys(PARTS, 0.0)
     for operator in operators:
         parts[operator.part] += max(operator.operations / rates.matrix, operator.bytes / rates.memory)
     return Floor(parts | {"load": loaded / rates.host}, sum(operator.operations for operator in operators))
 
 
-def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2) -> Iterator[Operator]:
-    """Of the decoder on one prompt.
+def pairs(plan: Plan, num_layers: int) -> tuple[int, ...]:
+    """Pairs of a query and a key that it sees, in each layer. Rows that end in a layer ask nothing there."""
+    return tuple(int(_seen(plan, layer).sum(dtype=np.int64)) for layer in range(num_layers))
+
+
+def _seen(plan: Plan, layer: int) -> npt.NDArray[np.int64]:
+    """How many slots each row sees that goes on behind a layer: those up to its own [rows], the fewest first."""
+    return np.sort(plan.slots[plan.depth > layer + 1]).astype(np.int64) + 1
+
+
+def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None = None) -> Iterator[Operator]:
+    """Of the decoder on one prompt; see `floor`.
 
     A layer projects K and V of its rows; everything else it computes for the rows of the next layer only.
     """
@@ -112,16 +125,16 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2) -> Iterator[Oper
     width, q = text.hidden_size, text.num_heads * text.head_dim
     kv = 2 * text.num_kv_heads * text.head_dim
     linear = functools.partial(_linear, itemsize=itemsize)
-    depth = plan.depth[np.argsort(plan.slots)]  # of the token in each slot
+    depth = plan.depth
     mlp = _weights(config, "language_model", "layers", 0, "mlp")
     for layer in range(text.num_layers):
-        rows, last = int((depth > layer).sum()), np.flatnonzero(depth > layer + 1)
+        rows, seen = int((depth > layer).sum()), _seen(plan, layer)
         yield linear("linear", rows, width, kv, width * kv)
-        yield linear("linear", len(last), width, q, width * q)
-        yield _attention("attention", last + 1, text.num_heads, text.num_kv_heads, text.head_dim, itemsize)
-        yield linear("linear", len(last), q, width, q * width)
-        yield linear("linear", len(last), width, width, mlp)
-        yield Operator("link", 0, itemsize * 2 * kv * (len(depth) - rows))
+        yield linear("linear", len(seen), width, q, width * q)
+        yield _attention("attention", seen, text.num_heads, text.num_kv_heads, text.head_dim, itemsize)
+        yield linear("linear", len(seen), q, width, q * width)
+        yield linear("linear", len(seen), width, width, mlp)
+        yield Operator("link", 0, ((itemsize * kv if kept is None else kept) + itemsize * kv) * (len(depth) - rows))
     wanted = int((depth > text.num_layers).sum())
     yield linear("head", wanted, width, text.vocab_size, width * text.vocab_size)
 

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vlcache_jax.benchmarks.rates import seconds
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
 from vlcache_jax.pallas_kernels import Work, attention, dispatch, link, paged_attention
 from vlcache_jax.pallas_kernels.checks import CHECKS, Check
@@ -45,25 +46,7 @@ JAXS = "jax.experimental.pallas.ops.gpu.attention_mgpu"
 REHEARSED = ("stage 512 of 20480", "decode 64 over one prefix of 16384")
 L2_CACHE = 50 * 2**20  # bytes of an H100's or H200's
 TOLERANCE = 0.04  # of the root mean square of a row's results: weights and results are rounded to bfloat16
-TEXT_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 262144,
-}
-VISION_8B = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
+SHAPE = "qwen3-vl-8b"  # of the model, with random weights
 
 
 @dataclasses.dataclass
@@ -89,23 +72,6 @@ class Plan:
 
 
 # Timing.
-
-
-def seconds(step: Callable[..., Any], carry: Any, *rest: Any, times: int, repeats: int) -> float:
-    """Median seconds of `carry = step(carry, *rest)`; each call of the device runs it `times` times."""
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(carry: Any, *rest: Any) -> Any:
-        # Behind the barrier nothing looks the same in every turn, and nothing is moved out of the loop.
-        return jax.lax.fori_loop(0, times, lambda _, carry: jax.lax.optimization_barrier(step(carry, *rest)), carry)
-
-    carry = jax.block_until_ready(run(carry, *rest))
-    measured = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        carry = jax.block_until_ready(run(carry, *rest))
-        measured.append((time.perf_counter() - start) / times)
-    return statistics.median(measured)
 
 
 def times_for(operations: int, traffic: int) -> int:
@@ -412,49 +378,48 @@ def ttft(plan: Plan) -> Iterator[Case]:
 
 def _checkpoint(plan: Plan, directory: str) -> None:
     """Configuration, tokenizer and processor; weights are drawn on the device."""
+    from vlcache_jax.benchmarks.random_models import make_random_model
     from vlcache_jax.testing import make_checkpoint
 
-    text, vision = ({}, {}) if plan.rehearse else (TEXT_8B, VISION_8B)
-    make_checkpoint(directory, "qwen3_vl", text=text, vision=vision, weights=False)
+    if plan.rehearse:
+        make_checkpoint(directory, "qwen3_vl", weights=False)
+    else:
+        make_random_model(directory, SHAPE)
 
 
 def _settings(plan: Plan) -> Row:
-    from vlcache_jax import CacheConfig, Ladder
+    from vlcache_jax import Ladder
 
     if plan.rehearse:
         return {"ladder": Ladder(rows=(64,), patches=(64,), sequences=(1, 2)), "max_rows": 64, "dtype": "float32"}
     ladder = Ladder(rows=(64, 512, 2048, 8192), patches=(4096, 16384), sequences=(1, 8, 64))
-    # The pool leaves room for the library's model.
-    cache = CacheConfig(host_bytes="40GiB")
     return {
         "ladder": ladder,
-        "cache": cache,
         "dtype": "bfloat16",
-        "kv_cache_bytes": 24 * 2**30,
+        "kv_cache_bytes": 24 * 2**30,  # which leaves room for the library's model
         "implementation": plan.implementation,  # not XLA in its place, whatever a first contact has found
     }
 
 
 def _ttft(plan: Plan, count: int, tokens: int) -> Row:
     from vlcache_jax.benchmarks import ttft
+    from vlcache_jax.testing import make_checkpoint
 
+    settings = _settings(plan)
     with tempfile.TemporaryDirectory() as directory:
-        _checkpoint(plan, directory)
         out = plan.out / f"ttft_{count}x{tokens}.json"
-        ttft.measure(
-            directory,
-            num_images=count,
-            tokens=tokens,
-            text_before=20,
+        setup = ttft.Setup(
+            model=str(make_checkpoint(directory, "qwen3_vl")) if plan.rehearse else None,
+            random_weights=None if plan.rehearse else SHAPE,
+            dtype=settings.pop("dtype"),
+            sizes=((count, tokens),),
             repeats=1 if plan.rehearse else 3,
-            schedule=None,
-            out=out,
-            random_weights=True,
-            **_settings(plan),
+            host_bytes="40GiB",
         )
+        ttft.measure(setup, out=out, **settings)
     rows = json.loads(out.read_text())["rows"]
     measured = {row["configuration"] + " ms": row["TTFT ms"] for row in rows}
-    return measured | {row["configuration"] + " floor ms": row["floor ms"] for row in rows if "floor ms" in row}
+    return measured | {row["configuration"] + " floor ms": row["floor ms"] for row in rows}
 
 
 def _in_process(function: Callable[..., Row], *args: Any) -> Row:
@@ -505,7 +470,7 @@ def decode(plan: Plan) -> Iterator[Case]:
 
 def _decode(plan: Plan, sequences: int) -> Row:
     from vlcache_jax import LLM, SamplingParams
-    from vlcache_jax.benchmarks.ttft import drawn_weights
+    from vlcache_jax.benchmarks.random_models import drawn_weights
 
     length, answer = (20, 3) if plan.rehearse else (2048, 65)
     rng = np.random.default_rng(0)

@@ -1,307 +1,327 @@
-"""Time to first token: cold, with the encoder's output cached, and with K, V linked (`vlcache bench ttft`).
+"""Time to the first token: cold, with the encoder's output cached, and with K, V linked (`vlcache bench ttft`).
 
 Every prompt has new text before its images, so nothing is an exact hit: this is the case that other engines compute
-whole. The configurations take turns; the table has medians.
+whole. The configurations take turns; the table has medians, and beside them what each costs at least at the rates of
+this device, measured in the same run (`floor`, `rates`).
 
     vlcache bench ttft --out benchmarks/results/ttft_cpu.json
+    vlcache bench ttft --random-weights qwen3-vl-8b --image-tokens 1024,3072,5120,10240,20480 --codec auto,int8
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import io
+import dataclasses
+import itertools
 import multiprocessing
 import os
 import pathlib
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
-from vlcache_jax.benchmarks.floor import H200, Floor, floor
-from vlcache_jax.benchmarks.prefill import ALLOCATOR, TEXT, VISION
+from vlcache_jax.benchmarks.floor import FALLING, Rates, floor, pairs
+from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
+from vlcache_jax.benchmarks.prefill import ALLOCATOR
+from vlcache_jax.benchmarks.rates import measure_rates, told
+from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, Case, make_rows, publish
+from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.files import check_writable
 from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.policies import spread_ranks
-from vlcache_jax.study.report import environment, show, write
+from vlcache_jax.study.report import environment
 
-STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
-TEXT_AFTER = 6
-LEVELS = (60, 30, 15, 8, 4, 2)  # of the falling schedule, in 1/500; spread over the layers its mean is about 0.04
+if TYPE_CHECKING:
+    from vlcache_jax import LLM
+    from vlcache_jax.engine.request import Logprob
 
-
-def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
-    """PNG files of coloured noise; `cell` is the side of the pixels that become one token."""
-    rng = np.random.default_rng(0)
-    rows, columns = _grid(tokens)
-    images = []
-    for _ in range(count):
-        noise = rng.integers(0, 256, (rows * 2, columns * 2, 3), dtype=np.uint8)
-        file = io.BytesIO()
-        Image.fromarray(noise.repeat(cell // 2, axis=0).repeat(cell // 2, axis=1)).save(file, "PNG")
-        images.append(file.getvalue())
-    return images
+# Where stored K, V lie: the cache of (codec, host memory). Of each image one variant is kept, the newest: every prompt
+# is another context, and any variant serves all.
+PLACES: dict[str, Callable[[str, int | str], CacheConfig]] = {
+    "host": lambda codec, host_bytes: CacheConfig(host_bytes=host_bytes, codec=codec, variants=1),
+}
+SHIFT = "shift, r = 0.02"
+LOGPROBS = 20  # that are looked at of each answer
 
 
-def _grid(tokens: int) -> tuple[int, int]:
-    """Rows and columns of the images, as nearly square as may be."""
-    rows = int(np.sqrt(tokens))
-    while tokens % rows:
-        rows -= 1
-    return rows, tokens // rows
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What is measured.
+
+    Attributes:
+      model: checkpoint or hub id; None: random weights.
+      random_weights: whose shape they have, such as "qwen3-vl-8b"; None: a decoder of 12 layers x 768.
+      layers: of a decoder with random weights; None: all.
+      dtype: of the model.
+      sizes: of the prompts: (images, tokens of each).
+      text_before: tokens before the images, new in each prompt.
+      repeats: of each configuration, after one that warms up and is checked.
+      schedule: path of a schedule file; None: one that falls from 0.08 to 0, in the mean 0.025.
+      codecs: of stored K, V; each has an engine of its own.
+      host_bytes: host memory for records.
+
+    Raises:
+      ValueError: a model beside random weights, or nothing to measure.
+    """
+
+    model: str | None = None
+    random_weights: str | None = None
+    layers: int | None = None
+    dtype: str = "auto"
+    sizes: tuple[tuple[int, int], ...] = ((4, 1024),)
+    text_before: int = 20
+    repeats: int = 5
+    schedule: str | None = None
+    codecs: tuple[str, ...] = ("auto",)
+    host_bytes: int | str = "16GiB"
+
+    def __post_init__(self) -> None:
+        for name in ("random_weights", "layers"):
+            if self.model is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name} must be left out beside a model, got {getattr(self, name)!r}, {self.model!r}")
+        for name in ("sizes", "codecs"):
+            given = getattr(self, name)
+            if not given or len(set(given)) != len(given):
+                raise ValueError(f"{name} must be different ones, at least one, got {given!r}")
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        longest = max(images * (tokens + MARKS) for images, tokens in self.sizes)
+        return longest + self.text_before + TEXT_AFTER + 8
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[tuple[str, str]]:
+        """The model's directory, or its id, and what it is called; within, it can be opened."""
+        if self.model is not None:
+            yield self.model, pathlib.Path(self.model).name
+            return
+        from vlcache_jax.benchmarks.random_models import drawn_weights, make_random_model
+
+        with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as folder, drawn_weights():
+            directory, name = make_random_model(folder, self.random_weights, self.layers)
+            yield str(directory), name
 
 
-@contextlib.contextmanager
-def drawn_weights() -> Iterator[None]:
-    """Within, models need no weights: they are drawn on the device, as writing the files would take minutes."""
-    from vlcache_jax import base
-    from vlcache_jax.convert.plan import as_dtype
-    from vlcache_jax.engine.checkpoint import Checkpoint
-    from vlcache_jax.models.params import parameters
-    from vlcache_jax.models.registry import load_config
-
-    class Drawn(Checkpoint):
-        source_digest = fingerprint = "drawn"
-
-        def load(self, device: Any = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
-            import jax
-
-            draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-            tree: dict[Any, Any] = {}
-            for i, parameter in enumerate(parameters(self.config)):
-                *folders, leaf = parameter.path
-                branch = tree
-                for folder in folders:
-                    branch = branch.setdefault(folder, {})
-                # Layers keep the size of what passes through them.
-                scale = parameter.shape[0] ** -0.5 if len(parameter.shape) > 1 else 1.0
-                branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
-                loaded()
-            return tree
-
-    def open_drawn(
-        directory: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None, verify_weights: bool = False
-    ) -> Checkpoint:
-        return Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), revision)
-
-    with mock.patch.object(base, "open_checkpoint", open_drawn):
-        yield
-
-
-def run(model: str | None, **settings: Any) -> None:
+def run(setup: Setup, **options: Any) -> None:
     """Runs `measure` in a process of its own, whose allocator keeps its pages."""
     os.environ.update(ALLOCATOR)  # read when a process starts
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(measure, model, **settings).result()
+        process.submit(measure, setup, **options).result()
 
 
 def measure(
-    model: str | None,
-    *,
-    dtype: str,
-    num_images: int,
-    tokens: int,
-    text_before: int,
-    repeats: int,
-    schedule: str | None,
-    out: pathlib.Path | None,
-    picture: pathlib.Path | None = None,
-    random_weights: bool = False,
-    **settings: Any,
+    setup: Setup, *, out: pathlib.Path | None = None, picture: pathlib.Path | None = None, **settings: Any
 ) -> None:
-    """Measures and prints.
+    """Measures, and prints the table.
 
     Args:
-      model: checkpoint; None is one of 12 layers x 768 with random weights.
-      num_images, tokens: images of a prompt, and tokens of each.
-      text_before: tokens before the images, new in each prompt.
-      repeats: of each configuration, after one that warms up.
-      schedule: path of a schedule file; None is a falling one.
       out: JSON file to write.
       picture: of the steps, to draw.
-      random_weights: the model has none, and gets random ones.
       settings: of the engine.
+
+    Raises:
+      ValueError: an image was not found as it should be, or an answer is empty, constant or not finite.
     """
-    from vlcache_jax import LLM, SamplingParams, Schedule
+    from vlcache_jax import LLM
 
     check_writable("out", out)
-    weights = drawn_weights() if random_weights else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as directory, weights:
-        if model is None:
-            from vlcache_jax.testing import make_checkpoint
-
-            model = directory
-            with Progress("drawing weights"):
-                make_checkpoint(directory, "qwen3_vl", text=TEXT, vision=VISION, tie_word_embeddings=True)
-        slots = num_images * (tokens + 2) + text_before + TEXT_AFTER + 8
-        with LLM(model, dtype=dtype, max_model_len=slots, enable_prefix_caching=False, **settings) as llm:
-            config = llm._checkpoint.config
-            layers = config.text.num_layers
-            cell = config.vision.patch_size * config.vision.merge_size
-            pictures = make_images(num_images, tokens, cell)
-            if schedule is None:
-                levels = tuple(LEVELS[layer * len(LEVELS) // layers] for layer in range(layers))
-                falling = Schedule(levels, config.model_type, "", allow_other_model=True)
-            else:
-                falling = Schedule.load(schedule)
-            configurations: dict[str, Any] = {
-                "cold": "off",
-                "encoder cached": "exact",
-                "r = 0": "full",
-                "r = 0.1": "0.1",
-                f"schedule, mean {falling.mean_text}": falling,
-                "shift, r = 0.02": "shift-0.02",
-            }
-            rng = np.random.default_rng(1)
-            limits = {"max_pixels": 2 * tokens * cell**2}
-
-            def prompt() -> dict[str, Any]:
-                before, after = (
-                    bytes(rng.integers(97, 123, count, dtype=np.uint8)).decode() for count in (text_before, TEXT_AFTER)
-                )
-                text = before + "<|vision_start|><|image_pad|><|vision_end|>" * num_images + after
-                return {"prompt": text, "multi_modal_data": {"image": pictures}, "mm_processor_kwargs": limits}
-
-            one = SamplingParams(max_tokens=1, temperature=0)
-            # The first runs compile what they call for, which is far less than `warmup` does for any request.
-            llm._ahead.stop()
-            [donor] = llm.generate(prompt(), one, use_tqdm=False)
-            if [image.tokens for image in donor.cache.images] != [tokens] * num_images:
-                raise ValueError(f"images must have {tokens} tokens, got {donor.cache.images}")
-            _check_exact(llm, prompt(), dtype)
-
-            outputs: dict[str, list[Any]] = {name: [] for name in configurations}
-            with Progress("measuring", (repeats + 1) * len(configurations)) as bar:
-                for repeat in range(repeats + 1):  # the first round warms up
-                    for name, reuse in configurations.items():
-                        llm.cache.flush()
-                        [output] = llm.generate(prompt(), one, reuse=reuse, use_tqdm=False)
-                        _check(name, output)
-                        if repeat:
-                            outputs[name].append(output)
-                        bar.update()
-
-            [device] = llm._runner._normalization.devices()
-            on_gpu = device.platform == "gpu"  # whose rates are taken to be those of an H200
-            rows: list[dict[str, Any]] = []
-            baseline: dict[str, float] = {}
-            for name, runs in outputs.items():
-                report, length = runs[0].cache, len(runs[0].prompt_token_ids)
-                ttft = statistics.median(run.metrics.ttft for run in runs)
-                baseline[name] = ttft
-                ranks = spread_ranks(*_grid(tokens)) if "shift" in name else np.arange(tokens)
-                least = _floor(config, report, length, ranks, np.dtype(llm._runner.dtype).itemsize)
-                row: dict[str, Any] = {"configuration": name}
-                for step in STEPS:
-                    row[f"{step} ms"] = 1000 * statistics.median(getattr(run.metrics, step) for run in runs)
-                row["TTFT ms"] = 1000 * ttft
-                row["spread ms"] = 1000 * (max(r.metrics.ttft for r in runs) - min(r.metrics.ttft for r in runs))
-                row["tokens reused"] = length - report.rows[-1]
-                row["rows a layer"] = sum(report.rows) / len(report.rows)
-                row["over cold"] = baseline["cold"] / ttft
-                row["over encoder cached"] = baseline.get("encoder cached", ttft) / ttft
-                if on_gpu:
-                    row["floor ms"] = 1000 * least.seconds
-                row["GFLOP"] = least.operations / 1e9
-                row["GFLOP/s of cold"] = (least.operations / ttft) / rows[0]["rate"] if rows else 1.0
-                row["rate"] = least.operations / ttft
-                rows.append(row)
-            head = environment("jax") | {
-                "device": str({device}),
-                "dtype": str(llm._runner.dtype),
-                "layers": layers,
-                "prompt": f"{text_before} text tokens, {num_images} images of {tokens}, {TEXT_AFTER} text tokens",
-                "repeats": repeats,
-            }
-            _publish(rows, head, out, picture)
+    head: dict[str, Any] = {}
+    cases: list[Case] = []
+    rates: Rates | None = None
+    with setup.opened() as (model, name):
+        for place, codec in itertools.product(PLACES, setup.codecs):
+            cache = PLACES[place](codec, setup.host_bytes)
+            with LLM(
+                model, dtype=setup.dtype, max_model_len=setup.max_model_len, enable_prefix_caching=False, cache=cache,
+                **settings,
+            ) as llm:  # fmt: skip
+                # The first runs compile what they call for, which is far less than `warmup` does for any request.
+                llm._ahead.stop()
+                if rates is None:  # an engine is open: before that, jax must not be touched
+                    rates = measure_rates(llm._runner.dtype)
+                    head = _head(setup, llm, name, rates)
+                cases += _Measuring(llm, setup, place, codec, rates).cases(with_baselines=not cases)
+    publish(make_rows(cases), head, out, picture)
 
 
-def draw(rows: list[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path) -> None:
-    """Draws the steps of each configuration as a bar, from the rows of the table."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(rows) + 1.3), layout="constrained")
-    names = [row["configuration"] for row in rows]
-    shown = [step for step in STEPS if any(row[f"{step} ms"] > 0.01 * row["TTFT ms"] for row in rows)]
-    begin = np.zeros(len(rows))
-    for step in shown:
-        seconds = np.array([row[f"{step} ms"] / 1000 for row in rows])
-        axes.barh(names, seconds, left=begin, label=step.replace("_", " "))
-        begin += seconds
-    rest = np.array([row["TTFT ms"] / 1000 for row in rows]) - begin
-    axes.barh(names, np.maximum(rest, 0), left=begin, label="rest", color="lightgray")
-    for row in rows:
-        text = f" {row['TTFT ms'] / 1000:.2f} s, {row['over cold']:.0f} x"
-        axes.text(row["TTFT ms"] / 1000, row["configuration"], text, va="center")
-    axes.invert_yaxis()
-    axes.set_xlim(right=1.15 * max(row["TTFT ms"] for row in rows) / 1000)
-    axes.set_xlabel("seconds to the first token")
-    axes.set_title(f"{head['prompt']}; {head['dtype']}, {head['layers']} layers", fontsize="medium")
-    axes.legend(ncols=2, fontsize="small", loc="lower right")
-    figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
+def _head(setup: Setup, llm: LLM, name: str, rates: Rates) -> dict[str, Any]:
+    layers = llm._checkpoint.config.text.num_layers
+    images = ", ".join(f"{count} x {tokens}" for count, tokens in setup.sizes)
+    return environment("jax") | {
+        "model": f"{name}, {layers} layers" if setup.model is not None else name,
+        "device": str(llm._runner._normalization.devices()),
+        "dtype": str(llm._runner.dtype),
+        "layers": layers,
+        "prompt": f"{setup.text_before} text tokens, images of {images} tokens, {TEXT_AFTER} text tokens",
+        "repeats": setup.repeats,
+        "rates": told(rates),
+    }
 
 
-def _publish(
-    rows: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None, picture: pathlib.Path | None
-) -> None:
-    steps = tuple(f"{step} ms" for step in STEPS)
-    whole = [{key: value for key, value in row.items() if key not in (*steps, "rate")} for row in rows]
-    show(f"Time to first token, {head['dtype']}: {head['prompt']}", whole)
-    show("Its steps, ms", [{key.removesuffix(" ms"): row[key] for key in ("configuration", *steps)} for row in rows])
-    if out is not None:
-        write("Time to first token", rows, head, out)
-    if picture is not None:
-        draw(rows, head, picture)
-        print(f"written to {picture}")
+class _Measuring:
+    """Measures with one engine.
+
+    Args:
+      place, codec: of its stored K, V.
+      rates: of the device.
+    """
+
+    def __init__(self, llm: LLM, setup: Setup, place: str, codec: str, rates: Rates):
+        self._llm, self._setup, self._place, self._codec, self._rates = llm, setup, place, codec, rates
+        self._config = llm._checkpoint.config
+
+    def cases(self, *, with_baselines: bool) -> list[Case]:
+        """All configurations at all sizes; those that use no stored K, V only where `with_baselines`."""
+        reuses = make_configurations(self._config.model_type, self._config.text.num_layers, self._setup.schedule)
+        if not with_baselines:
+            del reuses[COLD], reuses[ENCODER_CACHED]
+        cases: list[Case] = []
+        total = len(self._setup.sizes) * (self._setup.repeats + 1) * len(reuses)
+        with Progress(f"measuring with K, V in {self._place}, codec {self._codec}", total) as bar:
+            for images, tokens in self._setup.sizes:
+                self._llm.reset_mm_cache()
+                known = KnownImages(
+                    self._config, self._llm.get_tokenizer(), images=images, tokens=tokens,
+                    text_before=self._setup.text_before,
+                )  # fmt: skip
+                outputs = self._measure(known, reuses, bar)
+                cases += [self._case(known, name, runs) for name, runs in outputs.items()]
+        return cases
+
+    def _measure(self, known: KnownImages, reuses: Mapping[str, Any], bar: Progress) -> dict[str, list[Any]]:
+        """The timed outputs of each configuration."""
+        from vlcache_jax import SamplingParams
+        from vlcache_jax.benchmarks.codecs import check_coded
+
+        one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        looked_at = dataclasses.replace(one, logprobs=LOGPROBS)
+        llm = self._llm
+        [donor] = llm.generate(known.draw(), one, use_tqdm=False)
+        if [image.tokens for image in donor.cache.images] != [known.tokens] * known.images:
+            raise ValueError(f"images must have {known.tokens} tokens, got {donor.cache.images}")
+        if self._codec == "auto":
+            check_exact(llm, known.draw())
+        outputs: dict[str, list[Any]] = {name: [] for name in reuses}
+        answers: dict[str, Any] = {}
+        for repeat in range(self._setup.repeats + 1):
+            for name, reuse in reuses.items():
+                llm.cache.flush()
+                [output] = llm.generate(known.draw(), one if repeat else looked_at, reuse=reuse, use_tqdm=False)
+                check_found(name, self._place, output)
+                if repeat:
+                    outputs[name].append(output)
+                else:
+                    answers[name] = output.outputs[0].logprobs
+                bar.update()
+        check_logprobs(answers)
+        check_coded(llm, self._codec, [run for name in reuses if _links(name) for run in outputs[name]])
+        return outputs
+
+    def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> Case:
+        from vlcache_jax.pallas_kernels import CODECS
+
+        config, report = self._config, outputs[0].cache
+        layers, text = config.text.num_layers, config.text
+        plan = known.plan(report, spread_ranks(*image_grid(known.tokens)) if name == SHIFT else None)
+        kept = None
+        if self._codec != "auto":
+            kept = 2 * sum(CODECS[self._codec].planes(text.num_kv_heads, text.head_dim))
+        least = floor(
+            config,
+            plan,
+            self._rates,
+            encoded=known.encoded(report),
+            loaded=sum(image.bytes_moved for image in report.images),
+            itemsize=np.dtype(self._llm._runner.dtype).itemsize,
+            kept=kept,
+        )
+        return Case(
+            images=known.images,
+            tokens=known.tokens,
+            configuration=name,
+            place=self._place if _links(name) else "-",
+            codec=self._codec if _links(name) else "-",
+            metrics=tuple(output.metrics for output in outputs),
+            reused=len(known) - report.rows[-1],
+            rows=report.rows,
+            pairs=pairs(plan, layers),
+            floor=least,
+        )
 
 
-def _check_exact(llm: Any, prompt: dict[str, Any], dtype: str) -> None:
-    """A repeat must have the logits of a cold run before anything is timed."""
+def make_configurations(model_type: str, layers: int, schedule: str | None = None) -> dict[str, Any]:
+    """Names of the configurations, and what each is as `reuse=`."""
+    from vlcache_jax import Schedule
+
+    if schedule is None:
+        levels = tuple(FALLING[layer * len(FALLING) // layers] for layer in range(layers))
+        falling = Schedule(levels, model_type, "", allow_other_model=True)
+    else:
+        falling = Schedule.load(schedule)
+    return {
+        COLD: "off",
+        ENCODER_CACHED: "exact",
+        **{f"r = {ratio}": ratio for ratio in ("0.3", "0.2", "0.1")},
+        "r = 0": "full",
+        f"schedule, mean {falling.mean_text}": falling,
+        SHIFT: "shift-0.02",
+    }
+
+
+def _links(name: str) -> bool:
+    """Whether a configuration links stored K, V."""
+    return name not in (COLD, ENCODER_CACHED)
+
+
+def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
+    """Sees that a repeat has the logits of a cold run, before anything is timed.
+
+    Raises:
+      ValueError: it has not.
+    """
     from vlcache_jax import SamplingParams
 
-    one = SamplingParams(max_tokens=1, temperature=0)
+    one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     llm.generate(prompt, one, use_tqdm=False)
     [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
     if output.num_cached_tokens == 0 or not output.cache.exact:
         raise ValueError(f"a repeat must hit exactly, got {output.cache}")
-    if not output.verification.max_logit_difference < (1e-3 if dtype == "float32" else 0.5):
-        raise ValueError(f"a repeat must have the logits of a cold run, got {output.verification}")
+    most, found = 1e-3 if llm._runner.dtype == np.float32 else 0.5, output.verification
+    if found is None or not found.max_logit_difference < most:
+        raise ValueError(f"a repeat must have the logits of a cold run, got {found}")
 
 
-def _check(name: str, output: Any) -> None:
-    found = {(image.encoder != "computed", image.match) for image in output.cache.images}
-    expected = {"cold": (False, "miss"), "encoder cached": (True, "miss")}.get(name, (True, "approximate"))
-    if found != {expected} or len(output.outputs[0].token_ids) != 1:
-        raise ValueError(f"{name} must find its images as {expected}, got {found}")
+def check_found(name: str, place: str, output: Any) -> None:
+    """Sees that a configuration found its images as it claims, and that there is an answer.
+
+    Raises:
+      ValueError: it did not, or there is none.
+    """
+    expected = {COLD: (False, "miss", "none"), ENCODER_CACHED: (True, "miss", "none")}.get(
+        name, (True, "approximate", place)
+    )
+    found = {(image.encoder != "computed", image.match, image.kv) for image in output.cache.images}
+    if found != {expected}:
+        raise ValueError(f"{name} must find its images as {expected} (encoder known, match, K, V in), got {found}")
+    if len(output.outputs) != 1 or len(output.outputs[0].token_ids) != 1:
+        raise ValueError(f"{name} must answer with one token, got {output.outputs}")
 
 
-def _floor(config: Any, report: Any, length: int, ranks: np.ndarray, itemsize: int) -> Floor:
-    """Of a run, by its report: the rows of an image are the first by `ranks`, and text is computed whole."""
-    from vlcache_jax.reuse.plan import Plan
+def check_logprobs(answers: Mapping[str, Sequence[Logprob]]) -> None:
+    """Sees that the answers of the configurations, each to a prompt of its own, come from logits that mean something.
 
-    layers = config.text.num_layers
-    depth = np.full(length, layers, np.int16)
-    first = length - TEXT_AFTER - 1
-    for image in reversed(report.images):
-        start = first - image.tokens
-        fresh = np.asarray(image.recomputed)
-        depth[start:first] = (ranks[:, None] < fresh).sum(1)
-        first = start - 2  # vision end, vision start
-    depth[-1] = layers + 1
-    plan = Plan(depth)
-    if plan.rows(layers) != report.rows:
-        raise ValueError(f"rows counted must be those of the report, {report.rows}, got {plan.rows(layers)}")
-    merge = config.vision.merge_size
-    shapes = [_grid(image.tokens) for image in report.images if image.encoder == "computed"]
-    grids = [(1, rows * merge, columns * merge) for rows, columns in shapes]
-    loaded = sum(image.bytes_moved for image in report.images)
-    return floor(config, plan, H200, encoded=grids, loaded=loaded, itemsize=itemsize)
+    Raises:
+      ValueError: log-probabilities are missing, not finite, all the same, or the same for different prompts.
+    """
+    names: dict[bytes, str] = {}
+    for name, logprobs in answers.items():
+        values = np.array([value for logprob in logprobs for value in logprob.top.values()])
+        if not values.size or not np.isfinite(values).all() or np.ptp(values) == 0:
+            raise ValueError(f"{name} must have log-probabilities that are finite and differ, got {values}")
+        same = names.setdefault(values.tobytes(), name)
+        if same != name:
+            raise ValueError(f"answers must depend on the prompt, got the same log-probabilities for {same} and {name}")

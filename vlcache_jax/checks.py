@@ -50,6 +50,18 @@ def parse_bytes(value: int | str, name: str) -> int:
     raise ValueError(f'{name} must be bytes of at least 0, as a number or like "4GiB" or "500MB", got {value!r}')
 
 
+def parse_counts(text: str, name: str) -> tuple[int, ...]:
+    """Positive integers from a string such as "1024,3072".
+
+    Raises:
+      ValueError: it is none of such; it names `name`.
+    """
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\s*0*[1-9]\d{0,17}\s*", part) for part in parts):
+        raise ValueError(f'{name} must be positive integers like "1024,3072", got {short(text)}')
+    return tuple(map(int, parts))
+
+
 def shorten(text: str, most: int = 200) -> str:
     """A text for an error message: its beginning and its length where it is long."""
     return text if len(text) <= most else f"{text[: 3 * most // 5]}... ({len(text)} characters)"

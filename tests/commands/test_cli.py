@@ -176,6 +176,24 @@ def test_bench_ttft(run, family_checkpoint, tmp_path):
     result = run("bench", "ttft", family_checkpoint, *arguments, "--out", out)
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]
-    assert [row["configuration"] for row in rows][:4] == ["cold", "encoder cached", "r = 0", "r = 0.1"]
-    assert [row["tokens reused"] for row in rows] == [0, 0, 32, 30, 32, 30]
-    assert all(row["TTFT ms"] > 0 and row["GFLOP"] > 0 for row in rows)
+    names = ["cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule", "shift"]
+    assert [row["configuration"].partition(",")[0] for row in rows] == names
+    assert [row["tokens reused"] for row in rows] == [0, 0, 24, 26, 30, 32, 32, 30]
+    assert all(row["TTFT ms"] > 0 and row["GFLOP"] > 0 and row["floor ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--image-tokens", "1024,many"), "image_tokens must be positive integers like \"1024,3072\", got '1024,many'"),
+        (("--image-tokens", "1024", "--images", "2"), "images must be left out beside image_tokens"),
+        (("--image-tokens", "2500"), "image_tokens must be shared out equally"),
+        (("--codec", "auto,int2"), "codec must be one of"),
+        (("--codec", "int8,int8"), "codecs must be different ones"),
+        (("tiny-vqa", "--random-weights", "qwen3-vl-8b"), "random_weights must be left out beside a model"),
+    ],
+)
+def test_bench_ttft_says_what_is_wrong(run, arguments, message):
+    result = run("bench", "ttft", *arguments)
+    assert result.exit_code == 1
+    assert f"error: {message}" in result.stderr

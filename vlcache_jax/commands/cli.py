@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.checks import parse_bytes
+from vlcache_jax.checks import parse_bytes, parse_counts
 from vlcache_jax.commands.analyze import app as analyze_app
 from vlcache_jax.commands.schedule import app as schedule_app
 from vlcache_jax.commands.schedule import say_errors
@@ -282,14 +282,29 @@ def ttft_command(
         str | None,
         typer.Argument(help="Checkpoint or hub id.", show_default="random weights, 12 layers x 768"),
     ] = None,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(help="Shape of a published model, with random weights: qwen3-vl-8b, qwen3-vl-32b, qwen2.5-vl-7b.",
+                     show_default=False),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Decoder layers with random weights.", show_default="all")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
-    images: Annotated[int, typer.Option(min=1, help="Images in the prompt.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each image.")] = 1024,
+    images: Annotated[int | None, typer.Option(min=1, help="Images in the prompt.", show_default="4")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each image; of --image-tokens, at most.")] = 1024,
+    image_tokens: Annotated[
+        str | None,
+        typer.Option(help="All image tokens of the prompt, one number after the other, instead of --images: 1024,3072.",
+                     show_default=False),
+    ] = None,
     text_before: Annotated[int, typer.Option(min=1, help="Text tokens before the images, new in each prompt.")] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration, taking turns.")] = 5,
     schedule: Annotated[
-        pathlib.Path | None, typer.Option(help="Schedule file.", show_default="falling levels")
+        pathlib.Path | None, typer.Option(help="Schedule file.", show_default="falling levels, mean 0.025")
     ] = None,
+    codec: Annotated[str, typer.Option(help="Codecs of stored K, V, one after the other: auto,int8,int4.")] = "auto",
+    host_bytes: _HostBytes = "16GiB",
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
     picture: Annotated[
         pathlib.Path | None, typer.Option(help="Picture of the steps to draw (png).", show_default=False)
@@ -298,29 +313,41 @@ def ttft_command(
     """Measures the time to the first token: cold, encoder cached, and with K, V reused.
 
     Images are noise, the text before them is new in each prompt. A repeat is compared with a cold run before anything
-    is timed.
+    is timed. Beside each time stands its floor: what its operations and bytes take at least, at the rates of matrix
+    products and copies that are measured in the same run.
 
     Example: vlcache bench ttft --images 2 --tokens 256 --out ttft.json
+
+    Example: vlcache bench ttft --random-weights qwen3-vl-8b --image-tokens 1024,3072,5120,10240,20480
     """
     with say_errors():
         check_writable("out", out)
         check_writable("picture", picture, PICTURES)
+        codecs = tuple(codec.split(","))
+        for one in codecs:
+            CacheConfig(host_bytes=host_bytes, codec=one)
         if schedule is not None:
             Schedule.load(schedule)
+        if images is not None and image_tokens is not None:
+            raise ValueError(f"images must be left out beside image_tokens, got {images} and {image_tokens}")
+        totals = () if image_tokens is None else parse_counts(image_tokens, "image_tokens")
         say("importing JAX")
         from vlcache_jax.benchmarks import ttft
+        from vlcache_jax.benchmarks.known_images import split_images
 
-        ttft.run(
-            model,
+        setup = ttft.Setup(
+            model=model,
+            random_weights=random_weights,
+            layers=layers,
             dtype=dtype,
-            num_images=images,
-            tokens=tokens,
+            sizes=tuple(split_images(total, tokens) for total in totals) or ((images or 4, tokens),),
             text_before=text_before,
             repeats=repeats,
             schedule=None if schedule is None else str(schedule),
-            out=out,
-            picture=picture,
+            codecs=codecs,
+            host_bytes=host_bytes,
         )
+        ttft.run(setup, out=out, picture=picture)
 
 
 @bench.command("batch")

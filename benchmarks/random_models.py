@@ -1,0 +1,119 @@
+"""Models with random weights: shapes of published ones, whole or with fewer layers, and a small one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from vlcache_jax import base
+from vlcache_jax.benchmarks.compile_report import MODELS
+from vlcache_jax.benchmarks.prefill import TEXT, VISION
+from vlcache_jax.convert.plan import as_dtype
+from vlcache_jax.engine.checkpoint import Checkpoint
+from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.params import parameters
+from vlcache_jax.models.registry import load_config
+from vlcache_jax.testing import make_checkpoint
+
+# What `config.json` calls the fields of our configurations that it names otherwise.
+_TEXT_NAMES = {
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+}  # fmt: skip
+_VISION_NAMES = {
+    "merge_size": "spatial_merge_size",
+    "deepstack_blocks": "deepstack_visual_indexes",
+    "full_blocks": "fullatt_block_indexes",
+}
+_NOT_WRITTEN = ("rope_theta", "mrope_section", "mrope_interleaved", "qkv_bias", "qk_norm")  # each family has its own
+
+
+def make_random_model(
+    directory: str | pathlib.Path, shape: str | None = None, layers: int | None = None
+) -> tuple[pathlib.Path, str]:
+    """Writes a checkpoint without weights; within `drawn_weights` it opens with random ones.
+
+    Args:
+      directory: is made if it does not exist.
+      shape: of a published model, such as "qwen3-vl-8b"; None is 12 decoder layers x 768, 8 encoder layers x 384.
+      layers: of the decoder; None is all.
+
+    Returns:
+      The directory, and what the model is called in a table.
+
+    Raises:
+      ValueError: there is no such shape, or it has fewer layers.
+    """
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    if shape is None:
+        model_type, text, vision, tied = "qwen3_vl", {**TEXT, "max_position_embeddings": 32768}, {**VISION}, True
+        most = text["num_hidden_layers"]
+        title = f"{text['hidden_size']} wide, random weights"
+    else:
+        names = {name.lower(): name for name in MODELS}
+        if shape.lower() not in names:
+            raise ValueError(f"random_weights must be one of {', '.join(names)}, got {shape!r}")
+        config = MODELS[names[shape.lower()]]
+        model_type, text, vision, tied = config.model_type, _text(config), _vision(config), config.tie_word_embeddings
+        most = config.text.num_layers
+        title = f"shape of {names[shape.lower()]}, random weights"
+    least = 1 + len(vision.get("deepstack_visual_indexes", ()))  # one layer that DeepStack adds nothing to
+    if layers is not None and not least <= layers <= most:
+        raise ValueError(f"layers must be from {least} to {most}, those of the model, got {layers}")
+    count = most if layers is None else layers
+    path = make_checkpoint(
+        directory, model_type, dtype="bfloat16", text={**text, "num_hidden_layers": count}, vision=vision,
+        tie_word_embeddings=tied, weights=False,
+    )  # fmt: skip
+    return path, f"{title}, {count} layers" if count == most else f"{title}, {count} of {most} layers"
+
+
+def _text(config: ModelConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(config.text)
+    return {_TEXT_NAMES.get(name, name): value for name, value in fields.items() if name not in _NOT_WRITTEN}
+
+
+def _vision(config: ModelConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(config.vision)
+    return {_VISION_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+class _Drawn(Checkpoint):
+    """A checkpoint whose weights are drawn on the device, as writing the files would take minutes."""
+
+    source_digest = fingerprint = "drawn"
+
+    def load(self, device: Any = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        import jax
+
+        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+        tree: dict[Any, Any] = {}
+        for i, parameter in enumerate(parameters(self.config)):
+            *folders, leaf = parameter.path
+            branch = tree
+            for folder in folders:
+                branch = branch.setdefault(folder, {})
+            # Layers keep the size of what passes through them.
+            scale = parameter.shape[0] ** -0.5 if len(parameter.shape) > 1 else 1.0
+            branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
+            loaded()
+        return tree
+
+
+@contextlib.contextmanager
+def drawn_weights() -> Iterator[None]:
+    """Within, models need no weights: random ones are drawn."""
+
+    def open_drawn(
+        directory: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None, verify_weights: bool = False
+    ) -> Checkpoint:
+        return _Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), revision)
+
+    with mock.patch.object(base, "open_checkpoint", open_drawn):
+        yield

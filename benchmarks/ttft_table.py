@@ -1,0 +1,162 @@
+"""The table of `vlcache bench ttft`, a row for each way to the first token, and its picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vlcache_jax.benchmarks.floor import Floor
+from vlcache_jax.outputs import Metrics
+from vlcache_jax.study.report import show, write
+
+TITLE = "Time to the first token"
+STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
+TIMES = ("TTFT ms", "spread ms", "over cold", "over encoder cached", "floor ms", "times floor", "TTFT minus compute %")
+COUNTS = ("tokens reused", "rows a layer", "pairs a layer", "GFLOP", "GFLOP/s of cold")
+COLD, ENCODER_CACHED = "cold", "encoder cached"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A way to the first token, as it was measured.
+
+    Attributes:
+      images, tokens: of the prompt, and of each image.
+      configuration: its name.
+      place, codec: where its stored K, V lay, and how; "-" where none were used.
+      metrics: of each run.
+      reused: tokens that the last layer did not compute.
+      rows: computed in each layer [L].
+      pairs: of a query and a key that it sees, in each layer [L].
+      floor: the least that it costs.
+    """
+
+    images: int
+    tokens: int
+    configuration: str
+    place: str
+    codec: str
+    metrics: tuple[Metrics, ...]
+    reused: int
+    rows: tuple[int, ...]
+    pairs: tuple[int, ...]
+    floor: Floor
+
+    @property
+    def image_tokens(self) -> int:
+        return self.images * self.tokens
+
+    @property
+    def ttft(self) -> float:
+        """Median seconds."""
+        return self.median("ttft")
+
+    def median(self, step: str) -> float:
+        """Median seconds of a step."""
+        return statistics.median(getattr(one, step) for one in self.metrics)
+
+    def row(self, cold: Case, encoder_cached: Case) -> dict[str, Any]:
+        """Of the table; the baselines are of the same prompts."""
+        took = [one.ttft for one in self.metrics]
+        rate, cold_rate = (case.floor.operations / case.ttft for case in (self, cold))
+        computing = self.median("encode") + self.median("prefill")
+        return {
+            "image tokens": self.image_tokens,
+            "images": self.images,
+            "configuration": self.configuration,
+            "K, V in": self.place,
+            "codec": self.codec,
+            "TTFT ms": 1000 * self.ttft,
+            "spread ms": 1000 * (max(took) - min(took)),
+            "over cold": cold.ttft / self.ttft,
+            "over encoder cached": encoder_cached.ttft / self.ttft,
+            **{f"{step} ms": 1000 * self.median(step) for step in STEPS},
+            "tokens reused": self.reused,
+            "rows a layer": statistics.fmean(self.rows),
+            "pairs a layer": statistics.fmean(self.pairs),
+            "floor ms": 1000 * self.floor.seconds,
+            "times floor": self.ttft / self.floor.seconds,
+            "GFLOP": self.floor.operations / 1e9,
+            "GFLOP/s of cold": rate / cold_rate,
+            "TTFT minus compute %": 100 * (self.ttft - computing) / self.ttft,
+        }
+
+
+def make_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """A row for each case: all of a number of image tokens, then those of the next.
+
+    Raises:
+      KeyError: a number of image tokens has no baseline.
+    """
+    baselines = {(case.image_tokens, case.configuration): case for case in cases}
+    return [
+        case.row(*(baselines[case.image_tokens, name] for name in (COLD, ENCODER_CACHED)))
+        for case in sorted(cases, key=lambda case: case.image_tokens)
+    ]
+
+
+def publish(
+    rows: list[dict[str, Any]], head: dict[str, Any], out: pathlib.Path | None, picture: pathlib.Path | None
+) -> None:
+    """Prints the table in parts, and writes and draws it where that is asked for."""
+    names = ("image tokens", "configuration", "K, V in", "codec")
+    steps = [f"{step} ms" for step in STEPS]
+    parts = {
+        f"{TITLE}: {head['model']}, {head['dtype']}, {head['prompt']}": TIMES,
+        "What is computed": COUNTS,
+        "Steps": steps,
+    }
+    for title, columns in parts.items():
+        show(title, [{name: row[name] for name in (*names, *columns)} for row in rows])
+    if out is not None:
+        write(TITLE, rows, head, out)
+    if picture is not None:
+        draw(rows, head, picture)
+        print(f"written to {picture}")
+
+
+def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path) -> None:
+    """Draws the rows as stacked bars of their steps, the rows of each number of image tokens beside each other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = sorted({row["image tokens"] for row in rows})
+    shown = [step for step in STEPS if any(row[f"{step} ms"] > 0.01 * row["TTFT ms"] for row in rows)]
+    height = 0.4 * len(rows) + 0.8 * len(sizes) + 0.8
+    figure, all_axes = pyplot.subplots(len(sizes), squeeze=False, figsize=(9, height), layout="constrained")
+    for size, axes in zip(sizes, all_axes[:, 0], strict=True):
+        _draw_bars(axes, [row for row in rows if row["image tokens"] == size], shown)
+        axes.set_ylabel(f"{size} image tokens", fontsize="small")
+    all_axes[-1, 0].set_xlabel("seconds to the first token")
+    figure.suptitle(f"{head['model']}, {head['dtype']}\n{head['prompt']}", fontsize="medium")
+    all_axes[-1, 0].legend(ncols=2, fontsize="small", loc="lower right")
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], shown: Sequence[str]) -> None:
+    places = {(row["K, V in"], row["codec"]) for row in rows if row["codec"] != "-"}
+    apart = len(places) > 1  # a name alone does not say which row it is
+    names = [
+        f"{row['configuration']}, {row['K, V in']}, {row['codec']}" if apart and row["codec"] != "-"
+        else row["configuration"]
+        for row in rows
+    ]  # fmt: skip
+    end = np.array([row["TTFT ms"] / 1000 for row in rows])
+    begin = np.zeros(len(rows))
+    for step in shown:
+        seconds = np.array([row[f"{step} ms"] / 1000 for row in rows])
+        axes.barh(names, seconds, left=begin, label=step.replace("_", " "))
+        begin += seconds
+    axes.barh(names, np.maximum(end - begin, 0), left=begin, label="rest", color="lightgray")
+    for row, name, seconds in zip(rows, names, end, strict=True):
+        axes.text(seconds, name, f" {seconds:.3g} s, {row['over cold']:.3g} x", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.15 * end.max())

@@ -1,0 +1,188 @@
+"""Times to the first token: the rows of the table, what is counted, and what must not pass for a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlcache_jax import Ladder
+from vlcache_jax.benchmarks import random_models, rates, ttft
+from vlcache_jax.benchmarks.compile_report import MODELS
+from vlcache_jax.benchmarks.floor import Rates, floor, pairs
+from vlcache_jax.benchmarks.known_images import split_images
+from vlcache_jax.benchmarks.ttft_table import STEPS
+from vlcache_jax.engine.request import Logprob
+from vlcache_jax.models.registry import load_config
+from vlcache_jax.reuse.plan import Plan
+
+CONFIGURATIONS = [
+    "cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule, mean 0.0333", "shift, r = 0.02",
+]  # fmt: skip
+ENGINE = {"ladder": Ladder(rows=(64,), patches=(64,), sequences=(4,)), "max_rows": 64, "use_tqdm": False}
+SETUP = ttft.Setup(random_weights="small", layers=3, dtype="float32", sizes=((1, 16),), text_before=7, repeats=1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, checkpoints):
+    """A published shape of four layers, and rates that take no time to measure."""
+    config = load_config(checkpoints("qwen3_vl"))
+    monkeypatch.setitem(MODELS, "small", dataclasses.replace(config, text=dataclasses.replace(config.text)))
+    monkeypatch.setattr(ttft, "measure_rates", lambda dtype: Rates(matrix=1e11, memory=1e10, host=float("inf")))
+    return config
+
+
+def test_the_table(tmp_path, capsys):
+    out, picture = tmp_path / "ttft.json", tmp_path / "ttft.png"
+    setup = dataclasses.replace(SETUP, sizes=((1, 16), (2, 12)), codecs=("auto", "int8"), repeats=2)
+    ttft.measure(setup, out=out, picture=picture, **ENGINE)
+    found = json.loads(out.read_text())
+    rows = {(row["image tokens"], row["codec"], row["configuration"]): row for row in found["rows"]}
+    assert list(rows) == [
+        (size, "-" if name in CONFIGURATIONS[:2] else codec, name)
+        for size in (16, 24)
+        for codec, names in (("auto", CONFIGURATIONS), ("int8", CONFIGURATIONS[2:]))
+        for name in names
+    ]
+    assert found["model"] == "shape of small, random weights, 3 of 4 layers"
+    assert found["layers"] == 3
+    assert found["rates"] == {"matrix": 1e11, "memory": 1e10, "host": "read where it lies"}
+    for (size, codec, name), row in rows.items():
+        cold, cached = rows[size, "-", "cold"]["TTFT ms"], rows[size, "-", "encoder cached"]["TTFT ms"]
+        assert row["over cold"] == pytest.approx(cold / row["TTFT ms"])
+        assert row["over encoder cached"] == pytest.approx(cached / row["TTFT ms"])
+        assert row["times floor"] == pytest.approx(row["TTFT ms"] / row["floor ms"])
+        compute = row["encode ms"] + row["prefill ms"]
+        assert row["TTFT minus compute %"] == pytest.approx(100 * (1 - compute / row["TTFT ms"]))
+        assert all(row[f"{step} ms"] >= 0 for step in STEPS)
+        assert row["K, V in"] == ("-" if codec == "-" else "host")
+        if codec == "int8":  # which is read in fewer bytes
+            alike = rows[size, "auto", name]
+            assert row["floor ms"] < alike["floor ms"]
+            assert [row[key] for key in ("rows a layer", "pairs a layer")] == [
+                alike[key] for key in ("rows a layer", "pairs a layer")
+            ]
+    # Of 16 tokens behind 7 and a mark, and 7 behind them: r = 0.3 computes the first four.
+    fresh = [*range(8), *range(8, 12), *range(24, 31)]
+    assert rows[16, "auto", "r = 0.3"]["rows a layer"] == len(fresh)
+    assert rows[16, "auto", "r = 0.3"]["tokens reused"] == 12
+    # The last layer asks for the last token alone.
+    seen = [sum(slot <= query for slot in range(31)) for query in fresh]
+    assert rows[16, "auto", "r = 0.3"]["pairs a layer"] == pytest.approx((2 * sum(seen) + 31) / 3)
+    assert rows[16, "-", "cold"]["pairs a layer"] == pytest.approx((2 * 31 * 32 / 2 + 31) / 3)
+    assert np.ptp(np.asarray(Image.open(picture).convert("L"))) > 0
+    told = capsys.readouterr().out
+    assert all(f"\n{size}" in told for size in (16, 24))
+    assert "20 text tokens" not in told
+    assert "7 text tokens, images of 1 x 16, 2 x 12 tokens, 6 text tokens" in told
+
+
+def test_pairs_are_those_of_a_count_one_by_one():
+    rng = np.random.default_rng(0)
+    depth, slot = rng.integers(0, 6, 40).astype(np.int16), rng.permutation(40).astype(np.int32)
+    for plan in (Plan(depth), Plan(depth, slot=slot)):
+        slots = plan.slots
+        expected = tuple(
+            sum(int(slots[key] <= slots[query]) for query in range(40) if depth[query] > layer + 1 for key in range(40))
+            for layer in range(5)
+        )
+        assert pairs(plan, 5) == expected
+        assert expected[-1] < expected[0]
+
+
+def test_the_floor_reads_what_a_codec_keeps(small):
+    plan, given = Plan(np.array([4, 0, 0, 5], np.int16)), Rates(memory=1.0, matrix=1e30)
+    values = 2 * small.text.num_kv_heads * small.text.head_dim
+    plain, coded = (floor(small, plan, given, itemsize=4, kept=kept).parts for kept in (None, values))
+    assert plain["link"] - coded["link"] == 2 * 4 * 3 * values  # tokens, layers, bytes less of each value
+    assert {**plain, "link": 0} == {**coded, "link": 0}
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"), [("auto", "a repeat must hit exactly"), ("int8", "encoder cached must find its images as")]
+)
+def test_what_is_no_hit_is_not_measured(codec, message):
+    with pytest.raises(ValueError, match=message):
+        ttft.measure(dataclasses.replace(SETUP, host_bytes=0, codecs=(codec,)), **ENGINE)
+
+
+def test_a_hit_must_be_the_one_that_is_claimed():
+    def output(*images, tokens=(1,)):
+        report = types.SimpleNamespace(images=[types.SimpleNamespace(encoder=e, match=m, kv=kv) for e, m, kv in images])
+        return types.SimpleNamespace(cache=report, outputs=[types.SimpleNamespace(token_ids=tokens)])
+
+    hit, miss = ("none", "approximate", "host"), ("host", "miss", "none")
+    ttft.check_found("r = 0", "host", output(hit, hit))
+    ttft.check_found("encoder cached", "host", output(miss))
+    ttft.check_found("cold", "host", output(("computed", "miss", "none")))
+    for name, place, images in (
+        ("r = 0", "host", (hit, miss)), ("r = 0", "disk", (hit,)), ("cold", "host", (miss,)), ("r = 0", "host", ()),
+        ("encoder cached", "host", (hit,)), ("r = 0", "host", (("computed", "approximate", "host"),)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} must find its images"):
+            ttft.check_found(name, place, output(*images))
+    with pytest.raises(ValueError, match="must answer with one token"):
+        ttft.check_found("r = 0", "host", output(hit, tokens=()))
+
+
+@pytest.mark.parametrize(("fill", "message"), [(np.nan, "finite"), (0.0, "cold must have log-probabilities")])
+def test_weights_that_answer_nothing_are_not_measured(monkeypatch, fill, message):
+    load = random_models._Drawn.load
+    filled = lambda self, *args: jax.tree.map(lambda x: np.full_like(x, fill), load(self, *args))  # noqa: E731
+    monkeypatch.setattr(random_models._Drawn, "load", filled)
+    with pytest.raises(ValueError, match=message):
+        ttft.measure(dataclasses.replace(SETUP, codecs=("int8",)), **ENGINE)
+
+
+def test_log_probabilities_must_mean_something():
+    def told(*values):
+        return [Logprob(chosen=values[0], top=dict(enumerate(values)), token=0, rank=1)]
+
+    ttft.check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(-1.0, -2.5)})
+    for values in ((-1.0, np.nan), (-1.0, -np.inf), (-1.0, -1.0)):
+        with pytest.raises(ValueError, match="r = 0 must have log-probabilities that are finite and differ"):
+            ttft.check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(*values)})
+    with pytest.raises(ValueError, match="cold must have"):
+        ttft.check_logprobs({"cold": []})
+    with pytest.raises(ValueError, match="the same log-probabilities for cold and r = 0"):
+        ttft.check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(-1.0, -2.0)})
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B"])
+def test_random_models_have_the_published_shapes(tmp_path, name):
+    directory, title = random_models.make_random_model(tmp_path, name.lower(), 8)
+    found, published = load_config(directory), MODELS[name]
+    assert (found.model_type, found.vision) == (published.model_type, published.vision)
+    assert found.tie_word_embeddings == published.tie_word_embeddings
+    assert found.text == dataclasses.replace(published.text, num_layers=8)
+    assert title == f"shape of {name}, random weights, 8 of {published.text.num_layers} layers"
+    with pytest.raises(ValueError, match=f"layers must be from . to {published.text.num_layers}"):
+        random_models.make_random_model(tmp_path, name.lower(), 0)
+
+
+def test_a_random_model_must_be_one_of_those():
+    with pytest.raises(ValueError, match=r"random_weights must be one of qwen3-vl-8b, .*, got 'qwen3-vl-9b'"):
+        random_models.make_random_model("", "qwen3-vl-9b")
+    with pytest.raises(ValueError, match="layers must be from 4 to 12, those of the model, got 13"):
+        random_models.make_random_model("", layers=13)
+
+
+def test_images_share_tokens_equally():
+    assert [split_images(total, 1024) for total in (16, 1024, 3072, 5120, 1500)] == [
+        (1, 16), (1, 1024), (3, 1024), (5, 1024), (2, 750),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"equally among images of at most 1024 tokens, got 2500, which 3 images"):
+        split_images(2500, 1024)
+
+
+def test_rates_are_measured():
+    found = rates.measure_rates("bfloat16", size=64, copied=2**16, repeats=2)
+    assert 0 < found.matrix < 1e15
+    assert 0 < found.memory < 1e14
+    assert found.host == float("inf")
+    assert rates._put_seconds(2**16) > 0
