@@ -170,9 +170,9 @@ class Record:
         self._arrived = 0  # parts
         self._changed = threading.Condition()
 
-    def wait(self) -> bool:
-        """Waits until the record is filled; False if that failed."""
-        return self.wait_for(len(self.meta.parts) + 1)
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the record is filled; False if that failed, or has not ended after so many seconds."""
+        return self.wait_for(len(self.meta.parts) + 1, timeout)
 
     def arrive(self, count: int) -> None:
         """The first `count` parts are there, and what they are."""
@@ -184,10 +184,10 @@ class Record:
         """Whether the first `count` parts are there."""
         return (self._arrived >= count and not self._is_settled) or self.is_ready  # which it may have become meanwhile
 
-    def wait_for(self, count: int) -> bool:
-        """Waits until the first `count` parts are there; False if they do not come."""
+    def wait_for(self, count: int, timeout: float | None = None) -> bool:
+        """Waits until the first `count` parts are there; False if they do not come, or not within so many seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_settled or self._arrived >= count)
+            self._changed.wait_for(lambda: self._is_settled or self._arrived >= count, timeout)
         return self.has_arrived(count)
 
     @functools.cached_property

@@ -17,10 +17,9 @@ from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record, TierError
 from vlcache_jax.engine.batching import Prefill, linked_images
 from vlcache_jax.engine.kept import Kept
+from vlcache_jax.engine.readiness import PATIENCE
 from vlcache_jax.engine.runner import Runner
 from vlcache_jax.inputs.layout import ImageSpan
-
-_PATIENCE = 0.1  # seconds
 
 
 class Transfers:
@@ -143,7 +142,7 @@ class Linking:
     def wait(self) -> None:
         """Waits for what the next link lacks, but not for long: others may arrive meanwhile, or be aborted."""
         if self._started:
-            wait([self._started[0][1]], _PATIENCE)
+            wait([self._started[0][1]], PATIENCE)
         elif self._waiting:
             self._linked[0][1].block_until_ready()
 

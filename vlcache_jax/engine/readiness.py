@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.why import Why
 from vlcache_jax.engine.request import ImageUse, Sequence
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.reuse.plan import Plan
+
+PATIENCE = 0.1  # seconds
 
 
 class Readiness:
@@ -57,18 +59,19 @@ class Readiness:
         return True
 
     def wait(self, sequence: Sequence) -> bool:
-        """Waits for something that a sequence lacks and that other threads work at; False: there is nothing."""
+        """Waits for something that a sequence lacks and that other threads work at, but not for long: others may arrive
+        meanwhile. False: there is nothing."""
         for record in self._missing(sequence):
             if record.is_loading and record.meta.context is not None:
-                record.wait_for(self._first_layers)
+                record.wait_for(self._first_layers, PATIENCE)
             elif record.is_claimed:
-                record.wait()
+                record.wait(PATIENCE)
             else:
                 continue
             return True
         for picture in self._decoding.values():
             if not picture.done():
-                picture.exception()
+                wait([picture], PATIENCE)
                 return True
         return False
 
