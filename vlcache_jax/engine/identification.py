@@ -31,6 +31,7 @@ from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 WINDOW_BYTES = 128 * 2**20  # of patches of one window of rows; while it runs, the next one is made
 DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
 _KEYS = 65536  # of images; half a kilobyte apiece
+_HELPERS = 8  # that read heads of files, at most: between two images each needs the interpreter
 _PIXEL_BYTES = 7  # Pillow's picture and ours beside it
 _CLOSED = "this LLM is closed"
 
@@ -125,8 +126,9 @@ class Identifier:
             for task in left:  # all threads draw from one iterator
                 errors[task] = task.head()
 
-        # One thread a core, this one included: it would wait anyway, and a thread is woken once, not for each image.
-        helpers = min(len(tasks), os.cpu_count() or 1) - 1
+        # This thread would wait anyway, and others are woken once, not for each image. They are as many as cores: a
+        # single one would often be put on the core of this thread.
+        helpers = min(len(tasks) - 1, os.cpu_count() or 1, _HELPERS)
         reading = [self._submit(self._quick_threads, read) for _ in range(helpers)]
         read()
         for future in reading:
