@@ -59,12 +59,12 @@ def measure(
     for path in data:
         check_readable("data", path)
     say("importing JAX")
-    from vlcache_jax.llm import LLM
+    from vlcache_jax import LLM, CacheConfig
 
     named = name_settings(settings)
     with Progress("reading questions"):
         samples = load_samples(data, questions=questions)
-    with LLM(model or TINY_VQA, dtype=dtype, enable_prefix_caching=False) as llm:
+    with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
         results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)
     details, totals = summarize(samples, results)
     for case in by_case(results):

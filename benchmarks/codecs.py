@@ -117,7 +117,12 @@ def compare(
     with contextlib.ExitStack() as stack, Progress("questions", len(samples)) as bar:
         engines = {
             codec: stack.enter_context(
-                LLM(TINY_VQA, dtype=dtype, cache=CacheConfig(codec=codec), enable_prefix_caching=False)
+                LLM(
+                    TINY_VQA,
+                    dtype=dtype,
+                    cache=CacheConfig(codec=codec, load="link"),
+                    enable_prefix_caching=False,
+                )
             )
             for codec in codecs
         }

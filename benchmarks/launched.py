@@ -92,7 +92,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
     """
     from transformers import AutoImageProcessor
 
-    from vlcache_jax import LLM, SamplingParams
+    from vlcache_jax import LLM, CacheConfig, SamplingParams
     from vlcache_jax.testing import make_checkpoint
 
     one = SamplingParams(max_tokens=1, temperature=0)
@@ -112,7 +112,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
         processor = AutoImageProcessor.from_pretrained(directory, use_fast=True)
         with LLM(
             directory, dtype="float32", max_model_len=(count + 1) * SIDE, mm_processor_kwargs=limits,
-            enable_prefix_caching=False, use_tqdm=False,
+            cache=CacheConfig(load="link"), enable_prefix_caching=False, use_tqdm=False,
         ) as llm:  # fmt: skip
 
             def ask(images: list[Any]) -> Any:

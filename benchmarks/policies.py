@@ -164,13 +164,13 @@ def measure(
     for path in data:
         check_readable("data", path)
     say("importing JAX")
-    from vlcache_jax.llm import LLM
+    from vlcache_jax import LLM, CacheConfig
     from vlcache_jax.reuse.parse import parse_policy
 
     named = accuracy.name_settings([f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")])
     with Progress("reading questions"):
         samples = load_samples(data, questions=questions, split=split)
-    with LLM(model or TINY_VQA, dtype=dtype, enable_prefix_caching=False) as llm:
+    with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
         for policy in named.values():
             llm._parse_policy(policy)
         image_tokens, num_layers = _sizes(llm, samples)

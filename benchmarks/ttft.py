@@ -13,12 +13,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
     from vlcache_jax import LLM
     from vlcache_jax.engine.request import Logprob
 
-# Where stored K, V lie: the cache of (codec, host memory). Of each image one variant is kept, the newest: every prompt
-# is another context, and any variant serves all.
-PLACES: dict[str, Callable[[str, int | str], CacheConfig]] = {
-    "host": lambda codec, host_bytes: CacheConfig(host_bytes=host_bytes, codec=codec, variants=1),
-}
 SHIFT = "shift, r = 0.02"
 LOGPROBS = 20  # that are looked at of each answer
 
@@ -62,6 +56,7 @@ class Setup:
       schedule: path of a schedule file; None: one that falls from 0.08 to 0, in the mean 0.025.
       codecs: of stored K, V; each has an engine of its own.
       host_bytes: host memory for records.
+      device_bytes: device memory for copies of them, in an engine of its own; 0: there is none.
 
     Raises:
       ValueError: a model beside random weights, or nothing to measure.
@@ -77,6 +72,7 @@ class Setup:
     schedule: str | None = None
     codecs: tuple[str, ...] = ("auto",)
     host_bytes: int | str = "16GiB"
+    device_bytes: int | str = 0
 
     def __post_init__(self) -> None:
         for name in ("random_weights", "layers"):
@@ -86,6 +82,17 @@ class Setup:
             given = getattr(self, name)
             if not given or len(set(given)) != len(given):
                 raise ValueError(f"{name} must be different ones, at least one, got {given!r}")
+
+    def caches(self) -> Iterator[tuple[str, CacheConfig]]:
+        """Where stored K, V lie, and the cache; of each place and codec.
+
+        Of each image one variant is kept, the newest: every prompt is another context, and any variant serves all.
+        """
+        for device_bytes in dict.fromkeys((0, self.device_bytes)):
+            for codec in self.codecs:
+                yield "device" if device_bytes else "host", CacheConfig(
+                    host_bytes=self.host_bytes, device_bytes=device_bytes, codec=codec, variants=1, load="link"
+                )
 
     @property
     def max_model_len(self) -> int:
@@ -133,8 +140,7 @@ def measure(
     cases: list[Case] = []
     rates: Rates | None = None
     with setup.opened() as (model, name):
-        for place, codec in itertools.product(PLACES, setup.codecs):
-            cache = PLACES[place](codec, setup.host_bytes)
+        for place, cache in setup.caches():
             with LLM(
                 model, dtype=setup.dtype, max_model_len=setup.max_model_len, enable_prefix_caching=False, cache=cache,
                 **settings,
@@ -144,7 +150,7 @@ def measure(
                 if rates is None:  # an engine is open: before that, jax must not be touched
                     rates = measure_rates(llm._runner.dtype)
                     head = _head(setup, llm, name, rates)
-                cases += _Measuring(llm, setup, place, codec, rates).cases(with_baselines=not cases)
+                cases += _Measuring(llm, setup, place, cache.codec, rates).cases(with_baselines=not cases)
     publish(make_rows(cases), head, out, picture)
 
 

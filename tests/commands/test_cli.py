@@ -20,7 +20,9 @@ def run():
     return lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "ask", "run", "info", "convert", "bench ttft", "bench batch"])
+@pytest.mark.parametrize(
+    "command", ["demo", "doctor", "ask", "run", "info", "calibrate", "convert", "bench ttft", "bench batch"]
+)
 def test_help_teaches(run, command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.helper import assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.store import CacheStats
+from vlcache_jax.commands import calibrate as commands
+from vlcache_jax.commands.cli import app
 from vlcache_jax.engine import costs
-from vlcache_jax.engine.costs import Image, Rates, choose, identity_of
+from vlcache_jax.engine.costs import Image, Rates, choose, identity_of, place
 from vlcache_jax.models.registry import load_config
+from vlcache_jax.study import calibration
+from vlcache_jax.study.calibration import calibrate
+from vlcache_jax.testing import make_checkpoint
 
 LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4))
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -358,3 +365,61 @@ def test_a_trusted_id_is_never_decoded_for_speed(home, directory, identity, a, b
         [output] = chat(llm, [{"role": "user", "content": content[1]}])
         assert told(output)[0][0] in ("exact", "miss")
         assert told(output)[0][2] != "computed"
+
+
+# Measuring.
+
+
+def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a):
+    """A narrow model, but its K, V are wide, so that what is linked is more than noise."""
+    text = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 256}
+    vision = {"depth": 1, "deepstack_visual_indexes": [0]}
+    model = make_checkpoint(tmp_path_factory.mktemp("calibrated"), "qwen3_vl", text=text, vision=vision)
+    found = calibrate(str(model), dtype="float32", grids=((6, 7), (16, 20)), repeats=5)
+    rates = found.rates
+    assert rates.transfer == {"host": 0.0}  # a CPU reads records where they lie
+    single = {name: rate for name, rate in dataclasses.asdict(rates).items() if name != "transfer"}
+    assert all(0 < rate < 1 for rate in single.values()), single
+    assert (found.image.tokens, found.image.patches) == (320, 1280)
+    assert Rates.load(found.identity) is None  # measuring writes nothing
+    rates.save(found.identity)
+    with open_llm(model, "auto") as llm:
+        assert llm._linker.rates == rates
+        chat(llm, user(a))
+        expected = choose(rates, found.image)
+        assert told(chat(llm, user(a))[0]) == [FORCED[expected]]
+
+
+def test_rates_that_are_not_positive_are_measured_again_and_then_an_error(home, directory, monkeypatch):
+    counted = []
+
+    def measure(llm, grids, repeats):
+        counted.append(grids)
+        return {"hit": {1: [2.0], 3: [2.0]}, "row": {1: [1.0], 2: [2.0]}}, IMAGE
+
+    monkeypatch.setattr(calibration, "_measure", measure)
+    with pytest.raises(
+        ValueError, match=r"rates must be positive, got \{'hit': 0.0\} seconds in the last of 3 attempts"
+    ):
+        calibrate(str(directory), dtype="float32", grids=((2, 2), (4, 4)))
+    assert len(counted) == calibration.ATTEMPTS
+    assert not costs.folder().exists()
+
+
+def test_the_command_says_what_pays_and_keeps_it(home, monkeypatch, identity):
+    found = calibration.Calibration(identity, RATES, dataclasses.replace(IMAGE, tokens=1000))
+    monkeypatch.setattr(commands, "calibrate", lambda *_, **__: found)
+    result = CliRunner().invoke(app, ["calibrate", "tiny-vqa", "--codec", "int8"])
+    assert result.exit_code == 0, result.output
+    told = dict(re.split(r"  +", line) for line in result.stdout.splitlines() if re.search(r"\S  +\d", line))
+    assert float(told["link its K, V"]) == 1e3 * (400 * 2 + 1000 * 3)
+    assert float(told["compute it from its pixels"]) == 1e3 * (1000 * 100 + 40 * 18)
+    assert "linking pays while less than 96 % of it is computed anew" in result.stdout
+    assert Rates.load(identity) == RATES
+    assert CliRunner().invoke(app, ["calibrate", "tiny-vqa", "--codec", "zip"]).exit_code == 1
+    [line] = [line for line in CliRunner().invoke(app, ["doctor"]).stdout.splitlines() if line.startswith("rates")]
+    assert "qwen3_vl of 3 layers x 56 in float32, codec auto, on cpu" in line
+    place(identity).write_text("{")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert f"to do: {place(identity)} must be a JSON file" in result.stdout

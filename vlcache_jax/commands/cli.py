@@ -305,6 +305,9 @@ def ttft_command(
     ] = None,
     codec: Annotated[str, typer.Option(help="Codecs of stored K, V, one after the other: auto,int8,int4.")] = "auto",
     host_bytes: _HostBytes = "16GiB",
+    device_bytes: Annotated[
+        str, typer.Option(help="Device memory for copies of images' records, such as 20GB: measured, too, if not 0.")
+    ] = "0",
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
     picture: Annotated[
         pathlib.Path | None, typer.Option(help="Picture of the steps to draw (png).", show_default=False)
@@ -325,7 +328,7 @@ def ttft_command(
         check_writable("picture", picture, PICTURES)
         codecs = tuple(codec.split(","))
         for one in codecs:
-            CacheConfig(host_bytes=host_bytes, codec=one)
+            CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, codec=one)
         if schedule is not None:
             Schedule.load(schedule)
         if images is not None and image_tokens is not None:
@@ -346,6 +349,7 @@ def ttft_command(
             schedule=None if schedule is None else str(schedule),
             codecs=codecs,
             host_bytes=host_bytes,
+            device_bytes=parse_bytes(device_bytes, "device_bytes"),
         )
         ttft.run(setup, out=out, picture=picture)
 

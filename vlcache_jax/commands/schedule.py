@@ -233,12 +233,13 @@ def draw_scores(axis: Any, scores: Scores) -> None:
 
 
 def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
-    """An engine; None is the shipped model."""
+    """An engine that links what it finds, whether that pays or not; None is the shipped model."""
     say("importing JAX")
     from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.cache.config import CacheConfig
     from vlcache_jax.llm import LLM
 
-    return LLM(model or TINY_VQA, dtype=dtype)
+    return LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"))
 
 
 def profile_samples(data: list[pathlib.Path] | None, count: int) -> list[Sample]:

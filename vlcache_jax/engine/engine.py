@@ -309,6 +309,8 @@ class Engine:
         sequence.metrics.e2e = sequence.metrics.identified + time.perf_counter() - sequence.arrived_at
         if sequence.is_aborted:
             sequence.give_up()
+        if failed and sequence.hold is not None:
+            sequence.hold.fail()  # before anyone is told
         sequence.is_finished = True
         if is_settled:
             self._leave(sequence)
@@ -319,7 +321,7 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.hold is not None:
-            sequence.hold.leave(failed=sequence.error is not None or sequence.fault is not None)
+            sequence.hold.leave()
 
     def _count(self, **more: float) -> None:
         self._counts = dataclasses.replace(

@@ -239,22 +239,29 @@ class Hold:
         self._store, self._handles, self._made, self._new_request = store, handles, made, new_request
         self._lock = threading.Lock()
         self._users = 1
-        self._has_failed = False
 
     def enter(self) -> None:
         """One more user."""
         with self._lock:
             self._users += 1
 
+    def fail(self) -> None:
+        """The request is not served: its list of images is as unknown as before."""
+        with self._lock:
+            key, self._new_request = self._new_request, None
+        if key is not None:
+            self._store.forget_request(key)
+
     def leave(self, *, failed: bool = False) -> None:
         """One user less; after the last one, records that nobody has begun to fill are given up.
 
         Args:
-          failed: the request was not served, and its list of images is as unknown as before.
+          failed: see `fail`.
         """
+        if failed:
+            self.fail()
         with self._lock:
             self._users -= 1
-            self._has_failed |= failed
             if self._users:
                 return
         for record in self._made:
@@ -262,5 +269,3 @@ class Hold:
                 self._store.cancel(record)
         for handle in self._handles:
             handle.release()
-        if self._has_failed and self._new_request is not None:
-            self._store.forget_request(self._new_request)
