@@ -90,8 +90,11 @@ class Setup:
         """
         for device_bytes in dict.fromkeys((0, self.device_bytes)):
             for codec in self.codecs:
-                yield "device" if device_bytes else "host", CacheConfig(
-                    host_bytes=self.host_bytes, device_bytes=device_bytes, codec=codec, variants=1, load="link"
+                yield (
+                    "device" if device_bytes else "host",
+                    CacheConfig(
+                        host_bytes=self.host_bytes, device_bytes=device_bytes, codec=codec, variants=1, load="link"
+                    ),
                 )
 
     @property

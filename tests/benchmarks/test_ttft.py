@@ -190,7 +190,9 @@ def test_rates_are_measured():
 
 def test_copies_on_the_device_are_measured_beside_records_in_host_memory(tmp_path):
     out = tmp_path / "ttft.json"
-    ttft.measure(dataclasses.replace(SETUP, sizes=SETUP.sizes[:1], codecs=("auto",), device_bytes="16MB"), out=out, **ENGINE)
+    ttft.measure(
+        dataclasses.replace(SETUP, sizes=SETUP.sizes[:1], codecs=("auto",), device_bytes="16MB"), out=out, **ENGINE
+    )
     rows = json.loads(out.read_text())["rows"]
     places = [row["K, V in"] for row in rows]
     assert (places.count("device"), places.count("host"), places.count("-")) == (6, 6, 2)
