@@ -383,7 +383,7 @@ def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a
     assert (found.image.tokens, found.image.patches) == (320, 1280)
     assert Rates.load(found.identity) is None  # measuring writes nothing
     rates.save(found.identity)
-    with open_llm(model, "auto") as llm:
+    with open_llm(model, "auto", kv_cache_bytes=64 * 2**20) as llm:
         assert llm._linker.rates == rates
         chat(llm, user(a))
         expected = choose(rates, found.image)
