@@ -49,14 +49,18 @@ class KnownImages:
       images: of a prompt.
       tokens: of each image.
       text_before: tokens before the images.
+
+    Attributes:
+      files: the images.
+      limits: of their pixels, as `mm_processor_kwargs`.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Any, *, images: int, tokens: int, text_before: int):
         self.images, self.tokens, self.text_before = images, tokens, text_before
         self._config = config
         cell = config.vision.patch_size * config.vision.merge_size
-        self._files = make_images(images, tokens, cell)
-        self._limits = {"max_pixels": 2 * tokens * cell**2}
+        self.files = make_images(images, tokens, cell)
+        self.limits = {"max_pixels": 2 * tokens * cell**2}
         self._letters = tokenizer.convert_tokens_to_ids(list(string.ascii_lowercase))
         marks = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
         self._images = tokenizer.convert_tokens_to_ids(marks) * images
@@ -71,8 +75,8 @@ class KnownImages:
         before, after = (self._rng.choice(self._letters, n).tolist() for n in (self.text_before, TEXT_AFTER))
         return {
             "prompt_token_ids": before + self._images + after,
-            "multi_modal_data": {"image": self._files},
-            "mm_processor_kwargs": self._limits,
+            "multi_modal_data": {"image": self.files},
+            "mm_processor_kwargs": self.limits,
         }
 
     def plan(self, report: Any, ranks: npt.NDArray[np.integer] | None = None) -> Plan:

@@ -29,8 +29,11 @@ from vlcache_jax.benchmarks.rates import measure_rates, told
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, Case, make_rows, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.files import check_writable
+from vlcache_jax.models import ModelConfig
+from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.policies import spread_ranks
+from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study.report import environment
 
 if TYPE_CHECKING:
@@ -231,22 +234,17 @@ class _Measuring:
         return outputs
 
     def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> Case:
-        from vlcache_jax.pallas_kernels import CODECS
-
         config, report = self._config, outputs[0].cache
-        layers, text = config.text.num_layers, config.text
+        itemsize = np.dtype(self._llm._runner.dtype).itemsize
         plan = known.plan(report, spread_ranks(*image_grid(known.tokens)) if name == SHIFT else None)
-        kept = None
-        if self._codec != "auto":
-            kept = 2 * sum(CODECS[self._codec].planes(text.num_kv_heads, text.head_dim))
         least = floor(
             config,
             plan,
             self._rates,
             encoded=known.encoded(report),
             loaded=sum(image.bytes_moved for image in report.images),
-            itemsize=np.dtype(self._llm._runner.dtype).itemsize,
-            kept=kept,
+            itemsize=itemsize,
+            kept=kept_bytes(config, self._codec, itemsize),
         )
         return Case(
             images=known.images,
@@ -257,20 +255,14 @@ class _Measuring:
             metrics=tuple(output.metrics for output in outputs),
             reused=len(known) - report.rows[-1],
             rows=report.rows,
-            pairs=pairs(plan, layers),
+            pairs=pairs(plan, config.text.num_layers),
             floor=least,
         )
 
 
 def make_configurations(model_type: str, layers: int, schedule: str | None = None) -> dict[str, Any]:
     """Names of the configurations, and what each is as `reuse=`."""
-    from vlcache_jax import Schedule
-
-    if schedule is None:
-        levels = tuple(FALLING[layer * len(FALLING) // layers] for layer in range(layers))
-        falling = Schedule(levels, model_type, "", allow_other_model=True)
-    else:
-        falling = Schedule.load(schedule)
+    falling = falling_schedule(model_type, layers) if schedule is None else Schedule.load(schedule)
     return {
         COLD: "off",
         ENCODER_CACHED: "exact",
@@ -279,6 +271,20 @@ def make_configurations(model_type: str, layers: int, schedule: str | None = Non
         f"schedule, mean {falling.mean_text}": falling,
         SHIFT: "shift-0.02",
     }
+
+
+def falling_schedule(model_type: str, layers: int) -> Schedule:
+    """The levels of `floor.FALLING`, spread over the layers."""
+    levels = tuple(FALLING[layer * len(FALLING) // layers] for layer in range(layers))
+    return Schedule(levels, model_type, "", allow_other_model=True)
+
+
+def kept_bytes(config: ModelConfig, codec: str, itemsize: int) -> int:
+    """Bytes that a token's K, V of one layer take in a record."""
+    text = config.text
+    if codec == "auto":
+        return 2 * text.num_kv_heads * text.head_dim * itemsize
+    return 2 * sum(CODECS[codec].planes(text.num_kv_heads, text.head_dim))
 
 
 def _links(name: str) -> bool:
