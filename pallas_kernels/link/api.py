@@ -212,10 +212,6 @@ def check_slots(slot: npt.NDArray[np.int32], slots: int) -> None:
     """
     if len(slot) and slot.min() < 0:
         raise ValueError(f"slot must not be negative, got {slot.min()}")
-    taken = slot[slot < slots]
-    is_taken = np.zeros(slots, bool)
-    is_taken[taken] = True
-    if np.count_nonzero(is_taken) < len(taken):
-        taken = np.sort(taken)
-        again = taken[1:][taken[1:] == taken[:-1]]
-        raise ValueError(f"slot must be distinct below {slots}, got {again[0]} more than once")
+    writers = np.bincount(np.minimum(slot, slots), minlength=slots)[:slots]
+    if writers.max(initial=0) > 1:
+        raise ValueError(f"slot must be distinct below {slots}, got {np.argmax(writers > 1)} more than once")
