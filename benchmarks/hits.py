@@ -21,7 +21,7 @@ from typing import Any
 from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.benchmarks.floor import BEFORE, H200, IMAGE, IMAGES, floor
 from vlcache_jax.benchmarks.known_images import KnownImages
-from vlcache_jax.benchmarks.ttft import PLACES, check_found, falling_schedule, kept_bytes
+from vlcache_jax.benchmarks.ttft import check_found, falling_schedule, kept_bytes, make_cache
 from vlcache_jax.files import check_writable
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import CODECS
@@ -31,6 +31,7 @@ from vlcache_jax.study.report import environment, publish
 from vlcache_jax.testing import make_checkpoint
 
 MODEL = "Qwen3-VL-8B"
+PLACES: dict[str, int | str] = {"host": 0, "device": "1GB"}  # device memory for copies
 TITLE = f"A hit of {MODEL} on an H200, counted, nothing of it measured on a GPU"
 # Of the narrow model, whose layers and DeepStack features are as many as the model's.
 TEXT = {
@@ -72,7 +73,7 @@ def count_hit(directory: pathlib.Path, place: str, codec: str, *, images: int = 
     length = BEFORE + images * (tokens + 2) + 16
     with LLM(
         directory, dtype="float32", ladder=Ladder(), max_model_len=length, enable_prefix_caching=False,
-        cache=PLACES[place](codec, "16GiB"), use_tqdm=False,
+        cache=make_cache(codec, "16GiB", PLACES[place]), use_tqdm=False,
     ) as llm:  # fmt: skip
         llm._ahead.stop()
         config = llm._checkpoint.config

@@ -87,18 +87,10 @@ class Setup:
                 raise ValueError(f"{name} must be different ones, at least one, got {given!r}")
 
     def caches(self) -> Iterator[tuple[str, CacheConfig]]:
-        """Where stored K, V lie, and the cache; of each place and codec.
-
-        Of each image one variant is kept, the newest: every prompt is another context, and any variant serves all.
-        """
+        """Where stored K, V lie, and the cache; of each place and codec."""
         for device_bytes in dict.fromkeys((0, self.device_bytes)):
             for codec in self.codecs:
-                yield (
-                    "device" if device_bytes else "host",
-                    CacheConfig(
-                        host_bytes=self.host_bytes, device_bytes=device_bytes, codec=codec, variants=1, load="link"
-                    ),
-                )
+                yield "device" if device_bytes else "host", make_cache(codec, self.host_bytes, device_bytes)
 
     @property
     def max_model_len(self) -> int:
@@ -117,6 +109,11 @@ class Setup:
         with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as folder, drawn_weights():
             directory, name = make_random_model(folder, self.random_weights, self.layers)
             yield str(directory), name
+
+
+def make_cache(codec: str, host_bytes: int | str, device_bytes: int | str = 0) -> CacheConfig:
+    """Of each image one variant is kept, the newest: every prompt is another context, and any variant serves all."""
+    return CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, codec=codec, variants=1, load="link")
 
 
 def run(setup: Setup, **options: Any) -> None:

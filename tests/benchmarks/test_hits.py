@@ -21,9 +21,14 @@ def config(checkpoints):
     return load_config(checkpoints("qwen3_vl"))
 
 
+@pytest.mark.ladder  # opens ten engines
 def test_the_rows(config):
-    rows = hits.measure(config, images=2, tokens=64)
-    assert [(row["K, V in"], row["codec"]) for row in rows] == [("host", codec) for codec in ("auto", "int8", "int4")]
+    everything = hits.measure(config, images=2, tokens=64)
+    codecs = ("auto", "int8", "int4")
+    assert [(row["K, V in"], row["codec"]) for row in everything] == [
+        (place, codec) for place in ("host", "device") for codec in codecs
+    ]
+    rows, here = everything[:3], everything[3:]
     heads, width, values = config.text.num_kv_heads, config.text.head_dim, 2 * config.text.num_kv_heads * 24
     assert (width, config.text.num_layers) == (24, LAYERS)
     # 64 x 20 // 500 tokens of each image are computed in the first layer. Scales are 4 bytes a head or group.
@@ -36,9 +41,14 @@ def test_the_rows(config):
         assert row["floor ms"] == pytest.approx(row["bus ms"] + row["arithmetic ms"])
         assert row["arithmetic ms"] > 0
     # Each image alone is linked by a program in each of four groups of layers; the rest does not depend on them.
-    [alone] = hits.measure(config, ["auto"], images=1, tokens=64)
+    alone, alone_here = hits.measure(config, ["auto"], images=1, tokens=64)
     assert {row["launches"] for row in rows} == {alone["launches"] + LAYERS}
     assert alone["launches"] > LAYERS
+    for row, coming in zip(here, rows, strict=True):
+        assert (row["MB on the bus"], row["bus ms"]) == (0, 0)
+        assert row["arithmetic ms"] == pytest.approx(coming["arithmetic ms"])
+    # From the device tier all images are linked by one.
+    assert {row["launches"] for row in here} == {alone_here["launches"]}
 
 
 def test_bytes_are_those_that_the_engine_moves(config, monkeypatch):
