@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -447,6 +448,23 @@ def test_threads_are_served_one_after_the_other(llm, conversations):
     for thread in threads:
         thread.join()
     assert [got[i] for i in range(len(conversations))] == expected
+
+
+def test_pictures_are_identified_though_all_threads_are_busy(llm, textured_image):
+    """Whoever waits for pictures does what no thread has begun."""
+    prompt = llm._renderer.from_conversation(user(*(textured_image(40, 56, seed) for seed in range(4))))
+    expected = [image.key for image in llm._identifier.identify([prompt])[0].images]
+    is_over = threading.Event()
+    for threads in (llm._threads, llm._quick_threads):
+        for _ in range(threads._max_workers):
+            threads.submit(is_over.wait)
+    with ThreadPoolExecutor(1) as caller:
+        identified = caller.submit(llm._identifier.identify, [prompt], lookup=False)
+        try:
+            [request] = identified.result(timeout=60)  # or it would wait for ever
+        finally:
+            is_over.set()
+    assert [image.key for image in request.images] == expected
 
 
 def test_a_closed_engine_says_so(family_checkpoint, conversations):
