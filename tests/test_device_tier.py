@@ -271,6 +271,7 @@ def test_nothing_compiles_after_warmup(checkpoints, pictures, reuse):
         assert llm._runner.programs.num_programs == count
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize("codec", ["auto", "int4"])
 def test_repeats_are_compiled_ahead(checkpoints, pictures, codec):
     with LLM(

@@ -37,6 +37,7 @@ def small(monkeypatch, checkpoints):
     return config
 
 
+@pytest.mark.ladder
 def test_the_table(tmp_path, capsys):
     out, picture = tmp_path / "ttft.json", tmp_path / "ttft.png"
     setup = dataclasses.replace(SETUP, sizes=((1, 16), (2, 12)), codecs=("auto", "int8"), repeats=2)

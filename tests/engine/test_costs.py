@@ -370,6 +370,7 @@ def test_a_trusted_id_is_never_decoded_for_speed(home, directory, identity, a, b
 # Measuring.
 
 
+@pytest.mark.ladder
 def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a):
     """A narrow model, but its K, V are wide, so that what is linked is more than noise."""
     text = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 256}

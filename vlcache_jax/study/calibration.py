@@ -35,7 +35,7 @@ GRIDS = ((22, 23), (30, 34))
 1024 rows, 2048 and 4096 patches."""
 
 MOVED = (4 << 20, 16 << 20)  # bytes, for what is measured without the engine
-ATTEMPTS = 3
+ATTEMPTS = 5
 
 Seconds = Mapping[str, Mapping[int, Sequence[float]]]  # by rate and by how many units were done
 
