@@ -21,7 +21,8 @@ from typing import Any
 from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.benchmarks.floor import BEFORE, H200, IMAGE, IMAGES, floor
 from vlcache_jax.benchmarks.known_images import KnownImages
-from vlcache_jax.benchmarks.ttft import check_found, falling_schedule, kept_bytes, make_cache
+from vlcache_jax.benchmarks.ttft import falling_schedule, kept_bytes, make_cache
+from vlcache_jax.benchmarks.ttft_checks import check_found
 from vlcache_jax.files import check_writable
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import CODECS

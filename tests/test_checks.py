@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from vlcache_jax.checks import check_flags, is_finite, parse_bytes
+from vlcache_jax.checks import check_flags, is_finite, parse_bytes, parse_counts
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,16 @@ def test_bytes(value, count):
 def test_no_bytes(value):
     with pytest.raises(ValueError, match=r"^host_bytes must be bytes of at least 0, as a number or like"):
         parse_bytes(value, "host_bytes")
+
+
+def test_counts():
+    assert parse_counts("1024, 3072,5", "image_tokens") == (1024, 3072, 5)
+
+
+@pytest.mark.parametrize("value", ["", "1,", "0", "1,-2", "1.5", "4K", "\u0663x", "9" * 400])
+def test_no_counts(value):
+    with pytest.raises(ValueError, match=r"^image_tokens must be positive integers like \"1024,3072\", got"):
+        parse_counts(value, "image_tokens")
 
 
 @pytest.mark.parametrize("value", ["no", "", 0, 1, None, []])

@@ -16,6 +16,7 @@ from vlcache_jax.benchmarks import random_models, rates, ttft
 from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.benchmarks.floor import Rates, floor, pairs
 from vlcache_jax.benchmarks.known_images import split_images
+from vlcache_jax.benchmarks.ttft_checks import check_found, check_logprobs
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.engine.request import Logprob
 from vlcache_jax.models.registry import load_config
@@ -118,17 +119,17 @@ def test_a_hit_must_be_the_one_that_is_claimed():
         return types.SimpleNamespace(cache=report, outputs=[types.SimpleNamespace(token_ids=tokens)])
 
     hit, miss = ("none", "approximate", "host"), ("host", "miss", "none")
-    ttft.check_found("r = 0", "host", output(hit, hit))
-    ttft.check_found("encoder cached", "host", output(miss))
-    ttft.check_found("cold", "host", output(("computed", "miss", "none")))
+    check_found("r = 0", "host", output(hit, hit))
+    check_found("encoder cached", "host", output(miss))
+    check_found("cold", "host", output(("computed", "miss", "none")))
     for name, place, images in (
         ("r = 0", "host", (hit, miss)), ("r = 0", "disk", (hit,)), ("cold", "host", (miss,)), ("r = 0", "host", ()),
         ("encoder cached", "host", (hit,)), ("r = 0", "host", (("computed", "approximate", "host"),)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{name} must find its images"):
-            ttft.check_found(name, place, output(*images))
+            check_found(name, place, output(*images))
     with pytest.raises(ValueError, match="must answer with one token"):
-        ttft.check_found("r = 0", "host", output(hit, tokens=()))
+        check_found("r = 0", "host", output(hit, tokens=()))
 
 
 @pytest.mark.parametrize(("fill", "message"), [(np.nan, "finite"), (0.0, "cold must have log-probabilities")])
@@ -144,14 +145,14 @@ def test_log_probabilities_must_mean_something():
     def told(*values):
         return [Logprob(chosen=values[0], top=dict(enumerate(values)), token=0, rank=1)]
 
-    ttft.check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(-1.0, -2.5)})
+    check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(-1.0, -2.5)})
     for values in ((-1.0, np.nan), (-1.0, -np.inf), (-1.0, -1.0)):
         with pytest.raises(ValueError, match="r = 0 must have log-probabilities that are finite and differ"):
-            ttft.check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(*values)})
+            check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(*values)})
     with pytest.raises(ValueError, match="cold must have"):
-        ttft.check_logprobs({"cold": []})
+        check_logprobs({"cold": []})
     with pytest.raises(ValueError, match="the same log-probabilities for cold and r = 0"):
-        ttft.check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(-1.0, -2.0)})
+        check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(-1.0, -2.0)})
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B"])

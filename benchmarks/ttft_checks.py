@@ -1,0 +1,64 @@
+"""What must hold of what `vlcache bench ttft` times: hits are the ones that are claimed, and answers mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED
+
+if TYPE_CHECKING:
+    from vlcache_jax import LLM
+    from vlcache_jax.engine.request import Logprob
+
+
+def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
+    """Sees that a repeat has the logits of a cold run, before anything is timed.
+
+    Raises:
+      ValueError: it has not.
+    """
+    from vlcache_jax import SamplingParams
+
+    one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    llm.generate(prompt, one, use_tqdm=False)
+    [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
+    if output.num_cached_tokens == 0 or not output.cache.exact:
+        raise ValueError(f"a repeat must hit exactly, got {output.cache}")
+    most, found = 1e-3 if llm._runner.dtype == np.float32 else 0.5, output.verification
+    if found is None or not found.max_logit_difference < most:
+        raise ValueError(f"a repeat must have the logits of a cold run, got {found}")
+
+
+def check_found(name: str, place: str, output: Any) -> None:
+    """Sees that a configuration found its images as it claims, and that there is an answer.
+
+    Raises:
+      ValueError: it did not, or there is none.
+    """
+    expected = {COLD: (False, "miss", "none"), ENCODER_CACHED: (True, "miss", "none")}.get(
+        name, (True, "approximate", place)
+    )
+    found = {(image.encoder != "computed", image.match, image.kv) for image in output.cache.images}
+    if found != {expected}:
+        raise ValueError(f"{name} must find its images as {expected} (encoder known, match, K, V in), got {found}")
+    if len(output.outputs) != 1 or len(output.outputs[0].token_ids) != 1:
+        raise ValueError(f"{name} must answer with one token, got {output.outputs}")
+
+
+def check_logprobs(answers: Mapping[str, Sequence[Logprob]]) -> None:
+    """Sees that the answers of the configurations, each to a prompt of its own, come from logits that mean something.
+
+    Raises:
+      ValueError: log-probabilities are missing, not finite, all the same, or the same for different prompts.
+    """
+    names: dict[bytes, str] = {}
+    for name, logprobs in answers.items():
+        values = np.array([value for logprob in logprobs for value in logprob.top.values()])
+        if not values.size or not np.isfinite(values).all() or np.ptp(values) == 0:
+            raise ValueError(f"{name} must have log-probabilities that are finite and differ, got {values}")
+        same = names.setdefault(values.tobytes(), name)
+        if same != name:
+            raise ValueError(f"answers must depend on the prompt, got the same log-probabilities for {same} and {name}")
