@@ -241,14 +241,9 @@ class BaseLLM:
             config, device.device_kind, self._runner.dtype.name, None if codec is None else codec.name
         )
         self._linker = Linker(
-            config,
-            self._store,
-            self._writer,
-            dtype=self._runner.dtype,
-            codec=codec,
-            token_rungs=token_rungs,
+            config, self._store, self._writer, dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs,
             rates=Rates.load(self._machine) if cache.load == "auto" else None,
-        )
+        )  # fmt: skip
         self._caller = Caller(
             self._identifier,
             self._linker,

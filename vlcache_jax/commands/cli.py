@@ -170,6 +170,7 @@ _MaxRows = Annotated[
                  show_default="8192, on a CPU 4096"),
 ]  # fmt: skip
 _HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
+_DeviceBytes = Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")]
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")]
 
 
@@ -185,6 +186,7 @@ def run_command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")] = "auto",
     max_rows: _MaxRows = None,
     host_bytes: _HostBytes = "4GiB",
+    device_bytes: _DeviceBytes = "0",
     images_from: Annotated[str, typer.Option(help="Folder in which images on disk must lie.")] = "/",
     allow_remote_images: Annotated[
         bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")
@@ -218,7 +220,7 @@ def run_command(
         }
         if max_pixels is not None:
             options["mm_processor_kwargs"] = {"max_pixels": max_pixels}
-        memory = {"max_rows": max_rows, "cache": CacheConfig(host_bytes=host_bytes)}
+        memory = {"max_rows": max_rows, "cache": CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes)}
         job = Job(source, model, reuse, defaults, options, memory)
         run(job, out, overwrite=overwrite, retry=retry_errors)
 
