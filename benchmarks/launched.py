@@ -47,8 +47,8 @@ PARTS = (
     ("number the tokens", Arrivals, "_finish"),
     ("plan", Linker, "plan"),
     ("give pages", Engine, "_admit"),
-    ("places of what is linked", Prefiller, "begin"),
-    ("first links", Linking, "advance"),
+    ("find what is linked", Prefiller, "begin"),
+    ("make places, launch all links", Linking, "advance"),
 )
 
 

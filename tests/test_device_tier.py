@@ -359,3 +359,12 @@ def test_a_copy_that_lost_its_place_is_not_filled_any_further():
     assert tier.find_rows(second) is None
     tier.fill(second, 0, 8)
     assert tier.find_rows(second) is not None
+
+
+def test_what_is_computed_again_changes_no_complete_copy():
+    """A request that was put back computes its prompt anew."""
+    tier, one = DeviceTier(1, 10), record(20)
+    assert tier.begin(one) is not None
+    tier.fill(one, 20, 20)
+    assert tier.begin(one) is None
+    assert tier.find_rows(one) is not None

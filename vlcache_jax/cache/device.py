@@ -70,19 +70,18 @@ class DeviceTier:
         return place if place is not None and not self._copies[record].missing_rows else None
 
     def begin(self, record: Record) -> Index | None:
-        """Where what is computed for a record goes: at the first call it gets its place, if there is room."""
+        """Where what is computed for a record goes: at the first call it gets its place, if there is room. None: it has
+        none, or has all of it already, from a first attempt of its request."""
         with self._lock:
             if record not in self._begun:
-                self._take(record)
+                return self._take(record)
             copy = self._copies.get(record)
-            return None if copy is None else copy.place
+            return copy.place if copy is not None and copy.missing else None
 
     def take(self, record: Record) -> Index | None:
         """A place for the copy of a record that lies in host memory. None: there is no room."""
         with self._lock:
-            self._take(record)
-            copy = self._copies.get(record)
-            return None if copy is None else copy.place
+            return self._take(record)
 
     def fill(self, record: Record, tokens: int, rows: int) -> None:
         """So many of its tokens' K, V, and of its encoder rows, have been written."""
@@ -106,7 +105,7 @@ class DeviceTier:
             "device_capacity": self.page_bytes * self.num_pages,
         }
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: Record) -> Index | None:
         self._begun.add(record)
         self._copies.pop(record, None)
         wanted = _pages(record.meta.tokens)
@@ -119,13 +118,14 @@ class DeviceTier:
             leaving.append(other)
             free += (copy.place[::PAGE_TOKENS] // PAGE_TOKENS).tolist()
         if len(free) < wanted:
-            return
+            return None
         for other in leaving:
             self._copies.pop(other, None)
         pages = np.array(free[:wanted], np.int32)
         tokens = np.arange(-(-record.meta.tokens // ALIGNMENT) * ALIGNMENT, dtype=np.int32)
         place = pages[tokens // PAGE_TOKENS] * PAGE_TOKENS + tokens % PAGE_TOKENS
         self._copies[record] = _Copy(place, record.meta.tokens, record.meta.tokens)
+        return place
 
 
 def _pages(tokens: int) -> int:

@@ -112,7 +112,7 @@ class LinkDefinitions:
             stored = jax.ShapeDtypeStruct((layers, 2, size * sum(planes)), jnp.uint8)
         constants, places = self.constants()[:layers], jax.ShapeDtypeStruct((count, 4, size), jnp.int32)
         where = jax.ShapeDtypeStruct((count * size,), jnp.int32)
-        kept = jax.eval_shape(self.kept()[0])[0][:layers] if self.kept_tokens else None
+        kept = self._kept_shapes[0][:layers] if self.kept_tokens else None
         arguments = self._pool(layers), kept, [stored] * count, places, where if self.kept_tokens else None, constants
         return link, arguments, (0, 1)
 
@@ -128,7 +128,7 @@ class LinkDefinitions:
             ]
             return linked, jnp.zeros((), jnp.int32)
 
-        kept = jax.eval_shape(self.kept()[0])[0][:layers]
+        kept = self._kept_shapes[0][:layers]
         source, places = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size,), (1, 4, size)))
         return recall, (self._pool(layers), kept, source, places, self.constants()[:layers]), 0
 
@@ -161,7 +161,7 @@ class LinkDefinitions:
         if self.codec is not None:
             width = sum(self.codec.planes(text.num_kv_heads, text.head_dim))
             values = jax.ShapeDtypeStruct((2, size, width), jnp.uint8)
-        kept = jax.eval_shape(self.kept()[0])[0][0]
+        kept = self._kept_shapes[0][0]
         return keep, (kept, values, jax.ShapeDtypeStruct((self.max_rows,), jnp.int32)), 0
 
     def keep_rows(self) -> Any:
@@ -170,7 +170,7 @@ class LinkDefinitions:
         def keep(kept: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
             return kept.at[:, place].set(rows, **_DROP)
 
-        kept = jax.eval_shape(self.kept()[0])[1]
+        kept = self._kept_shapes[1]
         rows = jax.ShapeDtypeStruct((len(kept), self.max_rows, kept.shape[2]), self.dtype)
         return keep, (kept, rows, jax.ShapeDtypeStruct((self.max_rows,), jnp.int32)), 0
 
@@ -180,7 +180,7 @@ class LinkDefinitions:
         def restage(rows: jax.Array, kept: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
             return rows.at[:, place].set(kept[:, source], **_DROP)
 
-        kept = jax.eval_shape(self.kept()[0])[1]
+        kept = self._kept_shapes[1]
         rows = jax.ShapeDtypeStruct((len(kept), self.max_rows, kept.shape[2]), self.dtype)
         index = jax.ShapeDtypeStruct((size,), jnp.int32)
         return restage, (rows, kept, index, index), 0
@@ -221,6 +221,10 @@ class LinkDefinitions:
     def _pool(self, layers: int) -> list[list[jax.ShapeDtypeStruct]]:
         text = self.config.text
         return [[jax.ShapeDtypeStruct((self.num_slots, text.num_kv_heads, text.head_dim), self.dtype)] * 2] * layers
+
+    @functools.cached_property
+    def _kept_shapes(self) -> Any:
+        return jax.eval_shape(self.kept()[0])
 
     @property
     def _codec_name(self) -> str | None:
