@@ -57,8 +57,14 @@ def work_config(rows: int, requests: int, pages: int, *, decode: bool, shared: b
     """
     if decode:
         return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows) if shared else 1, small=1, shared=shared)
-    tile = 4 if rows < 512 else 16 if rows < 1024 else 32
-    return WorkConfig(rows, requests, pages, tile=tile, small=4, shared=shared)
+    if _is_scattered(rows):
+        return WorkConfig(rows, requests, pages, tile=4, small=1, shared=shared)
+    return WorkConfig(rows, requests, pages, tile=32, small=4, shared=shared)
+
+
+def _is_scattered(rows: int) -> bool:
+    """Whether few of a tile's rows follow each other: so few are computed mostly where images are linked."""
+    return rows < 1024
 
 
 @functools.partial(jax.jit, static_argnames=("scale",))
@@ -149,6 +155,8 @@ def _paged_attention(
     N, H, D = q.shape
     K = k.shape[1]
     parts, config = work.parts(), work.config
+    # Few rows see many pages; two at once halve the loop. Decoding rows may see but one.
+    span = min(2, config.pages) if config.box > 1 and _is_scattered(config.rows) else 1
     q = q.reshape(N, K, H // K, D)
     start = parts.start
 
@@ -167,20 +175,26 @@ def _paged_attention(
             add = functools.partial(_add_block, mine.transpose(1, 2, 0, 3).astype(compute))
             state = total.transpose(1, 2, 0, 3), largest.transpose(1, 2, 0), weight.transpose(1, 2, 0)
 
-        def visit(page: jax.Array, state: State) -> State:
-            keys, values = _block(k, v, parts.tables[item[TABLE], page] * PAGE, PAGE, compute)
-            slot = page * PAGE + jnp.arange(PAGE)
+        def visit(i: jax.Array, state: State) -> State:
+            page = item[FROM] + i * span
+            # Beyond the last page it is taken again, and none of it seen.
+            numbers = [parts.tables[item[TABLE], jnp.minimum(page + j, item[TO] - 1)] for j in range(span)]
+            pages = [_block(k, v, number * PAGE, PAGE, compute) for number in numbers]
+            keys, values = (jnp.concatenate(blocks) for blocks in zip(*pages, strict=True))
+            slot = page * PAGE + jnp.arange(span * PAGE)
 
             def partly(state: State) -> State:
-                return add(keys, values, (slot >= first[:, None]) & (slot < last[:, None]), state, scale)
+                seen_to = jnp.minimum(last, item[TO] * PAGE)
+                return add(keys, values, (slot >= first[:, None]) & (slot < seen_to[:, None]), state, scale)
 
-            if height == config.small:  # masking is cheap, and this needs to be compiled once
+            if places == 1:  # masking is cheap, and this needs to be compiled once
                 return partly(state)
             whole = functools.partial(add, keys, values, None, scale=scale)
-            is_whole = (item[INNER_FROM] <= page) & (page < item[INNER_TO])
+            is_whole = (item[INNER_FROM] <= page) & (page + span <= jnp.minimum(item[INNER_TO], item[TO]))
             return lax.cond(is_whole, whole, partly, state)
 
-        total, largest, weight = lax.fori_loop(item[FROM], item[TO], visit, state)
+        visits = (item[TO] - item[FROM] + span - 1) // span
+        total, largest, weight = lax.fori_loop(0, visits, visit, state)
         if places == 1:
             done = _own_blocks(total, K)[None], largest.reshape(1, K, -1), weight.reshape(1, K, -1)
         else:

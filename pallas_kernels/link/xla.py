@@ -10,6 +10,10 @@ import jax.numpy as jnp
 from vlcache_jax.pallas_kernels.flaws import carry_flaws
 from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
 
+# Tokens of an image that is written alone: a CPU copies what is concatenated twice. Small images are concatenated, as
+# the program would grow with their number.
+LARGE = 512
+
 
 def link(
     k_pool: jax.Array,
@@ -26,8 +30,13 @@ def link(
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it has checked."""
     read = functools.partial(_read, layer=layer, like=k_pool, bias=bias, weight=weight, codec=codec)
-    k_raw, v = (jnp.concatenate(halves) for halves in zip(*map(read, images), strict=True))
-    return _write(k_pool, v_pool, k_raw, v, slot, cos, sin)
+    size = len(slot) // len(images)
+    together = max(LARGE // size, 1)
+    for first in range(0, len(images), together):
+        k_raw, v = (jnp.concatenate(halves) for halves in zip(*map(read, images[first : first + together]), strict=True))
+        part = slice(first * size, first * size + len(v))
+        k_pool, v_pool = _write(k_pool, v_pool, k_raw, v, slot[part], cos[part], sin[part])
+    return k_pool, v_pool
 
 
 def recall(
@@ -63,10 +72,8 @@ def _write(
     a, b = jnp.split(k_raw, 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     k, v = carry_flaws(rotated, v)
-    # XLA's scatter on a CPU is one thread's loop. Where tokens fill an eighth of the pool, going through it is faster.
-    cpu = _gather if len(slot) * 8 >= len(k_pool) else _scatter
-    write = functools.partial(jax.lax.platform_dependent, cpu=cpu, default=_scatter)
-    return write(k_pool, slot, k), write(v_pool, slot, v)
+    k_pool = k_pool.at[slot].set(k, mode="drop", unique_indices=True)
+    return k_pool, v_pool.at[slot].set(v, mode="drop", unique_indices=True)
 
 
 def _read(
@@ -83,13 +90,3 @@ def _read(
 def _rounded(k_raw: jax.Array, v: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     # XLA may leave out a rounding in front of a test for infinity. What the dtype does not hold is not finite.
     return k_raw.astype(dtype), jnp.where(jnp.abs(v) < overflow(dtype), v, jnp.nan).astype(dtype)
-
-
-def _scatter(pool: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
-    return pool.at[slot].set(x, mode="drop", unique_indices=True)
-
-
-def _gather(pool: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
-    """The same to the last bit: each slot takes its token's, or keeps what it has."""
-    token = _scatter(jnp.full(len(pool), len(x), jnp.int32), slot, jnp.arange(len(x), dtype=jnp.int32))
-    return jnp.where((token < len(x))[:, None, None], x[jnp.minimum(token, len(x) - 1)], pool)

@@ -237,6 +237,8 @@ class LinkDefinitions:
         cos, sin = rope.text_rotation(
             jnp.stack(position), text.rope_theta, text.mrope_section, text.mrope_interleaved, self.dtype
         )
+        # Behind the barrier they are taken once, not anew for each head of each layer.
+        cos, sin = jax.lax.optimization_barrier((cos, sin))
         return slot, cos, sin
 
     def _planes(self, data: jax.Array) -> list[jax.Array]:
