@@ -33,7 +33,8 @@ def link(
     size = len(slot) // len(images)
     together = max(LARGE // size, 1)
     for first in range(0, len(images), together):
-        k_raw, v = (jnp.concatenate(halves) for halves in zip(*map(read, images[first : first + together]), strict=True))
+        several = zip(*map(read, images[first : first + together]), strict=True)
+        k_raw, v = (jnp.concatenate(halves) for halves in several)
         part = slice(first * size, first * size + len(v))
         k_pool, v_pool = _write(k_pool, v_pool, k_raw, v, slot[part], cos[part], sin[part])
     return k_pool, v_pool
