@@ -57,9 +57,8 @@ def work_config(rows: int, requests: int, pages: int, *, decode: bool, shared: b
     """
     if decode:
         return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows) if shared else 1, small=1, shared=shared)
-    if _is_scattered(rows):
-        return WorkConfig(rows, requests, pages, tile=4, small=1, shared=shared)
-    return WorkConfig(rows, requests, pages, tile=32, small=4, shared=shared)
+    tile = 4 if _is_scattered(rows) else 32
+    return WorkConfig(rows, requests, pages, tile=tile, small=4, shared=shared)
 
 
 def _is_scattered(rows: int) -> bool:
