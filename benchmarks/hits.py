@@ -74,7 +74,7 @@ def count_hit(directory: pathlib.Path, place: str, codec: str, *, images: int = 
     length = BEFORE + images * (tokens + 2) + 16
     with LLM(
         directory, dtype="float32", ladder=Ladder(), max_model_len=length, enable_prefix_caching=False,
-        cache=make_cache(codec, "16GiB", PLACES[place]), use_tqdm=False,
+        cache=make_cache(codec, "16GiB", device_bytes=PLACES[place]), use_tqdm=False,
     ) as llm:  # fmt: skip
         llm._ahead.stop()
         config = llm._checkpoint.config

@@ -26,7 +26,7 @@ from vlcache_jax.benchmarks.floor import FALLING, Rates, floor, pairs
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
 from vlcache_jax.benchmarks.prefill import ALLOCATOR
 from vlcache_jax.benchmarks.rates import measure_rates, told
-from vlcache_jax.benchmarks.ttft_checks import check_exact, check_found, check_logprobs
+from vlcache_jax.benchmarks.ttft_checks import check_exact, check_found, check_logprobs, check_room
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, Case, make_rows, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.files import check_writable
@@ -60,6 +60,7 @@ class Setup:
       codecs: of stored K, V; each has an engine of its own.
       host_bytes: host memory for records.
       device_bytes: device memory for copies of them, in an engine of its own; 0: there is none.
+      disk: directory for records, in an engine of its own that forgets all others before each run; None: there is none.
 
     Raises:
       ValueError: a model beside random weights, or nothing to measure.
@@ -76,6 +77,7 @@ class Setup:
     codecs: tuple[str, ...] = ("auto",)
     host_bytes: int | str = "16GiB"
     device_bytes: int | str = 0
+    disk: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("random_weights", "layers"):
@@ -87,10 +89,12 @@ class Setup:
                 raise ValueError(f"{name} must be different ones, at least one, got {given!r}")
 
     def caches(self) -> Iterator[tuple[str, CacheConfig]]:
-        """Where stored K, V lie, and the cache; of each place and codec."""
-        for device_bytes in dict.fromkeys((0, self.device_bytes)):
+        """Where stored K, V lie, and the cache; of each place and codec. What may not fit comes first."""
+        places: dict[str, dict[str, Any]] = {"device": {"device_bytes": self.device_bytes}} if self.device_bytes else {}
+        places |= {"disk": {"disk": self.disk}} if self.disk is not None else {}
+        for place, tier in (places | {"host": {}}).items():
             for codec in self.codecs:
-                yield "device" if device_bytes else "host", make_cache(codec, self.host_bytes, device_bytes)
+                yield place, make_cache(codec, self.host_bytes, **tier)
 
     @property
     def max_model_len(self) -> int:
@@ -111,9 +115,9 @@ class Setup:
             yield str(directory), name
 
 
-def make_cache(codec: str, host_bytes: int | str, device_bytes: int | str = 0) -> CacheConfig:
+def make_cache(codec: str, host_bytes: int | str, **tier: Any) -> CacheConfig:
     """Of each image one variant is kept, the newest: every prompt is another context, and any variant serves all."""
-    return CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, codec=codec, variants=1, load="link")
+    return CacheConfig(host_bytes=host_bytes, codec=codec, variants=1, load="link", **tier)
 
 
 def run(setup: Setup, **options: Any) -> None:
@@ -150,6 +154,7 @@ def measure(
             ) as llm:  # fmt: skip
                 # The first runs compile what they call for, which is far less than `warmup` does for any request.
                 llm._ahead.stop()
+                check_room(llm, setup.sizes)
                 if rates is None:  # an engine is open: before that, jax must not be touched
                     rates = measure_rates(llm._runner.dtype)
                     head = _head(setup, llm, name, rates)
@@ -210,6 +215,11 @@ class _Measuring:
         looked_at = dataclasses.replace(one, logprobs=LOGPROBS)
         llm = self._llm
         [donor] = llm.generate(known.draw(), one, use_tqdm=False)
+        llm.cache.flush()
+        if llm.cache.stats().refused:
+            raise ValueError(
+                f"host_bytes must hold the {known.images} images of a prompt, got {self._setup.host_bytes}"
+            )
         if [image.tokens for image in donor.cache.images] != [known.tokens] * known.images:
             raise ValueError(f"images must have {known.tokens} tokens, got {donor.cache.images}")
         if self._codec == "auto":
@@ -219,6 +229,8 @@ class _Measuring:
         for repeat in range(self._setup.repeats + 1):
             for name, reuse in reuses.items():
                 llm.cache.flush()
+                if self._place == "disk":
+                    llm.reset_mm_cache()  # as after a restart
                 [output] = llm.generate(known.draw(), one if repeat else looked_at, reuse=reuse, use_tqdm=False)
                 check_found(name, self._place, output)
                 if repeat:

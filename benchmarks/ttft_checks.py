@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED
+from vlcache_jax.cache.device import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from vlcache_jax import LLM
@@ -30,6 +31,24 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     most, found = 1e-3 if llm._runner.dtype == np.float32 else 0.5, output.verification
     if found is None or not found.max_logit_difference < most:
         raise ValueError(f"a repeat must have the logits of a cold run, got {found}")
+
+
+def check_room(llm: LLM, sizes: Sequence[tuple[int, int]]) -> None:
+    """Sees that a device tier, if there is one, holds the images of a prompt.
+
+    Args:
+      sizes: of the prompts: (images, tokens of each).
+
+    Raises:
+      ValueError: it does not.
+    """
+    tier = llm._tier
+    wanted = max(images * -(-tokens // PAGE_TOKENS) for images, tokens in sizes)
+    if 0 < tier.num_pages < wanted:
+        raise ValueError(
+            f"device_bytes must hold the images of a prompt, {wanted} pages of {tier.page_bytes} bytes, got room for "
+            f"{tier.num_pages}"
+        )
 
 
 def check_found(name: str, place: str, output: Any) -> None:

@@ -47,7 +47,7 @@ def assert_nothing_left(llm):
     """Nobody has a lane, pages or records any more."""
     with llm._loop._changed:
         assert llm._loop._changed.wait_for(lambda: llm._loop._thread is None, WITHIN)
-    llm._writer.flush()
+    llm.cache.flush()
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.in_use) == (0, 0, 0)
     records = llm._store.tier.records()

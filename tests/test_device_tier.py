@@ -14,6 +14,7 @@ from tests.engine.test_linking import SlowTier
 from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
+from vlcache_jax.cache.movement import load
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.passage import Passage
 
@@ -235,8 +236,8 @@ def test_half_a_record_is_not_taken_for_a_copy(opened, pictures):
     llm._store.tier.remove(record, None)
     name = record.meta.name
     del record
-    load = threading.Thread(target=llm._store.load, args=(tier, name))
-    load.start()
+    loading = threading.Thread(target=load, args=(llm._store, tier, name))
+    loading.start()
     while llm._store.tier.get(name) is None:
         pass
     found = []
@@ -249,7 +250,7 @@ def test_half_a_record_is_not_taken_for_a_copy(opened, pictures):
     for gate in tier.gates:
         gate.set()
     call.join(WITHIN)
-    load.join(WITHIN)
+    loading.join(WITHIN)
     np.testing.assert_allclose(found[0].logits, cold.logits, atol=1e-5)
     assert llm.cache.stats().device_records == 0
     for kv in ("none", "device"):

@@ -18,6 +18,8 @@ import jax
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
+from vlcache_jax.cache.disk import DiskTier
+from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
@@ -29,7 +31,7 @@ from vlcache_jax.engine.costs import Rates, identity_of
 from vlcache_jax.engine.engine import Engine, EngineStats
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.interrupts import interruptible
-from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.engine.ladder import Ladder, round_up
 from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.memory_plan import kept_token_bytes, plan_memory
@@ -144,10 +146,8 @@ class BaseLLM:
           MemoryError: weights and pool do not fit. Nothing has been loaded then.
         """
         translated = ours("LLM", foreign, inspect.signature(BaseLLM).parameters)
-        max_rows, kv_cache_bytes = (
-            translated.get("max_rows", max_rows),
-            translated.get("kv_cache_bytes", kv_cache_bytes),
-        )
+        max_rows = translated.get("max_rows", max_rows)
+        kv_cache_bytes = translated.get("kv_cache_bytes", kv_cache_bytes)
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
         check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=enable_prefix_caching)
@@ -173,6 +173,7 @@ class BaseLLM:
         codec = None if cache.codec == "auto" else CODECS[cache.codec]
         if codec is not None:
             codec.group(config.text.head_dim)  # before anything is loaded
+        tiers = [] if cache.disk is None else [DiskTier(cache.disk, int(cache.disk_bytes))]
         self._policy = self._checkpoint.check_policy(policy)
         self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
@@ -207,25 +208,22 @@ class BaseLLM:
         )
         self._runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
         self._ahead = Ahead(self._runner.programs)
-        self._sequences = SequenceBuilder(
-            config,
-            memory,
-            self._renderer.tokenizer,
-            *read_generation_config(self._checkpoint.directory, self._renderer.tokenizer, config.text.vocab_size),
-            seed,
-            enable_prefix_caching,
-        )
+        tokenizer = self._renderer.tokenizer
+        defaults = read_generation_config(self._checkpoint.directory, tokenizer, config.text.vocab_size)
+        self._sequences = SequenceBuilder(config, memory, tokenizer, *defaults, seed, enable_prefix_caching)
         self._reporter = Reporter(config.text.num_layers, self._sequences.token_text)
         self._store = Store(cache)
+        token_rungs = self._runner.token_rungs
+        self._movement = Movement(self._store, tiers, partial(round_up, rungs=token_rungs))
         self._writer = Writer(self._store)
         self._pages = Pages(memory.num_slots // PAGE)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         page_bytes = PAGE_TOKENS * kept_token_bytes(config, self._runner.dtype, codec)
         self._tier = DeviceTier(memory.kept_pages, page_bytes)
+        self._store.forgotten = self._tier.drop
         self._engine = Engine(self._runner, self._writer, self._pages, self._threads, self._tier)
         self._loop = Loop(self._engine)
         self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
-        token_rungs = self._runner.token_rungs
         self._identifier = Identifier(
             self._store,
             self._processor,
@@ -241,19 +239,20 @@ class BaseLLM:
             config, device.device_kind, self._runner.dtype.name, None if codec is None else codec.name
         )
         self._linker = Linker(
-            config, self._store, self._writer, dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs,
+            config, self._store, self._movement, self._writer,
+            dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs,
             rates=Rates.load(self._machine) if cache.load == "auto" else None,
         )  # fmt: skip
-        self._caller = Caller(
-            self._identifier,
-            self._linker,
-            self._loop,
-            self._sequences,
-            self._reporter,
-            self._ahead,
-        )
+        self._caller = Caller(self._identifier, self._linker, self._loop, self._sequences, self._reporter, self._ahead)
         self.cache = ImageCache(
-            self._store, self._tier, self._writer, self._pages, self._identifier, self._renderer, self._caller
+            self._store,
+            self._movement,
+            self._tier,
+            self._writer,
+            self._pages,
+            self._identifier,
+            self._renderer,
+            self._caller,
         )
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
@@ -290,6 +289,7 @@ class BaseLLM:
         for threads in (self._threads, self._quick_threads):
             threads.shutdown(cancel_futures=True)
         self._writer.close()
+        self._movement.close()
         self._store.clear()
         self._runner = self._engine = None  # type: ignore[assignment]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.keys import alias_key, owner_key
+from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller, in_order
@@ -35,6 +36,7 @@ class ImageCache:
     def __init__(
         self,
         store: Store,
+        movement: Movement,
         tier: DeviceTier,
         writer: Writer,
         pages: Pages,
@@ -43,7 +45,7 @@ class ImageCache:
         caller: Caller,
     ):
         self._store, self._writer, self._identifier, self._renderer = store, writer, identifier, renderer
-        self._tier = tier
+        self._movement, self._tier = movement, tier
         self._pages, self._caller = pages, caller
         self._is_closed = False
 
@@ -103,6 +105,8 @@ class ImageCache:
             raise ValueError(f"context must be a string or None, got {context!r}")
         self.flush()
         entry, grid = self._entry(image, cache_salt, mm_processor_kwargs)
+        self._movement.bring_in(entry, context or "", approximate=True)
+        self._movement.wait()
         return self._store.lookup(entry, context or "", grid=grid, approximate=True)
 
     def pin(self, image: Any, **identity: Any) -> int:
@@ -129,7 +133,9 @@ class ImageCache:
         self.flush()
         entry, _ = self._entry(image, **identity)
         self._pages.drop(entry)
-        return self._store.evict(entry)
+        names = self._store.evict(entry)
+        pinned = {record.meta.name for record in self._store.records(entry)}
+        return len(names | self._movement.delete(entry, pinned))
 
     def request(self, key: str, *, cache_salt: str | None = None) -> tuple[str, ...] | None:
         """The entry keys of a request's images, by `CacheReport.request_key`."""
@@ -151,12 +157,13 @@ class ImageCache:
 
     def stats(self) -> CacheStats:
         """Counters, and what is kept now."""
-        return dataclasses.replace(self._store.stats(), **self._tier.counts())
+        return dataclasses.replace(self._store.stats(), **self._tier.counts(), **self._movement.counts())
 
     def flush(self) -> None:
-        """Waits until everything computed so far is kept."""
+        """Waits until everything computed so far is kept, in host memory and on the disk."""
         self._check_open()
         self._writer.flush()
+        self._movement.flush()
 
     def close(self) -> None:
         """The engine is closed; nothing can be asked any more."""

@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.record_file import part_bytes
 from vlcache_jax.cache.why import Why as Why
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.request import Logprob as Logprob
@@ -29,12 +31,13 @@ class ImageReuse:
       index: which image of the request.
       key: its entry key.
       tokens: image tokens in the prompt.
-      encoder: where its encoder rows came from: "computed", "device", "host", or "none" if none were needed.
-      kv: where the K, V that were not computed came from: "resident" (pages of an earlier prompt), "device", "host", or
-        "none" if all were computed.
+      encoder: where its encoder rows came from: "computed", "device", "host", "disk", or "none" if none were
+        needed.
+      kv: where the K, V that were not computed came from: "resident" (pages of an earlier prompt), "device", "host",
+        "disk", or "none" if all were computed.
       match: how well a stored record fitted: "exact", "approximate" or "miss".
       recomputed: its rows computed in each layer.
-      bytes_moved: of records, to the device.
+      bytes_moved: of records, from the disk and to the device.
       why: the reason if it was not reused exactly.
     """
 
@@ -276,13 +279,16 @@ class Reporter:
         depth = plan.depth[use.span.tokens]
         is_resident = use.span.start + use.span.length <= cached
         linked = None if is_resident else use.linked
-        moved = linked.meta.nbytes if linked is not None and use.kv_tier == "host" else 0
+        moved = 0
+        if linked is not None and use.kv_tier != "device":
+            moved += linked.meta.nbytes + _fetched(linked, use.kv_tier)
         encoder = "none"
         if depth.any():
             found = use.has_encoder and use.encoder is not None and use.encoder.is_ready
             encoder = use.encoder_tier if found else "computed"
-            if found and use.encoder is not None and encoder == "host":
-                moved += use.encoder.data[:, 0].nbytes * int(np.count_nonzero(depth))
+            if found and use.encoder is not None and encoder != "device":
+                rows = use.encoder.data[:, 0].nbytes * int(np.count_nonzero(depth))
+                moved += rows + _fetched(use.encoder, encoder)
         return ImageReuse(
             index=index,
             key=image.key,
@@ -294,6 +300,11 @@ class Reporter:
             bytes_moved=moved,
             why=None if is_resident else use.why,
         )
+
+
+def _fetched(record: Record, tier: str) -> int:
+    """Bytes that came from outside host memory."""
+    return 0 if tier == "host" else len(record.meta.parts) * part_bytes(record.meta)
 
 
 def _exact_tokens(sequence: Generation) -> int:

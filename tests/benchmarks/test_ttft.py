@@ -18,6 +18,7 @@ from vlcache_jax.benchmarks.floor import Rates, floor, pairs
 from vlcache_jax.benchmarks.known_images import split_images
 from vlcache_jax.benchmarks.ttft_checks import check_found, check_logprobs
 from vlcache_jax.benchmarks.ttft_table import STEPS
+from vlcache_jax.cache.store import Store
 from vlcache_jax.engine.request import Logprob
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.plan import Plan
@@ -108,9 +109,22 @@ def test_the_floor_reads_what_a_codec_keeps(small):
 @pytest.mark.parametrize(
     ("codec", "message"), [("auto", "a repeat must hit exactly"), ("int8", "encoder cached must find its images as")]
 )
-def test_what_is_no_hit_is_not_measured(codec, message):
+def test_what_is_no_hit_is_not_measured(codec, message, monkeypatch):
+    monkeypatch.setattr(Store, "publish", lambda store, record: store.withdraw(record))
     with pytest.raises(ValueError, match=message):
-        ttft.measure(dataclasses.replace(SETUP, host_bytes=0, codecs=(codec,)), **ENGINE)
+        ttft.measure(dataclasses.replace(SETUP, codecs=(codec,)), **ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("room", "message"),
+    [
+        ({"host_bytes": 0}, "host_bytes must hold the 1 images of a prompt, got 0"),
+        ({"device_bytes": "600KB", "sizes": ((1, 8), (3, 130))}, "device_bytes must hold .* 6 pages of .* room for"),
+    ],
+)
+def test_what_has_no_room_is_not_measured(room, message):
+    with pytest.raises(ValueError, match=message):
+        ttft.measure(dataclasses.replace(SETUP, **room), **ENGINE)
 
 
 def test_a_hit_must_be_the_one_that_is_claimed():
@@ -190,11 +204,13 @@ def test_rates_are_measured():
     assert rates._put_seconds(2**16) > 0
 
 
-def test_copies_on_the_device_are_measured_beside_records_in_host_memory(tmp_path):
+def test_records_on_device_and_disk_are_measured_beside_those_in_host_memory(tmp_path):
     out = tmp_path / "ttft.json"
     ttft.measure(
-        dataclasses.replace(SETUP, sizes=SETUP.sizes[:1], codecs=("auto",), device_bytes="16MB"), out=out, **ENGINE
+        dataclasses.replace(SETUP, codecs=("auto",), device_bytes="16MB", disk=str(tmp_path / "records")),
+        out=out,
+        **ENGINE,
     )
     rows = json.loads(out.read_text())["rows"]
     places = [row["K, V in"] for row in rows]
-    assert (places.count("device"), places.count("host"), places.count("-")) == (6, 6, 2)
+    assert {place: places.count(place) for place in places} == {"-": 2, "device": 6, "disk": 6, "host": 6}

@@ -15,6 +15,7 @@ import vlcache_jax.cache.store
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.memory import MemoryTier
+from vlcache_jax.cache.movement import load
 from vlcache_jax.cache.record import DamagedError, Meta, TierError, verified
 from vlcache_jax.cache.store import Store
 from vlcache_jax.outputs import Why
@@ -156,7 +157,7 @@ def test_whatever_lets_a_held_record_leave(leave):
     elif leave == "displace":
         fill(store, kv("a", "newer"))
     elif leave == "evict":
-        assert store.evict("a") == 0  # who asks for that means what nobody needs
+        assert not store.evict("a")  # who asks for that means what nobody needs
         assert lookup(store, "a").exact
         store.tier.remove(record)
     elif leave == "clear":
@@ -305,7 +306,7 @@ def test_variants():
     assert lookup(store, "a", "first").why is Why.displaced
     assert lookup(store, "a", "other").why is Why.other_context
     fill(store, enc("a"))
-    assert store.evict("a") == 3
+    assert len(store.evict("a")) == 3
     assert lookup(store, "a", "third").why is Why.evicted
     assert lookup(store, "a", "second").why is Why.displaced
     assert lookup(store, "a", "other").why is Why.evicted
@@ -392,7 +393,7 @@ class Outside(MemoryTier):
         rng = np.random.default_rng(0)
         self.write(meta, {part: rng.normal(size=meta.shape[1:]).astype(np.float32) for part in meta.parts})
 
-    def read(self, name, parts):
+    def read(self, name, parts, place=None):
         for i, (part, array) in enumerate(super().read(name, parts)):
             if (lent := self.fault(array.copy()) if i == 1 else array.copy()) is not None:
                 yield part, lent
@@ -433,7 +434,7 @@ def test_what_comes_from_outside_memory_is_verified(meta, fault, why, caplog):
     tier = Outside(meta, fault)
     store = Store(CacheConfig())
     with caplog.at_level("CRITICAL"):
-        record = store.load(tier, meta.name)
+        record = load(store, tier, meta.name)
     found = lookup(store, "a")
     stats = store.stats()
     assert (stats.corrupt, stats.failed) == (why is Why.corrupt, why is Why.load_failed)
@@ -450,7 +451,7 @@ def test_what_comes_from_outside_memory_is_verified(meta, fault, why, caplog):
 def test_an_interrupted_load_lets_nobody_wait():
     store = Store(CacheConfig())
     with pytest.raises(KeyboardInterrupt):
-        store.load(Outside(kv("a"), fail(KeyboardInterrupt())), "kv/a/c")
+        load(store, Outside(kv("a"), fail(KeyboardInterrupt())), "kv/a/c")
     assert lookup(store, "a").kv is None
     assert store.stats().bytes == 0
 
@@ -463,9 +464,9 @@ def test_checksums_that_lack_are_damage():
 
 def test_there_is_nothing_to_load():
     tier = Outside(kv("a"), lambda array: array)
-    assert Store(CacheConfig()).load(tier, "kv/b/c") is None
+    assert load(Store(CacheConfig()), tier, "kv/b/c") is None
     store = Store(CacheConfig(host_bytes=0))
-    assert store.load(tier, "kv/a/c") is None
+    assert load(store, tier, "kv/a/c") is None
     assert lookup(store, "a").why is Why.too_large
 
 
@@ -509,7 +510,7 @@ def test_what_comes_from_outside_memory_is_finite():
     record = tier.get("kv/a/c")
     record.data[0, 1, 2] = np.inf
     record.meta = dataclasses.replace(record.meta, checksums=record.checksums())
-    assert store.load(tier, "kv/a/c") is None
+    assert load(store, tier, "kv/a/c") is None
     assert (store.stats().not_finite, store.stats().bytes) == (1, 0)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.cache.movement import load
 from vlcache_jax.cache.record import TierError
 from vlcache_jax.engine.definitions import BLOCK
 from vlcache_jax.testing import make_checkpoint
@@ -49,7 +50,7 @@ class SlowTier:
     def meta(self, name):
         return self.record_meta
 
-    def read(self, name, parts):
+    def read(self, name, parts, place):
         for i, part in enumerate(parts):
             assert self.gates[i].wait(WITHIN)
             if i >= self.broken:
@@ -67,7 +68,7 @@ def loading(llm, conversation):
     [record] = [record for record in llm._store.tier.records() if record.meta.context is not None]
     tier = SlowTier(record)
     llm._store.tier.remove(record, None)
-    thread = threading.Thread(target=llm._store.load, args=(tier, record.meta.name))
+    thread = threading.Thread(target=load, args=(llm._store, tier, record.meta.name))
     thread.start()
     while llm._store.tier.get(record.meta.name) is None:
         time.sleep(0.001)

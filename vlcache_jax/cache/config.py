@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from vlcache_jax.checks import parse_bytes
@@ -19,6 +20,9 @@ class CacheConfig:
       device_bytes: device memory for copies of records, taken before the KV pool, a number of bytes or a string: what
         has just been computed, and what was linked last. A hit there moves nothing over the bus. On a CPU, which reads
         records where they lie, it gains nothing.
+      disk: directory for records that outlive the process; several processes may use it. None: there is none. What is
+        computed is written there in the background, and what host memory lacks comes from there.
+      disk_bytes: of the directory, for all processes that use it.
       variants: how many K, V records of one image are kept, each computed behind another context; None: as many as fit.
       trust_uuids: take a caller's `multi_modal_uuids` for the identity of an image without looking at the image. By
         default an id is bound to the content it first came with, and other content under it is an error.
@@ -35,6 +39,8 @@ class CacheConfig:
 
     host_bytes: int | str = "4GiB"
     device_bytes: int | str = 0
+    disk: str | os.PathLike[str] | None = None
+    disk_bytes: int | str = "64GiB"
     variants: int | None = None
     trust_uuids: bool = False
     codec: str = "auto"
@@ -42,8 +48,12 @@ class CacheConfig:
     load: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes", "device_bytes"):
+        for name in ("host_bytes", "device_bytes", "disk_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if not (self.disk is None or isinstance(self.disk, (str, os.PathLike))) or self.disk == "":
+            raise ValueError(f"disk must be the path of a directory or None, got {self.disk!r}")
+        if self.disk is not None and not self.host_bytes:
+            raise ValueError("host_bytes must have room for records on their way to and from the disk, got 0")
         is_count = isinstance(self.variants, int) and not isinstance(self.variants, bool) and self.variants > 0
         if not (self.variants is None or is_count):
             raise ValueError(f"variants must be a positive integer or None, got {self.variants!r}")

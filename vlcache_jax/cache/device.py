@@ -66,8 +66,11 @@ class DeviceTier:
 
     def find_rows(self, record: Record) -> Index | None:
         """The same of its image's encoder rows."""
-        place = self.find(record)
-        return place if place is not None and not self._copies[record].missing_rows else None
+        if self.find(record) is None:
+            return None
+        with self._lock:
+            copy = self._copies.get(record)  # it may have been dropped just now
+            return copy.place if copy is not None and not copy.missing_rows else None
 
     def begin(self, record: Record) -> Index | None:
         """Where what is computed for a record goes: at the first call it gets its place, if there is room. None: it has
@@ -89,6 +92,11 @@ class DeviceTier:
             if (copy := self._copies.get(record)) is not None:
                 copy.missing -= tokens
                 copy.missing_rows -= rows
+
+    def drop(self, record: Record) -> None:
+        """The record has left host memory. Called from any thread."""
+        with self._lock:
+            self._copies.pop(record, None)
 
     def clear(self) -> None:
         """What the device held is gone."""

@@ -100,7 +100,9 @@ class MemoryTier:
         record = self.get(name)
         return record.meta if record is not None and record.is_ready else None
 
-    def read(self, name: str, parts: Iterable[Part]) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+    def read(
+        self, name: str, parts: Iterable[Part], place: Callable[[Part], npt.NDArray[Any]] | None = None
+    ) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
         record = self.get(name)
         if record is None or not record.is_ready:
             raise TierError(f"no record {name}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import mmap
 import threading
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  (lets numpy know bfloat16)
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from vlcache_jax.checks import is_finite
 from vlcache_jax.inputs.processor import Grid
@@ -20,6 +20,7 @@ from vlcache_jax.inputs.processor import Grid
 Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
 
+CHECKSUM = "xxh3_64"
 _LARGE = 2**20
 _ALIGNMENT = 64  # bytes; a CPU device can then use the memory as it lies
 
@@ -80,21 +81,33 @@ class Meta:
 class Tier(Protocol):
     """A place that keeps records. Tiers never decide anything: the store does.
 
-    What a tier outside host memory lends passes `verified` before anyone uses it; `Store.load` sees to that.
+    What a tier outside host memory gives passes `verified` before anyone uses it; `movement` sees to that. Every method
+    raises TierError, and nothing else.
+
+    Attributes:
+      label: what reports call it.
     """
+
+    label: str
 
     def meta(self, name: str) -> Meta | None:
         """Of a complete record, or None."""
 
-    def read(self, name: str, parts: Iterable[Part]) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
-        """Lends the parts in the order in which they arrive. Raises TierError, and nothing else."""
+    def read(
+        self, name: str, parts: Iterable[Part], place: Callable[[Part], npt.NDArray[Any]]
+    ) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+        """Gives the parts in the order in which they arrive: their places, filled, or arrays of the tier's own."""
 
     def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> bool:
-        """Keeps a record, visible only when it is complete; False: refused (full, or too large)."""
+        """Keeps a record, visible only when it is complete; False: there is no room, or it was deleted."""
 
     def delete(self, name: str) -> None: ...
 
-    def keys(self, prefix: str = "") -> list[str]: ...
+    def keys(self, prefix: str = "") -> list[str]:
+        """Of complete records, the newest last."""
+
+    def counts(self) -> dict[str, int]:
+        """Of what it keeps now, as `CacheStats` calls them."""
 
     def close(self) -> None: ...
 
@@ -121,10 +134,13 @@ def verified(meta: Meta, part: Part, array: npt.NDArray[Any]) -> npt.NDArray[Any
 
 
 def _checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
-    return functools.reduce(lambda crc, rows: zlib.crc32(rows.view(np.uint8), crc), _blocks(meta, part), 0)
+    digest = xxhash.xxh3_64()
+    for rows in blocks(meta, part):
+        digest.update(rows.view(np.uint8))
+    return digest.intdigest()
 
 
-def _blocks(meta: Meta, part: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+def blocks(meta: Meta, part: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     """Of a part, K and V [2, T, K, D] or [2, bytes], or rows [T, M]: contiguous arrays, without padding."""
     for block in part[None] if meta.context is None else part:
         for plane in _planes(meta, block):
@@ -240,7 +256,7 @@ class Record:
     def is_finite(self, parts: slice = slice(None)) -> bool:
         """Whether it, or some of its parts, hold no NaN and no infinity."""
         for part in self.data[parts]:
-            for number, rows in enumerate(_blocks(self.meta, part)):
+            for number, rows in enumerate(blocks(self.meta, part)):
                 if not self.meta.planes:
                     floats = rows
                 elif number % len(self.meta.planes) == len(self.meta.planes) - 1:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vlcache_jax.cache.bounded import Bounded
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.memory import MemoryTier
-from vlcache_jax.cache.record import DamagedError, Meta, Record, Tier, TierError, verified
+from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.why import Why
 from vlcache_jax.inputs.processor import Grid
-
-_log = logging.getLogger(__name__)
 
 _REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
 _REFUSED = 4096  # files that are no pictures
@@ -53,6 +50,10 @@ class CacheStats:
       left_bytes: of records that have lost their place and that requests under way still read; they come on top.
       device_records: of K, V that have a copy in the device tier.
       device_bytes, device_capacity: of device memory.
+      disk_loaded, disk_stored: records that came from the disk, and that were written to it.
+      disk_skipped: records that were not written, as too many waited for it, or they are larger than `disk_bytes`.
+      disk_failed: times that the disk could not be read or written.
+      disk_records, disk_bytes, disk_capacity: what the directory keeps now, for all processes that use it.
     """
 
     hits_exact: int = 0
@@ -77,6 +78,13 @@ class CacheStats:
     device_records: int = 0
     device_bytes: int = 0
     device_capacity: int = 0
+    disk_loaded: int = 0
+    disk_stored: int = 0
+    disk_skipped: int = 0
+    disk_failed: int = 0
+    disk_records: int = 0
+    disk_bytes: int = 0
+    disk_capacity: int = 0
 
 
 class Handle:
@@ -148,6 +156,8 @@ class Store:
     Attributes:
       pictures: what an alias stands for.
       refusals: why the file under an alias is no picture.
+      published: called with every record that has been filled.
+      forgotten: called with every record that leaves.
     """
 
     def __init__(self, config: CacheConfig):
@@ -157,6 +167,8 @@ class Store:
         self._counts = CacheStats()
         self.pictures = Bounded[Picture](_REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
+        self.published: Callable[[Record], object] = lambda record: None
+        self.forgotten: Callable[[Record], object] = lambda record: None
         self._requests = Bounded[tuple[str, tuple[str, ...]]](_REQUESTS)  # request key -> owner, images
         # A record's name, or an entry key for all contexts together -> why there is none, and the owner.
         self._lost = Bounded[tuple[Why, str]](_REMEMBERED)
@@ -236,8 +248,11 @@ class Store:
 
     # Making records.
 
-    def reserve(self, metas: Sequence[Meta]) -> list[Record | None]:
+    def reserve(self, metas: Sequence[Meta], *, loading: bool = False) -> list[Record | None]:
         """Places for a request's new records, to be filled and settled by `publish`. None: there is no room for one.
+
+        Args:
+          loading: whether they come from another tier.
 
         The first canonical record of K, V of an image replaces those that are not canonical, and where the variants of
         an image are limited, the oldest one makes room for a new one.
@@ -258,41 +273,9 @@ class Store:
                     self._lost.put(meta.entry, (Why.too_large, meta.owner))
                 elif meta.context is not None and record is not None:
                     self._variants.setdefault(meta.entry, []).append(record)
+                if record is not None:
+                    record.is_claimed = record.is_loading = loading
             return made
-
-    def load(self, tier: Tier, name: str) -> Record | None:
-        """Brings a record in from a tier outside host memory.
-
-        Returns:
-          The record, verified; None if there is no such record, or no room, or if it is damaged or cannot be read.
-        """
-        meta = tier.meta(name)
-        if meta is None or meta.name != name:
-            return None
-        [record] = self.reserve([replace(meta, checksums=())])
-        if record is None:
-            return None
-        record.is_claimed = record.is_loading = True
-        try:
-            missing = set(meta.parts)
-            for part, array in tier.read(name, meta.parts):
-                number = meta.parts.index(part)
-                record.data[number] = verified(meta, part, array)
-                if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
-                    self.withdraw(record, Why.not_finite)
-                missing.discard(part)
-                record.arrive(next((i for i, one in enumerate(meta.parts) if one in missing), len(meta.parts)))
-            if missing:
-                raise TierError(f"{name}: {missing} did not come")
-            self.publish(record)
-        except Exception as error:  # whatever it was, the answer does not depend on it
-            _log.warning("record %s could not be loaded", name, exc_info=True)
-            if isinstance(error, DamagedError):
-                self.withdraw(record, Why.corrupt)
-                tier.delete(name)
-        finally:
-            self.withdraw(record)  # unless it is settled by now
-        return record if record.is_ready else None
 
     def publish(self, record: Record) -> None:
         """The record is filled. One that is not finite is withdrawn, so that nobody reuses what is damaged."""
@@ -305,6 +288,8 @@ class Store:
                 if record.meta.context is not None:
                     self._lost.pop(record.meta.entry)
                     self._lost.pop(record.meta.name)
+        if record.is_ready:
+            self.published(record)
 
     def withdraw(self, record: Record, why: Why = Why.load_failed) -> None:
         """The record will not be filled, unless it is already; who waits for it computes instead."""
@@ -367,6 +352,16 @@ class Store:
                 if not record.is_claimed:
                     record.settle(False)  # nobody needs to fill it any more
 
+    def has_variants(self, entry: str) -> bool:
+        """Whether K, V of an image are kept, or being filled."""
+        return entry in self._variants
+
+    def add(self, **counts: int) -> None:
+        """Adds to counters."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + count)
+
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled."""
         with self._lock:
@@ -384,13 +379,13 @@ class Store:
     def _pinned_bytes(self) -> int:
         return sum(record.meta.nbytes for record in self.tier.records() if record.is_kept)
 
-    def evict(self, entry: str) -> int:
-        """Removes an image's records that nobody has pinned; returns how many."""
+    def evict(self, entry: str) -> set[str]:
+        """Removes an image's records that nobody has pinned; returns their names."""
         with self._lock:
             leaving = [record for record in self.records(entry) if record.is_free]
             for record in leaving:
                 self.tier.remove(record, Why.evicted)
-            return len(leaving)
+            return {record.meta.name for record in leaving}
 
     def verify(self) -> list[str]:
         """Computes all checksums again and removes records that are damaged; returns their names."""
@@ -428,6 +423,7 @@ class Store:
 
     def _forget(self, record: Record, why: Why | None) -> None:
         """Called by the tier for each record that leaves."""
+        self.forgotten(record)
         if record.held:
             self._left.add(record)
         elif not record.is_claimed:

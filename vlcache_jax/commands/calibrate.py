@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vlcache_jax.engine import costs
+from vlcache_jax.files import check_writable
 from vlcache_jax.study.calibration import calibrate
 from vlcache_jax.study.report import show
 
@@ -12,9 +14,9 @@ def run(model: str, dtype: str, codec: str) -> None:
     """Measures, prints what was found, and writes it where engines look for it.
 
     Raises:
-      ValueError: see `calibrate`.
-      OSError: it cannot be written.
+      ValueError: see `calibrate`, or it cannot be written.
     """
+    check_writable("rates", costs.folder() / "new")
     found = calibrate(model, dtype=dtype, codec=codec)
     rates, image = found.rates, found.image
     units = {
@@ -26,9 +28,10 @@ def run(model: str, dtype: str, codec: str) -> None:
         **{f"move 1 MB of K, V from the {tier}": 1e6 * rate for tier, rate in rates.transfer.items()},
     }
     show("Of each one more", [{"what": name, "microseconds": 1e6 * seconds} for name, seconds in units.items()])
-    costs = rates.costs(image)
-    rows = [{"what": words, "ms": 1e3 * costs[load]} for load, words in _LOADS.items() if load in costs]
+    takes = rates.costs(image)
+    rows = [{"what": words, "ms": 1e3 * takes[load]} for load, words in _LOADS.items() if load in takes]
     show(f"An image of {image.tokens} tokens, of which everything is kept", rows)
-    share = 1 - costs["link"] / costs["encoder"]
+    share = 1 - takes["link"] / takes["encoder"]
     advice = f"pays while less than {100 * share:.0f} % of it is computed anew" if share > 0 else "does not pay"
-    print(f"\nlinking {advice}; written to {rates.save(found.identity)}")
+    print(f"\nlinking {advice}")
+    print(f"written to {rates.save(found.identity)}")

@@ -171,6 +171,10 @@ _MaxRows = Annotated[
 ]  # fmt: skip
 _HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
 _DeviceBytes = Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")]
+_Disk = Annotated[
+    pathlib.Path | None,
+    typer.Option(help="Directory for what is kept, beyond the process.", show_default=False),
+]
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")]
 
 
@@ -187,6 +191,8 @@ def run_command(
     max_rows: _MaxRows = None,
     host_bytes: _HostBytes = "4GiB",
     device_bytes: _DeviceBytes = "0",
+    disk: _Disk = None,
+    disk_bytes: Annotated[str, typer.Option(help="Of that directory.")] = "64GiB",
     images_from: Annotated[str, typer.Option(help="Folder in which images on disk must lie.")] = "/",
     allow_remote_images: Annotated[
         bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")
@@ -220,7 +226,8 @@ def run_command(
         }
         if max_pixels is not None:
             options["mm_processor_kwargs"] = {"max_pixels": max_pixels}
-        memory = {"max_rows": max_rows, "cache": CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes)}
+        cache = CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, disk=disk, disk_bytes=disk_bytes)
+        memory = {"max_rows": max_rows, "cache": cache}
         job = Job(source, model, reuse, defaults, options, memory)
         run(job, out, overwrite=overwrite, retry=retry_errors)
 
@@ -310,9 +317,13 @@ def ttft_command(
     device_bytes: Annotated[
         str, typer.Option(help="Device memory for copies of images' records, such as 20GB: measured, too, if not 0.")
     ] = "0",
+    disk: Annotated[
+        pathlib.Path | None, typer.Option(help="Directory for records: measured, too, as after a restart.",
+                                          show_default=False)
+    ] = None,
     out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
     picture: Annotated[
-        pathlib.Path | None, typer.Option(help="Picture of the steps to draw (png).", show_default=False)
+        pathlib.Path | None, typer.Option(help="Picture of the steps to draw (png, svg or pdf).", show_default=False)
     ] = None,
 ) -> None:  # fmt: skip
     """Measures the time to the first token: cold, encoder cached, and with K, V reused.
@@ -328,7 +339,7 @@ def ttft_command(
     with say_errors():
         check_writable("out", out)
         check_writable("picture", picture, PICTURES)
-        codecs = tuple(codec.split(","))
+        codecs = tuple(one.strip() for one in codec.split(","))
         for one in codecs:
             CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, codec=one)
         if schedule is not None:
@@ -352,6 +363,7 @@ def ttft_command(
             codecs=codecs,
             host_bytes=host_bytes,
             device_bytes=parse_bytes(device_bytes, "device_bytes"),
+            disk=None if disk is None else str(disk),
         )
         ttft.run(setup, out=out, picture=picture)
 

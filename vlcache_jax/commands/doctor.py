@@ -129,6 +129,8 @@ def _rates(problems: list[str]) -> str:
     for path in sorted(costs.folder().glob("*.json")):
         try:
             known, _ = costs.read_rates(path)
+            if costs.place(known) != path:
+                raise ValueError(f"{path} must have the name of what its rates hold for, {costs.place(known).name}")
         except ValueError as error:
             problems.append(f"{error}: remove it, or let `vlcache calibrate` make it anew.")
         else:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import context_keys, request_key
+from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
@@ -37,7 +38,7 @@ class Linker:
 
     Args:
       config: of the model.
-      store, writer: the cache.
+      store, movement, writer: the cache.
       dtype: of weights and records.
       codec: of K, V; None: they are kept as they are.
       token_rungs: to which records are padded.
@@ -48,6 +49,7 @@ class Linker:
         self,
         config: ModelConfig,
         store: Store,
+        movement: Movement,
         writer: Writer,
         *,
         dtype: np.dtype,
@@ -56,6 +58,7 @@ class Linker:
         rates: Rates | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
+        self._movement = movement
         self._config = config
         self._dtype, self._codec = dtype, codec
         self._token_rungs = token_rungs
@@ -70,8 +73,10 @@ class Linker:
         contexts = self._contexts(request) if policy.links else []
         handles: list[Handle] = []
         made: list[Record] = []
+        brought: dict[str, str] = {}
         try:
             for context, image in zip(contexts, request.images, strict=False):
+                brought |= self._movement.bring_in(image.key, context, approximate=policy.approximates)
                 found = self.store.lookup(image.key, context, grid=image.grid, approximate=policy.approximates)
                 handles.append(found)
             layout = self._layout(request, handles)
@@ -84,6 +89,10 @@ class Linker:
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
+                use.kv_tier, use.encoder_tier = (
+                    "host" if record is None else brought.get(record.meta.name, "host")
+                    for record in (handle.kv, handle.encoder)
+                )
             made += self._reserve(uses, contexts, handles, plan, request.owner)
             for handle in handles:
                 handle.hold()

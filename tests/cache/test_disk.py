@@ -1,0 +1,514 @@
+"""The disk tier, without a model: whatever happens to its files, nothing wrong is read."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import random
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.disk import DiskTier
+from vlcache_jax.cache.keys import owner_key
+from vlcache_jax.cache.movement import load
+from vlcache_jax.cache.record import DamagedError, Meta, Record, TierError, verified
+from vlcache_jax.cache.record_file import file_name, fitted, make_header, read_header
+from vlcache_jax.cache.store import Store
+
+GRID = (1, 4, 6)
+
+
+def key(number):
+    return f"{number:064x}"
+
+
+def make(number=1, context=None, *, tokens=6, padded=8, dtype="float32", planes=(), layers=3, seed=0):
+    """A complete record."""
+    shape = (layers, 2, padded, 2, 8)
+    if context is None:
+        shape = (layers, padded, 16)
+    elif planes:
+        shape, dtype = (layers, 2, padded * sum(planes)), "uint8"
+    meta = Meta(key(number), owner_key("me"), context, True, GRID, tokens, dtype, shape, planes)
+    record = Record(meta)
+    rng = np.random.default_rng((seed, number))
+    if dtype == "uint8":
+        record.data[:] = rng.integers(0, 50, shape)
+    else:
+        record.data[:] = rng.normal(size=shape).astype(dtype)
+    record.settle(True)
+    return record
+
+
+CASES = {
+    "encoder": make(),
+    "kv": make(context=key(7)),
+    "bfloat16": make(context=key(7), dtype="bfloat16"),
+    "coded": make(context=key(7), planes=(16, 4)),
+    "whole": make(context=key(7), tokens=8),
+}
+
+
+def parts(record):
+    return dict(zip(record.meta.parts, record.data, strict=True))
+
+
+def write(tier, *records):
+    for record in records:
+        assert tier.write(record.meta, parts(record))
+
+
+def read(tier, record):
+    """A record as a store of its own gets it from the tier; None if it does not."""
+    return load(Store(CacheConfig()), tier, record.meta.name)
+
+
+@pytest.fixture
+def tier(tmp_path):
+    with closing(tmp_path / "records") as tier:
+        yield tier
+
+
+class closing:  # noqa: N801
+    def __init__(self, directory, capacity=10**6, **options):
+        self.tier = DiskTier(directory, capacity, **options)
+
+    def __enter__(self):
+        return self.tier
+
+    def __exit__(self, *_):
+        self.tier.close()
+
+
+def names_of(tier):
+    return tier.keys()
+
+
+def path_of(tier, record):
+    return tier.directory / file_name(record.meta.name)
+
+
+@pytest.mark.parametrize("record", CASES.values(), ids=CASES)
+def test_what_is_read_is_what_was_written(tier, record):
+    write(tier, record)
+    found = read(tier, record)
+    assert found.checksums() == record.checksums() == found.meta.checksums
+    assert fitted(found.meta, record.meta.padded) == record.meta
+    assert tier.keys() == [record.meta.name]
+
+
+def test_it_is_found_after_reopening(tmp_path):
+    with closing(tmp_path) as tier:
+        write(tier, *CASES.values())
+    with closing(tmp_path) as tier:
+        assert sorted(tier.keys()) == sorted({record.meta.name for record in CASES.values()})
+        assert read(tier, CASES["encoder"]) is not None
+
+
+def test_another_room(tier):
+    """A file has no padding, so that engines of other ladders read it, too."""
+    record = CASES["kv"]
+    write(tier, record)
+    meta = fitted(tier.meta(record.meta.name), 7)
+    place = np.zeros(meta.shape, np.float32)
+    places = dict(zip(meta.parts, place, strict=True))
+    assert [part for part, _ in tier.read(meta.name, meta.parts, places.__getitem__)] == list(meta.parts)
+    np.testing.assert_array_equal(place[:, :, :6], record.data[:, :, :6])
+    assert not place[:, :, 6:].any()
+
+
+def test_parts_come_in_the_order_that_is_asked_for(tier):
+    record = CASES["kv"]
+    write(tier, record)
+    places = parts(make(context=key(7), padded=8, seed=9))
+    order = [("kv", 2), ("kv", 0)]
+    for part, array in tier.read(record.meta.name, order, places.__getitem__):
+        assert part == order.pop(0)
+        np.testing.assert_array_equal(array[:, :6], record.data[part[1], :, :6])
+
+
+def test_it_is_a_file_of_safetensors(tier):
+    record = CASES["kv"]
+    write(tier, record)
+    tensors = load_file(path_of(tier, record))
+    assert sorted(tensors) == ["kv.0", "kv.1", "kv.2"]
+    np.testing.assert_array_equal(tensors["kv.1"], record.data[1, :, :6])
+
+
+def test_the_header_is_a_function_of_what_the_record_is():
+    record = CASES["kv"]
+    header = make_header(record.meta)
+    assert header == make_header(fitted(record.meta, 64))
+    assert read_header(header) == fitted(record.meta, 6)
+    for other in (
+        dataclasses.replace(record.meta, owner=owner_key("you")),
+        dataclasses.replace(record.meta, canonical=False),
+        dataclasses.replace(record.meta, checksums=(1, 2, 3)),
+        dataclasses.replace(record.meta, grid=(1, 6, 4)),
+    ):
+        assert make_header(other) != header
+        assert read_header(make_header(other)) == fitted(other, 6)
+    with pytest.raises(ValueError, match="zip"):
+        make_header(dataclasses.replace(record.meta, checksums=()))
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("name", ["encoder", "coded"])
+def test_no_flipped_bit_of_a_header_passes(name):
+    header = make_header(CASES[name].meta)
+    for bit in range(8 * len(header)):
+        flipped = bytearray(header)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedError):
+            read_header(bytes(flipped))
+
+
+@pytest.mark.parametrize("name", ["kv", *(pytest.param(n, marks=pytest.mark.ladder) for n in ("encoder", "coded"))])
+def test_no_flipped_bit_of_a_file_passes(tier, name):
+    """The header's bits in steps, as all of them are flipped above, and a thousand of the data's."""
+    record = CASES[name]
+    write(tier, record)
+    path = path_of(tier, record)
+    whole = path.read_bytes()
+    head = 8 * len(make_header(record.meta))
+    rng = random.Random(0)
+    bits = [*range(0, head, 97), *(rng.randrange(head, 8 * len(whole)) for _ in range(1000))]
+    for bit in bits:
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DamagedError):
+            verified_read(tier, record.meta)
+    path.write_bytes(whole)
+    verified_read(tier, record.meta)
+
+
+def verified_read(tier, meta):
+    places = dict(zip(meta.parts, np.empty(meta.shape, meta.dtype), strict=True))
+    for part, array in tier.read(meta.name, meta.parts, places.__getitem__):
+        verified(meta, part, array)
+
+
+def test_no_length_of_a_cut_file_passes(tier):
+    record = make(context=key(7), layers=1, tokens=2)
+    write(tier, record)
+    path = path_of(tier, record)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedError):
+            verified_read(tier, record.meta)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(DamagedError):
+        verified_read(tier, record.meta)
+
+
+def test_a_damaged_record_is_deleted_and_counted(tier):
+    record = CASES["kv"]
+    write(tier, record)
+    path = path_of(tier, record)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    store = Store(CacheConfig())
+    assert load(store, tier, record.meta.name) is None
+    assert (store.stats().corrupt, store.stats().bytes) == (1, 0)
+    assert (tier.keys(), path.exists()) == ([], False)
+    write(tier, record)
+    assert read(tier, record) is not None
+
+
+def test_another_records_file_is_not_taken(tier):
+    ours, other = CASES["kv"], make(2, key(7))
+    write(tier, ours, other)
+    path_of(tier, ours).write_bytes(path_of(tier, other).read_bytes())
+    with pytest.raises(DamagedError, match="file is damaged"):
+        verified_read(tier, ours.meta)
+
+
+def test_a_file_that_is_gone_is_forgotten(tier):
+    record = CASES["kv"]
+    write(tier, record)
+    path_of(tier, record).unlink()
+    with pytest.raises(TierError, match="FileNotFoundError"):
+        verified_read(tier, record.meta)
+    assert tier.meta(record.meta.name) is None
+    write(tier, record)
+    assert read(tier, record) is not None
+
+
+# The index.
+
+
+def spoil(path, how):
+    if how == "gone":
+        path.unlink()
+    elif how == "text":
+        path.write_text("this is no data base" * 500)
+    elif how == "zeros":
+        data = bytearray(path.read_bytes())
+        data[100:4096] = bytes(3996)
+        path.write_bytes(data)
+    else:
+        index = sqlite3.connect(path)
+        index.execute("DROP TABLE records")
+        index.execute("CREATE TABLE records (name TEXT)")
+        index.commit()
+        index.close()
+
+
+@pytest.mark.parametrize("how", ["gone", "text", "zeros", "other"])
+def test_the_index_is_made_anew_from_the_files(tmp_path, how, caplog):
+    with closing(tmp_path) as tier:
+        write(tier, CASES["encoder"], CASES["kv"])
+    spoil(tmp_path / "index.sqlite", how)
+    with caplog.at_level("CRITICAL"), closing(tmp_path) as tier:
+        assert len(tier.keys()) == 2
+        for name in ("encoder", "kv"):
+            assert read(tier, CASES[name]).checksums() == CASES[name].checksums()
+
+
+def test_files_and_index_agree_after_opening(tmp_path, caplog):
+    with closing(tmp_path) as tier:
+        write(tier, CASES["encoder"], CASES["kv"], make(2), make(3))
+        paths = [path_of(tier, record) for record in (CASES["kv"], make(2), make(3))]
+    paths[0].unlink()
+    paths[1].write_bytes(b"short")
+    paths[2].rename(paths[2].with_name(f"{key(4)}.safetensors"))
+    foreign = [paths[2].with_name(name) for name in ("model.safetensors", "download.part")]
+    for path in foreign:
+        path.write_bytes(b"somebody else's")
+    (paths[2].parent / f"{key(5)}.safetensors.{'0' * 32}.0.part").write_bytes(b"half")
+    with caplog.at_level("CRITICAL"), closing(tmp_path) as tier:
+        assert tier.keys() == [CASES["encoder"].meta.name]
+        ours = path_of(tier, CASES["encoder"])
+        assert sorted(tmp_path.glob("??/*")) == sorted([ours, *foreign])
+        assert tier.counts() == {
+            "disk_records": 1,
+            "disk_bytes": path_of(tier, CASES["encoder"]).stat().st_size,
+            "disk_capacity": 10**6,
+        }
+
+
+# The budget.
+
+
+def test_the_least_recently_used_leave(tmp_path):
+    now = iter(range(1000))
+    size = len(make_header(make().meta)) + 3 * 6 * 16 * 4
+    with closing(tmp_path, 3 * size + 100, clock=lambda: next(now)) as tier:
+        records = [make(i) for i in range(1, 6)]
+        write(tier, *records[:3])
+        assert read(tier, records[0]) is not None  # used
+        write(tier, records[3])
+        assert [name[-1] for name in names_of(tier)] == ["3", "1", "4"]
+        write(tier, records[3])  # is there
+        write(tier, records[4])
+        assert [name[-1] for name in names_of(tier)] == ["1", "4", "5"]
+        there = sum(path.stat().st_size for path in tmp_path.glob("??/*"))
+        assert tier.counts()["disk_bytes"] == there <= 3 * size + 100
+    with closing(tmp_path, size + 10) as tier:  # a smaller budget holds from the start
+        assert [name[-1] for name in names_of(tier)] == ["5"]
+
+
+def test_what_is_larger_than_the_budget_is_refused(tmp_path):
+    with closing(tmp_path, 1000) as tier:
+        assert not tier.write(CASES["kv"].meta, parts(CASES["kv"]))
+        assert (tier.keys(), list(tmp_path.glob("??"))) == ([], [])
+
+
+# Faults of the disk.
+
+
+def failing(monkeypatch, name, number, error):
+    """The `number`-th call of a function of `os` fails; how many there were."""
+    real, calls = getattr(os, name), []
+
+    def call(*args, **options):
+        calls.append(name)
+        if len(calls) == number:
+            raise error
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["open", "posix_fallocate", "write", "fsync", "close"])
+def test_a_disk_that_fails_while_it_is_written(tier, name, monkeypatch):
+    record, calls = CASES["kv"], []
+    with monkeypatch.context() as patch:
+        for number in range(1, 100):
+            with patch.context() as inner:
+                calls = failing(inner, name, number, OSError(28, "No space left on device"))
+                failed = False
+                try:
+                    write(tier, record)
+                except TierError:
+                    failed = True
+            if len(calls) < number:
+                assert number > 1, "the fault never came"
+                assert not failed
+                break
+            if not failed:
+                continue  # the folder was in sync all the same
+            # It is not there, nothing is left of it, and the next one may write it.
+            if tier.meta(record.meta.name) is None:
+                assert not list(tier.directory.glob("??/*.part"))
+                assert tier.counts()["disk_bytes"] == 0
+            tier.delete(record.meta.name)
+    assert read(tier, record).checksums() == record.checksums()
+
+
+def test_a_short_write_goes_on(tier, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
+    write(tier, CASES["kv"])
+    assert read(tier, CASES["kv"]).checksums() == CASES["kv"].checksums()
+
+
+def test_a_short_read_goes_on(tier, monkeypatch):
+    write(tier, CASES["kv"])
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:5]], offset))
+    assert read(tier, CASES["kv"]).checksums() == CASES["kv"].checksums()
+
+
+def test_a_locked_index_is_a_fault_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("vlcache_jax.cache.disk._PATIENCE", 0.05)
+    with closing(tmp_path) as tier:
+        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(TierError, match="locked"):
+            write(tier, CASES["kv"])
+        assert tier.meta(CASES["kv"].meta.name) is None
+        other.execute("ROLLBACK")
+        write(tier, CASES["kv"])
+        other.execute("BEGIN IMMEDIATE")
+        verified_read(tier, CASES["kv"].meta)  # readers do not wait for writers
+        other.close()
+
+
+def test_it_belongs_to_its_owner_alone(tmp_path):
+    with closing(tmp_path / "new" / "records") as tier:
+        write(tier, CASES["kv"])
+        for path in [tier.directory, *tier.directory.rglob("*")]:
+            if path.name not in ("lock",) and path.suffix not in (".writer", ".sqlite-shm", ".sqlite-wal"):
+                assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file"])
+def test_what_is_no_directory_is_an_error(tmp_path, kind):
+    path = tmp_path / "file"
+    path.write_text("x")
+    directory = path if kind == "file" else path / "records"
+    with pytest.raises(ValueError, match=r"disk must be a directory that can be used, got .*file"):
+        DiskTier(directory, 1000)
+
+
+# Several at once.
+
+
+def test_threads_that_write_and_read(tmp_path):
+    records = [make(i, context) for i in range(1, 13) for context in (None, key(7))]
+    with closing(tmp_path, 12_000) as tier, concurrent.futures.ThreadPoolExecutor(8) as threads:
+
+        def work(number):
+            rng = random.Random(number)
+            for _ in range(30):
+                record = rng.choice(records)
+                if rng.random() < 0.5:
+                    tier.write(record.meta, parts(record))
+                elif rng.random() < 0.1:
+                    tier.delete(record.meta.name)
+                else:
+                    try:
+                        found = load(Store(CacheConfig()), tier, record.meta.name)
+                    except TierError:
+                        continue
+                    assert found is None or found.checksums() == record.checksums()
+
+        list(threads.map(work, range(8)))
+        sizes = sum(path.stat().st_size for path in tmp_path.glob("??/*"))
+        assert sizes == tier.counts()["disk_bytes"] <= 12_000
+        assert tier.keys()
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from tests.cache.test_disk import make, parts
+from vlcache_jax.cache.disk import DiskTier
+tier = DiskTier(sys.argv[1], 40_000)
+for number in range(1, 10**6):
+    record = make(number % 50 + 1, None if number % 2 else "7" * 64)
+    assert tier.write(record.meta, parts(record))
+    print(record.meta.name, flush=True)
+"""
+
+
+def writing(directory, root):
+    """A process that writes records, and tells the names of those that are stored."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", WRITER, str(directory), root], stdout=subprocess.PIPE, text=True
+    )
+
+
+def killed_loads(directory, count, root):
+    """Writers that are killed at any point: what they said was stored is there, and all that is seen is whole."""
+    rng = random.Random(0)
+    for _ in range(count):
+        with writing(directory, root) as process:
+            process.stdout.readline()  # it is under way
+            time.sleep(rng.uniform(0, 0.05))
+            process.kill()
+            said = process.stdout.read().split()
+        with closing(directory, 40_000) as tier:
+            names = names_of(tier)
+            assert names
+            for name in names:
+                _, entry, *context = name.split("/")
+                verified_read(tier, tier.meta(name))
+                record = make(int(entry, 16), context[0] if context else None)
+                assert tier.meta(name).checksums == record.checksums()
+            assert not said or said[-1] in names  # the newest one never makes room
+            assert not list(directory.glob("??/*.part"))
+            assert tier.counts()["disk_bytes"] <= 40_000
+            assert len(list(directory.glob("*.writer"))) == 1  # our own
+
+
+def test_killed_writers(tmp_path, request):
+    killed_loads(tmp_path, 4, str(request.config.rootpath))
+
+
+@pytest.mark.ladder
+def test_many_killed_writers(tmp_path, request):
+    killed_loads(tmp_path, 200, str(request.config.rootpath))
+
+
+def test_two_processes_on_one_directory(tmp_path, request):
+    root = str(request.config.rootpath)
+    with writing(tmp_path, root) as first, writing(tmp_path, root) as second:
+        for process in (first, second):
+            for _ in range(60):
+                assert process.stdout.readline(), "it has ended"
+        with closing(tmp_path, 40_000) as tier:
+            assert tier.counts()["disk_records"] > 0
+            assert tier.counts()["disk_bytes"] <= 40_000
+        first.kill()
+        second.kill()
+    with closing(tmp_path, 40_000) as tier:
+        for name in names_of(tier):
+            verified_read(tier, tier.meta(name))
+        assert sum(path.stat().st_size for path in tmp_path.glob("??/*")) == tier.counts()["disk_bytes"] <= 40_000

@@ -1,0 +1,343 @@
+"""Records on disk, with a model: what comes from there is what was computed, and no fault of it changes an answer."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tests.helper import assert_nothing_left, user
+from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from vlcache_jax.cache.record import DamagedError, TierError
+from vlcache_jax.outputs import Why
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
+
+
+def open_llm(path, directory, ladder=LADDER, **cache):
+    return LLM(
+        path, ladder=ladder, max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False,
+        cache=CacheConfig(disk=directory, **cache),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints, tmp_path_factory):
+    with open_llm(checkpoints("qwen3_vl"), tmp_path_factory.mktemp("records")) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine):
+    empty(engine)
+    return engine
+
+
+def empty(llm):
+    llm.cache.flush()
+    llm.reset_mm_cache()
+    [tier] = llm._movement._tiers
+    tier = getattr(tier, "tier", tier)
+    names = tier.keys()
+    for name in names:
+        tier.delete(name)
+
+
+def forget(llm):
+    """As after a restart: nothing is in memory."""
+    llm.cache.flush()
+    llm.reset_mm_cache()
+
+
+def chat(llm, *conversations, **options):
+    return llm.chat(list(conversations), PARAMS, use_tqdm=False, **options)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def where(output):
+    return [(image.kv, image.encoder) for image in output.cache.images]
+
+
+def files(llm):
+    return sorted(pathlib.Path(llm._movement._tiers[0].directory).glob("??/*.safetensors"))
+
+
+@pytest.fixture
+def picture(textured_image):
+    return textured_image(60, 90, 1)
+
+
+@pytest.fixture
+def other(textured_image):
+    return textured_image(90, 60, 2)
+
+
+def test_what_was_computed_outlives_the_process(checkpoints, tmp_path, picture, other, monkeypatch):
+    conversation = user("See ", picture, " and ", other, " what?")
+    with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
+        cold = chat(llm, conversation, reuse="off")
+        assert where(cold[0]) == [("none", "computed")] * 2
+        assert tokens(chat(llm, conversation)) == tokens(cold)
+    with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
+        monkeypatch.setattr(llm._runner, "encode", lambda *_: pytest.fail("encoded"))
+        [output] = chat(llm, conversation)
+        assert tokens([output]) == tokens(cold)
+        assert where(output) == [("disk", "none")] * 2
+        assert output.cache.exact
+        [first, _] = output.cache.images
+        record = next(r for r in llm._store.records(first.key) if r.meta.context is not None)
+        read = record.meta.nbytes // record.meta.padded * record.meta.tokens
+        assert first.bytes_moved == record.meta.nbytes + read
+        stats = llm.cache.stats()
+        assert (stats.disk_loaded, stats.disk_stored, stats.disk_failed, stats.disk_records) == (2, 0, 0, 4)
+        assert where(chat(llm, conversation)[0]) == [("host", "none")] * 2
+        [output] = chat(llm, user("Elsewhere ", picture, "?"))  # encoder rows are right anywhere
+        assert where(output) == [("none", "disk")]
+
+
+@pytest.mark.parametrize("reuse", ["shift-0.3", *(pytest.param(r, marks=pytest.mark.ladder) for r in ("0.3", "full"))])
+def test_records_from_disk_give_the_answers_of_those_from_memory(llm, picture, reuse):
+    chat(llm, user("See ", picture, " what?"))
+    elsewhere = user("Elsewhere, what is ", picture, "?")
+    from_host = chat(llm, elsewhere, reuse=reuse)
+    assert where(from_host[0])[0][0] == "host"
+    forget(llm)
+    from_disk = chat(llm, elsewhere, reuse=reuse)
+    assert where(from_disk[0])[0][0] == "disk"
+    assert tokens(from_disk) == tokens(from_host)
+    assert from_disk[0].cache.rows == from_host[0].cache.rows
+    assert from_disk[0].cache.images[0].match == "approximate"
+
+
+def test_in_another_context_exact_reuse_takes_the_encoder_rows_alone(llm, picture):
+    chat(llm, user("See ", picture, " what?"))
+    cold = chat(llm, user("Elsewhere, what is ", picture, "?"), reuse="off")
+    forget(llm)
+    output = chat(llm, user("Elsewhere, what is ", picture, "?"))
+    assert tokens(output) == tokens(cold)
+    assert where(output[0]) == [("none", "disk")]
+    assert llm.cache.stats().disk_failed == 0
+
+
+def test_a_batch_reports_what_its_requests_report_one_by_one(llm, picture, other):
+    conversations = [user("See ", picture, " what?"), user("And ", other, "?"), user("See ", picture, " where?")]
+    chat(llm, *conversations)
+    forget(llm)
+    one_by_one = [chat(llm, conversation)[0] for conversation in conversations]
+    forget(llm)
+    together = chat(llm, *conversations)
+    assert tokens(together) == tokens(one_by_one)
+    assert [where(output) for output in together] == [where(output) for output in one_by_one]
+    assert where(together[0])[0][0] == "disk"
+    assert where(together[2])[0][0] == "host"
+
+
+def test_another_ladder_reads_the_same_files(checkpoints, tmp_path, picture):
+    conversation = user("See ", picture, " what?")
+    with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
+        cold = chat(llm, conversation)
+    ladder = Ladder(rows=(32, 96), patches=(32, 96, 256), sequences=(4,))
+    with open_llm(checkpoints("qwen3_vl"), tmp_path, ladder) as llm:
+        assert llm._runner.token_rungs != LADDER.patches
+        output = chat(llm, conversation)
+        assert where(output[0]) == [("disk", "none")]
+        assert tokens(output) == tokens(cold)
+
+
+@pytest.mark.parametrize("codec", ["int8", pytest.param("int4", marks=pytest.mark.ladder)])
+def test_coded_records(checkpoints, tmp_path, picture, codec):
+    elsewhere = user("Elsewhere, what is ", picture, "?")
+    with open_llm(checkpoints("qwen3_vl"), tmp_path, codec=codec) as llm:
+        chat(llm, user("See ", picture, " what?"))
+        from_host = chat(llm, elsewhere, reuse="0.3")
+        forget(llm)
+        from_disk = chat(llm, elsewhere, reuse="0.3")
+        assert where(from_disk[0])[0][0] == "disk"
+        assert tokens(from_disk) == tokens(from_host)
+    with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:  # kept as they are, they are other records
+        assert where(chat(llm, elsewhere, reuse="0.3")[0])[0] == ("none", "computed")
+
+
+def test_salts_share_nothing(llm, picture):
+    conversation = user("See ", picture, " what?")
+    chat(llm, conversation, cache_salt="me")
+    forget(llm)
+    assert where(chat(llm, conversation, cache_salt="you")[0]) == [("none", "computed")]
+    assert where(chat(llm, conversation)[0]) == [("none", "computed")]
+    assert where(chat(llm, conversation, cache_salt="me")[0]) == [("disk", "none")]
+
+
+def test_what_host_memory_has_no_room_for_comes_from_disk(checkpoints, tmp_path, textured_image):
+    pictures = [textured_image(60, 90, seed) for seed in range(4)]
+    conversations = [user("See ", picture, " what?") for picture in pictures]
+    with open_llm(checkpoints("qwen3_vl"), tmp_path, host_bytes="100KB") as llm:
+        cold = [chat(llm, conversation, reuse="off")[0] for conversation in conversations]
+        places = []
+        for _ in range(2):
+            for conversation, expected in zip(conversations, cold, strict=True):
+                [output] = chat(llm, conversation)
+                assert tokens([output]) == tokens([expected])
+                places += where(output)
+                llm.cache.flush()
+        assert ("disk", "none") in places[len(pictures) :]
+        stats = llm.cache.stats()
+        assert stats.evicted > 0
+        assert stats.bytes <= stats.capacity
+
+
+def test_who_evicts_an_image_deletes_its_files(llm, picture, other):
+    chat(llm, user("See ", picture, " and ", other))
+    llm.cache.flush()
+    assert len(files(llm)) == 4
+    assert llm.cache.evict(picture) == 2
+    assert len(files(llm)) == 2
+    forget(llm)
+    assert llm.cache.evict(other) == 2  # of the disk alone
+    assert files(llm) == []
+    assert where(chat(llm, user("See ", picture, " and ", other))[0]) == [("none", "computed")] * 2
+
+
+def test_what_is_pinned_stays_on_disk(llm, picture):
+    chat(llm, user("See ", picture, " what?"))
+    assert llm.cache.pin(picture) == 2
+    assert llm.cache.evict(picture) == 0
+    assert len(files(llm)) == 2
+    llm.cache.unpin(picture)
+
+
+def test_lookup_brings_records_in(llm, picture):
+    chat(llm, user("See ", picture, " what?"))
+    forget(llm)
+    with llm.cache.lookup(picture) as found:
+        assert found.kv.is_ready
+        assert found.encoder.is_ready
+
+
+def flip_last_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("which", ["encoder", "kv"])
+@pytest.mark.parametrize(
+    "damage",
+    [flip_last_bit, lambda path: path.write_bytes(path.read_bytes()[:-1]), lambda path: path.unlink()],
+    ids=["flipped", "cut", "gone"],
+)
+def test_a_damaged_file_changes_no_answer(llm, picture, damage, which, caplog):
+    conversation, elsewhere = user("See ", picture, " what?"), user("Elsewhere, what is ", picture, "?")
+    cold = chat(llm, conversation, elsewhere, reuse="off")
+    chat(llm, conversation)
+    forget(llm)
+    before = llm.cache.stats()
+    for path in files(llm):
+        if path.name.count(".") == (2 if which == "kv" else 1):
+            damage(path)
+    asked = conversation if which == "kv" else elsewhere
+    with caplog.at_level("CRITICAL"):
+        output = chat(llm, asked)
+    assert tokens(output) == tokens(cold[:1] if which == "kv" else cold[1:])
+    [image] = output[0].cache.images
+    if which == "kv":
+        assert (image.kv, image.why) == ("none", Why.load_failed)
+    else:
+        assert image.encoder == "computed"
+    stats = llm.cache.stats()
+    assert stats.disk_failed == before.disk_failed + 1
+    llm.cache.flush()
+    assert tokens(chat(llm, conversation, elsewhere)) == tokens(cold)
+    assert_nothing_left(llm)
+
+
+class Faulty:
+    """A tier whose `number`-th operation fails, or lends what is damaged."""
+
+    def __init__(self, tier, number, fault):
+        self.tier, self.number, self.fault, self.done = tier, number, fault, []
+        self.label = tier.label
+
+    def _is_turn(self, name):
+        self.done.append(name)
+        return len(self.done) == self.number
+
+    def _do(self, name, *args):
+        if self._is_turn(name):
+            raise self.fault
+        return getattr(self.tier, name)(*args)
+
+    def meta(self, name):
+        return self._do("meta", name)
+
+    def write(self, meta, parts):
+        return self._do("write", meta, parts)
+
+    def delete(self, name):
+        return self._do("delete", name)
+
+    def keys(self, prefix=""):
+        return self._do("keys", prefix)
+
+    def counts(self):
+        return self.tier.counts()
+
+    def read(self, name, parts, place):
+        if self._is_turn("read"):
+            raise self.fault
+        for part, array in self.tier.read(name, parts, place):
+            if self._is_turn("part"):
+                if not isinstance(self.fault, DamagedError):
+                    raise self.fault
+                array.reshape(-1)[0] += 1
+            yield part, array
+
+
+def scenario(llm, picture, other):
+    """Answers that touch every operation of a tier, from an empty one."""
+    empty(llm)
+    outputs = chat(llm, user("See ", picture, " what?"), user("And ", other, "?"))
+    forget(llm)
+    outputs += chat(llm, user("See ", picture, " what?"))
+    forget(llm)
+    outputs += chat(llm, user("Elsewhere ", other, "?"))
+    llm.cache.evict(other)
+    outputs += chat(llm, user("And ", other, "?"))
+    llm.cache.flush()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(TierError("the cable is out"), id="fails"),
+        pytest.param(DamagedError("it is damaged"), id="damages", marks=pytest.mark.ladder),
+        pytest.param(RuntimeError("a bug"), id="bug", marks=pytest.mark.ladder),
+    ],
+)
+def test_no_fault_changes_an_answer(llm, picture, other, fault, caplog):
+    [tier] = llm._movement._tiers
+    cold = tokens(scenario(llm, picture, other))
+    recorded = Faulty(tier, 0, fault)
+    try:
+        llm._movement._tiers = (recorded,)
+        assert tokens(scenario(llm, picture, other)) == cold
+        sites = len(recorded.done)
+        assert sites >= 30
+        assert set(recorded.done) == {"meta", "read", "part", "write", "delete", "keys"}
+        for number in range(1, sites + 1):
+            faulty = Faulty(tier, number, fault)
+            llm._movement._tiers = (faulty,)
+            before = llm.cache.stats()
+            with caplog.at_level("CRITICAL"):
+                found = tokens(scenario(llm, picture, other))
+            site = faulty.done[number - 1]
+            assert found == cold, f"operation {number}, {site}"
+            assert llm.cache.stats().disk_failed > before.disk_failed, f"operation {number}, {site}"
+            assert_nothing_left(llm)
+    finally:
+        llm._movement._tiers = (tier,)
+    assert tokens(scenario(llm, picture, other)) == cold
