@@ -201,6 +201,14 @@ def test_who_evicts_an_image_deletes_its_files(llm, picture, other):
     assert where(chat(llm, user("See ", picture, " and ", other))[0]) == [("none", "computed")] * 2
 
 
+def test_an_entry_that_nobody_knows_deletes_nothing(llm, picture):
+    [output] = chat(llm, user("See ", picture, " what?"), cache_salt="me")
+    llm.cache.flush()
+    for entry in ("0" * 64, output.cache.images[0].key):  # the second one is another salt's
+        assert llm.cache.evict(entry) == 0
+    assert len(files(llm)) == 2
+
+
 def test_what_is_pinned_stays_on_disk(llm, picture):
     chat(llm, user("See ", picture, " what?"))
     assert llm.cache.pin(picture) == 2

@@ -400,6 +400,25 @@ def test_a_locked_index_is_a_fault_and_nothing_else(tmp_path, monkeypatch):
         other.close()
 
 
+def test_a_look_waits_for_no_writer(tmp_path):
+    """A thread that waits for another process to write keeps nobody from looking."""
+    with closing(tmp_path) as tier, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        write(tier, CASES["kv"])
+        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        waiting = threads.submit(write, tier, CASES["encoder"])
+        while tier._lock.acquire(blocking=False):  # until the writer has it
+            tier._lock.release()
+            time.sleep(0.001)
+        assert tier.meta(CASES["kv"].meta.name) is not None
+        assert tier.keys() == [CASES["kv"].meta.name]
+        assert not waiting.done()
+        other.execute("ROLLBACK")
+        other.close()
+        waiting.result()
+        assert len(tier.keys()) == 2
+
+
 def test_it_belongs_to_its_owner_alone(tmp_path):
     with closing(tmp_path / "new" / "records") as tier:
         write(tier, CASES["kv"])

@@ -63,7 +63,8 @@ class DiskTier:
         self._clock = clock
         self._me = uuid.uuid4().hex
         self._numbers = itertools.count()  # of files that are being written
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of whoever changes something, who may wait for other processes
+        self._looking = threading.Lock()
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(self.directory / "lock", "ab") as lock:
@@ -71,6 +72,7 @@ class DiskTier:
                 self._alive = open(self.directory / f"{self._me}{_WRITER}", "wb")  # noqa: SIM115
                 fcntl.flock(self._alive, fcntl.LOCK_EX)
                 self._index = self._open_index()
+                self._view = self._connect()
                 self._agree()
         except (OSError, sqlite3.Error) as error:
             raise ValueError(f"disk must be a directory that can be used, got {self.directory}: {error}") from error
@@ -79,11 +81,11 @@ class DiskTier:
 
     def meta(self, name: str) -> Meta | None:
         with self._reporting(name):
-            row = self._execute("SELECT header FROM records WHERE name = ? AND writer IS NULL", name).fetchone()
-            if row is None:
+            found = self._look("SELECT header FROM records WHERE name = ? AND writer IS NULL", name)
+            if not found:
                 return None
             try:
-                return read_header(row[0])
+                return read_header(found[0][0])
             except DamagedError:  # of the index; the file may be as it should
                 return read_header(self._header(self.directory / file_name(name)))
 
@@ -130,15 +132,16 @@ class DiskTier:
 
     def keys(self, prefix: str = "") -> list[str]:
         with self._reporting(prefix):
-            found = self._execute(
+            found = self._look(
                 "SELECT name FROM records WHERE name >= ? AND name < ? AND writer IS NULL ORDER BY used",
                 prefix, prefix + "\U0010ffff",
             )  # fmt: skip
             return [name for (name,) in found]
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock, self._looking:
             self._index.close()
+            self._view.close()
             pathlib.Path(self._alive.name).unlink(missing_ok=True)
             self._alive.close()
 
@@ -146,7 +149,7 @@ class DiskTier:
         """Records, their bytes, and the capacity."""
         with self._reporting("counts"):
             query = "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM records WHERE writer IS NULL"
-            records, size = self._execute(query).fetchone()
+            [(records, size)] = self._look(query)
         return {"disk_records": records, "disk_bytes": size, "disk_capacity": self.capacity}
 
     # Files.
@@ -212,10 +215,14 @@ class DiskTier:
         self._execute("DELETE FROM records WHERE name = ?", name)
         (self.directory / file_name(name)).unlink(missing_ok=True)
 
+    def _connect(self) -> sqlite3.Connection:
+        path = self.directory / "index.sqlite"
+        return sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+
     def _open_index(self) -> sqlite3.Connection:
         path = self.directory / "index.sqlite"
         for attempt in range(2):
-            index = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+            index = self._connect()
             try:
                 os.chmod(path, 0o600)
                 index.execute("PRAGMA journal_mode = WAL")
@@ -275,6 +282,11 @@ class DiskTier:
     def _execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
         with self._lock:
             return self._index.execute(statement, values)
+
+    def _look(self, query: str, *values: Any) -> list[Any]:
+        """What the index says. Waits for nobody who changes it."""
+        with self._looking:
+            return self._view.execute(query, values).fetchall()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

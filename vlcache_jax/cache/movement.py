@@ -97,7 +97,8 @@ class Movement:
         names: set[str] = set()
         for tier in self._tiers:
             try:
-                for name in {*tier.keys(f"enc/{entry}"), *tier.keys(f"kv/{entry}/")}.difference(pinned):
+                there = {name for name in tier.keys(f"enc/{entry}") if name == f"enc/{entry}"}
+                for name in there.union(tier.keys(f"kv/{entry}/")).difference(pinned):
                     tier.delete(name)
                     names.add(name)
             except Exception as error:
