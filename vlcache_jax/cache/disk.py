@@ -145,6 +145,11 @@ class DiskTier:
             pathlib.Path(self._alive.name).unlink(missing_ok=True)
             self._alive.close()
 
+    def lines(self) -> list[tuple[str, int, float]]:
+        """Name, bytes and time of the last use of each record, the newest last."""
+        with self._reporting("lines"):
+            return self._look("SELECT name, bytes, used FROM records WHERE writer IS NULL ORDER BY used")
+
     def counts(self) -> dict[str, int]:
         """Records, their bytes, and the capacity."""
         with self._reporting("counts"):

@@ -13,6 +13,7 @@ import typer
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.checks import parse_bytes, parse_counts
 from vlcache_jax.commands.analyze import app as analyze_app
+from vlcache_jax.commands.cache import app as cache_app
 from vlcache_jax.commands.schedule import app as schedule_app
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.convert.command import convert_command
@@ -35,6 +36,7 @@ bench = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a
 app.add_typer(bench)
 app.add_typer(schedule_app)
 app.add_typer(analyze_app)
+app.add_typer(cache_app)
 
 
 def _say_version(wanted: bool) -> None:
