@@ -59,7 +59,7 @@ class DiskTier:
     label = "disk"
 
     def __init__(self, directory: str | os.PathLike[str], capacity: int, *, clock: Callable[[], float] = time.time):
-        self.directory, self.capacity = pathlib.Path(directory), capacity
+        self.directory, self.capacity = pathlib.Path(directory).expanduser(), capacity
         self._clock = clock
         self._me = uuid.uuid4().hex
         self._numbers = itertools.count()  # of files that are being written
@@ -183,7 +183,8 @@ class DiskTier:
         try:
             descriptor = os.open(part_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "wb", buffering=0) as file:
-                os.posix_fallocate(descriptor, 0, size)  # a full disk is known before the work
+                if hasattr(os, "posix_fallocate"):  # macOS has none
+                    os.posix_fallocate(descriptor, 0, size)  # a full disk is known before the work
                 _write_all(descriptor, memoryview(header))
                 for part in meta.parts:
                     for rows in blocks(meta, parts[part]):
