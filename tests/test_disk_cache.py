@@ -9,6 +9,7 @@ import pytest
 from tests.helper import assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.record import DamagedError, TierError
+from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.outputs import Why
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -84,6 +85,7 @@ def test_what_was_computed_outlives_the_process(checkpoints, tmp_path, picture, 
         assert tokens(chat(llm, conversation)) == tokens(cold)
     with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
         monkeypatch.setattr(llm._runner, "encode", lambda *_: pytest.fail("encoded"))
+        monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut"))  # the pixels are hashed alone
         [output] = chat(llm, conversation)
         assert tokens([output]) == tokens(cold)
         assert where(output) == [("disk", "none")] * 2

@@ -42,7 +42,7 @@ class Movement:
         self._lock = threading.Lock()
         self._is_closing = False
         if tiers:
-            store.published = self.keep
+            store.published, store.elsewhere = self.keep, self._has_rows
 
     def bring_in(self, entry: str, context: str, *, approximate: bool) -> dict[str, str]:
         """Begins to load what is kept of an image, and is not in host memory.
@@ -144,6 +144,10 @@ class Movement:
                 if meta is not None and meta.name == name:
                     found[name] = tier, meta
         return found
+
+    def _has_rows(self, entry: str) -> bool:
+        """Whether some tier has an image's encoder rows."""
+        return bool(self._find([f"enc/{entry}"]))
 
     def _find_variant(self, entry: str) -> dict[str, tuple[Tier, Meta]]:
         """K, V of an image in any context: of the canonical ones the newest, if there is one."""

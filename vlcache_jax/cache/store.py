@@ -158,6 +158,7 @@ class Store:
       refusals: why the file under an alias is no picture.
       published: called with every record that has been filled.
       forgotten: called with every record that leaves.
+      elsewhere: whether an image's encoder rows, by its entry key, are in a tier outside host memory.
     """
 
     def __init__(self, config: CacheConfig):
@@ -169,6 +170,7 @@ class Store:
         self.refusals = Bounded[str](_REFUSED)
         self.published: Callable[[Record], object] = lambda record: None
         self.forgotten: Callable[[Record], object] = lambda record: None
+        self.elsewhere: Callable[[str], bool] = lambda entry: False
         self._requests = Bounded[tuple[str, tuple[str, ...]]](_REQUESTS)  # request key -> owner, images
         # A record's name, or an entry key for all contexts together -> why there is none, and the owner.
         self._lost = Bounded[tuple[Why, str]](_REMEMBERED)
@@ -363,9 +365,10 @@ class Store:
                 setattr(self._counts, name, getattr(self._counts, name) + count)
 
     def knows(self, entry: str) -> bool:
-        """Whether any record of an image exists, or is being filled."""
+        """Whether any record of an image exists, or is being filled, or can be brought in."""
         with self._lock:
-            return bool(self._records(entry))
+            here = bool(self._records(entry))
+        return here or self.elsewhere(entry)
 
     def records(self, entry: str) -> list[Record]:
         """All records of an image that are complete."""
