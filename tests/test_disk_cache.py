@@ -211,6 +211,15 @@ def test_an_entry_that_nobody_knows_deletes_nothing(llm, picture):
     assert len(files(llm)) == 2
 
 
+def test_an_entry_key_is_known_after_a_restart(llm, picture):
+    [output] = chat(llm, user("See ", picture, " what?"), cache_salt="me")
+    forget(llm)
+    entry = output.cache.images[0].key
+    assert llm.cache.evict(entry) == 0
+    assert llm.cache.evict(entry, cache_salt="me") == 2
+    assert files(llm) == []
+
+
 def test_what_is_pinned_stays_on_disk(llm, picture):
     chat(llm, user("See ", picture, " what?"))
     assert llm.cache.pin(picture) == 2

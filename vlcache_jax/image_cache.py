@@ -178,7 +178,8 @@ class ImageCache:
     ) -> tuple[str, Grid | None]:
         """The entry key of an image and its grid, or an entry key as it came, unless it belongs to another salt."""
         if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
-            is_own = self._store.is_owner(owner_key(cache_salt), image)
+            owner = owner_key(cache_salt)
+            is_own = self._store.is_owner(owner, image) or self._movement.is_owner(owner, image)
             return image if is_own else "", None  # nothing is kept under ""
         found = self._image(image, cache_salt, mm_processor_kwargs)
         return found.key, found.grid

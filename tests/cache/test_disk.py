@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.disk import DiskTier
+from vlcache_jax.cache.disk import FOLDER, DiskTier
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.movement import load
 from vlcache_jax.cache.record import DamagedError, Meta, Record, TierError, verified
@@ -272,7 +272,7 @@ def spoil(path, how):
 def test_the_index_is_made_anew_from_the_files(tmp_path, how, caplog):
     with closing(tmp_path) as tier:
         write(tier, CASES["encoder"], CASES["kv"])
-    spoil(tmp_path / "index.sqlite", how)
+    spoil(tmp_path / FOLDER / "index.sqlite", how)
     with caplog.at_level("CRITICAL"), closing(tmp_path) as tier:
         assert len(tier.keys()) == 2
         for name in ("encoder", "kv"):
@@ -293,7 +293,7 @@ def test_files_and_index_agree_after_opening(tmp_path, caplog):
     with caplog.at_level("CRITICAL"), closing(tmp_path) as tier:
         assert tier.keys() == [CASES["encoder"].meta.name]
         ours = path_of(tier, CASES["encoder"])
-        assert sorted(tmp_path.glob("??/*")) == sorted([ours, *foreign])
+        assert sorted((tmp_path / FOLDER).glob("??/*")) == sorted([ours, *foreign])
         assert tier.counts() == {
             "disk_records": 1,
             "disk_bytes": path_of(tier, CASES["encoder"]).stat().st_size,
@@ -316,7 +316,7 @@ def test_the_least_recently_used_leave(tmp_path):
         write(tier, records[3])  # is there
         write(tier, records[4])
         assert [name[-1] for name in names_of(tier)] == ["1", "4", "5"]
-        there = sum(path.stat().st_size for path in tmp_path.glob("??/*"))
+        there = sum(path.stat().st_size for path in (tmp_path / FOLDER).glob("??/*"))
         assert tier.counts()["disk_bytes"] == there <= 3 * size + 100
     with closing(tmp_path, size + 10) as tier:  # a smaller budget holds from the start
         assert [name[-1] for name in names_of(tier)] == ["5"]
@@ -325,7 +325,7 @@ def test_the_least_recently_used_leave(tmp_path):
 def test_what_is_larger_than_the_budget_is_refused(tmp_path):
     with closing(tmp_path, 1000) as tier:
         assert not tier.write(CASES["kv"].meta, parts(CASES["kv"]))
-        assert (tier.keys(), list(tmp_path.glob("??"))) == ([], [])
+        assert (tier.keys(), list((tmp_path / FOLDER).glob("??"))) == ([], [])
 
 
 # Faults of the disk.
@@ -365,7 +365,7 @@ def test_a_disk_that_fails_while_it_is_written(tier, name, monkeypatch):
                 continue  # the folder was in sync all the same
             # It is not there, nothing is left of it, and the next one may write it.
             if tier.meta(record.meta.name) is None:
-                assert not list(tier.directory.glob("??/*.part"))
+                assert not list(tier.directory.rglob("*.part"))
                 assert tier.counts()["disk_bytes"] == 0
             tier.delete(record.meta.name)
     assert read(tier, record).checksums() == record.checksums()
@@ -388,7 +388,7 @@ def test_a_short_read_goes_on(tier, monkeypatch):
 def test_a_locked_index_is_a_fault_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr("vlcache_jax.cache.disk._PATIENCE", 0.05)
     with closing(tmp_path) as tier:
-        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+        other = sqlite3.connect(tmp_path / FOLDER / "index.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(TierError, match="locked"):
             write(tier, CASES["kv"])
@@ -404,7 +404,7 @@ def test_a_look_waits_for_no_writer(tmp_path):
     """A thread that waits for another process to write keeps nobody from looking."""
     with closing(tmp_path) as tier, concurrent.futures.ThreadPoolExecutor(1) as threads:
         write(tier, CASES["kv"])
-        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+        other = sqlite3.connect(tmp_path / FOLDER / "index.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         waiting = threads.submit(write, tier, CASES["encoder"])
         while tier._lock.acquire(blocking=False):  # until the writer has it
@@ -417,6 +417,75 @@ def test_a_look_waits_for_no_writer(tmp_path):
         other.close()
         waiting.result()
         assert len(tier.keys()) == 2
+
+
+def test_a_read_waits_for_no_writer(tmp_path, monkeypatch):
+    """Another process may keep the index for long; what was used is noted later."""
+    now = iter(range(100))
+    with closing(tmp_path, clock=lambda: next(now)) as tier:
+        write(tier, CASES["kv"], CASES["encoder"])
+        other = sqlite3.connect(tmp_path / FOLDER / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        monkeypatch.setattr(tier, "_changing", lambda: pytest.fail("a reader waits"))
+        verified_read(tier, CASES["kv"].meta)
+        monkeypatch.undo()
+        other.execute("ROLLBACK")
+        other.close()
+        assert tier.keys()[-1] == CASES["encoder"].meta.name
+        tier.delete(make(9).meta.name)
+        assert tier.keys()[-1] == CASES["kv"].meta.name
+
+
+def test_what_lies_beside_is_nobody_elses_business(tmp_path):
+    others = [tmp_path / name for name in ("index.sqlite", "my novel.writer", "ab")]
+    others.append(others.pop() / f"{key(1)}.safetensors")
+    others[-1].parent.mkdir()
+    for path in others:
+        path.write_text("somebody else's")
+    with closing(tmp_path) as tier:
+        write(tier, CASES["kv"])
+    assert {path.read_text() for path in others} == {"somebody else's"}
+
+
+def test_a_file_that_cannot_be_read_for_once_stays(tmp_path, monkeypatch, caplog):
+    with closing(tmp_path) as tier:
+        write(tier, CASES["kv"])
+    with monkeypatch.context() as patch, caplog.at_level("CRITICAL"):
+        patch.setattr(DiskTier, "_header", failing_header)
+        with closing(tmp_path) as tier, pytest.raises(TierError, match="Input/output"):
+            verified_read(tier, CASES["kv"].meta)
+    with closing(tmp_path) as tier:
+        verified_read(tier, CASES["kv"].meta)
+
+
+def failing_header(tier, path):
+    raise OSError(5, "Input/output error")
+
+
+def test_a_dead_writers_place_is_taken_over(tmp_path, monkeypatch):
+    dead = DiskTier(tmp_path, 10**6)
+    monkeypatch.setattr(dead, "_write", lambda *_: True)  # it is killed before it has begun
+    write(dead, CASES["kv"])
+    with closing(tmp_path) as tier:
+        write(tier, CASES["kv"])
+        assert tier.keys() == []  # somebody who lives has it
+        dead._alive.close()  # the lock goes with its owner
+        write(tier, CASES["kv"])
+        verified_read(tier, CASES["kv"].meta)
+    dead._index.close()
+    dead._view.close()
+
+
+def test_what_is_no_file_is_left_alone(tmp_path):
+    with closing(tmp_path) as tier:
+        write(tier, CASES["kv"])
+        path = path_of(tier, CASES["kv"])
+    path.unlink()
+    path.mkdir()
+    os.mkfifo(path_of(tier, make(3)))
+    with closing(tmp_path) as tier:
+        assert tier.keys() == []
+        assert path.is_dir()
 
 
 def test_it_belongs_to_its_owner_alone(tmp_path):
@@ -459,7 +528,7 @@ def test_threads_that_write_and_read(tmp_path):
                     assert found is None or found.checksums() == record.checksums()
 
         list(threads.map(work, range(8)))
-        sizes = sum(path.stat().st_size for path in tmp_path.glob("??/*"))
+        sizes = sum(path.stat().st_size for path in (tmp_path / FOLDER).glob("??/*"))
         assert sizes == tier.counts()["disk_bytes"] <= 12_000
         assert tier.keys()
 
@@ -468,7 +537,7 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from tests.cache.test_disk import make, parts
-from vlcache_jax.cache.disk import DiskTier
+from vlcache_jax.cache.disk import FOLDER, DiskTier
 tier = DiskTier(sys.argv[1], 40_000)
 for number in range(1, 10**6):
     record = make(number % 50 + 1, None if number % 2 else "7" * 64)
@@ -502,9 +571,9 @@ def killed_loads(directory, count, root):
                 record = make(int(entry, 16), context[0] if context else None)
                 assert tier.meta(name).checksums == record.checksums()
             assert not said or said[-1] in names  # the newest one never makes room
-            assert not list(directory.glob("??/*.part"))
+            assert not list(directory.rglob("*.part"))
             assert tier.counts()["disk_bytes"] <= 40_000
-            assert len(list(directory.glob("*.writer"))) == 1  # our own
+            assert len(list(directory.rglob("*.writer"))) == 1  # our own
 
 
 def test_killed_writers(tmp_path, request):
@@ -530,4 +599,8 @@ def test_two_processes_on_one_directory(tmp_path, request):
     with closing(tmp_path, 40_000) as tier:
         for name in names_of(tier):
             verified_read(tier, tier.meta(name))
-        assert sum(path.stat().st_size for path in tmp_path.glob("??/*")) == tier.counts()["disk_bytes"] <= 40_000
+        assert (
+            sum(path.stat().st_size for path in (tmp_path / FOLDER).glob("??/*"))
+            == tier.counts()["disk_bytes"]
+            <= 40_000
+        )

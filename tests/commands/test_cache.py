@@ -40,7 +40,7 @@ def test_stats(directory):
 
 
 def test_verify(directory):
-    assert run("verify", directory).stdout.splitlines()[-1] == "3 records are whole, 0 were damaged"
+    assert run("verify", directory).stdout.splitlines()[-1] == "records: 3 whole, 0 damaged, 0 that could not be read"
     with closing(directory) as tier:
         path = path_of(tier, RECORDS[1])
     data = bytearray(path.read_bytes())
@@ -48,7 +48,7 @@ def test_verify(directory):
     path.write_bytes(data)
     result = run("verify", directory)
     assert RECORDS[1].meta.name in result.stdout
-    assert result.stdout.splitlines()[-1] == "2 records are whole, 1 were damaged"
+    assert result.stdout.splitlines()[-1] == "records: 2 whole, 1 damaged, 0 that could not be read"
     assert not path.exists()
 
 

@@ -24,11 +24,13 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import DamagedError, Meta, Part, TierError, blocks
 from vlcache_jax.cache.record_file import LENGTH, MOST_HEADER, SUFFIX, file_name, make_header, part_bytes, read_header
 
 _log = logging.getLogger(__name__)
 
+FOLDER = f"vlcache-{FORMAT_VERSION}"  # of the directory: what lies beside it is not ours
 _PART = ".part"
 _WRITER = ".writer"  # files that their owners keep locked as long as they live
 _OURS = re.compile(rf"[0-9a-f]{{64}}(\.[0-9a-f]{{64}})?{SUFFIX}(\.(?P<writer>[0-9a-f]{{32}})\.\d+{_PART})?")
@@ -59,13 +61,16 @@ class DiskTier:
     label = "disk"
 
     def __init__(self, directory: str | os.PathLike[str], capacity: int, *, clock: Callable[[], float] = time.time):
-        self.directory, self.capacity = pathlib.Path(directory).expanduser(), capacity
+        self.capacity = capacity
         self._clock = clock
         self._me = uuid.uuid4().hex
         self._numbers = itertools.count()  # of files that are being written
         self._lock = threading.RLock()  # of whoever changes something, who may wait for other processes
         self._looking = threading.Lock()
+        self._used: dict[str, float] = {}  # since the last change of the index, when each record was used
+        self._gone: set[str] = set()  # records whose file was not found
         try:
+            self.directory = pathlib.Path(directory).expanduser() / FOLDER
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(self.directory / "lock", "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # two that open at once would mend what the other is making
@@ -74,15 +79,15 @@ class DiskTier:
                 self._index = self._open_index()
                 self._view = self._connect()
                 self._agree()
-        except (OSError, sqlite3.Error) as error:
-            raise ValueError(f"disk must be a directory that can be used, got {self.directory}: {error}") from error
+        except (OSError, sqlite3.Error, RuntimeError, ValueError) as error:
+            raise ValueError(f"disk must be a directory that can be used, got {str(directory)!r}: {error}") from error
 
     # The interface of a tier.
 
     def meta(self, name: str) -> Meta | None:
         with self._reporting(name):
             found = self._look("SELECT header FROM records WHERE name = ? AND writer IS NULL", name)
-            if not found:
+            if not found or name in self._gone:
                 return None
             try:
                 return read_header(found[0][0])
@@ -98,8 +103,7 @@ class DiskTier:
             size = part_bytes(meta)
             if meta.name != name or os.fstat(file.fileno()).st_size != len(header) + size * len(meta.parts):
                 raise DamagedError(f"{name}: file is damaged")
-            with contextlib.suppress(sqlite3.Error):  # another process is busy, or the disk is full
-                self._execute("UPDATE records SET used = ? WHERE name = ?", self._clock(), name)
+            self._used[name] = self._clock()
             for part in parts:
                 array = place(part)
                 buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, array)]
@@ -113,7 +117,7 @@ class DiskTier:
             header = make_header(meta)
             size = len(header) + part_bytes(meta) * len(meta.parts)
             with self._changing():
-                if self._execute("SELECT 1 FROM records WHERE name = ?", meta.name).fetchone():
+                if self._has(meta.name):
                     return True  # it is there, or about to be
                 if not self._make_room(size):
                     return False
@@ -139,10 +143,12 @@ class DiskTier:
             return [name for (name,) in found]
 
     def close(self) -> None:
+        with self._lock, contextlib.suppress(sqlite3.Error), self._changing():
+            pass  # what was used last is noted
         with self._lock, self._looking:
             self._index.close()
             self._view.close()
-            pathlib.Path(self._alive.name).unlink(missing_ok=True)
+            _discard(pathlib.Path(self._alive.name))
             self._alive.close()
 
     def lines(self) -> list[tuple[str, int, float]]:
@@ -160,11 +166,11 @@ class DiskTier:
     # Files.
 
     def _open(self, name: str) -> BinaryIO:
-        """A record's file; if it is gone, so is its line in the index."""
+        """A record's file; if it is gone, so will be its line in the index."""
         try:
             return cast(BinaryIO, open(self.directory / file_name(name), "rb", buffering=0))
         except FileNotFoundError:
-            self._execute("DELETE FROM records WHERE name = ? AND writer IS NULL", name)
+            self._gone.add(name)
             raise
 
     def _header(self, path: str | os.PathLike[str]) -> bytes:
@@ -179,7 +185,7 @@ class DiskTier:
         """The file of a record that has its room; then it is visible, unless it was deleted meanwhile."""
         path = self.directory / file_name(meta.name)
         part_file = path.with_name(f"{path.name}.{self._me}.{next(self._numbers)}{_PART}")
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             descriptor = os.open(part_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "wb", buffering=0) as file:
@@ -198,9 +204,21 @@ class DiskTier:
                 _sync_folder(path.parent)
                 return True
         finally:
-            part_file.unlink(missing_ok=True)
+            _discard(part_file)
 
     # The index.
+
+    def _has(self, name: str) -> bool:
+        """Within a transaction: whether a record is there, or somebody who lives is writing it."""
+        row = self._execute("SELECT writer FROM records WHERE name = ?", name).fetchone()
+        if row is None:
+            return False
+        [writer] = row
+        path = self.directory / (file_name(name) if writer is None else f"{writer}{_WRITER}")
+        if path.is_file() and (writer in (None, self._me) or _is_locked(path)):
+            return True
+        self._execute("DELETE FROM records WHERE name = ?", name)
+        return False
 
     def _make_room(self, size: int) -> bool:
         """Within a transaction; False if what is being written leaves none."""
@@ -219,7 +237,7 @@ class DiskTier:
     def _remove(self, name: str) -> None:
         """Within a transaction, so that nobody writes it anew meanwhile."""
         self._execute("DELETE FROM records WHERE name = ?", name)
-        (self.directory / file_name(name)).unlink(missing_ok=True)
+        _discard(self.directory / file_name(name))
 
     def _connect(self) -> sqlite3.Connection:
         path = self.directory / "index.sqlite"
@@ -248,7 +266,7 @@ class DiskTier:
                     raise
                 _log.warning("the index of %s is damaged, and is made anew", self.directory)
                 for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
-                    (self.directory / name).unlink(missing_ok=True)
+                    _discard(self.directory / name)
         raise AssertionError("unreachable")
 
     def _agree(self) -> None:
@@ -261,11 +279,11 @@ class DiskTier:
             for part_file in self.directory.glob(f"??/*{_PART}"):
                 ours = _OURS.fullmatch(part_file.name)
                 if ours and ours["writer"] not in alive:
-                    part_file.unlink(missing_ok=True)
+                    _discard(part_file)
             rows = dict(self._execute("SELECT name, bytes FROM records WHERE writer IS NULL").fetchall())
             there = set()
             for path in self.directory.glob(f"??/*{SUFFIX}"):
-                if not _OURS.fullmatch(path.name):
+                if not (_OURS.fullmatch(path.name) and path.is_file()):
                     continue
                 try:
                     header = self._header(path)
@@ -273,16 +291,20 @@ class DiskTier:
                     size = len(header) + part_bytes(meta) * len(meta.parts)
                     if path != self.directory / file_name(meta.name) or path.stat().st_size != size:
                         raise DamagedError(f"{path} is damaged")
-                except (DamagedError, OSError):
+                except OSError as error:  # it may pass
+                    _log.warning("%s could not be read: %s", path, error)
+                    continue
+                except DamagedError:
                     _log.warning("%s is damaged, and is deleted", path)
-                    path.unlink(missing_ok=True)
+                    _discard(path)
                     continue
                 there.add(meta.name)
                 if rows.get(meta.name) != size:
                     row = meta.name, header, size, path.stat().st_mtime
                     self._execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, NULL)", *row)
             for name in rows.keys() - there:
-                self._execute("DELETE FROM records WHERE name = ?", name)
+                if not (self.directory / file_name(name)).is_file():
+                    self._execute("DELETE FROM records WHERE name = ?", name)
             self._make_room(0)
 
     def _execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
@@ -300,11 +322,22 @@ class DiskTier:
         with self._lock:
             self._index.execute("BEGIN IMMEDIATE")
             try:
+                self._note()
                 yield
             except BaseException:
                 self._index.execute("ROLLBACK")
                 raise
             self._index.execute("COMMIT")
+
+    def _note(self) -> None:
+        """Writes down what was seen since the last change."""
+        while self._used:
+            name, used = self._used.popitem()
+            self._index.execute("UPDATE records SET used = ? WHERE name = ?", (used, name))
+        while self._gone:
+            name = self._gone.pop()
+            if not (self.directory / file_name(name)).is_file():
+                self._index.execute("DELETE FROM records WHERE name = ? AND writer IS NULL", (name,))
 
     @contextlib.contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
@@ -338,6 +371,12 @@ def _sync_folder(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+def _discard(path: pathlib.Path) -> None:
+    """Deletes a file, if it can."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def _is_locked(path: pathlib.Path) -> bool:
     """Whether its owner lives; deletes it if not."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
@@ -345,5 +384,5 @@ def _is_locked(path: pathlib.Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        path.unlink(missing_ok=True)
+        _discard(path)
     return False

@@ -105,6 +105,18 @@ class Movement:
                 self._fault(error)
         return names
 
+    def is_owner(self, owner: str, entry: str) -> bool:
+        """Whether a tier has records of an entry key that was made under the owner's salt."""
+        for tier in self._tiers:
+            try:
+                there = self._find(tier.keys(f"enc/{entry}") or tier.keys(f"kv/{entry}/"))
+            except Exception as error:
+                self._fault(error)
+                continue
+            if there:
+                return all(meta.owner == owner for _, meta in there.values())
+        return False
+
     def flush(self) -> None:
         """Waits until everything published so far is kept in every tier."""
         with self._lock:
@@ -129,7 +141,10 @@ class Movement:
         self._writer.shutdown()
         self._readers.shutdown(cancel_futures=True)
         for tier in self._tiers:
-            tier.close()
+            try:
+                tier.close()
+            except Exception as error:
+                self._fault(error)
 
     def _find(self, names: Sequence[str]) -> dict[str, tuple[Tier, Meta]]:
         """Of some records, the fastest tier that has them."""

@@ -11,8 +11,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from vlcache_jax.cache.disk import DiskTier
-from vlcache_jax.cache.record import Meta, TierError, verified
+from vlcache_jax.cache.disk import FOLDER, DiskTier
+from vlcache_jax.cache.record import DamagedError, Meta, TierError, verified
 from vlcache_jax.checks import parse_bytes
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.progress import Progress
@@ -64,17 +64,22 @@ def verify_command(directory: Annotated[pathlib.Path, DIRECTORY]) -> None:
     Example: vlcache cache verify ~/records
     """
     with say_errors(), opened(directory) as tier:
-        names, damaged = tier.keys(), 0
+        names, damaged, unread = tier.keys(), 0, 0
         with Progress("verifying", len(names)) as bar:
             for name in names:
                 try:
                     _verify(tier, name)
-                except TierError as error:
+                except DamagedError as error:
                     damaged += 1
                     print(f"deleted: {error}")
                     tier.delete(name)
+                except TierError as error:
+                    unread += 1
+                    print(f"could not be read: {error}")
                 bar.update()
-        print(f"{len(names) - damaged} records are whole, {damaged} were damaged")
+        print(f"records: {len(names) - damaged - unread} whole, {damaged} damaged, {unread} that could not be read")
+        if unread:
+            raise typer.Exit(1)
 
 
 @app.command("evict")
@@ -122,7 +127,7 @@ def opened(directory: pathlib.Path, capacity: int = EVERYTHING) -> Iterator[Disk
     Raises:
       ValueError: it holds none.
     """
-    if not (directory / "index.sqlite").is_file() and not any(directory.glob("??/*.safetensors")):
+    if not (directory / FOLDER).is_dir():
         raise ValueError(f"directory must be one of records, got {directory}")
     tier = DiskTier(directory, capacity)
     try:
@@ -144,7 +149,7 @@ def _row(meta: Meta, size: int, used: float) -> dict[str, object]:
 
 
 def _verify(tier: DiskTier, name: str) -> None:
-    """Raises TierError if a record is damaged."""
+    """Raises DamagedError if a record is damaged, TierError if it cannot be read."""
     if (meta := tier.meta(name)) is None:
         return  # another process has deleted it
     places = dict(zip(meta.parts, np.empty(meta.shape, meta.dtype), strict=True))
