@@ -582,7 +582,7 @@ def test_killed_writers(tmp_path, request):
 
 @pytest.mark.ladder
 def test_many_killed_writers(tmp_path, request):
-    killed_loads(tmp_path, 200, str(request.config.rootpath))
+    killed_loads(tmp_path, 40, str(request.config.rootpath))
 
 
 def test_two_processes_on_one_directory(tmp_path, request):
