@@ -87,7 +87,12 @@ def _vision(config: ModelConfig) -> dict[str, Any]:
 class _Drawn(Checkpoint):
     """A checkpoint whose weights are drawn on the device, as writing the files would take minutes."""
 
-    source_digest = fingerprint = "drawn"
+    @property
+    def fingerprint(self) -> str:
+        """Records that stay on a disk are found by models of this shape alone."""
+        return f"drawn {self.config!r}"
+
+    source_digest = fingerprint
 
     def load(self, device: Any = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
         import jax
