@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks.floor import Floor
+from vlcache_jax.benchmarks.floor import Floor, Rates
 from vlcache_jax.outputs import Metrics
 from vlcache_jax.study.report import show, write
 
@@ -33,7 +33,7 @@ class Case:
       reused: tokens that the last layer did not compute.
       rows: computed in each layer [L].
       pairs: of a query and a key that it sees, in each layer [L].
-      floor: the least that it costs.
+      floor: the least that it costs, by the rates of the device.
     """
 
     images: int
@@ -45,7 +45,7 @@ class Case:
     reused: int
     rows: tuple[int, ...]
     pairs: tuple[int, ...]
-    floor: Floor
+    floor: Callable[[Rates], Floor]
 
     @property
     def image_tokens(self) -> int:
@@ -60,10 +60,11 @@ class Case:
         """Median seconds of a step."""
         return statistics.median(getattr(one, step) for one in self.metrics)
 
-    def row(self, cold: Case, encoder_cached: Case) -> dict[str, Any]:
+    def row(self, cold: Case, encoder_cached: Case, rates: Rates) -> dict[str, Any]:
         """Of the table; the baselines are of the same prompts."""
         took = [one.ttft for one in self.metrics]
-        rate, cold_rate = (case.floor.operations / case.ttft for case in (self, cold))
+        least = self.floor(rates)
+        rate, cold_rate = (case.floor(rates).operations / case.ttft for case in (self, cold))
         computing = self.median("encode") + self.median("prefill")
         return {
             "image tokens": self.image_tokens,
@@ -79,15 +80,15 @@ class Case:
             "tokens reused": self.reused,
             "rows a layer": statistics.fmean(self.rows),
             "pairs a layer": statistics.fmean(self.pairs),
-            "floor ms": 1000 * self.floor.seconds,
-            "times floor": self.ttft / self.floor.seconds,
-            "GFLOP": self.floor.operations / 1e9,
+            "floor ms": 1000 * least.seconds,
+            "times floor": self.ttft / least.seconds,
+            "GFLOP": least.operations / 1e9,
             "GFLOP/s of cold": rate / cold_rate,
             "TTFT minus compute %": 100 * (self.ttft - computing) / self.ttft,
         }
 
 
-def make_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def make_rows(cases: Sequence[Case], rates: Rates) -> list[dict[str, Any]]:
     """A row for each case: all of a number of image tokens, then those of the next.
 
     Raises:
@@ -95,7 +96,7 @@ def make_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """
     baselines = {(case.image_tokens, case.configuration): case for case in cases}
     return [
-        case.row(*(baselines[case.image_tokens, name] for name in (COLD, ENCODER_CACHED)))
+        case.row(baselines[case.image_tokens, COLD], baselines[case.image_tokens, ENCODER_CACHED], rates)
         for case in sorted(cases, key=lambda case: case.image_tokens)
     ]
 

@@ -204,6 +204,10 @@ def test_rates_are_measured():
     assert rates._put_seconds(2**16) > 0
 
 
+def test_of_rates_the_best_count():
+    assert rates.best([Rates(1.0, 5.0, 2.0), Rates(4.0, 3.0, 2.0)]) == Rates(4.0, 5.0, 2.0)
+
+
 def test_records_on_device_and_disk_are_measured_beside_those_in_host_memory(tmp_path):
     out = tmp_path / "ttft.json"
     ttft.measure(
