@@ -10,11 +10,11 @@ import threading
 import numpy as np
 import pytest
 
+from tests.cache.records import load
 from tests.engine.test_linking import SlowTier
 from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
-from vlcache_jax.cache.movement import load
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.passage import Passage
 

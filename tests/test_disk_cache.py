@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+import time
 
 import pytest
 
 from tests.helper import assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
-from vlcache_jax.cache.record import DamagedError, TierError
+from vlcache_jax.cache.tier import DamagedError, Tier, TierError
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.outputs import Why
 
@@ -38,11 +39,20 @@ def llm(engine):
 def empty(llm):
     llm.cache.flush()
     llm.reset_mm_cache()
-    [tier] = llm._movement._tiers
+    tier = channel_of(llm).tier
     tier = getattr(tier, "tier", tier)
-    names = tier.keys()
-    for name in names:
-        tier.delete(name)
+    for line in tier.lines():
+        tier.delete(line.name)
+
+
+def channel_of(llm):
+    [channel] = llm._movement.channels
+    return channel
+
+
+def disk(llm):
+    """What was counted of the disk."""
+    return llm.cache.stats().tiers["disk"]
 
 
 def forget(llm):
@@ -64,7 +74,7 @@ def where(output):
 
 
 def files(llm):
-    return sorted(pathlib.Path(llm._movement._tiers[0].directory).glob("??/*.safetensors"))
+    return sorted(pathlib.Path(channel_of(llm).tier.directory).glob("??/*.safetensors"))
 
 
 @pytest.fixture
@@ -94,8 +104,9 @@ def test_what_was_computed_outlives_the_process(checkpoints, tmp_path, picture, 
         record = next(r for r in llm._store.records(first.key) if r.meta.context is not None)
         read = record.meta.nbytes // record.meta.padded * record.meta.tokens
         assert first.bytes_moved == record.meta.nbytes + read
-        stats = llm.cache.stats()
-        assert (stats.disk_loaded, stats.disk_stored, stats.disk_failed, stats.disk_records) == (2, 0, 0, 4)
+        counted = disk(llm)
+        assert (counted.loaded, counted.stored, counted.failed, counted.records) == (2, 0, 0, 4)
+        assert counted.bytes_in == 2 * read
         assert where(chat(llm, conversation)[0]) == [("host", "none")] * 2
         [output] = chat(llm, user("Elsewhere ", picture, "?"))  # encoder rows are right anywhere
         assert where(output) == [("none", "disk")]
@@ -122,7 +133,7 @@ def test_in_another_context_exact_reuse_takes_the_encoder_rows_alone(llm, pictur
     output = chat(llm, user("Elsewhere, what is ", picture, "?"))
     assert tokens(output) == tokens(cold)
     assert where(output[0]) == [("none", "disk")]
-    assert llm.cache.stats().disk_failed == 0
+    assert disk(llm).failed == 0
 
 
 def test_a_batch_reports_what_its_requests_report_one_by_one(llm, picture, other):
@@ -242,39 +253,49 @@ def flip_last_bit(path):
     path.write_bytes(data)
 
 
+DAMAGES = {
+    "flipped": flip_last_bit,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "gone": lambda path: path.unlink(),
+}
+
+
 @pytest.mark.parametrize("which", ["encoder", "kv"])
-@pytest.mark.parametrize(
-    "damage",
-    [flip_last_bit, lambda path: path.write_bytes(path.read_bytes()[:-1]), lambda path: path.unlink()],
-    ids=["flipped", "cut", "gone"],
-)
-def test_a_damaged_file_changes_no_answer(llm, picture, damage, which, caplog):
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_changes_no_answer(llm, picture, how, which, caplog):
     conversation, elsewhere = user("See ", picture, " what?"), user("Elsewhere, what is ", picture, "?")
     cold = chat(llm, conversation, elsewhere, reuse="off")
     chat(llm, conversation)
     forget(llm)
-    before = llm.cache.stats()
+    before = disk(llm)
     for path in files(llm):
         if path.name.count(".") == (2 if which == "kv" else 1):
-            damage(path)
+            DAMAGES[how](path)
     asked = conversation if which == "kv" else elsewhere
     with caplog.at_level("CRITICAL"):
         output = chat(llm, asked)
     assert tokens(output) == tokens(cold[:1] if which == "kv" else cold[1:])
     [image] = output[0].cache.images
     if which == "kv":
-        assert (image.kv, image.why) == ("none", Why.load_failed)
+        assert (image.kv, image.why) == ("none", Why.load_failed if how == "gone" else Why.corrupt)
     else:
         assert image.encoder == "computed"
-    stats = llm.cache.stats()
-    assert stats.disk_failed == before.disk_failed + 1
     llm.cache.flush()
+    counted = disk(llm)
+    assert (counted.damaged - before.damaged, counted.gone - before.gone) == ((0, 1) if how == "gone" else (1, 0))
     assert tokens(chat(llm, conversation, elsewhere)) == tokens(cold)
     assert_nothing_left(llm)
 
 
-class Faulty:
-    """A tier whose `number`-th operation fails, or lends what is damaged."""
+class Faulty(Tier):
+    """A tier whose `number`-th operation goes wrong.
+
+    Args:
+      fault: an error that it raises (DamagedError where data are lent: damages them), or "slow", "cut" or "mixed":
+        it takes longer than anybody waits, gives no further parts, or gives them in another order.
+    """
+
+    is_local = True
 
     def __init__(self, tier, number, fault):
         self.tier, self.number, self.fault, self.done = tier, number, fault, []
@@ -286,11 +307,13 @@ class Faulty:
 
     def _do(self, name, *args):
         if self._is_turn(name):
-            raise self.fault
+            if isinstance(self.fault, Exception):
+                raise self.fault
+            time.sleep(SLOW if self.fault == "slow" else 0)
         return getattr(self.tier, name)(*args)
 
-    def meta(self, name):
-        return self._do("meta", name)
+    def find(self, entry):
+        return self._do("find", entry)
 
     def write(self, meta, parts):
         return self._do("write", meta, parts)
@@ -298,21 +321,33 @@ class Faulty:
     def delete(self, name):
         return self._do("delete", name)
 
-    def keys(self, prefix=""):
-        return self._do("keys", prefix)
+    def touch(self, names):
+        return self.tier.touch(names)
 
     def counts(self):
         return self.tier.counts()
 
-    def read(self, name, parts, place):
+    def read(self, meta, parts, place):
         if self._is_turn("read"):
-            raise self.fault
-        for part, array in self.tier.read(name, parts, place):
+            if isinstance(self.fault, Exception):
+                raise self.fault
+            if self.fault == "mixed":
+                parts = list(reversed(list(parts)))
+            time.sleep(SLOW if self.fault == "slow" else 0)
+        for part, array in self.tier.read(meta, parts, place):
             if self._is_turn("part"):
-                if not isinstance(self.fault, DamagedError):
+                if self.fault == "cut":
+                    return
+                if isinstance(self.fault, DamagedError):
+                    array.reshape(-1)[0] += 1
+                elif isinstance(self.fault, Exception):
                     raise self.fault
-                array.reshape(-1)[0] += 1
+                time.sleep(SLOW if self.fault == "slow" else 0)
             yield part, array
+
+
+SLOW, PATIENCE = 0.6, 0.3  # seconds
+COUNTER = {"slow": "late", "cut": "failed", "mixed": None}
 
 
 def scenario(llm, picture, other):
@@ -335,28 +370,40 @@ def scenario(llm, picture, other):
         pytest.param(TierError("the cable is out"), id="fails"),
         pytest.param(DamagedError("it is damaged"), id="damages", marks=pytest.mark.ladder),
         pytest.param(RuntimeError("a bug"), id="bug", marks=pytest.mark.ladder),
+        *(pytest.param(fault, marks=pytest.mark.ladder) for fault in COUNTER),
     ],
 )
-def test_no_fault_changes_an_answer(llm, picture, other, fault, caplog):
-    [tier] = llm._movement._tiers
+def test_no_fault_changes_an_answer(llm, picture, other, fault, caplog, monkeypatch):
+    channel = channel_of(llm)
     cold = tokens(scenario(llm, picture, other))
-    recorded = Faulty(tier, 0, fault)
-    try:
-        llm._movement._tiers = (recorded,)
+    recorded = Faulty(channel.tier, 0, fault)
+    with monkeypatch.context() as patch, caplog.at_level("CRITICAL"):
+        patch.setattr(channel, "tier", recorded)
         assert tokens(scenario(llm, picture, other)) == cold
-        sites = len(recorded.done)
-        assert sites >= 30
-        assert set(recorded.done) == {"meta", "read", "part", "write", "delete", "keys"}
-        for number in range(1, sites + 1):
-            faulty = Faulty(tier, number, fault)
-            llm._movement._tiers = (faulty,)
-            before = llm.cache.stats()
-            with caplog.at_level("CRITICAL"):
-                found = tokens(scenario(llm, picture, other))
+        sites = recorded.done
+        assert len(sites) >= 30
+        assert set(sites) == {"find", "read", "part", "write", "delete"}
+    for number in range(1, len(sites) + 1):
+        with monkeypatch.context() as patch, caplog.at_level("CRITICAL"):
+            patch.setattr(channel, "tier", faulty := Faulty(channel.tier, number, fault))
+            if fault == "slow":
+                patch.setitem(vars(llm._store.config), "timeout", PATIENCE)
+            before = disk(llm)
+            found = tokens(scenario(llm, picture, other))
+            llm._movement.flush()
             site = faulty.done[number - 1]
             assert found == cold, f"operation {number}, {site}"
-            assert llm.cache.stats().disk_failed > before.disk_failed, f"operation {number}, {site}"
+            rose = {name for name in ("failed", "damaged", "late") if getattr(disk(llm), name) > getattr(before, name)}
+            assert rose == expected(fault, site), f"operation {number}, {site}"
             assert_nothing_left(llm)
-    finally:
-        llm._movement._tiers = (tier,)
-    assert tokens(scenario(llm, picture, other)) == cold
+
+
+def expected(fault, site):
+    """The counters that a fault of an operation raises."""
+    if isinstance(fault, DamagedError):
+        return {"damaged"}
+    if isinstance(fault, Exception):
+        return {"failed"}
+    if fault == "mixed" or site not in ("read", "part") or (fault, site) == ("cut", "read"):
+        return set()
+    return {COUNTER[fault]}

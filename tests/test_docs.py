@@ -110,6 +110,8 @@ def understood(words):
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert not name or name in known
         return
+    if "=" in words[0]:  # a variable of the environment
+        words = words[1:]
     if words[:2] == ["uv", "run"]:
         words = words[2:]
         while words[0] in ("--group", "--extra"):

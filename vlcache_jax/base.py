@@ -18,8 +18,8 @@ import jax
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
-from vlcache_jax.cache.disk import DiskTier
 from vlcache_jax.cache.movement import Movement
+from vlcache_jax.cache.opening import open_tiers
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
@@ -27,7 +27,7 @@ from vlcache_jax.checks import check_flags, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
-from vlcache_jax.engine.costs import Rates, identity_of
+from vlcache_jax.engine.costs import Rates, identity_of, time_limit
 from vlcache_jax.engine.engine import Engine, EngineStats
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.interrupts import interruptible
@@ -173,7 +173,9 @@ class BaseLLM:
         codec = None if cache.codec == "auto" else CODECS[cache.codec]
         if codec is not None:
             codec.group(config.text.head_dim)  # before anything is loaded
-        tiers = [] if cache.disk is None else [DiskTier(cache.disk, int(cache.disk_bytes))]
+        fingerprint = functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm))
+        codec_name = str(self._checkpoint.dtype) + ("" if codec is None else f" {codec.name}")
+        tiers = open_tiers(cache, fingerprint=fingerprint, codec=codec_name)
         self._policy = self._checkpoint.check_policy(policy)
         self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
@@ -214,13 +216,18 @@ class BaseLLM:
         self._reporter = Reporter(config.text.num_layers, self._sequences.token_text)
         self._store = Store(cache)
         token_rungs = self._runner.token_rungs
-        self._movement = Movement(self._store, tiers, partial(round_up, rungs=token_rungs))
+        self._machine = identity_of(
+            config, device.device_kind, self._runner.dtype.name, None if codec is None else codec.name
+        )
+        rates = Rates.load(self._machine)
+        room, limit = partial(round_up, rungs=token_rungs), partial(time_limit, rates)
+        self._movement = Movement(self._store, tiers, room, limit=limit)
         self._writer = Writer(self._store)
         self._pages = Pages(memory.num_slots // PAGE)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         page_bytes = PAGE_TOKENS * kept_token_bytes(config, self._runner.dtype, codec)
         self._tier = DeviceTier(memory.kept_pages, page_bytes)
-        self._store.forgotten = self._tier.drop
+        self._store.forgotten, self._store.expired = self._tier.drop, self._pages.drop
         self._engine = Engine(self._runner, self._writer, self._pages, self._threads, self._tier)
         self._loop = Loop(self._engine)
         self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
@@ -228,20 +235,17 @@ class BaseLLM:
             self._store,
             self._processor,
             self._renderer,
-            fingerprint=functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm)),
-            codec=str(self._runner.dtype) + ("" if codec is None else f" {codec.name}"),
+            fingerprint=fingerprint,
+            codec=codec_name,
             max_patches=token_rungs[-1] * self._processor.merge_size**2,
             max_pixels=max_image_pixels,
             threads=self._threads,
             quick_threads=self._quick_threads,
         )
-        self._machine = identity_of(
-            config, device.device_kind, self._runner.dtype.name, None if codec is None else codec.name
-        )
         self._linker = Linker(
             config, self._store, self._movement, self._writer,
             dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs,
-            rates=Rates.load(self._machine) if cache.load == "auto" else None,
+            fingerprint=fingerprint, codec_name=codec_name, rates=rates if cache.load == "auto" else None,
         )  # fmt: skip
         self._caller = Caller(self._identifier, self._linker, self._loop, self._sequences, self._reporter, self._ahead)
         self.cache = ImageCache(

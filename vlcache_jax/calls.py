@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlcache_jax.cache.keys import owner_key
+from vlcache_jax.cache.keys import Salt, owner_key
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.identification import Arrivals, Identifier
 from vlcache_jax.engine.interrupts import interruptible
@@ -46,7 +46,7 @@ class Call:
     listed: Sequence[Any]
     render: Callable[..., Prompt]
     policy: Policy
-    salt: str | None
+    salt: Salt
     on_error: str
     params: SamplingParams | Sequence[SamplingParams] | None = None
     priority: int = 0
@@ -270,7 +270,7 @@ class Caller:
             raise
         except (Exception, KeyboardInterrupt):
             for key in served:
-                self._linker.store.forget_request(key)
+                self._linker.store.requests.forget(key)
             raise
 
     def _finish[T: Result](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:

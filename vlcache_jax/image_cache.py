@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from vlcache_jax.cache.device import DeviceTier
-from vlcache_jax.cache.keys import alias_key, owner_key
+from vlcache_jax.cache.keys import SHARED, Salt, alias_key, owner_key
 from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller, in_order
-from vlcache_jax.checks import check_text
+from vlcache_jax.checks import check_flags, check_text
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.pages import Pages
@@ -29,8 +31,9 @@ class ImageCache:
     """The images of an engine.
 
     Wherever a method takes an image, it takes what messages take: a path, bytes, a `data:` URL, a PIL image, an array.
-    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it. Where it also takes an entry key,
-    one that was made under another salt is like one that nobody knows.
+    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it; `pin`, `unpin`, `evict` and
+    `delete` also take `shared=True`, for what `precompute` keeps for everyone. Where it also takes an entry key, one
+    that was made under another salt is like one that nobody knows.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ImageCache:
         self._store, self._writer, self._identifier, self._renderer = store, writer, identifier, renderer
         self._movement, self._tier = movement, tier
         self._pages, self._caller = pages, caller
+        movement.meter.also(self.stats)
         self._is_closed = False
 
     def precompute(
@@ -54,6 +58,7 @@ class ImageCache:
         images: Sequence[Any],
         system: str | None = None,
         *,
+        shared: bool = False,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, int] | None = None,
     ) -> list[str]:
@@ -62,13 +67,16 @@ class ImageCache:
         Args:
           images: each on its own.
           system: the system message that those prompts have, if any.
+          shared: keep them for calls of every `cache_salt`. Such records were computed behind the system message alone,
+            so that no caller's context is in them. It holds until the engine is closed or the cache is reset.
 
         Returns:
           The images' entry keys, in their order.
 
         Raises:
-          ValueError: an image cannot be read.
+          ValueError: an image cannot be read, or a salt is given for what is shared.
         """
+        salt = _salt(cache_salt, shared)
         if isinstance(images, (str, bytes)) or not isinstance(images, Sequence):
             raise ValueError(f"images must be a list of images, got {type(images).__name__}")
         before = [] if system is None else [{"role": "system", "content": system}]
@@ -78,9 +86,12 @@ class ImageCache:
         self._check_open()
         render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
         params = SamplingParams(temperature=0, max_tokens=1)
-        call = Call("images[{}]", conversations, render, parse_policy("exact"), cache_salt, "raise", params)
+        call = Call("images[{}]", conversations, render, parse_policy("exact"), salt, "raise", params)
         outputs = in_order(self._caller.answers([call], total=len(images), show=False))
-        return [output.cache.images[0].key for output in outputs]
+        keys = [output.cache.images[0].key for output in outputs]
+        for image, key in zip(images, keys, strict=True) if shared else ():
+            self._store.shared.put(self._image(image, None, mm_processor_kwargs).key, key)
+        return keys
 
     def key(
         self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
@@ -112,18 +123,25 @@ class ImageCache:
     def pin(self, image: Any, **identity: Any) -> int:
         """Keeps an image's present records until `unpin` or until all are forgotten. Takes an image or its entry key.
 
+        On the disk they stay until `unpin`, also after this process.
+
         Returns:
-          How many records were not pinned before.
+          How many records in host memory were not pinned before.
 
         Raises:
           ValueError: the records do not fit in `CacheConfig.pinned_share` any more; none of them is pinned then.
         """
         self.flush()
-        return self._store.keep(self._entry(image, **identity)[0], True)
+        entry, _ = self._entry(image, **identity)
+        count = self._store.keep(entry, True)
+        self._movement.pin(entry, True)
+        return count
 
     def unpin(self, image: Any, **identity: Any) -> int:
         """Takes `pin` back; returns of how many records."""
-        return self._store.keep(self._entry(image, **identity)[0], False)
+        entry, _ = self._entry(image, **identity)
+        self._movement.pin(entry, False)
+        return self._store.keep(entry, False)
 
     def evict(self, image: Any, **identity: Any) -> int:
         """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key.
@@ -137,9 +155,14 @@ class ImageCache:
         pinned = {record.meta.name for record in self._store.records(entry)}
         return len(names | self._movement.delete(entry, pinned))
 
+    def delete(self, image: Any, **identity: Any) -> int:
+        """Removes an image's records everywhere, pinned ones too; returns how many. Takes an image or its entry key."""
+        self.unpin(image, **identity)
+        return self.evict(image, **identity)
+
     def request(self, key: str, *, cache_salt: str | None = None) -> tuple[str, ...] | None:
         """The entry keys of a request's images, by `CacheReport.request_key`."""
-        return self._store.request(key, owner_key(cache_salt))
+        return self._store.requests.find(key, owner_key(cache_salt))
 
     def release_uuid(self, uuid: str, *, cache_salt: str | None = None) -> bool:
         """Lets another picture come under an id of `multi_modal_uuids`; whether the id was bound to one.
@@ -157,10 +180,17 @@ class ImageCache:
 
     def stats(self) -> CacheStats:
         """Counters, and what is kept now."""
-        return dataclasses.replace(self._store.stats(), **self._tier.counts(), **self._movement.counts())
+        device: Mapping[str, Any] = self._tier.counts()
+        return dataclasses.replace(self._store.stats(), **device, tiers=self._movement.stats())
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Of `prometheus_client`: what `stats` says, and of each tier outside memory bytes and seconds."""
+        return self._movement.meter.registry
 
     def flush(self) -> None:
-        """Waits until everything computed so far is kept, in host memory and on the disk."""
+        """Waits until everything computed so far is kept, in host memory and on the disk. Nobody waits for what is on
+        its way to other machines."""
         self._check_open()
         self._writer.flush()
         self._movement.flush()
@@ -174,20 +204,33 @@ class ImageCache:
             raise RuntimeError(CLOSED)
 
     def _entry(
-        self, image: Any, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+        self,
+        image: Any,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
     ) -> tuple[str, Grid | None]:
         """The entry key of an image and its grid, or an entry key as it came, unless it belongs to another salt."""
+        salt = _salt(cache_salt, shared)
         if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
-            owner = owner_key(cache_salt)
+            owner = owner_key(salt)
             is_own = self._store.is_owner(owner, image) or self._movement.is_owner(owner, image)
             return image if is_own else "", None  # nothing is kept under ""
-        found = self._image(image, cache_salt, mm_processor_kwargs)
+        found = self._image(image, salt, mm_processor_kwargs)
         return found.key, found.grid
 
-    def _image(self, image: Any, salt: str | None, limits: Mapping[str, int] | None) -> ImageRef:
+    def _image(self, image: Any, salt: Salt, limits: Mapping[str, int] | None) -> ImageRef:
         if self._is_closed:
             raise RuntimeError(CLOSED)
         source = self._renderer.image(image)
         prompt = Prompt.of_image(source, self._renderer.image_token_id, limits)
         [request] = self._identifier.identify([prompt], salt)
         return request.images[0]
+
+
+def _salt(cache_salt: str | None, shared: bool) -> Salt:
+    """What stands for a caller, or for the operator."""
+    check_flags(shared=shared)
+    if shared and cache_salt is not None:
+        raise ValueError(f"cache_salt must be None for what is shared, got {cache_salt!r}")
+    return SHARED if shared else cache_salt

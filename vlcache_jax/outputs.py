@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
-from vlcache_jax.cache.record_file import part_bytes
 from vlcache_jax.cache.why import Why as Why
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.request import Logprob as Logprob
@@ -304,7 +303,7 @@ class Reporter:
 
 def _fetched(record: Record, tier: str) -> int:
     """Bytes that came from outside host memory."""
-    return 0 if tier == "host" else len(record.meta.parts) * part_bytes(record.meta)
+    return 0 if tier == "host" else len(record.meta.parts) * record.meta.part_bytes
 
 
 def _exact_tokens(sequence: Generation) -> int:

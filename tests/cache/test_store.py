@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 import vlcache_jax.cache.store
+from tests.cache.records import DictTier
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.memory import MemoryTier
-from vlcache_jax.cache.movement import load
-from vlcache_jax.cache.record import DamagedError, Meta, TierError, verified
+from vlcache_jax.cache.movement import Movement
+from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.tier import DamagedError, TierError, verified
 from vlcache_jax.outputs import Why
 
 GRID = (1, 4, 4)
@@ -53,27 +55,21 @@ def holding(store, entry, context="c"):
     return handle
 
 
-def test_a_tier_keeps_what_it_is_given():
-    tier = MemoryTier(10_000)
+def test_what_a_record_is_made_of():
     meta = kv("a")
     assert meta.nbytes == 2 * 2 * 4 * 8 * 4
+    assert meta.part_bytes == 2 * 3 * 8 * 4
     assert meta.parts == (("kv", 0), ("kv", 1))
     assert enc("a").parts == (("encoder",), ("deepstack", 0), ("deepstack", 1))
-    rng = np.random.default_rng(0)
-    parts = {part: rng.normal(size=meta.shape[1:]).astype(np.float32) for part in meta.parts}
-    assert tier.meta(meta.name) is None
-    assert tier.write(meta, parts)
-    assert tier.meta(meta.name).checksums
-    for part, array in tier.read(meta.name, reversed(meta.parts)):
-        np.testing.assert_array_equal(array, parts[part])
-        assert array.ctypes.data % 64 == 0
-    assert tier.keys("kv/a") == [meta.name]
-    assert tier.keys("enc/") == []
-    assert not tier.write(kv("b", padded=10_000), {})
-    tier.delete(meta.name)
-    assert tier.used == 0
-    with pytest.raises(TierError):
-        list(tier.read(meta.name, meta.parts))
+    assert meta.with_room(9).shape == (2, 2, 9, 1, 8)
+    assert enc("a").with_room(9).shape == (3, 9, 8)
+    tier = MemoryTier(10_000)
+    assert tier.allocate([kv("b", padded=10_000)]) == [None]
+    [record] = tier.allocate([meta])
+    assert record.data.ctypes.data % 64 == 0
+    assert (tier.get(meta.name), tier.used) == (record, meta.nbytes)
+    tier.remove(record)
+    assert (tier.get(meta.name), tier.used) == (None, 0)
 
 
 def test_the_least_recently_used_leaves_first():
@@ -374,29 +370,43 @@ def test_owners():
     store = Store(CacheConfig())
     mine, theirs = OWNER, owner_key("theirs")
     fill(store, kv("a", owner=mine), enc("a", owner=mine), kv("b", owner=theirs))
-    store.remember_request("request", ["b"], theirs)
+    store.requests.remember("request", ["b"], theirs)
     for _ in range(2):  # the second time their records are gone
         assert [store.is_owner(mine, entry) for entry in "abc"] == [True, False, False]
         assert [store.is_owner(theirs, entry) for entry in "abc"] == [False, True, False]
-        assert [store.request("request", owner) for owner in (mine, theirs)] == [None, ("b",)]
-        assert store.request("other", mine) is None
+        assert [store.requests.find("request", owner) for owner in (mine, theirs)] == [None, ("b",)]
+        assert store.requests.find("other", mine) is None
         store.evict("a")
         store.evict("b")
 
 
-class Outside(MemoryTier):
-    """Stands for a place outside memory: lends copies, after `fault` has had its way with the second part."""
+class Lending(DictTier):
+    """Lends one record, after `fault` has had its way with the second part."""
 
-    def __init__(self, meta, fault):
-        super().__init__(10_000)
+    def __init__(self, meta, fault, flaw=None):
+        super().__init__()
         self.fault = fault
         rng = np.random.default_rng(0)
-        self.write(meta, {part: rng.normal(size=meta.shape[1:]).astype(np.float32) for part in meta.parts})
+        record = Record(meta)
+        record.data[:] = rng.normal(size=meta.shape)
+        if flaw is not None:
+            record.data[0, 1, 2] = flaw
+        record.settle(True)
+        self.write(record.meta, dict(zip(meta.parts, record.data, strict=True)))
 
-    def read(self, name, parts, place=None):
-        for i, (part, array) in enumerate(super().read(name, parts)):
+    def read(self, meta, parts, place):
+        for i, (part, array) in enumerate(super().read(meta, parts, place)):
             if (lent := self.fault(array.copy()) if i == 1 else array.copy()) is not None:
                 yield part, lent
+
+
+def brought(store, tier, name="c"):
+    """Asks for an image that only the tier has."""
+    movement = Movement(store, [tier], lambda tokens: tokens + 1)
+    comes = movement.bring_in("a", name, approximate=False)
+    movement.wait()
+    movement.close()
+    return comes, movement.stats()["disk"]
 
 
 def flip(row):
@@ -431,29 +441,28 @@ def fail(error):
     ],
 )
 def test_what_comes_from_outside_memory_is_verified(meta, fault, why, caplog):
-    tier = Outside(meta, fault)
+    tier = Lending(meta, fault)
     store = Store(CacheConfig())
     with caplog.at_level("CRITICAL"):
-        record = load(store, tier, meta.name)
+        comes, counted = brought(store, tier)
+    assert comes == {meta.name: "disk"}
     found = lookup(store, "a")
     stats = store.stats()
     assert (stats.corrupt, stats.failed) == (why is Why.corrupt, why is Why.load_failed)
+    assert (counted.loaded, counted.damaged, counted.failed) == (
+        why is None, why is Why.corrupt, why is Why.load_failed,
+    )  # fmt: skip
     if why is None:
-        assert (found.kv or found.encoder) is record
-        assert record.meta == tier.meta(meta.name)
-        np.testing.assert_array_equal(record.data, np.stack([part for _, part in tier.read(meta.name, meta.parts)]))
+        record = found.kv or found.encoder
+        [told] = tier.find("a")
+        assert record.meta.with_room(3) == told.meta
+        for part, array in zip(told.meta.parts, record.data, strict=True):
+            expected = tier.kept[meta.name][2][part]
+            np.testing.assert_array_equal(array[:, :3] if meta.context else array[:3], expected)
     else:
-        assert (record, found.kv, found.encoder, stats.bytes) == (None, None, None, 0)
+        assert (found.kv, found.encoder, stats.bytes) == (None, None, 0)
         assert found.why is (why if meta.context else Why.unknown_image)
-        assert (tier.meta(meta.name) is None) == (why is Why.corrupt)  # nobody reads it again
-
-
-def test_an_interrupted_load_lets_nobody_wait():
-    store = Store(CacheConfig())
-    with pytest.raises(KeyboardInterrupt):
-        load(store, Outside(kv("a"), fail(KeyboardInterrupt())), "kv/a/c")
-    assert lookup(store, "a").kv is None
-    assert store.stats().bytes == 0
+        assert (tier.find("a") == []) == (why is Why.corrupt)  # nobody reads it again
 
 
 def test_checksums_that_lack_are_damage():
@@ -463,10 +472,10 @@ def test_checksums_that_lack_are_damage():
 
 
 def test_there_is_nothing_to_load():
-    tier = Outside(kv("a"), lambda array: array)
-    assert load(Store(CacheConfig()), tier, "kv/b/c") is None
+    tier = Lending(kv("a"), lambda array: array)
+    assert brought(Store(CacheConfig()), tier, "another")[0] == {}
     store = Store(CacheConfig(host_bytes=0))
-    assert load(store, tier, "kv/a/c") is None
+    assert brought(store, tier)[0] == {}
     assert lookup(store, "a").why is Why.too_large
 
 
@@ -505,12 +514,10 @@ def test_what_is_not_finite_is_no_record(meta, dtype):
 
 
 def test_what_comes_from_outside_memory_is_finite():
-    tier = Outside(kv("a"), lambda array: array)
+    tier = Lending(kv("a"), lambda array: array, flaw=np.inf)
     store = Store(CacheConfig())
-    record = tier.get("kv/a/c")
-    record.data[0, 1, 2] = np.inf
-    record.meta = dataclasses.replace(record.meta, checksums=record.checksums())
-    assert load(store, tier, "kv/a/c") is None
+    brought(store, tier)
+    assert lookup(store, "a").kv is None
     assert (store.stats().not_finite, store.stats().bytes) == (1, 0)
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+
 import pytest
 from typer.testing import CliRunner
 
-from tests.cache.test_disk import closing, key, make, path_of, write
+from tests.cache.records import assert_whole, key, make, names, write
+from tests.cache.tiers.test_disk import closing, path_of
+from vlcache_jax.cache.tier import RefusedError
+from vlcache_jax.cache.tiers.peer import PeerTier
 from vlcache_jax.commands.cli import app
 
 RECORDS = (make(1), make(1, key(7)), make(2, key(7), planes=(16, 4)))
@@ -30,7 +39,8 @@ def test_ls(directory):
     assert title == f"3 records in {directory}"
     assert [line.split("  ")[0] for line in lines] == [key(1)[:12], key(1)[:12], key(2)[:12]]
     assert ["encoder rows" in line for line in lines] == [True, False, False]
-    assert ["coded" in line for line in lines] == [False, False, True]
+    assert ["float32 int8" in line for line in lines] == [False, False, True]
+    assert [key(99)[:8] in line for line in lines] == [True] * 3
 
 
 def test_stats(directory):
@@ -62,7 +72,7 @@ def test_evict(directory):
 
 def test_prune(directory):
     with closing(directory) as tier:
-        newest = tier.lines()[-1][1]
+        newest = tier.lines()[-1].bytes
     assert run("prune", directory, newest).stdout.startswith("records deleted: 2; left: 1, ")
     assert run("prune", directory, "0").stdout == "records deleted: 1; left: 0, 0.00 MB\n"
 
@@ -70,5 +80,96 @@ def test_prune(directory):
 @pytest.mark.parametrize("command", ["ls", "stats", "verify"])
 def test_what_is_no_directory_of_records(tmp_path, command):
     result = run(command, tmp_path / "nothing")
-    assert (result.exit_code, "directory must be one of records" in result.stderr) == (1, True)
+    assert (result.exit_code, "store must be a URL or a directory of records" in result.stderr) == (1, True)
     assert not (tmp_path / "nothing").exists()
+
+
+def test_pinned_records_stay_when_others_leave(directory):
+    with closing(directory) as tier:
+        tier.pin(RECORDS[0].meta.name, True)
+    assert run("prune", directory, "0").stdout.startswith("records deleted: 2; left: 1, ")
+    assert run("evict", directory, key(1)).stdout == "records deleted: 1\n"
+
+
+def test_what_is_old_leaves(directory):
+    """The records of the fixture were written in the first seconds of the epoch."""
+    with closing(directory) as tier:
+        write(tier, make(3))
+    assert run("prune", directory, "1GB", "--days", "1").stdout.startswith("records deleted: 3; left: 1, ")
+
+
+def test_records_move_in_a_file(directory, tmp_path):
+    archive, other = tmp_path / "records.tar", tmp_path / "other"
+    result = run("export", directory, archive)
+    assert result.stdout.startswith("records exported: 3, "), result.stderr
+    assert run("import", archive, other).stdout == "records imported: 3; there already: 0; refused: 0; damaged: 0\n"
+    assert run("import", archive, other).stdout == "records imported: 0; there already: 3; refused: 0; damaged: 0\n"
+    with closing(other) as tier:
+        for record in RECORDS:
+            assert_whole(tier, record)
+    assert run("export", directory, archive, key(2)).stdout.startswith("records exported: 1, ")
+    assert "store must have records of these images" in run("export", directory, archive, "f" * 10).stderr
+    url = f"file://{tmp_path / 'far'}"
+    assert run("import", archive, url).stdout.startswith("records imported: 1; ")
+    assert "1 records in" in run("ls", url).stdout
+    assert run("verify", url).stdout.splitlines()[-1].startswith("records: 1 whole, 0 damaged")
+    assert run("prune", url, "0").stdout.startswith("records deleted: 1; left: 0")
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "text", "other"])
+def test_a_damaged_archive_brings_nothing_wrong(directory, tmp_path, how):
+    archive, other = tmp_path / "records.tar", tmp_path / "other"
+    run("export", directory, archive)
+    data = bytearray(archive.read_bytes())
+    if how == "cut":
+        data = data[: len(data) // 2]
+    elif how == "flipped":
+        data[data.rindex(RECORDS[1].data[-1, 1, :6].tobytes())] ^= 1
+    elif how == "text":
+        data = b"this is no archive" * 100
+    else:
+        with tarfile.open(archive, "w") as foreign:
+            foreign.add(__file__, arcname="../../etc/passwd")
+        data = archive.read_bytes()
+    archive.write_bytes(data)
+    result = run("import", archive, other)
+    told = {"flipped": "left out: kv/", "other": "is no record of format"}.get(how)
+    said = "file must be what `vlcache cache export` wrote" in result.stderr if told is None else told in result.stdout
+    assert (result.exit_code, said) == (1, True)
+    assert other.exists() == (how != "text")
+    with closing(other) as tier:
+        assert len(names(tier)) < 3
+        assert len(names(tier)) == {"flipped": 2, "text": 0, "other": 0}.get(how, len(names(tier)))
+        for record in RECORDS:
+            if record.meta.name in names(tier):
+                assert_whole(tier, record)
+
+
+def test_what_cannot_be_imported(tmp_path):
+    result = run("import", tmp_path / "nothing.tar", tmp_path / "store")
+    assert (result.exit_code, "file must be what `vlcache cache export` wrote" in result.stderr) == (1, True)
+    assert not (tmp_path / "store").exists()
+    result = run("ls", "ftp://secret@nowhere/records")
+    assert (result.exit_code, "remote must be a URL" in result.stderr, "secret" in result.stderr) == (1, True, False)
+
+
+def test_serve(directory):
+    """Another engine's tier reads what the command serves."""
+    program = "from vlcache_jax.commands.cli import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "cache", "serve", str(directory), "--port", "0"],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"VLCACHE_PEER_TOKEN": "secret"},
+    ) as process:  # fmt: skip
+        try:
+            url = process.stdout.readline().split()[-1]
+            peer = PeerTier(url, token="secret", timeout=10.0, model=key(99), codec="float32")
+            for record in RECORDS:
+                assert_whole(peer, record)
+            peer.close()
+            stranger = PeerTier(url, token="guess", timeout=10.0, model=key(99), codec="float32")
+            with pytest.raises(RefusedError, match="token"):
+                stranger.find(key(1))
+            stranger.close()
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0

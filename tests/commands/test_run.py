@@ -249,6 +249,19 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
     assert "error: OUT line 4 must not answer line 1 of IN, which has an answer above" in run(source, out).stderr
 
 
+def test_what_is_computed_is_kept_in_stores(run, tmp_path, textured_image):
+    source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
+    disk, remote = tmp_path / "disk", tmp_path / "remote"
+    assert run(source, out, "--disk", disk, "--remote", remote.as_uri()).exit_code == 0
+    kept = [{path.name for path in folder.rglob("*.safetensors")} for folder in (disk, remote)]
+    assert len(kept[0]) == 2  # one image, in one context
+    assert kept[0] == kept[1]
+    before = answers(out)
+    assert "error: OUT line 1" in run(source, out, "--codec", "int8").stderr  # other answers, where reuse approximates
+    assert run(source, out, "--disk", disk, "--overwrite").exit_code == 0
+    assert answers(out) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -259,6 +272,9 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
         (["in.jsonl", "out.jsonl", "--reuse", "most"], "reuse must be"),
         (["in.jsonl", "out.jsonl", "--max-tokens", "0"], "max_tokens must be"),
         (["in.jsonl", "out.jsonl", "--host-bytes", "much"], "host_bytes must be bytes"),
+        (["in.jsonl", "out.jsonl", "--remote", "ftp://host"], "remote must be a URL"),
+        (["in.jsonl", "out.jsonl", "--peer", "10.0.0.7"], "peers must be"),
+        (["in.jsonl", "out.jsonl", "--codec", "int2"], "codec must be one of"),
     ],
 )
 def test_what_is_wrong_is_told_at_once(tmp_path, monkeypatch, arguments, message):

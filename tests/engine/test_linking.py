@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
+from tests.cache.records import load
 from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, Ladder, SamplingParams
-from vlcache_jax.cache.movement import load
-from vlcache_jax.cache.record import TierError
+from vlcache_jax.cache.tier import Found, Tier, TierError
 from vlcache_jax.engine.definitions import BLOCK
 from vlcache_jax.testing import make_checkpoint
 
@@ -39,7 +39,7 @@ def picture(textured_image):
     return textured_image(60, 90, 1)
 
 
-class SlowTier:
+class SlowTier(Tier):
     """Gives a record's parts one after the other, each when it is let go."""
 
     def __init__(self, record):
@@ -47,10 +47,10 @@ class SlowTier:
         self.gates = [threading.Event() for _ in record.meta.parts]
         self.broken = len(self.gates)  # the first part that does not come
 
-    def meta(self, name):
-        return self.record_meta
+    def find(self, entry):
+        return [Found(self.record_meta, 0.0)]
 
-    def read(self, name, parts, place):
+    def read(self, meta, parts, place):
         for i, part in enumerate(parts):
             assert self.gates[i].wait(WITHIN)
             if i >= self.broken:

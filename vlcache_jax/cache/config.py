@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from vlcache_jax.cache.tiers.peer import check_peers
+from vlcache_jax.cache.tiers.remote import check_remote, masked
 from vlcache_jax.checks import parse_bytes
 
 CODECS = ("int8", "int4")  # of `vlcache_jax.pallas_kernels`, which takes long to import
 LOADS = ("auto", "link", "encoder", "compute")
+ADMISSIONS = ("always", "second")
+_STAGING = 2**31  # bytes of host memory for records that pass through, where none are kept
 
 
 @dataclass(frozen=True)
@@ -16,13 +22,25 @@ class CacheConfig:
     """Sizes and rules of the image cache.
 
     Attributes:
-      host_bytes: host memory for records, a number of bytes or a string such as "4GiB" or "500MB". 0 keeps nothing.
+      host_bytes: host memory for records, a number of bytes or a string such as "4GiB" or "500MB". 0 keeps nothing;
+        with `disk`, `remote` or `peers` records then only pass through (up to 2 GiB of them at a time).
       device_bytes: device memory for copies of records, taken before the KV pool, a number of bytes or a string: what
         has just been computed, and what was linked last. A hit there moves nothing over the bus. On a CPU, which reads
         records where they lie, it gains nothing.
       disk: directory for records that outlive the process; several processes may use it. None: there is none. What is
         computed is written there in the background, and what host memory lacks comes from there.
       disk_bytes: of the directory, for all processes that use it.
+      remote: URL of a store that several machines share: s3://, gs://, az://, file://, redis://, rediss://, valkey://.
+        What is computed is written there, too, and what neither host memory nor disk have comes from there.
+      peers: URLs of other machines' `vlcache cache serve`, which are asked after the disk and before `remote`.
+      peer_token: that they ask for.
+      admit: what is written to disk and remote: "always" is everything, "second" an image that is asked for again.
+      ttl: seconds after which what is kept of an image is not used any more, pages of the KV pool included; None: it
+        always is.
+      salt_bytes: that the records of one `cache_salt` take at most, in host memory and on the disk each; None: they
+        have no limit of their own. Calls without a salt have none.
+      timeout: seconds that a record may take to come from a tier before its image is computed; None: as long as
+        computing it takes by the rates of `vlcache calibrate` (at least 1), and without any 10.
       variants: how many K, V records of one image are kept, each computed behind another context; None: as many as fit.
       trust_uuids: take a caller's `multi_modal_uuids` for the identity of an image without looking at the image. By
         default an id is bound to the content it first came with, and other content under it is an error.
@@ -41,6 +59,13 @@ class CacheConfig:
     device_bytes: int | str = 0
     disk: str | os.PathLike[str] | None = None
     disk_bytes: int | str = "64GiB"
+    remote: str | None = field(default=None, repr=False)  # it may have a password
+    peers: Sequence[str] = ()
+    peer_token: str | None = field(default=None, repr=False)
+    admit: str = "always"
+    ttl: float | None = None
+    salt_bytes: int | str | None = None
+    timeout: float | None = None
     variants: int | None = None
     trust_uuids: bool = False
     codec: str = "auto"
@@ -52,8 +77,25 @@ class CacheConfig:
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if not (self.disk is None or isinstance(self.disk, (str, os.PathLike))) or self.disk == "":
             raise ValueError(f"disk must be the path of a directory or None, got {self.disk!r}")
-        if self.disk is not None and not self.host_bytes:
-            raise ValueError("host_bytes must have room for records on their way to and from the disk, got 0")
+        if isinstance(self.disk, str) and "://" in self.disk:
+            raise ValueError(
+                f"disk must be the path of a directory, got a URL, which `remote` takes: {masked(self.disk)}"
+            )
+        if self.salt_bytes is not None:
+            object.__setattr__(self, "salt_bytes", parse_bytes(self.salt_bytes, "salt_bytes"))
+        if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
+            raise ValueError(f"peers must be a list of URLs, got {type(self.peers).__name__}")
+        object.__setattr__(self, "peers", tuple(self.peers))
+        check_peers(self.peers, self.peer_token)
+        if self.remote is not None:
+            check_remote(self.remote)
+        if self.admit not in ADMISSIONS:
+            raise ValueError(f"admit must be one of {ADMISSIONS}, got {self.admit!r}")
+        for name in ("ttl", "timeout"):
+            seconds = getattr(self, name)
+            is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            if not (seconds is None or (is_number and 0 < seconds < math.inf)):
+                raise ValueError(f"{name} must be a positive number of seconds or None, got {seconds!r}")
         is_count = isinstance(self.variants, int) and not isinstance(self.variants, bool) and self.variants > 0
         if not (self.variants is None or is_count):
             raise ValueError(f"variants must be a positive integer or None, got {self.variants!r}")
@@ -67,3 +109,18 @@ class CacheConfig:
             raise ValueError(f"pinned_share must be a number from 0 to 1, got {self.pinned_share!r}")
         if self.load not in LOADS:
             raise ValueError(f"load must be one of {LOADS}, got {self.load!r}")
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether records only pass through host memory, on their way from and to where they are kept."""
+        return not self.host_bytes and (self.disk is not None or self.remote is not None or bool(self.peers))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of host memory for records."""
+        return _STAGING if self.passes_on else int(self.host_bytes)
+
+    @property
+    def owner_bytes(self) -> int | None:
+        """See `salt_bytes`."""
+        return None if self.salt_bytes is None else int(self.salt_bytes)

@@ -12,8 +12,14 @@ import numpy.typing as npt
 
 from vlcache_jax.checks import check_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of what a record holds; it changes whenever older records must not be read any more."""
+
+
+type Salt = str | tuple[str, ...] | None
+
+SHARED: Salt = ("shared",)
+"""Salt of what an operator keeps for everyone; no caller's salt, which is a string, is like it."""
 
 
 def content_key(rgb: npt.NDArray[np.uint8]) -> str:
@@ -24,7 +30,7 @@ def content_key(rgb: npt.NDArray[np.uint8]) -> str:
     return _digest("rgb8", height, width, np.ascontiguousarray(rgb).reshape(-1).data)
 
 
-def alias_key(encoded: bytes | str, salt: str | None = None) -> str:
+def alias_key(encoded: bytes | str, salt: Salt = None) -> str:
     """Key of an encoded file, or of a caller's own id (a string): 64 hex digits."""
     return _digest(encoded, salt)
 
@@ -35,7 +41,7 @@ def entry_key(
     settings: Mapping[str, Any],
     fingerprint: str,
     codec: str,
-    salt: str | None = None,
+    salt: Salt = None,
     format_version: int = FORMAT_VERSION,
 ) -> str:
     """Key of what is stored for an image: 64 hex digits.
@@ -65,13 +71,13 @@ def context_keys(parts: Iterable[str | npt.NDArray[np.int32]]) -> Iterator[str]:
             digest.update(piece)
 
 
-def owner_key(salt: str | None) -> str:
+def owner_key(salt: Salt) -> str:
     """Digest that stands for a salt beside what is kept under it: 64 hex digits.
 
     Raises:
       ValueError: the salt is no text.
     """
-    if salt is not None:
+    if salt is not None and salt != SHARED:
         check_text(salt, "cache_salt", "a string or None")
     return _digest("owner", salt)
 
@@ -126,3 +132,7 @@ def _sized(letter: bytes, content: bytes | memoryview) -> Iterator[bytes | memor
 
 def _length(count: int) -> bytes:
     return struct.pack(">Q", count)
+
+
+NO_TENANTS = frozenset({owner_key(None), owner_key(SHARED)})
+"""Owners whose records `CacheConfig.salt_bytes` does not limit."""

@@ -1,16 +1,14 @@
-"""The memory tier: records in host memory under one budget, the least recently used leaving first."""
+"""Records in host memory under one budget, the least recently used leaving first."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from vlcache_jax.cache.record import Meta, Part, Record, TierError
+from vlcache_jax.cache.keys import NO_TENANTS
+from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.why import Why
 
 
@@ -23,10 +21,17 @@ class MemoryTier:
     Args:
       capacity: bytes at most.
       removed: called with every record that leaves, and why (None: nobody needs to know).
+      owner_bytes: bytes at most of records under one salt; None: they have no limit of their own.
     """
 
-    def __init__(self, capacity: int, removed: Callable[[Record, Why | None], object] = lambda record, why: None):
-        self.capacity = capacity
+    def __init__(
+        self,
+        capacity: int,
+        removed: Callable[[Record, Why | None], object] = lambda record, why: None,
+        *,
+        owner_bytes: int | None = None,
+    ):
+        self.capacity, self._owner_bytes = capacity, owner_bytes
         self.used = 0
         self.clashes = 0
         self._removed = removed
@@ -59,22 +64,37 @@ class MemoryTier:
             gone = list(displaced)
             free = self.capacity - self.used + sum(record.meta.nbytes for record in gone)
             fits = []
+            taken: Counter[str] = Counter()  # by what is new, of each owner's share
             for meta in metas:
                 # Whatever has its place, and then the least recently used ones.
                 there = self._records.get(_place(meta.name))
                 more = [] if there is None or there in gone else [there]
-                others = (r for r in self._records.values() if not (r.is_pinned or r in gone or r is there))
+                others = [r for r in self._records.values() if not (r.is_pinned or r in gone or r is there)]
+                share = self._share(meta.owner, [*gone, *more]) - taken[meta.owner]
+                own = (record for record in others if record.meta.owner == meta.owner)
+                while share < meta.nbytes and (record := next(own, None)) is not None:
+                    more.append(record)
+                    share += record.meta.nbytes
                 room = free + sum(record.meta.nbytes for record in more)
-                while room < meta.nbytes and (record := next(others, None)) is not None:
+                left = (record for record in others if record not in more)
+                while room < meta.nbytes and (record := next(left, None)) is not None:
                     more.append(record)
                     room += record.meta.nbytes
-                fits.append(room >= meta.nbytes and not any(record.is_pinned for record in more))
+                fits.append(min(room, share) >= meta.nbytes and not any(record.is_pinned for record in more))
                 if fits[-1]:
                     gone += more
                     free = room - meta.nbytes
+                    taken[meta.owner] += meta.nbytes
             for record in gone:
                 self.remove(record, Why.displaced if record in displaced else Why.evicted)
             return [self._insert(meta) if fit else None for meta, fit in zip(metas, fits, strict=True)]
+
+    def _share(self, owner: str, gone: Sequence[Record]) -> float:
+        """Bytes that are left to an owner's new records when some have gone."""
+        if self._owner_bytes is None or owner in NO_TENANTS:
+            return math.inf
+        own = (record for record in self._records.values() if record.meta.owner == owner and record not in gone)
+        return self._owner_bytes - sum(record.meta.nbytes for record in own)
 
     def _insert(self, meta: Meta) -> Record:
         record = self._records[_place(meta.name)] = Record(meta)
@@ -94,39 +114,24 @@ class MemoryTier:
         with self._lock:
             return list(self._records.values())
 
-    # The interface of a tier.
+    @property
+    def pinned_bytes(self) -> int:
+        """Of records that the user wants to stay."""
+        return sum(record.meta.nbytes for record in self.records() if record.is_kept)
 
-    def meta(self, name: str) -> Meta | None:
-        record = self.get(name)
-        return record.meta if record is not None and record.is_ready else None
-
-    def read(
-        self, name: str, parts: Iterable[Part], place: Callable[[Part], npt.NDArray[Any]] | None = None
-    ) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
-        record = self.get(name)
-        if record is None or not record.is_ready:
-            raise TierError(f"no record {name}")
-        for part in parts:
-            yield part, record.data[record.meta.parts.index(part)]
-
-    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> bool:
-        [record] = self.allocate([meta])
-        if record is None:
-            return False
-        for i, part in enumerate(meta.parts):
-            np.copyto(record.data[i], parts[part])
-        record.settle(True)
-        return True
-
-    def delete(self, name: str) -> None:
-        record = self.get(name)
-        if record is not None:
-            self.remove(record)
-
-    def keys(self, prefix: str = "") -> list[str]:
-        return [
-            record.meta.name for record in self.records() if record.is_ready and record.meta.name.startswith(prefix)
-        ]
+    def counts(self) -> dict[str, int]:
+        """Of what it keeps now, as `CacheStats` calls them."""
+        records = [record for record in self.records() if record.is_ready]
+        kv = sum(record.meta.context is not None for record in records)
+        return {
+            "clashes": self.clashes,
+            "encoder_records": len(records) - kv,
+            "kv_records": kv,
+            "pinned": sum(not record.is_free for record in records),
+            "pinned_bytes": self.pinned_bytes,
+            "bytes": self.used,
+            "capacity": self.capacity,
+        }
 
     def close(self) -> None:
         for record in self.records():

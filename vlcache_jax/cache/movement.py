@@ -6,43 +6,97 @@ is written to every tier. A fault of a tier is counted, and the request computes
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, NamedTuple
 
-from vlcache_jax.cache.record import DamagedError, Meta, Record, Tier, TierError, verified
-from vlcache_jax.cache.record_file import fitted
-from vlcache_jax.cache.store import Store
+import numpy.typing as npt
+
+from vlcache_jax.cache.bounded import Bounded
+from vlcache_jax.cache.channel import Channel
+from vlcache_jax.cache.meter import Meter, TierStats
+from vlcache_jax.cache.record import Meta, Part, Record
+from vlcache_jax.cache.store import Outside, Store
+from vlcache_jax.cache.tier import DamagedError, Found, Tier, TierError, verified
 from vlcache_jax.cache.why import Why
 
 _log = logging.getLogger(__name__)
 
-_READERS = 2  # threads that bring records in
+_SIGHTED = 65536  # images that are remembered for `CacheConfig.admit`
+_LOOK = 1.0  # seconds that a request waits at most to hear what a tier elsewhere has
+_TICK = 0.05  # seconds between two looks at what is late
+_UNCHECKED = 2  # parts that may have come and not be checked
 
 
-class Movement:
-    """Between a store and the tiers outside host memory, the fastest first.
+class _Load(NamedTuple):
+    """A record that is being loaded.
+
+    Attributes:
+      begun: seconds since the epoch.
+      limit: seconds that it may take.
+    """
+
+    record: Record
+    channel: Channel
+    begun: float
+    limit: float
+
+    def until(self, timeout: float | None) -> float:
+        """When it is late. By its own limit not before the channel has had as long since it last gave one: of several,
+        each would have to be computed."""
+        if timeout is not None:
+            return self.begun + timeout
+        return max(self.begun, self.channel.progressed) + self.limit
+
+
+class Movement(Outside):
+    """Between a store and the tiers outside host memory.
 
     Args:
       store: whose records they are.
-      tiers: may be none.
+      tiers: the fastest first; may be none.
       room: for how many tokens records of so many have room in memory.
+      limit: seconds that a record may take to come; who needs it computes then.
+      clock: seconds since the epoch.
     """
 
-    def __init__(self, store: Store, tiers: Sequence[Tier], room: Callable[[int], int]):
-        self._store, self._tiers, self._room = store, tuple(tiers), room
-        self._most = store.tier.capacity // 2  # bytes that wait to be written; what comes then is not written
-        self._readers = ThreadPoolExecutor(_READERS, "vlcache-load")
-        self._writer = ThreadPoolExecutor(1, "vlcache-keep")
-        self._loading: set[Future[None]] = set()
-        self._writing: dict[Future[None], int] = {}  # bytes
+    def __init__(
+        self,
+        store: Store,
+        tiers: Sequence[Tier],
+        room: Callable[[int], int],
+        *,
+        limit: Callable[[Meta], float] = lambda meta: 30.0,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._store, self._room, self._limit, self._clock = store, room, limit, clock
+        self._patience = _LOOK if store.config.timeout is None else min(_LOOK, store.config.timeout)
+        self.meter = Meter()
+        most = store.tier.capacity // 2
+        self.channels = [Channel(tier, self.meter, clock=clock, oldest=store.ages.oldest, most=most) for tier in tiers]
+        self._sighted = Bounded[bool](_SIGHTED)  # images; whether more than once
+        self._loading: dict[Future[None], _Load] = {}
         self._lock = threading.Lock()
+        self._ticking: threading.Thread | None = None
         self._is_closing = False
         if tiers:
-            store.published, store.elsewhere = self.keep, self._has_rows
+            store.outside = self
+
+    # What a request needs.
+
+    def look(self, entries: Sequence[str]) -> None:
+        """Asks the tiers that are not on this machine for images, before their requests are planned."""
+        asked = [(channel, channel.ask(entries)) for channel in self.channels]
+        until = time.perf_counter() + self._patience
+        for channel, looking in asked:
+            # Of what is in memory, the others have little more; what they say is for the next time.
+            needed = {entry: future for entry, future in looking.items() if not self._store.has_variants(entry)}
+            channel.hear(needed, max(0.0, until - time.perf_counter()))
 
     def bring_in(self, entry: str, context: str, *, approximate: bool) -> dict[str, str]:
         """Begins to load what is kept of an image, and is not in host memory.
@@ -53,223 +107,242 @@ class Movement:
         Returns:
           Names of the records that come, and the label of the tier that each comes from.
         """
-        if not self._tiers:
+        if not self.channels:
             return {}
-        found: dict[str, tuple[Tier, Meta]] = {}
+        self._sight(entry)
         kv = self._store.tier.get(name := f"kv/{entry}/{context}")
         known = None if kv is None else kv.meta
+        wanted: dict[str, tuple[Channel, Found]] = {}
+        there: dict[str, tuple[Channel, Found]] | None = None
         if known is None:
-            found |= self._find([name])
-            if name in found and not (approximate or _is_exact(found[name][1])):
-                del found[name]
-            if name not in found and approximate and not self._store.has_variants(entry):
-                found |= self._find_variant(entry)
-            known = next((meta for _, meta in found.values()), None)
-        computes = known is None or known.name != name or not _is_exact(known)  # some rows, from the encoder's
+            there = self._find(entry)
+            if name in there and (approximate or there[name][1].meta.is_exact):
+                wanted[name] = there[name]
+            elif approximate and not self._store.has_variants(entry):
+                wanted |= _variant(there)
+            known = next((found.meta for _, found in wanted.values()), None)
+        computes = known is None or known.name != name or not known.is_exact  # some rows, from the encoder's
         if computes and self._store.tier.get(name := f"enc/{entry}") is None:
-            found |= self._find([name])
-        return {name: tier.label for name, (tier, meta) in found.items() if self._begin(tier, meta)}
+            there = self._find(entry) if there is None else there
+            if name in there:
+                wanted[name] = there[name]
+        self._touch({f"kv/{entry}/{context}", f"enc/{entry}"} - wanted.keys())
+        return {name: channel.tier.label for name, (channel, found) in wanted.items() if self._begin(channel, found)}
+
+    def has_rows(self, entry: str) -> bool:
+        """Whether some tier has an image's encoder rows."""
+        return f"enc/{entry}" in self._find(entry)
 
     def wait(self) -> None:
         """Until all that has been begun to load is there, or is known not to come."""
         with self._lock:
-            loading = list(self._loading)
-        for future in loading:
-            future.exception()
+            loading = list(self._loading.values())
+        for record, *_ in loading:
+            record.wait()
 
-    def keep(self, record: Record) -> None:
-        """Begins to write a record to every tier."""
-        if record.is_loading:
+    # What a request has computed.
+
+    def published(self, record: Record) -> None:
+        """Begins to write a record that has been filled to every tier that admits it."""
+        if not record.is_loading and (self._store.config.admit == "always" or self._sighted.get(record.meta.entry)):
+            self._keep(record, self.channels)
+
+    def _keep(self, record: Record, channels: Sequence[Channel]) -> None:
+        for channel in channels:
+            if channel.tier.is_read_only:
+                continue
+            self._store.hold(record, 1, to_write=True)
+            channel.keep(record, lambda: self._store.hold(record, -1, to_write=True))
+
+    def _sight(self, entry: str) -> None:
+        """An image is asked for. Records that wait for its second time are written now."""
+        if self._store.config.admit == "always":
             return
-        size = record.meta.nbytes
-        with self._lock:
-            waiting = sum(self._writing.values())
-            if self._is_closing or (waiting and waiting + size > self._most):
-                self._store.add(disk_skipped=1)
-                return
-            self._store.hold(record, 1)
-            future = self._writer.submit(self._write, record)
-            self._writing[future] = size
-        future.add_done_callback(self._written)
+        times = self._sighted.get(entry)
+        self._sighted.put(entry, times is not None)
+        if times is False:
+            for record in self._store.records(entry):
+                self.published(record)
+
+    # What users do.
 
     def delete(self, entry: str, pinned: Collection[str] = ()) -> set[str]:
-        """Removes an image's records from every tier, but not some names; returns those that it removed."""
+        """Removes an image's records from every tier, but not what is pinned there, and some names; returns those that
+        it removed."""
         names: set[str] = set()
-        for tier in self._tiers:
-            try:
-                there = {name for name in tier.keys(f"enc/{entry}") if name == f"enc/{entry}"}
-                for name in there.union(tier.keys(f"kv/{entry}/")).difference(pinned):
-                    tier.delete(name)
+        for channel in self.channels:
+            there = channel.to_write(entry)  # or written by the time of the look
+            channel.forget(entry)
+            channel.hear(channel.ask([entry]), self._patience)
+            there |= {one.meta.name for one in channel.found(entry)}
+            for name in there.difference(pinned, channel.pinned(entry)):
+                if channel.delete(name):
                     names.add(name)
-            except Exception as error:
-                self._fault(error)
+            channel.forget(entry)
         return names
+
+    def pin(self, entry: str, is_pinned: bool) -> None:
+        """An image's records stay in the tiers of this machine, or no longer."""
+        for channel in self.channels:
+            for one in channel.found(entry) if channel.tier.is_local else ():
+                try:
+                    channel.tier.pin(one.meta.name, is_pinned)
+                except Exception as error:
+                    channel.fault(error)
 
     def is_owner(self, owner: str, entry: str) -> bool:
         """Whether a tier has records of an entry key that was made under the owner's salt."""
-        for tier in self._tiers:
-            try:
-                there = self._find(tier.keys(f"enc/{entry}") or tier.keys(f"kv/{entry}/"))
-            except Exception as error:
-                self._fault(error)
-                continue
-            if there:
-                return all(meta.owner == owner for _, meta in there.values())
-        return False
+        self.look([entry])
+        found = [one for _, one in self._find(entry).values()]
+        return bool(found) and all(one.meta.owner == owner for one in found)
 
     def flush(self) -> None:
-        """Waits until everything published so far is kept in every tier."""
-        with self._lock:
-            writing = list(self._writing)
-        for future in writing:
-            future.exception()
+        """Waits until everything published so far is kept in every tier of this machine."""
+        for channel in self.channels:
+            if channel.tier.is_local:
+                channel.flush()
 
-    def counts(self) -> dict[str, int]:
-        """Of all tiers."""
-        counts: dict[str, int] = {}
-        for tier in self._tiers:
-            try:
-                counts |= tier.counts()
-            except Exception as error:
-                self._fault(error)
-        return counts
+    def stats(self) -> dict[str, TierStats]:
+        """Of each tier, by its label."""
+        return {channel.tier.label: channel.stats() for channel in self.channels}
 
     def close(self) -> None:
         """What was published is kept, what is being loaded is given up."""
         with self._lock:
             self._is_closing = True
-        self._writer.shutdown()
-        self._readers.shutdown(cancel_futures=True)
-        for tier in self._tiers:
-            try:
-                tier.close()
-            except Exception as error:
-                self._fault(error)
+            loading = list(self._loading.values())
+        for record, *_ in loading:
+            self._store.withdraw(record)
+        for channel in self.channels:
+            channel.close()
 
-    def _find(self, names: Sequence[str]) -> dict[str, tuple[Tier, Meta]]:
-        """Of some records, the fastest tier that has them."""
-        found: dict[str, tuple[Tier, Meta]] = {}
-        for tier in self._tiers:
-            for name in names:
-                try:
-                    meta = None if name in found else tier.meta(name)
-                except Exception as error:
-                    self._fault(error)
-                    continue
-                if meta is not None and meta.name == name:
-                    found[name] = tier, meta
-        return found
+    # Loading.
 
-    def _has_rows(self, entry: str) -> bool:
-        """Whether some tier has an image's encoder rows."""
-        return bool(self._find([f"enc/{entry}"]))
+    def give_up_late(self) -> None:
+        """Who waits for a record that is late computes instead."""
+        now = self._clock()
+        with self._lock:
+            late = [load for load in self._loading.values() if now >= load.until(self._store.config.timeout)]
+        for record, channel, _, _ in late:
+            if not record.is_settled:
+                channel.late()
+                self._store.withdraw(record, Why.timeout)
 
-    def _find_variant(self, entry: str) -> dict[str, tuple[Tier, Meta]]:
-        """K, V of an image in any context: of the canonical ones the newest, if there is one."""
-        for tier in self._tiers:
-            try:
-                there = self._find(tier.keys(f"kv/{entry}/"))
-            except Exception as error:
-                self._fault(error)
-                continue
-            canonical = [name for name, (_, meta) in there.items() if meta.canonical]
-            if there:
-                name = (canonical or list(there))[-1]
-                return {name: there[name]}
-        return {}
+    def _find(self, entry: str) -> dict[str, tuple[Channel, Found]]:
+        """The records of an image outside host memory, each in the fastest tier that has it, the newest last."""
+        there: dict[str, tuple[Channel, Found]] = {}
+        oldest = self._store.ages.oldest()
+        for channel in self.channels:
+            for one in channel.found(entry):
+                if one.meta.name not in there and (oldest is None or one.written >= oldest):
+                    there[one.meta.name] = channel, one
+        return there
 
-    def _begin(self, tier: Tier, meta: Meta) -> bool:
+    def _touch(self, names: Collection[str]) -> None:
+        """Records are used in host memory, and should not leave the disk as if nobody had."""
+        here = [name for name in names if self._store.tier.get(name) is not None]
+        for channel in self.channels if here else ():
+            channel.tier.touch(here)
+
+    def _begin(self, channel: Channel, found: Found) -> bool:
+        meta = found.meta
         with self._lock:
             if self._is_closing or self._store.tier.get(meta.name) is not None:  # another request has begun it
                 return False
-            room = fitted(meta, self._room(meta.tokens))
-            [record] = self._store.reserve([replace(room, checksums=())], loading=True)
+            if not channel.is_worth_a_try():
+                return False
+            room = replace(meta.with_room(self._room(meta.tokens)), checksums=())
+            [record] = self._store.reserve([room], loading=True)
             if record is None:
                 return False
-            future = self._readers.submit(self._load, tier, meta, record)
-            self._loading.add(future)
-        future.add_done_callback(self._loading.discard)
+            record.written = found.written
+            try:
+                future = channel.load(lambda: self._load(channel, meta, record))
+            except RuntimeError:  # it was closed meanwhile
+                self._store.withdraw(record)
+                return False
+            self._loading[future] = _Load(record, channel, self._clock(), self._limit(meta))
+            if self._ticking is None:
+                self._ticking = threading.Thread(target=self._tick, name="vlcache-late", daemon=True)
+                self._ticking.start()
+        future.add_done_callback(self._has_ended)
         return True
 
-    def _load(self, tier: Tier, meta: Meta, record: Record) -> None:
-        _fill(self._store, tier, meta, record, lambda: self._is_closing)
-        self._store.add(disk_loaded=int(record.is_ready), disk_failed=int(not record.is_ready))
-
-    def _write(self, record: Record) -> None:
-        try:
-            for tier in self._tiers:
-                if record.is_ready:
-                    parts = dict(zip(record.meta.parts, record.data, strict=True))
-                    is_kept = tier.write(record.meta, parts)
-                    self._store.add(disk_stored=int(is_kept), disk_skipped=int(not is_kept))
-                if not record.is_ready:  # of a request that has failed
-                    tier.delete(record.meta.name)
-        except Exception as error:  # whatever it was, the answer does not depend on it
-            self._fault(error)
-        finally:
-            self._store.hold(record, -1)
-
-    def _written(self, future: Future[None]) -> None:
+    def _has_ended(self, future: Future[None]) -> None:
         with self._lock:
-            self._writing.pop(future)
+            self._loading.pop(future, None)
 
-    def _fault(self, error: Exception) -> None:
-        """Whatever it was, no answer depends on it."""
-        _log.warning("%s", error)
-        self._store.add(disk_failed=1)
+    def _tick(self) -> None:
+        while True:
+            time.sleep(_TICK)
+            self.give_up_late()
+            with self._lock:
+                if not self._loading:
+                    self._ticking = None
+                    return
+
+    def _load(self, channel: Channel, meta: Meta, record: Record) -> None:
+        try:
+            with self.meter.timing(channel.tier.label, "read"):
+                fill(self._store, channel.tier, meta, record)
+        except Exception as error:  # whatever it was, the answer does not depend on it
+            channel.fault(error)
+            channel.forget(meta.entry)
+            if isinstance(error, DamagedError):
+                channel.delete(meta.name)
+                self._store.withdraw(record, Why.corrupt)
+        else:
+            if record.is_ready:
+                channel.loaded(record)
+                faster = self.channels[: self.channels.index(channel)]
+                self._keep(record, [one for one in faster if one.tier.is_local])
+        finally:
+            self._store.withdraw(record)  # unless it is settled by now
 
 
-def load(store: Store, tier: Tier, name: str) -> Record | None:
-    """Brings a record into host memory, with room for as many tokens as it has in the tier.
-
-    Returns:
-      The record, verified; None if there is no such record, or no room, or if it is damaged or cannot be read.
-    """
-    meta = tier.meta(name)
-    if meta is None or meta.name != name:
-        return None
-    [record] = store.reserve([replace(meta, checksums=())], loading=True)
-    if record is not None:
-        _fill(store, tier, meta, record)
-    return record if record is not None and record.is_ready else None
-
-
-def _fill(
-    store: Store, tier: Tier, meta: Meta, record: Record, is_unwanted: Callable[[], bool] = lambda: False
-) -> None:
-    """Fills a record that has its place.
+def fill(store: Store, tier: Tier, meta: Meta, record: Record) -> None:
+    """Fills a record that has its place, until nobody wants it any more, and publishes it.
 
     Args:
       meta: as the tier says it.
-      is_unwanted: whether nobody needs it any more.
+
+    Raises:
+      TierError, or whatever the tier raises: it is not filled.
     """
-    try:
-        missing = set(meta.parts)
-        whole = replace(record.meta, checksums=meta.checksums)
-        places = dict(zip(meta.parts, record.data, strict=True))
-        for part, array in tier.read(meta.name, meta.parts, places.__getitem__):
-            if is_unwanted():
-                raise TierError(f"{meta.name}: nobody needs it any more")
-            number = meta.parts.index(part)
-            if verified(whole, part, array) is not places[part]:
-                places[part][:] = array
-            if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
-                store.withdraw(record, Why.not_finite)
-            missing.discard(part)
-            record.arrive(next((i for i, one in enumerate(meta.parts) if one in missing), len(meta.parts)))
-        if missing:
-            raise TierError(f"{meta.name}: {missing} did not come")
-        store.publish(record)
-    except Exception as error:  # whatever it was, the answer does not depend on it
-        _log.warning("record %s could not be loaded", meta.name, exc_info=True)
-        if isinstance(error, DamagedError):
-            store.withdraw(record, Why.corrupt)
-            with contextlib.suppress(Exception):
-                tier.delete(meta.name)
-    finally:
-        store.withdraw(record)  # unless it is settled by now
+    missing = set(meta.parts)
+    whole = replace(record.meta, checksums=meta.checksums)
+    places = dict(zip(meta.parts, record.data, strict=True))
+
+    def check(part: Part, array: npt.NDArray[Any]) -> None:
+        if verified(whole, part, array) is not places[part]:
+            places[part][:] = array
+        number = meta.parts.index(part)
+        if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
+            store.withdraw(record, Why.not_finite)
+            return
+        missing.discard(part)
+        record.arrive(next((i for i, one in enumerate(meta.parts) if one in missing), len(meta.parts)))
+
+    with ThreadPoolExecutor(1, "vlcache-check") as checker:  # one part is checked while the next one comes
+        checks: deque[Future[None]] = deque()
+        for part, array in tier.read(meta, meta.parts, places.__getitem__):
+            checks.append(checker.submit(check, part, array))
+            if len(checks) > _UNCHECKED:
+                checks.popleft().result()
+            if record.is_settled:
+                return
+        for left in checks:
+            left.result()
+    if record.is_settled:
+        return
+    if missing:
+        raise TierError(f"{meta.name}: {missing} did not come")
+    store.publish(record, meta.checksums)
 
 
-def _is_exact(meta: Meta) -> bool:
-    """Whether K, V may be linked in their own context as if they had just been computed."""
-    return meta.canonical and not meta.planes
+def _variant(there: dict[str, tuple[Channel, Found]]) -> dict[str, tuple[Channel, Found]]:
+    """K, V of an image in any context: of the canonical ones the newest, if there is one."""
+    usable = {name: place for name, place in there.items() if place[1].meta.context is not None}
+    canonical = [name for name, (_, found) in usable.items() if found.meta.canonical]
+    newest = (canonical or list(usable))[-1:]
+    return {name: usable[name] for name in newest}

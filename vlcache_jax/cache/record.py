@@ -1,19 +1,21 @@
-"""Records: what is kept for an image, and the interface of the places that keep them."""
+"""Records: what is kept for an image."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (lets numpy know bfloat16)
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from vlcache_jax.cache.why import Why
 from vlcache_jax.checks import is_finite
 from vlcache_jax.inputs.processor import Grid
 
@@ -21,7 +23,7 @@ Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
 
 CHECKSUM = "xxh3_64"
-_LARGE = 2**20
+_LARGE, _HUGE = 2**20, 2**24  # bytes
 _ALIGNMENT = 64  # bytes; a CPU device can then use the memory as it lies
 
 
@@ -40,6 +42,8 @@ class Meta:
         rows and DeepStack features [1 + J, T, M].
       planes: of coded K, V, bytes a token of the codes and of the scales; their data are uint8 [L, 2, bytes], in each
         block the codes of all tokens, then the scales. Empty: they are not coded.
+      model: fingerprint of the model's configuration and weights.
+      codec: of K, V, as keys name it.
       checksums: of the parts, without padding; empty as long as the record is being filled.
     """
 
@@ -52,6 +56,8 @@ class Meta:
     dtype: str
     shape: tuple[int, ...]
     planes: tuple[int, ...] = ()
+    model: str = ""
+    codec: str = ""
     checksums: tuple[int, ...] = ()
 
     @property
@@ -75,65 +81,28 @@ class Meta:
 
     @property
     def nbytes(self) -> int:
+        """With padding, as it lies in memory."""
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
+    @property
+    def part_bytes(self) -> int:
+        """Of each part without padding, as it is kept outside memory."""
+        return self.with_room(self.tokens).nbytes // len(self.parts)
 
-class Tier(Protocol):
-    """A place that keeps records. Tiers never decide anything: the store does.
+    @property
+    def is_exact(self) -> bool:
+        """Whether K, V may be linked in their own context as if they had just been computed."""
+        return self.canonical and not self.planes
 
-    What a tier outside host memory gives passes `verified` before anyone uses it; `movement` sees to that. Every method
-    raises TierError, and nothing else.
-
-    Attributes:
-      label: what reports call it.
-    """
-
-    label: str
-
-    def meta(self, name: str) -> Meta | None:
-        """Of a complete record, or None."""
-
-    def read(
-        self, name: str, parts: Iterable[Part], place: Callable[[Part], npt.NDArray[Any]]
-    ) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
-        """Gives the parts in the order in which they arrive: their places, filled, or arrays of the tier's own."""
-
-    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> bool:
-        """Keeps a record, visible only when it is complete; False: there is no room, or it was deleted."""
-
-    def delete(self, name: str) -> None: ...
-
-    def keys(self, prefix: str = "") -> list[str]:
-        """Of complete records, the newest last."""
-
-    def counts(self) -> dict[str, int]:
-        """Of what it keeps now, as `CacheStats` calls them."""
-
-    def close(self) -> None: ...
+    def with_room(self, tokens: int) -> Meta:
+        """The same with room for so many tokens."""
+        axis = 1 if self.context is None else 2
+        room = tokens * max(sum(self.planes), 1)
+        return replace(self, shape=(*self.shape[:axis], room, *self.shape[axis + 1 :]))
 
 
-class TierError(Exception):
-    """A record could not be read."""
-
-
-class DamagedError(TierError):
-    """A record was read, but is not what was written."""
-
-
-def verified(meta: Meta, part: Part, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A part of a record as it came from outside host memory, once it is known to be what was written.
-
-    Raises:
-      DamagedError: it is not.
-    """
-    is_whole = array.shape == meta.shape[1:] and array.dtype == meta.dtype
-    expected = dict(zip(meta.parts, meta.checksums, strict=False)).get(part)
-    if not is_whole or _checksum(meta, array) != expected:
-        raise DamagedError(f"{meta.name}: {part} is damaged")
-    return array
-
-
-def _checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
+def checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
+    """Of a part, without padding."""
     digest = xxhash.xxh3_64()
     for rows in blocks(meta, part):
         digest.update(rows.view(np.uint8))
@@ -165,10 +134,14 @@ class Record:
       meta: see `Meta`.
       pins: how many handles need it to stay.
       is_kept: whether the user wants it to stay.
-      held: how many requests are going to read it.
+      held: how many requests are going to read it, and tiers outside memory.
+      writes: how many of these are tiers that it is to be written to.
       missing: tokens whose K, V it still lacks.
       is_claimed: whether somebody is going to fill it.
       is_loading: whether it comes from another tier, its parts in their order.
+      is_wanted: whether anybody has needed it yet.
+      failure: why it will not be filled; None: it is, or may be.
+      written: when it was computed, in seconds since the epoch; None: it is not filled yet.
       lent: its memory as arrays of a device that reads it as it lies, by their first part.
     """
 
@@ -177,9 +150,13 @@ class Record:
         self.pins = 0
         self.is_kept = False
         self.held = 0
+        self.writes = 0
         self.missing = meta.tokens
         self.is_claimed = False
         self.is_loading = False
+        self.is_wanted = False
+        self.failure: Why | None = None
+        self.written: float | None = None
         self.lent: dict[int, Any] = {}
         self.is_ready = False
         self._is_settled = False
@@ -238,16 +215,25 @@ class Record:
         return not (self.is_pinned or self.held)
 
     @property
+    def is_needed(self) -> bool:
+        """Whether anybody needs it to stay, for more than to write it to another tier."""
+        return self.is_pinned or self.held > self.writes
+
+    @property
     def is_settled(self) -> bool:
         """Whether it is filled, or never will be."""
         return self._is_settled
 
-    def settle(self, is_ready: bool) -> None:
-        """Ends the filling, if it has not ended yet."""
+    def settle(self, is_ready: bool, checksums: tuple[int, ...] | None = None) -> None:
+        """Ends the filling, if it has not ended yet.
+
+        Args:
+          checksums: of its parts, where they are known.
+        """
         if self.is_settled:
             return
         if is_ready:
-            self.meta = replace(self.meta, checksums=self.checksums())
+            self.meta = replace(self.meta, checksums=self.checksums() if checksums is None else checksums)
         with self._changed:
             self.is_ready = is_ready
             self._is_settled = True
@@ -269,13 +255,17 @@ class Record:
 
     def checksums(self) -> tuple[int, ...]:
         """Of each part as it is now."""
-        return tuple(_checksum(self.meta, part) for part in self.data)
+        return tuple(checksum(self.meta, part) for part in self.data)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
     size = int(np.prod(shape)) * dtype.itemsize
     if size >= _LARGE:  # pages of its own go back to the system at once; the heap would keep them
-        return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + size].view(dtype).reshape(shape)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:  # what is first touched is then cleared six times as fast
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, dtype).reshape(shape)
+    heap = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -heap.ctypes.data % _ALIGNMENT
+    return heap[first : first + size].view(dtype).reshape(shape)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+from vlcache_jax.cache.ages import Ages
 from vlcache_jax.cache.bounded import Bounded
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.memory import MemoryTier
+from vlcache_jax.cache.meter import TierStats
 from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.requests import Requests
 from vlcache_jax.cache.why import Why
 from vlcache_jax.inputs.processor import Grid
 
 _REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
 _REFUSED = 4096  # files that are no pictures
-_REQUESTS = 4096  # lists of images; a hundred bytes an image
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,9 @@ class CacheStats:
       left_bytes: of records that have lost their place and that requests under way still read; they come on top.
       device_records: of K, V that have a copy in the device tier.
       device_bytes, device_capacity: of device memory.
-      disk_loaded, disk_stored: records that came from the disk, and that were written to it.
-      disk_skipped: records that were not written, as too many waited for it, or they are larger than `disk_bytes`.
-      disk_failed: times that the disk could not be read or written.
-      disk_records, disk_bytes, disk_capacity: what the directory keeps now, for all processes that use it.
+      expired: images that were older than `ttl`, and were forgotten.
+      whys: how often an image was not linked as it was, by the reason (`Why`).
+      tiers: of each tier outside memory, by its label: "disk", "remote", "peer".
     """
 
     hits_exact: int = 0
@@ -78,13 +81,9 @@ class CacheStats:
     device_records: int = 0
     device_bytes: int = 0
     device_capacity: int = 0
-    disk_loaded: int = 0
-    disk_stored: int = 0
-    disk_skipped: int = 0
-    disk_failed: int = 0
-    disk_records: int = 0
-    disk_bytes: int = 0
-    disk_capacity: int = 0
+    expired: int = 0
+    whys: Mapping[str, int] = field(default_factory=dict)
+    tiers: Mapping[str, TierStats] = field(default_factory=dict)
 
 
 class Handle:
@@ -132,6 +131,19 @@ class Handle:
             self._records.remove(record)
             self._count(record, -1)
 
+    def prefer(self, other: Handle) -> Handle:
+        """The better of two, with the encoder rows of either; the rest of them is released."""
+        is_better = other.exact or (self.kv is None and other.kv is not None)
+        better, worse = (other, self) if is_better else (self, other)
+        if better.why is Why.unknown_image:
+            better.why = worse.why
+        if better.encoder is None and worse.encoder is not None:
+            better.encoder = worse.encoder
+            worse._records.remove(worse.encoder)
+            better._records.append(worse.encoder)
+        worse.release()
+        return better
+
     def hold(self) -> None:
         """Holds the records from now on, instead of pinning them: they may lose their place, not their contents."""
         for record in self._records:
@@ -150,46 +162,56 @@ class Handle:
         self.release()
 
 
+class Outside:
+    """What a store knows of the tiers outside host memory; here: there are none."""
+
+    def look(self, entries: Sequence[str]) -> None:
+        """Asks those on other machines for images that are about to be looked up, and waits, but not for long."""
+
+    def has_rows(self, entry: str) -> bool:
+        """Whether some tier has an image's encoder rows, as far as one knows."""
+        return False
+
+    def published(self, record: Record) -> None:
+        """A record has been filled."""
+
+
 class Store:
     """Finds, keeps and forgets records. Every method may be called from any thread.
+
+    Args:
+      config: sizes and rules.
+      clock: seconds since the epoch.
 
     Attributes:
       pictures: what an alias stands for.
       refusals: why the file under an alias is no picture.
-      published: called with every record that has been filled.
+      requests: the lists of images that came together.
+      ages: of images.
+      shared: the entry keys of what an operator keeps for everyone, by those without a salt.
+      outside: the tiers outside host memory.
       forgotten: called with every record that leaves.
-      elsewhere: whether an image's encoder rows, by its entry key, are in a tier outside host memory.
+      expired: called with the entry key of an image that has become too old.
     """
 
-    def __init__(self, config: CacheConfig):
+    def __init__(self, config: CacheConfig, clock: Callable[[], float] = time.time):
         self.config = config
-        self.tier = MemoryTier(int(config.host_bytes), self._forget)
+        self.ages = Ages(config.ttl, clock)
+        self.tier = MemoryTier(config.memory_bytes, self._forget, owner_bytes=config.owner_bytes)
         self._lock = threading.RLock()
         self._counts = CacheStats()
+        self._whys = Counter[str]()
         self.pictures = Bounded[Picture](_REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
-        self.published: Callable[[Record], object] = lambda record: None
+        self.requests = Requests()
+        self.shared = Bounded[str](_REMEMBERED)
+        self.outside = Outside()
         self.forgotten: Callable[[Record], object] = lambda record: None
-        self.elsewhere: Callable[[str], bool] = lambda entry: False
-        self._requests = Bounded[tuple[str, tuple[str, ...]]](_REQUESTS)  # request key -> owner, images
+        self.expired: Callable[[str], object] = lambda entry: None
         # A record's name, or an entry key for all contexts together -> why there is none, and the owner.
         self._lost = Bounded[tuple[Why, str]](_REMEMBERED)
         self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
         self._left: set[Record] = set()  # have lost their place, and are still to be read
-
-    # Requests.
-
-    def remember_request(self, key: str, entries: Sequence[str], owner: str) -> bool:
-        """Notes a request's list of images; whether the same list was there before."""
-        return self._requests.put(key, (owner, tuple(entries)))
-
-    def forget_request(self, key: str) -> None:
-        self._requests.pop(key)
-
-    def request(self, key: str, owner: str) -> tuple[str, ...] | None:
-        """The entry keys of a request's images, by its request key; None if it is not this owner's."""
-        found, entries = self._requests.get(key) or (None, ())
-        return entries if found == owner else None
 
     def is_owner(self, owner: str, entry: str) -> bool:
         """Whether an entry key, of which something is known, was made under the owner's salt."""
@@ -210,6 +232,7 @@ class Store:
           grid: of the image; a record with another one is not its record. None: it is not known.
           approximate: whether K, V computed in another context may be returned.
         """
+        self._expire(entry)
         with self._lock:
             encoder = self._get(f"enc/{entry}", grid)
             same = self._get(name := f"kv/{entry}/{context}", grid)
@@ -231,6 +254,16 @@ class Store:
                     self.tier.touch(record)
             return Handle(self, encoder, kv, exact, why, is_coded)
 
+    def _expire(self, entry: str) -> None:
+        """Forgets an image that has become too old."""
+        if not self.ages.end(entry):
+            return
+        with self._lock:
+            self._counts.expired += 1
+            for record in self.records(entry):
+                self.tier.remove(record, Why.expired)
+        self.expired(entry)
+
     def count(self, handle: Handle) -> None:
         """Enters a look-up in the counters."""
         with self._lock:
@@ -240,6 +273,8 @@ class Store:
             passed_over = any(record.meta.context is not None for record in handle.passed_over)
             self._counts.passed_over += passed_over
             self._counts.misses += handle.kv is None and not passed_over
+            if handle.why is not None:
+                self._whys[handle.why.value] += 1
 
     def _get(self, name: str, grid: Grid | None) -> Record | None:
         record = self.tier.get(name)
@@ -279,24 +314,28 @@ class Store:
                     record.is_claimed = record.is_loading = loading
             return made
 
-    def publish(self, record: Record) -> None:
-        """The record is filled. One that is not finite is withdrawn, so that nobody reuses what is damaged."""
-        if not (record.is_settled or record.is_finite()):
+    def publish(self, record: Record, checksums: tuple[int, ...] | None = None) -> None:
+        """The record is filled. Unless somebody has looked at its parts and gives their checksums, one that is not
+        finite is withdrawn, so that nobody reuses what is damaged."""
+        if checksums is None and not (record.is_settled or record.is_finite()):
             self.withdraw(record, Why.not_finite)
-        record.settle(True)
+        record.settle(True, checksums)
         with self._lock:
             if self.tier.get(record.meta.name) is record:  # it may have had to go already
                 self._counts.stored += 1
+                self.ages.note(record)
                 if record.meta.context is not None:
                     self._lost.pop(record.meta.entry)
                     self._lost.pop(record.meta.name)
         if record.is_ready:
-            self.published(record)
+            self.outside.published(record)
+        self._let_pass(record)
 
     def withdraw(self, record: Record, why: Why = Why.load_failed) -> None:
         """The record will not be filled, unless it is already; who waits for it computes instead."""
         with self._lock:
             if not record.is_settled:
+                record.failure = why
                 record.settle(False)
                 self._counts.corrupt += why is Why.corrupt
                 self._counts.not_finite += why is Why.not_finite
@@ -326,6 +365,8 @@ class Store:
         """Counts handles that need a record to stay."""
         with self._lock:
             record.pins += by
+            record.is_wanted = True
+        self._let_pass(record)
 
     def keep(self, entry: str, is_kept: bool) -> int:
         """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes.
@@ -337,38 +378,45 @@ class Store:
             records = [record for record in self.records(entry) if record.is_kept is not is_kept]
             asked = sum(record.meta.nbytes for record in records)
             share = int(self.config.pinned_share * self.tier.capacity)
-            if is_kept and asked > (left := share - self._pinned_bytes()):
+            if is_kept and asked > (left := share - self.tier.pinned_bytes):
                 raise ValueError(
                     f"image must fit in the {left} bytes that pinned_share leaves, got {asked} bytes of entry {entry}"
                 )
             for record in records:
                 record.is_kept = is_kept
+                self._let_pass(record)
             return len(records)
 
-    def hold(self, record: Record, by: int) -> None:
-        """Counts requests that are going to read a record."""
+    def hold(self, record: Record, by: int, *, to_write: bool = False) -> None:
+        """Counts requests that are going to read a record, and those that are to write it to another tier."""
         with self._lock:
             record.held += by
+            record.writes += by * to_write
             if not record.held and self.tier.get(record.meta.name) is not record:
                 self._left.discard(record)
                 if not record.is_claimed:
                     record.settle(False)  # nobody needs to fill it any more
+        self._let_pass(record)
+
+    def _let_pass(self, record: Record) -> None:
+        """Lets go of a record that nobody needs: one that is being loaded, or of which no memory is to be kept."""
+        with self._lock:
+            if not record.is_free or (record.is_loading and not record.is_wanted):  # somebody is about to need it
+                return
+            if record.is_loading:
+                self.cancel(record)
+            if self.config.passes_on and record.is_settled:
+                self.tier.remove(record, None)
 
     def has_variants(self, entry: str) -> bool:
         """Whether K, V of an image are kept, or being filled."""
         return entry in self._variants
 
-    def add(self, **counts: int) -> None:
-        """Adds to counters."""
-        with self._lock:
-            for name, count in counts.items():
-                setattr(self._counts, name, getattr(self._counts, name) + count)
-
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled, or can be brought in."""
         with self._lock:
             here = bool(self._records(entry))
-        return here or self.elsewhere(entry)
+        return here or self.outside.has_rows(entry)
 
     def records(self, entry: str) -> list[Record]:
         """All records of an image that are complete."""
@@ -379,50 +427,38 @@ class Store:
         encoder = self.tier.get(f"enc/{entry}")
         return [*self._variants.get(entry, ()), *([] if encoder is None else [encoder])]
 
-    def _pinned_bytes(self) -> int:
-        return sum(record.meta.nbytes for record in self.tier.records() if record.is_kept)
-
     def evict(self, entry: str) -> set[str]:
-        """Removes an image's records that nobody has pinned; returns their names."""
+        """Removes an image's records that nobody has pinned or is going to use; returns their names."""
         with self._lock:
-            leaving = [record for record in self.records(entry) if record.is_free]
+            leaving = [record for record in self.records(entry) if not record.is_needed]
             for record in leaving:
                 self.tier.remove(record, Why.evicted)
             return {record.meta.name for record in leaving}
 
     def verify(self) -> list[str]:
         """Computes all checksums again and removes records that are damaged; returns their names."""
-        damaged = []
-        for record in self.tier.records():
-            if record.is_ready and record.checksums() != record.meta.checksums:
-                with self._lock:
-                    self._counts.corrupt += 1
-                    self.tier.remove(record, Why.corrupt)
-                damaged.append(record.meta.name)
-        return damaged
+        records = [record for record in self.tier.records() if record.is_ready]
+        damaged = [record for record in records if record.checksums() != record.meta.checksums]
+        with self._lock:
+            self._counts.corrupt += len(damaged)
+            for record in damaged:
+                self.tier.remove(record, Why.corrupt)
+        return [record.meta.name for record in damaged]
 
     def clear(self) -> None:
         """Forgets every record, alias and request. Counters go on."""
         with self._lock:
             self.tier.close()
-            for memory in (self.pictures, self.refusals, self._requests, self._lost, self._variants):
+            for memory in (self.pictures, self.refusals, self.requests, self.shared, self._lost, self.ages):
                 memory.clear()
+            self._variants.clear()
 
     def stats(self) -> CacheStats:
         with self._lock:
-            records = [record for record in self.tier.records() if record.is_ready]
-            kv = sum(record.meta.context is not None for record in records)
-            return replace(
-                self._counts,
-                clashes=self._counts.clashes + self.tier.clashes,
-                encoder_records=len(records) - kv,
-                kv_records=kv,
-                pinned=sum(not record.is_free for record in records),
-                pinned_bytes=self._pinned_bytes(),
-                bytes=self.tier.used,
-                capacity=self.tier.capacity,
-                left_bytes=sum(record.meta.nbytes for record in self._left if record.is_ready),
-            )
+            left = sum(record.meta.nbytes for record in self._left if record.is_ready)
+            kept = self.tier.counts()
+            kept["clashes"] += self._counts.clashes
+            return replace(self._counts, left_bytes=left, whys=dict(self._whys), **cast(Mapping[str, Any], kept))
 
     def _forget(self, record: Record, why: Why | None) -> None:
         """Called by the tier for each record that leaves."""

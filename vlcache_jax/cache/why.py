@@ -19,3 +19,5 @@ class Why(enum.Enum):
     not_finite = "not_finite"  # known, but what was computed of it was not finite, and is not kept
     corrupt = "corrupt"  # known, but its record was found damaged
     cheaper_to_compute = "cheaper_to_compute"  # K, V were found, but not wanted (`load`)
+    expired = "expired"  # known, but older than `ttl`
+    timeout = "timeout"  # known, but its record did not come in time (`timeout`)

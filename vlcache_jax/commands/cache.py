@@ -1,101 +1,111 @@
-"""`vlcache cache`: what a directory of records holds (`CacheConfig.disk`)."""
+"""`vlcache cache`: what a directory of records holds (`CacheConfig.disk`), or a store elsewhere (`remote`)."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import io
+import os
 import pathlib
-from collections.abc import Iterator
-from typing import Annotated
+import tarfile
+import time
+from collections.abc import Iterable, Iterator
+from typing import Annotated, cast
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
-from vlcache_jax.cache.disk import FOLDER, DiskTier
-from vlcache_jax.cache.record import DamagedError, Meta, TierError, verified
+from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.tier import DamagedError, Line, Tier, TierError, verified
+from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
+from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_name, make_header, name_of, read_header
 from vlcache_jax.checks import parse_bytes
 from vlcache_jax.commands.schedule import say_errors
+from vlcache_jax.files import check_writable
 from vlcache_jax.progress import Progress
 from vlcache_jax.study.report import show
 
-app = typer.Typer(name="cache", no_args_is_help=True, help="Shows and tends a directory of records.")
-DIRECTORY = typer.Argument(help="What `disk` of CacheConfig names.")
+app = typer.Typer(name="cache", no_args_is_help=True, help="Shows, tends, moves and serves stores of records.")
+STORE = typer.Argument(help="What `disk` or `remote` of CacheConfig names: a directory, or a URL.", metavar="STORE")
 EVERYTHING = 2**62  # bytes; who only looks makes no room
+_TIMEOUT = 30.0  # seconds that a store elsewhere may take to answer
+_DAY = 24 * 3600
 
 
 @app.command("ls")
-def ls_command(directory: Annotated[pathlib.Path, DIRECTORY]) -> None:
+def ls_command(store: Annotated[str, STORE]) -> None:
     """Lists the records, those that were used last at the end.
 
     Example: vlcache cache ls ~/records
     """
-    with say_errors(), opened(directory) as tier:
+    with say_errors(), opened(store) as tier:
         rows = []
-        for name, size, used in tier.lines():
-            if (meta := tier.meta(name)) is not None:  # another process may have deleted it
-                rows.append(_row(meta, size, used))
+        for line, meta in _contents(tier):
+            if meta is not None:  # another process may have deleted it
+                rows.append(_row(meta, line))
         if rows:
-            show(f"{len(rows)} records in {directory}", rows)
+            show(f"{len(rows)} records in {_title(store)}", rows)
         else:
-            print(f"no records in {directory}")
+            print(f"no records in {_title(store)}")
 
 
 @app.command("stats")
-def stats_command(directory: Annotated[pathlib.Path, DIRECTORY]) -> None:
+def stats_command(store: Annotated[str, STORE]) -> None:
     """Sums up the records by kind.
 
     Example: vlcache cache stats ~/records
     """
-    with say_errors(), opened(directory) as tier:
+    with say_errors(), opened(store) as tier:
         kinds: dict[str, list[int]] = {"encoder rows": [], "keys and values": []}
         images = set()
-        for name, size, _ in tier.lines():
-            kind, entry, *_ = name.split("/")
-            kinds["encoder rows" if kind == "enc" else "keys and values"].append(size)
+        for line in tier.lines():
+            kind, entry, *_ = line.name.split("/")
+            kinds["encoder rows" if kind == "enc" else "keys and values"].append(line.bytes)
             images.add(entry)
         rows = [{"what": kind, "records": len(sizes), "MB": sum(sizes) / 1e6} for kind, sizes in kinds.items()]
-        show(f"{len(images)} images in {directory}", rows)
+        show(f"{len(images)} images in {_title(store)}", rows)
 
 
 @app.command("verify")
-def verify_command(directory: Annotated[pathlib.Path, DIRECTORY]) -> None:
+def verify_command(store: Annotated[str, STORE]) -> None:
     """Reads every record, compares it with its checksums, and deletes what is damaged.
 
     Example: vlcache cache verify ~/records
     """
-    with say_errors(), opened(directory) as tier:
-        names, damaged, unread = tier.keys(), 0, 0
-        with Progress("verifying", len(names)) as bar:
-            for name in names:
+    with say_errors(), opened(store) as tier:
+        whole, damaged, unread = 0, 0, 0
+        lines = list(tier.lines())
+        with Progress("verifying", len(lines)) as bar:
+            for line in lines:
                 try:
-                    _verify(tier, name)
+                    if (meta := _meta(tier, line.name)) is not None:
+                        _parts(tier, meta)
+                        whole += 1
                 except DamagedError as error:
                     damaged += 1
                     print(f"deleted: {error}")
-                    tier.delete(name)
+                    tier.delete(line.name)
                 except TierError as error:
                     unread += 1
                     print(f"could not be read: {error}")
                 bar.update()
-        print(f"records: {len(names) - damaged - unread} whole, {damaged} damaged, {unread} that could not be read")
+        print(f"records: {whole} whole, {damaged} damaged, {unread} that could not be read")
         if unread:
             raise typer.Exit(1)
 
 
 @app.command("evict")
 def evict_command(
-    directory: Annotated[pathlib.Path, DIRECTORY],
+    store: Annotated[str, STORE],
     keys: Annotated[list[str], typer.Argument(help="Entry keys of images, or their first digits, eight at least.")],
 ) -> None:
     """Deletes all records of images.
 
     Example: vlcache cache evict ~/records 0d5f33a1
     """
-    with say_errors(), opened(directory) as tier:
-        for key in keys:
-            if len(key) < 8 or set(key) - set("0123456789abcdef"):
-                raise ValueError(f"keys must have eight hexadecimal digits at least, got {key!r}")
-        names = [name for key in keys for kind in ("enc", "kv") for name in tier.keys(f"{kind}/{key}")]
+    with say_errors(), opened(store) as tier:
+        names = [line.name for line in _chosen(tier, keys)]
         for name in names:
             tier.delete(name)
         print(f"records deleted: {len(names)}")
@@ -103,55 +113,224 @@ def evict_command(
 
 @app.command("prune")
 def prune_command(
-    directory: Annotated[pathlib.Path, DIRECTORY],
+    store: Annotated[str, STORE],
     size: Annotated[str, typer.Argument(help="What is to be left at most, such as 10GB; 0 deletes all.")],
+    days: Annotated[
+        float | None, typer.Option(min=0, help="What was written before so many days leaves in any case.")
+    ] = None,
 ) -> None:
-    """Deletes the records that were not used for longest, until the others fit.
+    """Deletes the records that were not used for longest, until the others fit. Pinned ones stay.
 
     Example: vlcache cache prune ~/records 10GB
     """
+    with say_errors(), opened(store) as tier:
+        before = len(list(tier.lines()))
+        tier.prune(parse_bytes(size, "size"), None if days is None else time.time() - days * _DAY)
+        left = [line.bytes for line in tier.lines()]
+        print(f"records deleted: {before - len(left)}; left: {len(left)}, {sum(left) / 1e6:.2f} MB")
+
+
+@app.command("export")
+def export_command(
+    store: Annotated[str, STORE],
+    out: Annotated[pathlib.Path, typer.Argument(help="File to write (tar).")],
+    keys: Annotated[list[str] | None, typer.Argument(help="Entry keys of images, or their first digits.")] = None,
+) -> None:
+    """Writes records into one file, all of them or those of some images.
+
+    Example: vlcache cache export ~/records manuals.tar 0d5f33a1
+    """
+    with say_errors(), opened(store) as tier:
+        check_writable("out", out)
+        lines = _chosen(tier, keys) if keys else list(tier.lines())
+        if not lines:
+            raise ValueError(f"store must have records of these images, got {_title(store)}")
+        unfinished = out.with_name(f"{out.name}.part")
+        count = 0
+        try:
+            with tarfile.open(unfinished, "w") as archive, Progress("exporting", len(lines)) as bar:
+                for line in lines:
+                    if (meta := _meta(tier, line.name)) is not None:
+                        _add(archive, meta, _parts(tier, meta))
+                        count += 1
+                    bar.update()
+            unfinished.replace(out)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        print(f"records exported: {count}, {out.stat().st_size / 1e6:.2f} MB in {out}")
+
+
+@app.command("import")
+def import_command(
+    file: Annotated[pathlib.Path, typer.Argument(help="What `vlcache cache export` wrote.")],
+    store: Annotated[str, STORE],
+) -> None:
+    """Adds the records of a file to a store; each is compared with its checksums first.
+
+    Example: vlcache cache import manuals.tar s3://bucket/records
+    """
     with say_errors():
-        capacity = parse_bytes(size, "size")
-        with opened(directory) as tier:
-            before = tier.counts()
-        with opened(directory, capacity) as tier:
-            after = tier.counts()
-        gone = before["disk_records"] - after["disk_records"]
-        print(f"records deleted: {gone}; left: {after['disk_records']}, {after['disk_bytes'] / 1e6:.2f} MB")
+        if not file.is_file():
+            raise ValueError(f"file must be what `vlcache cache export` wrote, got {file}")
+        counts = {"stored": 0, "known": 0, "refused": 0, "damaged": 0}
+        try:
+            with (
+                tarfile.open(file, "r|*") as archive,
+                opened(store, make=True) as tier,
+                Progress("importing") as bar,
+            ):
+                for member in archive:
+                    try:
+                        counts[tier.write(*_record(archive, member))] += 1
+                    except DamagedError as error:
+                        counts["damaged"] += 1
+                        print(f"left out: {error}")
+                    bar.update()
+        except (tarfile.TarError, EOFError, OSError) as error:
+            done = f"; {counts['stored']} records were imported" if counts["stored"] else ""
+            raise ValueError(f"file must be what `vlcache cache export` wrote, got {file}: {error}{done}") from error
+        print(
+            f"records imported: {counts['stored']}; there already: {counts['known']}; "
+            f"refused: {counts['refused']}; damaged: {counts['damaged']}"
+        )
+        if counts["refused"] or counts["damaged"]:
+            raise typer.Exit(1)
+
+
+@app.command("serve")
+def serve_command(
+    directory: Annotated[pathlib.Path, typer.Argument(help="What `disk` of CacheConfig names.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8470,
+    token: Annotated[
+        str | None, typer.Option(envvar="VLCACHE_PEER_TOKEN", help="That clients must know (peer_token).")
+    ] = None,
+) -> None:
+    """Lets other machines read the records of a directory (`peers` of CacheConfig).
+
+    Example: VLCACHE_PEER_TOKEN=secret vlcache cache serve ~/records --host 0.0.0.0
+    """
+    from vlcache_jax.cache.tiers.peer_server import PeerServer
+
+    with (
+        say_errors(),
+        opened(str(directory)) as tier,
+        PeerServer(cast(DiskTier, tier), host, port, token=token) as server,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        address, chosen = server.address[:2]
+        print(f"serving {directory} at http://{address}:{chosen}", flush=True)
+        server.serve_forever()
 
 
 @contextlib.contextmanager
-def opened(directory: pathlib.Path, capacity: int = EVERYTHING) -> Iterator[DiskTier]:
-    """The records of a directory.
+def opened(store: str, *, make: bool = False) -> Iterator[Tier]:
+    """The records of a directory or of a URL.
+
+    Args:
+      make: a directory that does not exist is made.
 
     Raises:
       ValueError: it holds none.
     """
-    if not (directory / FOLDER).is_dir():
-        raise ValueError(f"directory must be one of records, got {directory}")
-    tier = DiskTier(directory, capacity)
+    if "://" in store:
+        from vlcache_jax.cache.tiers.remote import open_remote
+
+        tier = open_remote(store, timeout=_TIMEOUT)
+    else:
+        directory = pathlib.Path(store).expanduser()
+        if not (make or (directory / FOLDER).is_dir()):
+            raise ValueError(f"store must be a URL or a directory of records, got {store}")
+        tier = DiskTier(directory, EVERYTHING)
     try:
         yield tier
+    except TierError as error:
+        raise ValueError(f"store must be there and answer, got {_title(store)}: {error}") from error
     finally:
         tier.close()
 
 
-def _row(meta: Meta, size: int, used: float) -> dict[str, object]:
+def _title(store: str) -> str:
+    """Without a password."""
+    before, _, after = store.rpartition("@")
+    return f"{before.partition('://')[0]}://...@{after}" if before and "://" in before else store
+
+
+def _meta(tier: Tier, name: str) -> Meta | None:
+    found = tier.find(name.split("/")[1])
+    return next((one.meta for one in found if one.meta.name == name), None)
+
+
+def _contents(tier: Tier) -> Iterator[tuple[Line, Meta | None]]:
+    """All records, and what they are; None: they are not there any more."""
+    known: dict[str, Meta] = {}
+    for line in list(tier.lines()):
+        if line.name not in known:
+            known |= {one.meta.name: one.meta for one in tier.find(line.name.split("/")[1])}
+        yield line, known.get(line.name)
+
+
+def _chosen(tier: Tier, keys: Iterable[str]) -> list[Line]:
+    for key in keys:
+        if len(key) < 8 or set(key) - set("0123456789abcdef"):
+            raise ValueError(f"keys must have eight hexadecimal digits at least, got {key!r}")
+    return [line for line in tier.lines() if line.name.split("/")[1].startswith(tuple(keys))]
+
+
+def _row(meta: Meta, line: Line) -> dict[str, object]:
     return {
         "image": meta.entry[:12],
         "what": "encoder rows" if meta.context is None else "keys and values",
         "context": "any" if meta.context is None else meta.context[:12],
         "tokens": meta.tokens,
-        "kept as": "coded" if meta.planes else meta.dtype,
-        "MB": size / 1e6,
-        "last used": datetime.datetime.fromtimestamp(used).isoformat(sep=" ", timespec="seconds"),
+        "kept as": meta.codec if meta.planes else meta.dtype,
+        "model": meta.model[:8],
+        "MB": line.bytes / 1e6,
+        "last used": datetime.datetime.fromtimestamp(line.used).isoformat(sep=" ", timespec="seconds"),
     }
 
 
-def _verify(tier: DiskTier, name: str) -> None:
-    """Raises DamagedError if a record is damaged, TierError if it cannot be read."""
-    if (meta := tier.meta(name)) is None:
-        return  # another process has deleted it
+def _parts(tier: Tier, meta: Meta) -> dict[Part, npt.NDArray[np.generic]]:
+    """A record as it is kept, compared with its checksums.
+
+    Raises:
+      DamagedError, TierError: it is damaged, or cannot be read.
+    """
     places = dict(zip(meta.parts, np.empty(meta.shape, meta.dtype), strict=True))
-    for part, array in tier.read(name, meta.parts, places.__getitem__):
-        verified(meta, part, array)
+    return {part: verified(meta, part, array) for part, array in tier.read(meta, meta.parts, places.__getitem__)}
+
+
+def _add(archive: tarfile.TarFile, meta: Meta, parts: dict[Part, npt.NDArray[np.generic]]) -> None:
+    content = io.BytesIO(make_header(meta))
+    content.seek(0, os.SEEK_END)
+    for part in meta.parts:
+        for rows in blocks(meta, parts[part]):
+            content.write(rows.view(np.uint8).data.cast("B"))
+    about = tarfile.TarInfo(f"{FOLDER}/{file_name(meta.name)}")
+    about.size, about.mode = content.tell(), 0o600
+    content.seek(0)
+    archive.addfile(about, content)
+
+
+def _record(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[Meta, dict[Part, npt.NDArray[np.generic]]]:
+    """A record of an archive.
+
+    Raises:
+      DamagedError: it is not whole, or none.
+    """
+    folder, _, path = member.name.partition("/")
+    name, file = name_of(path), archive.extractfile(member) if member.isfile() else None
+    if folder != FOLDER or name is None or file is None:
+        raise DamagedError(f"{member.name} is no record of format {FOLDER}")
+    with file:
+        first = file.read(LENGTH.size)
+        length = LENGTH.unpack(first)[0] if len(first) == LENGTH.size else MOST_HEADER + 1
+        if length > MOST_HEADER:
+            raise DamagedError(f"{name}: no header")
+        meta = read_header(first + file.read(length))
+        data = np.empty(meta.shape, meta.dtype)
+        content = file.read(data.nbytes + 1)
+    if meta.name != name or len(content) != data.nbytes:
+        raise DamagedError(f"{name}: file is damaged")
+    data.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+    return meta, {part: verified(meta, part, array) for part, array in zip(meta.parts, data, strict=True)}

@@ -195,6 +195,14 @@ def run_command(
     device_bytes: _DeviceBytes = "0",
     disk: _Disk = None,
     disk_bytes: Annotated[str, typer.Option(help="Of that directory.")] = "64GiB",
+    remote: Annotated[
+        str | None, typer.Option(envvar="VLCACHE_REMOTE", help="URL of a store that machines share: s3://, redis://...")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN counts."),
+    ] = None,
+    codec: Annotated[str, typer.Option(help="Of stored keys and values: auto, int8, int4.")] = "auto",
     images_from: Annotated[str, typer.Option(help="Folder in which images on disk must lie.")] = "/",
     allow_remote_images: Annotated[
         bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")
@@ -228,7 +236,10 @@ def run_command(
         }
         if max_pixels is not None:
             options["mm_processor_kwargs"] = {"max_pixels": max_pixels}
-        cache = CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, disk=disk, disk_bytes=disk_bytes)
+        cache = CacheConfig(
+            host_bytes=host_bytes, device_bytes=device_bytes, disk=disk, disk_bytes=disk_bytes, remote=remote,
+            peers=peer or (), peer_token=os.environ.get("VLCACHE_PEER_TOKEN") if peer else None, codec=codec,
+        )  # fmt: skip
         memory = {"max_rows": max_rows, "cache": cache}
         job = Job(source, model, reuse, defaults, options, memory)
         run(job, out, overwrite=overwrite, retry=retry_errors)

@@ -48,7 +48,9 @@ class Job:
 
     def rows(self) -> Iterator[tuple[int, str, str]]:
         """The lines that are not empty: numbers from 1, digests of them and all settings, and what they hold."""
-        settings = json.dumps([self.model, self.reuse, sorted(self.defaults.items()), sorted(self.options.items())])
+        codec = self.memory["cache"].codec
+        way = self.reuse if codec == "auto" else f"{self.reuse} {codec}"  # what is linked, and so what is answered
+        settings = json.dumps([self.model, way, sorted(self.defaults.items()), sorted(self.options.items())])
         with self.source.open(encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():

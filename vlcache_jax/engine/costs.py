@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vlcache_jax.cache.record import Meta
 from vlcache_jax.fields import OBJECT, check_fields, one_of, read_object, real
 from vlcache_jax.files import cache_home, write_whole
 from vlcache_jax.models import ModelConfig
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT = "vlcache-rates/1"
 _RATE = real(0, 1e3)
+_LEAST_LIMIT, _UNKNOWN_LIMIT = 1.0, 10.0  # seconds
 
 Load = Literal["link", "encoder", "compute"]
 """What is done with an image of which records are found: its K, V are linked; they are computed from its stored encoder
@@ -122,6 +124,14 @@ def choose(rates: Rates, image: Image) -> Load:
     """The load that takes least; of equal ones the first of link, encoder, compute."""
     costs = rates.costs(image)
     return min(costs, key=lambda load: costs[load])
+
+
+def time_limit(rates: Rates | None, meta: Meta) -> float:
+    """Seconds after which a record that is awaited is computed instead: as long as that takes."""
+    if rates is None:
+        return _UNKNOWN_LIMIT
+    computing = rates.costs(Image(meta.tokens, math.prod(meta.grid), None, None))["compute"]
+    return max(_LEAST_LIMIT, computing)
 
 
 def identity_of(config: ModelConfig, device: str, dtype: str, codec: str | None) -> Identity:

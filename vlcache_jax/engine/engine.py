@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from vlcache_jax.cache.device import DeviceTier
-from vlcache_jax.cache.record import TierError
+from vlcache_jax.cache.tier import TierError
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.engine.clock import Clock
 from vlcache_jax.engine.kept import Kept

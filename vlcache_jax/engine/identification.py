@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.keys import alias_key, content_key, entry_key, owner_key
+from vlcache_jax.cache.keys import Salt, alias_key, content_key, entry_key, owner_key
 from vlcache_jax.cache.store import Picture, Store
 from vlcache_jax.engine.request import Metrics, Request
 from vlcache_jax.inputs.images import ImageSource
@@ -72,7 +72,7 @@ class Identifier:
         self._max_patches = max_patches
         self._unsalted_key = functools.lru_cache(_KEYS)(self._make_entry_key)
 
-    def open(self, prompts: Sequence[Prompt | ValueError], salt: str | None = None, *, lookup: bool = True) -> Arrivals:
+    def open(self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True) -> Arrivals:
         """Reads what hashes and heads of files tell of a call's images, on several threads.
 
         Args:
@@ -89,7 +89,7 @@ class Identifier:
         return Arrivals(self, prompts, salt, owner, lookup)
 
     def identify(
-        self, prompts: Sequence[Prompt | ValueError], salt: str | None = None, *, lookup: bool = True
+        self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True
     ) -> list[Request]:
         """Identifies all images of some prompts at once.
 
@@ -147,13 +147,13 @@ class Identifier:
         except RuntimeError as error:  # the threads have been shut down meanwhile
             raise RuntimeError(_CLOSED) from error
 
-    def entry_key(self, picture: Picture, limits: Mapping[str, int], salt: str | None) -> str:
+    def entry_key(self, picture: Picture, limits: Mapping[str, int], salt: Salt) -> str:
         """Key of what is kept for a picture."""
         named = picture.content, tuple(sorted(limits.items()))
         # A salt is kept nowhere.
         return self._unsalted_key(*named) if salt is None else self._make_entry_key(*named, salt)
 
-    def _make_entry_key(self, content: str, limits: tuple[tuple[str, int], ...], salt: str | None = None) -> str:
+    def _make_entry_key(self, content: str, limits: tuple[tuple[str, int], ...], salt: Salt = None) -> str:
         return entry_key(
             content,
             settings=self.processor.settings(dict(limits)),
@@ -193,7 +193,7 @@ class Arrivals:
         self,
         identifier: Identifier,
         prompts: Sequence[Prompt | ValueError],
-        salt: str | None,
+        salt: Salt,
         owner: str,
         lookup: bool,
     ):
@@ -216,6 +216,7 @@ class Arrivals:
                 task = _Task(identifier, source, uuid, prompt.mm_processor_kwargs, salt, lookup)
                 self._tasks[row].append(tasks.setdefault((task.source_id, uuid, settings), task))
         heads = identifier.read_heads(tasks.values())
+        identifier.store.outside.look([key for task in tasks.values() if task.is_known for key in task.image.keys])
         for row, own in self._tasks.items():
             prompt = self._prompts[row]
             wrong = (
@@ -316,6 +317,7 @@ class _Task:
 
     Attributes:
       source_id: equal for sources that are the same for sure.
+      is_known: whether its head has told which image it is.
       alias: key under which its picture is found again without decoding; None: it has no encoded bytes.
       num_tokens, patch_bytes: of the image; known from its head.
       picture, image: the result.
@@ -333,7 +335,7 @@ class _Task:
         source: ImageSource,
         uuid: str | None,
         limits: Mapping[str, int],
-        salt: str | None,
+        salt: Salt,
         lookup: bool,
     ):
         self.source, self.uuid = source, uuid
@@ -343,7 +345,7 @@ class _Task:
         self.alias: str | None = None
         self.lookup = self.decode = self.preprocess = 0.0
         self._known: Picture | None = None
-        self._is_identified = False
+        self.is_known = self._is_identified = False
         self._running = threading.Lock()  # two windows may ask at once
 
     @property
@@ -369,7 +371,7 @@ class _Task:
             grid = self._identifier.grid(height, width, self._limits, self.source.name)
             if self._known is not None:
                 self._become(self._known, grid)
-                self._is_identified = self._is_kept()
+                self.is_known = True
         except ValueError as error:
             return error
         finally:
@@ -394,11 +396,11 @@ class _Task:
 
     def is_ready(self) -> bool:
         """Whether `run` has nothing to do."""
-        return self._is_identified and self._is_kept()
+        return (self._is_identified or self.is_known) and self._is_kept()
 
     def forget(self) -> None:
         """Drops the patches; whoever needs them decodes the picture again."""
-        if self._is_identified:
+        if self._is_identified or self.is_known:
             self.image.forget()
 
     def error_of(self, source: ImageSource, error: ValueError) -> ValueError:
@@ -419,18 +421,22 @@ class _Task:
         with self._decoded() as rgb:
             height, width, _ = rgb.shape
             self._become(_picture(rgb), self._identifier.grid(height, width, self._limits, self.source.name))
+            if self._lookup:
+                self._identifier.store.outside.look(self.image.keys)
             if not self._is_kept():
                 self.image.patches = self._cut(rgb)
 
     def _become(self, picture: Picture, grid: Grid) -> None:
         identifier = self._identifier
         self.picture = picture
-        key = identifier.entry_key(picture, self._limits, self._salt)
-        self.image = ImageRef(key, grid, identifier.processor.num_tokens(grid), self._patches)
+        key, shared = identifier.entry_key(picture, self._limits, self._salt), None
+        if len(identifier.store.shared):
+            shared = identifier.store.shared.get(identifier.entry_key(picture, self._limits, None))
+        self.image = ImageRef(key, grid, identifier.processor.num_tokens(grid), self._patches, shared=shared)
 
     def _is_kept(self) -> bool:
         """Whether the pixels will not be needed, as far as one can tell now."""
-        return self._lookup and self._identifier.store.knows(self.image.key)
+        return self._lookup and any(map(self._identifier.store.knows, self.image.keys))
 
     @contextmanager
     def _decoded(self) -> Iterator[npt.NDArray[np.uint8]]:

@@ -11,6 +11,7 @@ import collections
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -41,6 +42,8 @@ class Linker:
       store, movement, writer: the cache.
       dtype: of weights and records.
       codec: of K, V; None: they are kept as they are.
+      fingerprint: of the weights; asked for when there is an image.
+      codec_name: of K, V, as keys name it.
       token_rungs: to which records are padded.
       rates: by which `CacheConfig.load` = "auto" decides; None: what is found is linked.
     """
@@ -54,6 +57,8 @@ class Linker:
         *,
         dtype: np.dtype,
         codec: Codec | None,
+        fingerprint: Callable[[], str],
+        codec_name: str,
         token_rungs: tuple[int, ...],
         rates: Rates | None = None,
     ):
@@ -61,6 +66,7 @@ class Linker:
         self._movement = movement
         self._config = config
         self._dtype, self._codec = dtype, codec
+        self._fingerprint, self._codec_name = fingerprint, codec_name
         self._token_rungs = token_rungs
 
     def plan(self, request: Request, policy: Policy) -> Linked:
@@ -76,9 +82,7 @@ class Linker:
         brought: dict[str, str] = {}
         try:
             for context, image in zip(contexts, request.images, strict=False):
-                brought |= self._movement.bring_in(image.key, context, approximate=policy.approximates)
-                found = self.store.lookup(image.key, context, grid=image.grid, approximate=policy.approximates)
-                handles.append(found)
+                handles.append(self._find(image, context, policy.approximates, brought))
             layout = self._layout(request, handles)
             plan = make_plan(policy, layout, layers)
             choice = make_choice(policy, layout, layers)
@@ -106,7 +110,7 @@ class Linker:
             self.store.count(handle)
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles else None
-        known = key is not None and self.store.remember_request(key, keys, request.owner)
+        known = key is not None and self.store.requests.remember(key, keys, request.owner)
         request.metrics.lookup += time.perf_counter() - start
         return Linked(
             request=request,
@@ -120,6 +124,21 @@ class Linker:
             request_known=known,
             hold=Hold(self.store, handles, made, None if known else key),
         )
+
+    def _find(self, image: ImageRef, context: str, approximate: bool, brought: dict[str, str]) -> Handle:
+        """What is kept of an image, under its own key or for everyone.
+
+        Args:
+          brought: gets the records that come from tiers outside memory.
+        """
+        found: Handle | None = None
+        for key in image.keys:
+            if found is None or not found.exact:
+                brought |= self._movement.bring_in(key, context, approximate=approximate)
+                handle = self.store.lookup(key, context, grid=image.grid, approximate=approximate)
+                found = handle if found is None else found.prefer(handle)
+        assert found is not None
+        return found
 
     def _layout(self, request: Request, handles: list[Handle]) -> Layout:
         """By what was found."""
@@ -202,7 +221,10 @@ class Linker:
 
     def _encoder_meta(self, image: ImageRef, owner: str) -> Meta:
         shape = 1 + self._config.vision.num_deepstack, self._padded(image), self._config.text.hidden_size
-        return Meta(image.key, owner, None, True, image.grid, image.num_tokens, str(self._dtype), shape)
+        return Meta(
+            image.key, owner, None, True, image.grid, image.num_tokens, str(self._dtype), shape,
+            model=self._fingerprint(), codec=self._codec_name,
+        )  # fmt: skip
 
     def _kv_meta(self, image: ImageRef, owner: str, context: str, canonical: bool) -> Meta:
         text, tokens = self._config.text, self._padded(image)
@@ -211,7 +233,10 @@ class Linker:
         if self._codec is not None:
             planes = self._codec.planes(text.num_kv_heads, text.head_dim)
             shape, dtype = (text.num_layers, 2, tokens * sum(planes)), "uint8"
-        return Meta(image.key, owner, context, canonical, image.grid, image.num_tokens, dtype, shape, planes)
+        return Meta(
+            image.key, owner, context, canonical, image.grid, image.num_tokens, dtype, shape, planes,
+            model=self._fingerprint(), codec=self._codec_name,
+        )  # fmt: skip
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)
@@ -259,7 +284,7 @@ class Hold:
         with self._lock:
             key, self._new_request = self._new_request, None
         if key is not None:
-            self._store.forget_request(key)
+            self._store.requests.forget(key)
 
     def leave(self, *, failed: bool = False) -> None:
         """One user less; after the last one, records that nobody has begun to fill are given up.

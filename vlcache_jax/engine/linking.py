@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from vlcache_jax.cache.device import Index
-from vlcache_jax.cache.record import Record, TierError
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.tier import TierError
 from vlcache_jax.engine.batching import Prefill, linked_images
 from vlcache_jax.engine.kept import Kept
 from vlcache_jax.engine.readiness import PATIENCE

@@ -40,7 +40,7 @@ class Readiness:
             return False
         for use in self._linking(sequence):
             if use.linked is not None and use.linked.is_settled and not use.linked.is_ready:
-                use.linked, use.why = None, Why.load_failed
+                use.why, use.linked = use.linked.failure or Why.load_failed, None
                 if not sequence.generated:
                     sequence.ran = None  # what it is told to have computed is what it computes now
                 sequence.plan = sequence.plan.computing(use.span.tokens, self._num_layers)

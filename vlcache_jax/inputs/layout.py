@@ -23,11 +23,19 @@ class ImageRef:
       key: entry key (`vlcache_jax.cache`).
       grid: patches, see `vlcache_jax.inputs.processor`.
       num_tokens: image tokens it takes in the prompt.
+      shared: entry key under which an operator keeps it for everyone; None: nobody does.
     """
 
-    def __init__(self, key: str, grid: Grid, num_tokens: int, load: Callable[[], Patches]):
-        self.key, self.grid, self.num_tokens = key, grid, num_tokens
+    def __init__(
+        self, key: str, grid: Grid, num_tokens: int, load: Callable[[], Patches], *, shared: str | None = None
+    ):
+        self.key, self.grid, self.num_tokens, self.shared = key, grid, num_tokens, shared
         self._load = load
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Entry keys under which it may be kept, its own first."""
+        return tuple(dict.fromkeys(key for key in (self.key, self.shared) if key is not None))
 
     @functools.cached_property
     def patches(self) -> Patches:

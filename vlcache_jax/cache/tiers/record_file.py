@@ -7,22 +7,26 @@ can be read one after the other, or apart.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import xxhash
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import CHECKSUM, DamagedError, Meta
+from vlcache_jax.cache.record import CHECKSUM, Meta
+from vlcache_jax.cache.tier import DamagedError
 
 SUFFIX = ".safetensors"
 LENGTH = struct.Struct("<Q")  # in front of the header: its length
 MOST_HEADER = 2**20  # bytes; for 200 layers it has 40 thousand
 _FORMAT = f"vlcache-jax record {FORMAT_VERSION}"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
+_FILE = re.compile(rf"(?P<folder>..)/(?P<entry>[0-9a-f]{{64}})(\.(?P<context>[0-9a-f]{{64}}))?{SUFFIX}")
+_PARSED = 1024  # headers that are remembered, as a look and what follows it read the same ones; some KB apiece
 _NO_DIGEST = "0" * 32
 
 
@@ -32,11 +36,24 @@ def file_name(name: str) -> str:
     return f"{entry[:2]}/{'.'.join([entry, *context])}{SUFFIX}"
 
 
+def name_of(file: str) -> str | None:
+    """The record whose file this is, by its path in a store; None: it is no record's."""
+    if (ours := _FILE.fullmatch(file)) is None or ours["folder"] != ours["entry"][:2]:
+        return None
+    return f"enc/{ours['entry']}" if ours["context"] is None else f"kv/{ours['entry']}/{ours['context']}"
+
+
+def file_bytes(meta: Meta) -> int:
+    """Of a record's whole file."""
+    return len(make_header(meta)) + meta.part_bytes * len(meta.parts)
+
+
 def make_header(meta: Meta) -> bytes:
     """The beginning of a complete record's file, a multiple of 64 bytes."""
     return _header(meta, xxhash.xxh3_128_hexdigest(_header(meta, _NO_DIGEST)))
 
 
+@functools.lru_cache(_PARSED)
 def read_header(header: bytes) -> Meta:
     """What a file's beginning says; its data have no room for padding.
 
@@ -46,6 +63,8 @@ def read_header(header: bytes) -> Meta:
     try:
         said: Mapping[str, str] = json.loads(header[LENGTH.size :])["__metadata__"]
         grid, shape, planes, checksums = (_numbers(said[name]) for name in ("grid", "shape", "planes", "checksums"))
+        if shape[0] != len(checksums):  # before anything is as large as it says
+            raise ValueError(f"{shape[0]} parts, {len(checksums)} checksums")
         meta = Meta(
             entry=said["entry"],
             owner=said["owner"],
@@ -56,6 +75,8 @@ def read_header(header: bytes) -> Meta:
             dtype=said["dtype"],
             shape=shape,
             planes=planes,
+            model=said["model"],
+            codec=said["codec"],
             checksums=checksums,
         )
         is_whole = make_header(meta) == header
@@ -66,20 +87,9 @@ def read_header(header: bytes) -> Meta:
     return meta
 
 
-def part_bytes(meta: Meta) -> int:
-    """Bytes of each part in a file."""
-    return fitted(meta, meta.tokens).nbytes // len(meta.parts)
-
-
-def fitted(meta: Meta, padded: int) -> Meta:
-    """The same with room for so many tokens."""
-    before, behind = meta.shape[: 1 if meta.context is None else 2], meta.shape[2 if meta.context is None else 3 :]
-    return replace(meta, shape=(*before, padded * max(sum(meta.planes), 1), *behind))
-
-
 def _header(meta: Meta, digest: str) -> bytes:
-    meta = fitted(meta, meta.tokens)
-    size = part_bytes(meta)
+    meta = meta.with_room(meta.tokens)
+    size = meta.part_bytes
     about = {
         "format": _FORMAT,
         "entry": meta.entry,
@@ -90,6 +100,8 @@ def _header(meta: Meta, digest: str) -> bytes:
         "dtype": meta.dtype,
         "shape": _text(meta.shape),
         "planes": _text(meta.planes),
+        "model": meta.model,
+        "codec": meta.codec,
         "checksum": CHECKSUM,
         "checksums": _text(meta.checksums),
         "digest": digest,

@@ -1,0 +1,623 @@
+"""Movement between host memory and the tiers outside it, without a model and by a clock of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.cache.records import DictTier, key, make
+from vlcache_jax.cache.channel import Breaker
+from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.keys import SHARED, owner_key
+from vlcache_jax.cache.movement import Movement
+from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.tier import GoneError, RefusedError, TierError
+from vlcache_jax.cache.tiers.disk import DiskTier
+from vlcache_jax.cache.why import Why
+from vlcache_jax.cache.writer import Writer
+
+CONTEXT = key(7)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Elsewhere(DictTier):
+    """A tier that is asked over a network; `gate` keeps its operations waiting, `error` fails them."""
+
+    label = "remote"
+    is_local = False
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.gate, self.error, self.asked = threading.Event(), None, []
+        self.gate.set()
+
+    def _pass(self, what):
+        self.asked.append(what)
+        self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+
+    def find(self, entry):
+        self._pass("find")
+        return super().find(entry)
+
+    def read(self, meta, parts, place):
+        for part, array in super().read(meta, parts, place):
+            self._pass("read")
+            yield part, array
+
+    def write(self, meta, parts):
+        self._pass("write")
+        return super().write(meta, parts)
+
+
+class House:
+    """A store, its tiers, and a clock."""
+
+    def __init__(self, *tiers, limit=5.0, **config):
+        self.clock = Clock()
+        self.store = Store(CacheConfig(**config), self.clock)
+        self.movement = Movement(self.store, tiers, lambda tokens: tokens, limit=lambda meta: limit, clock=self.clock)
+
+    def compute(self, record):
+        """As a request does that finds nothing."""
+        meta = dataclasses.replace(record.meta, checksums=())
+        [place] = self.store.reserve([meta])
+        if place is not None:
+            place.data[:] = record.data
+            self.store.publish(place)
+        return place
+
+    def bring(self, record, context=CONTEXT, approximate=False):
+        """As a request does: asks elsewhere, then begins to load; the handle of what is found."""
+        self.store.outside.look([record.meta.entry])
+        self.movement.bring_in(record.meta.entry, context, approximate=approximate)
+        return self.store.lookup(record.meta.entry, context, grid=record.meta.grid, approximate=approximate)
+
+    def settle(self):
+        self.movement.wait()
+        for channel in self.movement.channels:
+            channel.flush()
+
+    def counted(self, label="remote"):
+        return self.movement.stats()[label]
+
+
+@pytest.fixture
+def record():
+    return make(1, CONTEXT, padded=6)
+
+
+def filled(tier, *records):
+    for record in records:
+        tier.write(record.meta, dict(zip(record.meta.parts, record.data, strict=True)))
+    return tier
+
+
+# Looking elsewhere.
+
+
+def test_what_is_elsewhere_is_found_loaded_and_kept_on_the_disk(record):
+    disk, remote = DictTier(), filled(Elsewhere(), record)
+    house = House(disk, remote)
+    with house.bring(record) as handle:
+        assert handle.exact
+        house.settle()
+        np.testing.assert_array_equal(handle.kv.data, record.data)
+    assert list(disk.kept) == [record.meta.name]
+    assert (house.counted().loaded, house.counted("disk").stored) == (1, 1)
+    assert house.counted().bytes_in == record.meta.nbytes == house.counted("disk").bytes_out
+
+
+def test_without_a_look_nothing_elsewhere_is_asked(record):
+    remote = filled(Elsewhere(), record)
+    house = House(remote)
+    remote.asked.clear()
+    assert house.movement.bring_in(record.meta.entry, CONTEXT, approximate=False) == {}
+    assert remote.asked == []
+
+
+def test_a_look_holds_for_a_while(record):
+    remote = Elsewhere()
+    house = House(remote)
+    for seconds, asked in ((0, 1), (4.9, 1), (0.2, 2)):  # nothing was found
+        house.clock.now += seconds
+        house.store.outside.look([record.meta.entry])
+        assert len(remote.asked) == asked
+    filled(remote, record)
+    remote.asked.clear()
+    for seconds, asked in ((5.1, 1), (59, 1), (1.1, 2)):  # something was
+        house.clock.now += seconds
+        house.store.outside.look([record.meta.entry])
+        assert len(remote.asked) == asked
+    assert (house.counted().missing, house.counted().found) == (2, 2)
+
+
+def test_what_was_found_and_is_gone_is_computed_and_asked_for_again(record):
+    remote = filled(Elsewhere(), record)
+    house = House(remote)
+    house.store.outside.look([record.meta.entry])
+    remote.kept.clear()
+    with house.bring(record) as handle:
+        house.settle()
+        assert handle.kv is None or not handle.kv.is_ready
+    assert house.counted().gone == 1
+    remote.asked.clear()
+    house.store.outside.look([record.meta.entry])
+    assert remote.asked == ["find"]
+
+
+def test_another_images_record_is_not_taken(record):
+    class Lying(Elsewhere):
+        def find(self, entry):
+            return super().find(record.meta.entry)
+
+    house = House(filled(Lying(), record))
+    other = make(2, CONTEXT, padded=6)
+    assert house.bring(other).kv is None
+
+
+def test_a_look_waits_no_longer_than_its_time(record):
+    remote = filled(Elsewhere(), record)
+    house = House(remote, timeout=0.05)
+    remote.gate.clear()
+    assert house.bring(record).kv is None
+    assert house.counted().late == 1
+    remote.gate.set()
+
+
+# Faults.
+
+
+def test_a_tier_that_fails_is_left_alone_for_a_while(record):
+    remote = filled(Elsewhere(), record)
+    house = House(remote)
+    remote.error, remote.asked[:] = TierError("the cable is out"), []
+    for number in range(10, 20):
+        assert house.bring(make(number, CONTEXT)).kv is None
+    assert (len(remote.asked), house.counted().failed, house.counted().unasked) == (3, 3, 7)
+    house.clock.now += 1.1
+    house.bring(make(21, CONTEXT))  # one try, and it rests twice as long
+    house.clock.now += 1.1
+    house.bring(make(22, CONTEXT))
+    assert len(remote.asked) == 4
+    remote.error = None
+    house.clock.now += 1.0
+    with house.bring(record) as handle:
+        house.settle()
+        assert handle.kv.is_ready
+    assert house.bring(make(23, CONTEXT)).kv is None
+    assert house.counted().unasked == 8
+
+
+def test_the_breaker():
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(2):
+        breaker.failed()
+    breaker.worked()
+    for _ in range(2):
+        breaker.failed()
+    assert breaker.allows()
+    breaker.failed()
+    rests = []
+    for _ in range(8):
+        start = clock.now
+        while not breaker.allows():
+            clock.now += 0.25
+        assert not breaker.allows()  # others wait for the one that tries
+        rests.append(clock.now - start)
+        breaker.failed()
+    assert rests == [1, 2, 4, 8, 16, 32, 60, 60]
+    clock.now += 60
+    assert breaker.allows()
+    breaker.worked()
+    assert breaker.allows()
+    assert breaker.allows()
+
+
+def test_who_refuses_is_not_asked_again_at_once(record):
+    remote = Elsewhere()
+    remote.error = RefusedError("token")
+    house = House(remote)
+    for number in range(3):
+        house.bring(make(number + 1, CONTEXT))
+    assert (remote.asked, house.counted().refused, house.counted().unasked) == (["find"], 1, 2)
+
+
+def test_a_record_that_comes_too_late_is_computed(record):
+    remote = filled(Elsewhere(), record, make(2, CONTEXT))
+    house = House(remote, limit=5.0)
+    house.store.outside.look([key(1), key(2)])
+    remote.gate.clear()
+    one, two = house.bring(record), house.bring(make(2, CONTEXT))
+    house.clock.now += 4.9
+    house.movement.give_up_late()
+    assert [one.kv.is_settled, two.kv.is_settled] == [False, False]
+    house.clock.now += 0.2
+    house.movement.channels[0].progressed = house.clock.now  # one that came just now gives the others time
+    house.movement.give_up_late()
+    assert [one.kv.is_settled, two.kv.is_settled] == [False, False]
+    house.clock.now += 5.0
+    house.movement.give_up_late()
+    assert house.store.lookup(key(1), CONTEXT, grid=None, approximate=False).why is Why.timeout
+    assert [one.kv.is_settled, two.kv.is_settled, house.counted().late] == [True, True, 2]
+    remote.gate.set()
+    house.settle()
+    assert (one.kv.is_ready, house.store.stats().bytes, house.counted().loaded) == (False, 0, 0)
+
+
+def test_a_time_limit_of_the_user_holds_for_each(record):
+    remote = filled(Elsewhere(), record, make(2, CONTEXT))
+    house = House(remote, timeout=2.0)
+    house.store.outside.look([key(1), key(2)])
+    remote.gate.clear()
+    handles = house.bring(record), house.bring(make(2, CONTEXT))
+    house.clock.now += 2.0
+    house.movement.give_up_late()
+    assert all(handle.kv.is_settled for handle in handles)
+    remote.gate.set()
+
+
+def test_the_time_limit_is_looked_at_by_itself(record):
+    remote = filled(Elsewhere(), record)
+    house = House(remote)
+    house.store.outside.look([key(1)])
+    remote.gate.clear()
+    handle = house.bring(record)
+    house.clock.now += 6.0
+    assert not handle.kv.wait(10)  # somebody ends it
+    remote.gate.set()
+    house.settle()
+
+
+def test_what_ends_waits_for_whoever_counts_what_is_loading(record):
+    remote = filled(Elsewhere(), record)
+    house = House(remote)
+    house.store.outside.look([key(1)])
+    remote.gate.clear()
+    with house.bring(record) as handle:
+        with house.movement._lock:
+            remote.gate.set()
+            assert handle.kv.wait(10)
+            time.sleep(0.01)
+            assert len(house.movement._loading) == 1
+        house.settle()
+
+
+def test_nobody_loads_what_nobody_wants(record):
+    remote = filled(Elsewhere(), record)
+    house = House(remote)
+    house.store.outside.look([key(1)])
+    remote.gate.clear()
+    with house.bring(record) as handle:
+        loading = handle.kv
+        assert not loading.is_settled
+    assert loading.is_settled
+    assert house.store.stats().bytes == 0
+    remote.gate.set()
+    house.settle()
+    assert (loading.is_ready, house.counted().loaded, house.counted().failed) == (False, 0, 0)
+
+
+# Writing.
+
+
+def test_what_is_computed_is_written_everywhere(record):
+    disk, remote = DictTier(), Elsewhere()
+    house = House(disk, remote)
+    remote.gate.clear()
+    house.compute(record)
+    house.movement.flush()  # nobody waits for what is far away
+    assert (list(disk.kept), list(remote.kept)) == ([record.meta.name], [])
+    remote.gate.set()
+    house.settle()
+    assert list(remote.kept) == [record.meta.name]
+    assert not any(one.held or one.pins for one in house.store.tier.records())
+
+
+def test_what_waits_to_be_written_has_a_limit(record):
+    remote = Elsewhere()
+    house = House(remote, host_bytes=6 * record.meta.nbytes)
+    remote.gate.clear()
+    for number in range(1, 8):
+        house.compute(make(number, CONTEXT, padded=6))
+    remote.gate.set()
+    house.settle()
+    assert (house.counted().stored, house.counted().skipped) == (3, 4)
+    assert house.store.stats().left_bytes == 0
+
+
+def test_who_deletes_deletes_what_is_still_to_be_written(record):
+    remote = Elsewhere()
+    house = House(remote)
+    other = make(2, CONTEXT, padded=6)
+    remote.gate.clear()
+    house.compute(other)
+    house.compute(record)
+    deleting = [threading.Thread(target=house.movement.delete, args=(key(number),)) for number in (1, 2)]
+    for thread in deleting:
+        thread.start()
+    remote.gate.set()
+    for thread in deleting:
+        thread.join()
+    house.settle()
+    for number in (1, 2):
+        house.movement.delete(key(number))
+    assert remote.kept == {}
+
+
+class Arriving:
+    """Rows on their way from the device."""
+
+    def __init__(self, rows):
+        self.rows, self.gate = rows, threading.Event()
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, *_, **__):
+        assert self.gate.wait(10)
+        return self.rows
+
+
+def test_nothing_is_published_before_it_has_arrived():
+    """What others had: a record that was visible, here or in a store, before its copy from the device was complete."""
+    rows, disk = make(1, padded=6), DictTier()
+    house = House(disk)
+    writer = Writer(house.store)
+    [place] = house.store.reserve([dataclasses.replace(rows.meta, checksums=())])
+    writer.encoder(place, coming := Arriving(rows.data), 0)
+    house.movement.flush()
+    assert (place.is_ready, disk.kept, house.store.stats().stored) == (False, {}, 0)
+    coming.gate.set()
+    writer.flush()
+    house.movement.flush()
+    assert (list(disk.kept), place.checksums()) == ([rows.meta.name], rows.meta.checksums)
+    writer.close()
+
+
+def test_what_could_not_be_written_is_seen_by_nobody(record):
+    """What others had: a failed store that stays visible."""
+    remote = Elsewhere()
+    house = House(remote)
+    remote.error = TierError("full")
+    house.compute(record)
+    house.settle()
+    remote.error = None
+    assert (house.counted().stored, house.counted().failed) == (0, 1)
+    other = House(remote)
+    assert other.bring(record).kv is None
+
+
+def test_who_waits_for_what_is_deleted_waits_no_longer(record):
+    class Slow(Elsewhere):
+        is_local = True
+
+    disk = Slow()
+    house = House(disk)
+    disk.gate.clear()
+    house.compute(make(2, CONTEXT))
+    house.compute(record)
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        flushing = other.submit(house.movement.flush)
+        time.sleep(0.01)
+        house.movement.channels[0].delete(record.meta.name)
+        disk.gate.set()
+        flushing.result(10)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_is_deleted_at_once_never_comes_elsewhere(record, has_begun):
+    disk, remote = DictTier(), Elsewhere()
+    house = House(disk, remote)
+    remote.gate.clear()
+    if not has_begun:
+        house.compute(make(2, CONTEXT))  # is written before
+    house.compute(record)
+    house.movement.flush()
+    assert house.store.evict(key(1)) == {record.meta.name}  # though it is still to be written
+    deleting = threading.Thread(target=house.movement.delete, args=(key(1),))
+    deleting.start()
+    remote.gate.set()
+    deleting.join()
+    house.settle()
+    assert record.meta.name not in disk.kept.keys() | remote.kept.keys()
+    assert house.store.stats().left_bytes == 0
+
+
+def test_at_the_second_sighting(record):
+    disk = DictTier()
+    house = House(disk, admit="second")
+    rows = make(1, padded=6)
+    house.bring(record)
+    house.compute(rows)
+    house.compute(record)
+    house.movement.flush()
+    assert not disk.kept
+    house.bring(record)
+    house.movement.flush()
+    assert set(disk.kept) == {record.meta.name, rows.meta.name}
+    again = make(1, key(8), padded=6)
+    house.compute(again)  # the image is known to be worth it
+    house.movement.flush()
+    assert again.meta.name in disk.kept
+    house.bring(record)
+    assert house.counted("disk").known == 0
+
+
+def test_closing_gives_up_what_is_far_away(record, monkeypatch):
+    monkeypatch.setattr("vlcache_jax.cache.channel._CLOSING", 0.05)
+    remote = filled(Elsewhere(), make(3, CONTEXT))
+    house = House(remote)
+    house.store.outside.look([key(3)])
+    remote.gate.clear()
+    handle = house.bring(make(3, CONTEXT))
+    for number in (1, 2):
+        house.compute(make(number, CONTEXT))
+    house.movement.close()
+    assert (handle.kv.is_settled, handle.kv.is_ready, house.counted().skipped) == (True, False, 1)
+    remote.gate.set()
+
+
+def test_what_is_canonical_replaces_what_is_not(record):
+    disk = DictTier()
+    house = House(disk)
+    first = Record(dataclasses.replace(record.meta, canonical=False, checksums=()))
+    first.data[:] = record.data + 1
+    house.compute(first)
+    house.compute(record)
+    house.compute(first)  # whoever computes it so again does not take it back
+    house.movement.flush()
+    with House(disk).bring(record) as handle:
+        assert handle.exact
+
+
+# No memory of its own, time to live, shares.
+
+
+def test_without_host_memory_records_pass_through(record):
+    disk = DictTier()
+    house = House(disk, host_bytes=0, disk="somewhere")
+    house.compute(record)
+    house.movement.flush()
+    assert (list(disk.kept), house.store.stats().bytes) == ([record.meta.name], 0)
+    with house.bring(record) as handle:
+        house.settle()
+        np.testing.assert_array_equal(handle.kv.data, record.data)
+        assert house.store.stats().bytes == record.meta.nbytes
+    assert house.store.stats().bytes == 0
+    house.movement.channels[0].is_closing = True  # it takes nothing more
+    assert house.compute(make(2, CONTEXT)) is not None
+    assert house.store.stats().bytes == 0
+
+
+def test_what_is_too_old_is_not_used_any_more(record):
+    clock = Clock()
+    disk = DictTier(now=clock)
+    house = House(disk, ttl=60.0)
+    house.clock = house.store.ages._clock = house.movement._clock = clock
+    dropped = []
+    house.store.expired = dropped.append
+    house.compute(record)
+    clock.now += 50
+    house.compute(make(1, key(8), padded=6))
+    house.settle()
+    assert house.bring(record).exact
+    clock.now += 11
+    found = house.bring(record)
+    assert (found.kv, found.why, dropped) == (None, Why.expired, [key(1)])
+    assert (house.store.stats().expired, house.store.stats().kv_records) == (1, 0)
+    with house.bring(record, key(8)) as handle:  # the disk has it, and it is younger
+        house.settle()
+        assert handle.exact
+    clock.now += 50
+    assert house.bring(record, key(8)).kv is None
+
+
+def test_what_comes_from_a_tier_is_as_old_as_it_was_there(record):
+    clock = Clock()
+    remote = filled(Elsewhere(now=clock), record)
+    house = House(remote, ttl=60.0)
+    house.clock = house.store.ages._clock = house.movement._clock = clock
+    clock.now += 50
+    with house.bring(record) as handle:
+        house.settle()
+        assert handle.kv.is_ready
+    clock.now += 11
+    assert house.bring(record).kv is None
+
+
+def test_a_copy_is_as_old_as_what_it_is_of(record, tmp_path):
+    clock = Clock()
+    remote = filled(Elsewhere(now=clock), record)
+    disk = DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock)
+    house = House(disk, remote, ttl=60.0)
+    house.clock = house.store.ages._clock = house.movement._clock = clock
+    clock.now += 50
+    with house.bring(record):
+        house.settle()
+    assert house.counted("disk").stored == 1
+    clock.now += 11
+    assert disk.find(key(1)) == []
+    house.movement.close()
+
+
+def test_what_is_pinned_on_the_disk_is_not_evicted(record, tmp_path):
+    disk = DiskTier(tmp_path, 10**6)
+    house = House(filled(disk, record))
+    house.movement.pin(key(1), True)
+    assert house.movement.delete(key(1)) == set()
+    assert disk.counts()["records"] == 1
+    house.movement.pin(key(1), False)
+    assert house.movement.delete(key(1)) == {record.meta.name}
+    house.movement.close()
+
+
+def test_what_was_pinned_passes_through_later(record):
+    house = House(DictTier(), host_bytes=0, disk="somewhere")
+    house.compute(record)
+    house.movement.flush()
+    with house.bring(record):
+        house.settle()
+        house.store.keep(key(1), True)
+    assert house.store.stats().bytes == record.meta.nbytes
+    house.store.keep(key(1), False)
+    assert house.store.stats().bytes == 0
+
+
+def test_a_salt_has_its_share(record):
+    size = record.meta.nbytes
+    house = House(host_bytes=10 * size, salt_bytes=2 * size)
+    for number in range(1, 5):
+        house.compute(make(number, CONTEXT, padded=6, owner="greedy"))
+    for number in range(5, 9):
+        house.compute(make(number, CONTEXT, padded=6, owner=None))
+    for number in range(9, 11):
+        house.compute(make(number, CONTEXT, padded=6, owner=SHARED))
+    owners = [one.meta.owner for one in house.store.tier.records()]
+    assert [owners.count(owner_key(salt)) for salt in ("greedy", None, SHARED)] == [2, 4, 2]
+    assert house.bring(make(4, CONTEXT, owner="greedy")).exact
+    assert house.compute(make(11, CONTEXT, tokens=18, padded=18, owner="greedy")) is None  # larger than its share
+    assert house.store.stats().kv_records == 8
+    both = [dataclasses.replace(make(n, CONTEXT, padded=6, owner="new").meta, checksums=()) for n in (12, 13, 14)]
+    assert [one is not None for one in house.store.reserve(both)] == [True, True, False]
+
+
+def test_pins_reach_the_disk(record):
+    disk = filled(DictTier(), record)
+    house = House(disk)
+    house.movement.pin(key(1), True)
+    assert disk.staying == {record.meta.name}
+    house.movement.pin(key(1), False)
+    assert not disk.staying
+
+
+def test_the_counters_are_those_of_prometheus(record):
+    from prometheus_client import generate_latest
+
+    house = House(filled(Elsewhere(), record))
+    with house.bring(record):
+        house.settle()
+    text = generate_latest(house.movement.meter.registry).decode()
+    assert 'vlcache_tier_events_total{event="loaded",tier="remote"} 1.0' in text
+    assert f'vlcache_tier_bytes_total{{direction="in",tier="remote"}} {float(record.meta.nbytes)}' in text
+    assert 'vlcache_tier_seconds_count{operation="read",tier="remote"} 1.0' in text
+
+
+def test_errors_of_a_tier_have_their_names():
+    assert issubclass(GoneError, TierError)
+    assert Record(make().meta).written is None

@@ -1,0 +1,185 @@
+"""Records on other machines, with a model: a shared store, peers, and what happens when they go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+
+from tests.cache.tiers.redis_server import Server
+from tests.helper import assert_nothing_left, user
+from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from vlcache_jax.cache.tiers import peer_server
+from vlcache_jax.cache.tiers.disk import DiskTier
+from vlcache_jax.cache.tiers.peer_server import PeerServer
+from vlcache_jax.inputs.processor import ImageProcessor
+from vlcache_jax.outputs import Why
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
+
+
+def open_llm(path, **cache):
+    return LLM(
+        path, ladder=LADDER, max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False,
+        cache=CacheConfig(**cache),
+    )  # fmt: skip
+
+
+def ask(llm, *conversations, **options):
+    outputs = llm.chat(list(conversations), PARAMS, use_tqdm=False, **options)
+    llm.cache.flush()
+    for channel in llm._movement.channels:  # also what goes elsewhere
+        channel.flush()
+    return outputs
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def where(outputs):
+    return [(image.kv, image.encoder) for output in outputs for image in output.cache.images]
+
+
+@pytest.fixture
+def picture(textured_image):
+    return textured_image(60, 90, 1)
+
+
+@pytest.fixture
+def conversations(picture, textured_image):
+    other = textured_image(90, 60, 2)
+    return user("See ", picture, " and ", other, " what?"), user("And ", other, "?")
+
+
+@contextlib.contextmanager
+def serving(directory, **options):
+    """What `vlcache cache serve` does."""
+    tier = DiskTier(directory, 2**40)
+    with PeerServer(tier, "127.0.0.1", 0, **options) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server, f"http://127.0.0.1:{server.address[1]}"
+        finally:
+            server.close()
+            thread.join()
+            tier.close()
+
+
+@pytest.mark.parametrize("kind", ["remote", "peer"])
+def test_another_machine_takes_up_what_one_has_computed(checkpoints, tmp_path, conversations, kind, monkeypatch):
+    directory, token = tmp_path / "shared", "secret"
+    first = {"remote": directory.as_uri()} if kind == "remote" else {"disk": directory}
+    with open_llm(checkpoints("qwen3_vl"), **first) as llm:
+        cold = ask(llm, *conversations, reuse="off")
+        assert tokens(ask(llm, *conversations)) == tokens(cold)
+    with contextlib.ExitStack() as stack:
+        if kind == "remote":
+            second = first
+        else:
+            _, url = stack.enter_context(serving(directory, token=token))
+            second = {"peers": [url], "peer_token": token}
+        llm = stack.enter_context(open_llm(checkpoints("qwen3_vl"), disk=tmp_path / "own", **second))
+        monkeypatch.setattr(llm._runner, "encode", lambda *_: pytest.fail("encoded"))
+        monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut"))
+        outputs = ask(llm, *conversations)
+        assert tokens(outputs) == tokens(cold)
+        assert where(outputs) == [(kind, "none")] * 3
+        image = outputs[1].cache.images[0]
+        record = next(
+            r
+            for r in llm._store.records(image.key)
+            if r.meta.context is not None
+            and r.meta.name in {line.name for line in llm._movement.channels[0].tier.lines()}
+        )
+        assert image.bytes_moved == record.meta.nbytes + record.meta.part_bytes * len(record.meta.parts)
+        counted = llm.cache.stats().tiers
+        assert (counted[kind].loaded, counted[kind].failed, counted["disk"].stored) == (3, 0, 3)
+        llm.cache.flush()
+        llm.reset_mm_cache()
+        assert where(ask(llm, *conversations)) == [("disk", "none")] * 3  # it was kept on the way
+        assert_nothing_left(llm)
+
+
+def test_peers_do_not_take_what_is_not_theirs(checkpoints, tmp_path, conversations):
+    """Another codec has other keys, and is refused besides; so is who does not know the token."""
+    with open_llm(checkpoints("qwen3_vl"), disk=tmp_path) as llm:
+        cold = ask(llm, *conversations)
+    with serving(tmp_path, token="secret", codecs=("float32",)) as (_, url):
+        for cache in ({"peer_token": "guess"}, {"peer_token": "secret", "codec": "int8"}):
+            with open_llm(checkpoints("qwen3_vl"), peers=[url], **cache) as llm:
+                outputs = ask(llm, *conversations)
+                assert tokens(outputs) == tokens(cold)
+                assert where(outputs)[0] == ("none", "computed")
+                assert llm.cache.stats().tiers["peer"].refused > 0
+
+
+def test_a_peer_that_stalls_half_way(checkpoints, tmp_path, conversations, monkeypatch, caplog):
+    """Nobody waits for longer than the time limit, and the answer is that of a cold run."""
+    with open_llm(checkpoints("qwen3_vl"), disk=tmp_path) as llm:
+        cold = ask(llm, *conversations)
+    released, opened = threading.Event(), peer_server._open
+
+    def stalling(directory, file):
+        released.wait(20)
+        return opened(directory, file)
+
+    monkeypatch.setattr(peer_server, "_open", stalling)
+    with (
+        caplog.at_level("CRITICAL"),
+        serving(tmp_path) as (_, url),
+        open_llm(checkpoints("qwen3_vl"), peers=[url], timeout=0.3) as llm,
+    ):
+        outputs = ask(llm, *conversations)
+        assert tokens(outputs) == tokens(cold)
+        whys = {image.why for output in outputs for image in output.cache.images}
+        assert whys <= {Why.timeout, Why.load_failed, Why.unknown_image}
+        assert llm.cache.stats().tiers["peer"].late + llm.cache.stats().tiers["peer"].failed > 0
+        released.set()
+        assert_nothing_left(llm)
+
+
+@pytest.mark.servers
+def test_a_server_that_is_killed_paused_and_restarted(checkpoints, tmp_path, conversations, picture, caplog):
+    """No request fails, none waits for longer than a look takes, and entries come back afterwards."""
+    server = Server(tmp_path)
+    try:
+        with (
+            caplog.at_level("CRITICAL"),
+            open_llm(checkpoints("qwen3_vl"), remote=server.url, timeout=0.5, host_bytes="1MB") as llm,
+        ):
+            now = [llm._movement._clock()]
+            llm._movement._clock = llm._movement.channels[0]._clock = lambda: now[0]
+            llm._movement.channels[0]._breaker._clock = lambda: now[0]
+            cold = ask(llm, *conversations, reuse="off")
+
+            def again():
+                llm.reset_mm_cache()
+                now[0] += 120  # looks are forgotten, and the breaker lets one try through
+                outputs = ask(llm, *conversations)
+                assert tokens(outputs) == tokens(cold)
+                return where(outputs)[0][0]
+
+            assert again() == "none"
+            assert again() == "remote"
+            with server.paused():
+                assert again() == "none"
+            counted = llm.cache.stats().tiers["remote"]
+            assert counted.late + counted.failed > 0
+            assert again() in ("remote", "none")
+            assert again() == "remote"
+            server.kill()
+            before = llm.cache.stats().tiers["remote"].failed
+            assert again() == "none"
+            assert llm.cache.stats().tiers["remote"].failed > before
+            server.start()  # empty
+            assert again() == "none"
+            again()
+            assert again() == "remote"
+            assert_nothing_left(llm)
+    finally:
+        server.client.close()
+        server.kill()

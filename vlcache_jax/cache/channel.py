@@ -1,0 +1,308 @@
+"""A tier as `movement` uses it: with threads of its own, counted, and left alone for a while when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from vlcache_jax.cache.bounded import Bounded
+from vlcache_jax.cache.meter import Event, Meter, TierStats
+from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.tier import DamagedError, Found, GoneError, RefusedError, Tier
+
+_log = logging.getLogger(__name__)
+
+_READERS = 4  # threads that look and load
+_REMEMBERED = 65536  # images that were looked for
+_KNOWN, _UNKNOWN = 60.0, 5.0  # seconds that such a look holds, where something was found and where nothing was
+_FAULTS = 3  # one after the other, and a tier is left alone
+_REST = (1.0, 60.0)  # seconds that it is, at first and at most
+_CLOSING = 10.0  # seconds that what has been written in vain is waited for
+
+
+class Breaker:
+    """Says whether something that may fail is worth a try: after some faults, one at a time, ever more rarely.
+
+    Args:
+      clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._faults = 0
+        self._until = 0.0
+        self._rest = _REST[0]
+
+    def allows(self) -> bool:
+        """Whether to try; who does says how it went."""
+        with self._lock:
+            if self._faults < _FAULTS:
+                return True
+            if self._clock() < self._until:
+                return False
+            self._until = self._clock() + self._rest  # others wait for how this one goes
+            return True
+
+    def worked(self) -> None:
+        with self._lock:
+            self._faults, self._rest = 0, _REST[0]
+
+    def failed(self, times: int = 1) -> None:
+        with self._lock:
+            was_open = self._faults >= _FAULTS
+            self._faults += times
+            if self._faults >= _FAULTS:
+                self._rest = min(2 * self._rest, _REST[1]) if was_open else _REST[0]
+                self._until = self._clock() + self._rest
+
+
+class _Look(NamedTuple):
+    """What a tier had of an image, and when it was asked."""
+
+    at: float
+    found: list[Found]
+
+
+class Channel:
+    """The way to one tier. Its methods raise nothing.
+
+    Args:
+      tier: whose it is.
+      meter: counts.
+      clock: seconds since the epoch.
+      oldest: what was written before is not used any more; None: all is.
+      most: bytes that wait to be written; what comes then is not written.
+    """
+
+    def __init__(
+        self, tier: Tier, meter: Meter, *, clock: Callable[[], float], oldest: Callable[[], float | None], most: int
+    ):
+        self.tier = tier
+        self._oldest = oldest
+        self._meter, self._clock, self._most = meter, clock, most
+        self._breaker = Breaker(clock)
+        self._readers = ThreadPoolExecutor(_READERS, f"vlcache-{tier.label}-load")
+        self._writer = ThreadPoolExecutor(1, f"vlcache-{tier.label}-keep")
+        self._looks = Bounded[_Look](_REMEMBERED)
+        self._writing: dict[Future[None], Record] = {}
+        self._unwanted: weakref.WeakSet[Record] = weakref.WeakSet()  # though they are being written
+        self._lock = threading.Lock()
+        self.is_closing = False
+        self.progressed = 0.0  # when a record came last
+
+    # Looking.
+
+    def ask(self, entries: Iterable[str]) -> dict[str, Future[list[Found]]]:
+        """Asks a tier elsewhere what it has of images, unless that is known."""
+        if self.tier.is_local:
+            return {}
+        now = self._clock()
+        wanted = [entry for entry in dict.fromkeys(entries) if not self._is_fresh(self._looks.get(entry), now)]
+        if not wanted:
+            return {}
+        if self.is_closing or not self._breaker.allows():
+            self.count("unasked", len(wanted))
+            return {}
+        return {entry: self._readers.submit(self._find, entry) for entry in wanted}
+
+    def hear(self, asked: Mapping[str, Future[list[Found]]], patience: float) -> None:
+        """Waits for what was asked, but no longer than so many seconds; what does not come is not there."""
+        wait(asked.values(), patience)
+        for entry, future in asked.items():
+            if not future.done():
+                future.cancel()
+                self.late()
+                self._looks.put(entry, _Look(self._clock(), []))
+
+    def found(self, entry: str) -> list[Found]:
+        """What a tier has of an image, the newest last; of one elsewhere, what it had when it was asked."""
+        if self.tier.is_local:
+            return self._find(entry) if self._breaker.allows() else []
+        look = self._looks.get(entry)
+        return [] if look is None else look.found
+
+    def forget(self, entry: str) -> None:
+        """What a tier has of an image has changed."""
+        self._looks.pop(entry)
+
+    def _find(self, entry: str) -> list[Found]:
+        found: list[Found] = []
+        try:
+            with self._meter.timing(self.tier.label, "find"):
+                found = [one for one in self.tier.find(entry) if one.meta.entry == entry]
+        except Exception as error:
+            self.fault(error)
+        else:
+            self._breaker.worked()
+            self.count("found" if found else "missing")
+        if not self.tier.is_local:
+            self._looks.put(entry, _Look(self._clock(), found))
+        return found
+
+    def _is_fresh(self, look: _Look | None, now: float) -> bool:
+        return look is not None and now - look.at < (_KNOWN if look.found else _UNKNOWN)
+
+    # Moving.
+
+    def load(self, work: Callable[[], None]) -> Future[None]:
+        """Runs what reads a record."""
+        return self._readers.submit(work)
+
+    def is_worth_a_try(self) -> bool:
+        """Whether a record that was found should be read; counts it if not."""
+        if self._breaker.allows():
+            return True
+        self.count("unasked")
+        return False
+
+    def keep(self, record: Record, done: Callable[[], object]) -> None:
+        """Begins to write a record; calls `done` when that has ended, whatever came of it."""
+        with self._lock:
+            waiting = sum(one.meta.nbytes for one in self._writing.values())
+            is_taken = not (self.is_closing or (waiting and waiting + record.meta.nbytes > self._most))
+            if is_taken:
+                future = self._writer.submit(self._write, record)
+                self._writing[future] = record
+        if not is_taken:
+            self.count("skipped")
+            done()
+            return
+        future.add_done_callback(self._written)
+        future.add_done_callback(lambda _: done())
+
+    def to_write(self, entry: str) -> set[str]:
+        """Names of an image's records that are still to be written."""
+        with self._lock:
+            return {record.meta.name for record in self._writing.values() if record.meta.entry == entry}
+
+    def delete(self, name: str) -> bool:
+        """Removes a record, also one that is still to be written; whether nothing went wrong."""
+        with self._lock:
+            own = [(future, record) for future, record in self._writing.items() if record.meta.name == name]
+        for future, record in own:
+            if not future.cancel():
+                self._unwanted.add(record)
+        try:
+            self.tier.delete(name)
+        except Exception as error:
+            self.fault(error)
+            return False
+        return True
+
+    def pinned(self, entry: str) -> set[str]:
+        """Names of an image's records that are to stay there."""
+        try:
+            return self.tier.pinned(entry)
+        except Exception as error:
+            self.fault(error)
+            return set()
+
+    def flush(self) -> None:
+        """Waits until everything given so far is written, or is known not to be."""
+        with self._lock:
+            writing = list(self._writing)
+        for future in writing:
+            with contextlib.suppress(CancelledError):  # it was deleted meanwhile
+                future.exception()
+
+    def close(self) -> None:
+        """What is to be written is written: all of it to a tier of this machine, to others what goes quickly."""
+        self.is_closing = True
+        with self._lock:
+            writing = list(self._writing)
+        if not self.tier.is_local:
+            for future in wait(writing, _CLOSING).not_done:
+                if future.cancel():
+                    self.count("skipped")
+        self._writer.shutdown(wait=self.tier.is_local)
+        self._readers.shutdown(wait=self.tier.is_local, cancel_futures=True)
+        try:
+            self.tier.close()
+        except Exception as error:
+            self.fault(error)
+
+    # Counting.
+
+    def count(self, event: Event, times: int = 1) -> None:
+        self._meter.count(self.tier.label, event, times)
+
+    def loaded(self, record: Record) -> None:
+        """A record came."""
+        self.progressed = self._clock()
+        self._breaker.worked()
+        self.count("loaded")
+        self._meter.move(self.tier.label, "in", record.meta.part_bytes * len(record.meta.parts))
+
+    def fault(self, error: BaseException) -> None:
+        """Something went wrong; whatever it was, no answer depends on it."""
+        _log.warning("%s: %s", self.tier.label, error)
+        match error:
+            case DamagedError():
+                self.count("damaged")
+            case GoneError():
+                self.count("gone")
+            case RefusedError():
+                self.count("refused")
+                self._breaker.failed(_FAULTS)
+            case _:
+                self.count("failed")
+                self._breaker.failed()
+
+    def late(self) -> None:
+        """A record did not come in time."""
+        self.count("late")
+        self._breaker.failed()
+
+    def stats(self) -> TierStats:
+        kept: dict[str, int] = {}
+        try:
+            kept = self.tier.counts()
+        except Exception as error:
+            self.fault(error)
+        return self._meter.stats(self.tier.label, kept)
+
+    def _write(self, record: Record) -> None:
+        meta = record.meta
+        if not record.is_ready:  # of a request that has failed
+            return
+        if not self._breaker.allows():
+            self.count("skipped")
+            return
+        try:
+            with self._meter.timing(self.tier.label, "write"):
+                parts = dict(zip(meta.parts, record.data, strict=True))
+                outcome = self.tier.write(meta, parts)
+                if outcome == "known" and self._is_outdated(meta):
+                    self.tier.delete(meta.name)
+                    outcome = self.tier.write(meta, parts)
+                if outcome == "stored" and record.is_loading and record.written is not None:
+                    self.tier.date(meta.name, record.written)
+            if not record.is_ready or record in self._unwanted:
+                self.tier.delete(meta.name)
+        except Exception as error:
+            self.fault(error)
+            return
+        self._breaker.worked()
+        self.count("skipped" if outcome == "refused" else outcome)
+        if outcome == "stored":
+            self._meter.move(self.tier.label, "out", meta.part_bytes * len(meta.parts))
+            self.forget(meta.entry)
+
+    def _is_outdated(self, meta: Meta) -> bool:
+        """Whether what a tier has of a record must not be used any more, or is not canonical where ours is."""
+        oldest = self._oldest()
+        there = next((one for one in self.tier.find(meta.entry) if one.meta.name == meta.name), None)
+        if there is None:
+            return oldest is not None  # which the tier knows, too
+        has_expired = oldest is not None and there.written < oldest
+        return has_expired or (meta.canonical and not there.meta.canonical)
+
+    def _written(self, future: Future[None]) -> None:
+        with self._lock:
+            self._writing.pop(future, None)

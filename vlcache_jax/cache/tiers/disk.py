@@ -1,0 +1,354 @@
+"""The disk tier: a directory of record files, and an index of them.
+
+A file appears under its name when it is complete and on the disk, and never changes. Several processes may use one
+directory: who changes what is visible does so within a transaction of the index, so that index and files tell the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import pathlib
+import re
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.keys import FORMAT_VERSION, NO_TENANTS
+from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
+from vlcache_jax.cache.tiers.disk_index import Index
+from vlcache_jax.cache.tiers.record_file import (
+    LENGTH,
+    MOST_HEADER,
+    SUFFIX,
+    file_bytes,
+    file_name,
+    make_header,
+    name_of,
+    read_header,
+)  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+FOLDER = f"vlcache-{FORMAT_VERSION}"  # of the directory: what lies beside it is not ours
+_PART = ".part"
+_WRITER = ".writer"  # files that their owners keep locked as long as they live
+_BEING_WRITTEN = re.compile(rf"[0-9a-f.]+{SUFFIX}\.(?P<writer>[0-9a-f]{{32}})\.\d+{_PART}")
+
+
+class DiskTier(Tier):
+    """Records in a directory, under a budget of bytes; the least recently used leave first.
+
+    Args:
+      directory: is made if it does not exist, for its owner alone.
+      capacity: bytes of all files, at most.
+      owner_bytes: of all files under one salt, at most; None: they have no limit of their own.
+      ttl: seconds after which a record is not used any more; None: it always is.
+      clock: seconds since the epoch.
+
+    Raises:
+      ValueError: it is no directory, or cannot be used.
+    """
+
+    label = "disk"
+    is_local = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        capacity: int,
+        *,
+        owner_bytes: int | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.capacity, self._owner_bytes, self._ttl = capacity, owner_bytes, ttl
+        self._clock = clock
+        self._me = uuid.uuid4().hex
+        self._numbers = itertools.count()  # of files that are being written
+        self._gone: set[str] = set()  # records whose file was not found
+        try:
+            self.directory = pathlib.Path(directory).expanduser() / FOLDER
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(self.directory / "lock", "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # two that open at once would mend what the other is making
+                self._alive = open(self.directory / f"{self._me}{_WRITER}", "wb")  # noqa: SIM115
+                fcntl.flock(self._alive, fcntl.LOCK_EX)
+                self._index = Index(self.directory)
+                self._agree()
+        except (OSError, sqlite3.Error, RuntimeError, ValueError) as error:
+            raise ValueError(f"disk must be a directory that can be used, got {str(directory)!r}: {error}") from error
+
+    # The interface of a tier.
+
+    def find(self, entry: str) -> list[Found]:
+        with self._reporting(entry):
+            found = []
+            for name, header, written in self._index.find(entry):
+                if name in self._gone or (self._oldest is not None and written < self._oldest):
+                    continue
+                try:
+                    meta = read_header(header)
+                except DamagedError:  # of the index; the file may be as it should
+                    meta = read_header(_header(self.directory / file_name(name)))
+                found.append(Found(meta, written))
+            return found
+
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+        name, size = meta.name, meta.part_bytes
+        with self._reporting(name), self._open(name) as file:
+            header = make_header(meta)
+            is_ours = _header(file.fileno()) == header  # under its name it may be gone by now
+            if not is_ours or os.fstat(file.fileno()).st_size != file_bytes(meta):
+                raise DamagedError(f"{name}: file is damaged")
+            self._index.use(name, self._clock())
+            for part in parts:
+                array = place(part)
+                buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, array)]
+                if sum(map(len, buffers)) != size:
+                    raise DamagedError(f"{name}: {part} must have {size} bytes, got place for another size")
+                _read_all(file.fileno(), buffers, len(header) + meta.parts.index(part) * size)
+                yield part, array
+
+    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> Outcome:
+        with self._reporting(meta.name):
+            with self._changing():
+                if self._has(meta.name):
+                    return "known"  # or about to be
+                if not self._make_room(meta):
+                    return "refused"
+                self._index.claim(meta, self._me, self._clock())
+            try:
+                return "stored" if self._write(meta, parts) else "refused"
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):  # if need be, whoever opens the directory next does it
+                    self._index.give_up(meta.name, self._me)
+                raise
+
+    def delete(self, name: str) -> None:
+        with self._reporting(name), self._changing():
+            self._remove(name)
+
+    def lines(self) -> list[Line]:
+        with self._reporting("lines"):
+            return self._index.lines()
+
+    def touch(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._index.use(name, self._clock())
+
+    def pin(self, name: str, is_pinned: bool) -> None:
+        with self._reporting(name), self._changing():
+            self._index.pin(name, is_pinned)
+
+    def pinned(self, entry: str) -> set[str]:
+        with self._reporting(entry):
+            return self._index.pinned(entry)
+
+    def date(self, name: str, written: float) -> None:
+        with self._reporting(name), self._changing():
+            os.utime(self.directory / file_name(name), (written, written))
+            self._index.date(name, written)
+
+    def counts(self) -> dict[str, int]:
+        with self._reporting("counts"):
+            records, size = self._index.totals()
+        return {"records": records, "bytes": size, "capacity": self.capacity}
+
+    def close(self) -> None:
+        self._index.close()
+        _discard(pathlib.Path(self._alive.name))
+        self._alive.close()
+
+    def prune(self, capacity: int, before: float | None = None) -> None:
+        with self._reporting("prune"), self._changing():
+            for name in self._index.leaving(0, capacity, before=before)[0]:
+                self._remove(name)
+
+    # Files.
+
+    @property
+    def _oldest(self) -> float | None:
+        """What was written before is not used any more."""
+        return None if self._ttl is None else self._clock() - self._ttl
+
+    def _open(self, name: str) -> BinaryIO:
+        """A record's file; if it is gone, so will be its line in the index."""
+        try:
+            return cast(BinaryIO, open(self.directory / file_name(name), "rb", buffering=0))
+        except FileNotFoundError as error:
+            self._gone.add(name)
+            raise GoneError(f"{name}: its file is gone") from error
+
+    def _write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> bool:
+        """The file of a record that has its room; then it is visible, unless it was deleted meanwhile."""
+        path = self.directory / file_name(meta.name)
+        part_file = path.with_name(f"{path.name}.{self._me}.{next(self._numbers)}{_PART}")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(part_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb", buffering=0) as file:
+                if hasattr(os, "posix_fallocate"):  # macOS has none
+                    os.posix_fallocate(descriptor, 0, file_bytes(meta))  # a full disk is known before the work
+                _write_all(descriptor, memoryview(make_header(meta)))
+                for part in meta.parts:
+                    for rows in blocks(meta, parts[part]):
+                        _write_all(descriptor, rows.view(np.uint8).data.cast("B"))
+                os.fsync(file.fileno())
+            with self._changing():
+                if not self._index.publish(meta.name, self._me, self._clock()):
+                    return False
+                part_file.rename(path)
+                _sync_folder(path.parent)
+                return True
+        finally:
+            _discard(part_file)
+
+    def _has(self, name: str) -> bool:
+        """Within a transaction: whether a record is there, or somebody who lives is writing it."""
+        if (row := self._index.writer(name)) is None:
+            return False
+        [writer] = row
+        path = self.directory / (file_name(name) if writer is None else f"{writer}{_WRITER}")
+        if path.is_file() and (writer in (None, self._me) or _is_locked(path)):
+            return True
+        self._index.forget(name)
+        return False
+
+    def _make_room(self, meta: Meta) -> bool:
+        """Within a transaction; False if what is being written or pinned leaves none."""
+        size = file_bytes(meta)
+        names, fits = self._index.leaving(size, self.capacity, before=self._oldest)
+        if fits and self._owner_bytes is not None and meta.owner not in NO_TENANTS:
+            own, fits = self._index.leaving(size, self._owner_bytes, owner=meta.owner)
+            for name in own if fits else ():
+                self._remove(name)
+            names, _ = self._index.leaving(size, self.capacity, before=self._oldest)
+        for name in names if fits else ():
+            self._remove(name)
+        return fits
+
+    def _remove(self, name: str) -> None:
+        """Within a transaction, so that nobody writes it anew meanwhile."""
+        self._index.forget(name)
+        _discard(self.directory / file_name(name))
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A transaction, in which records whose file was not found are forgotten."""
+        with self._index.changing():
+            while self._gone:
+                name = self._gone.pop()
+                if not (self.directory / file_name(name)).is_file() and self._index.writer(name) == (None,):
+                    self._index.forget(name)
+            yield
+
+    def _agree(self) -> None:
+        """Index and files tell the same again, whatever happened to whoever used them."""
+        with self._changing():
+            alive = {path.stem for path in self.directory.glob(f"*{_WRITER}") if _is_locked(path)}
+            for name in self._index.abandoned(alive.__contains__):
+                self._index.forget(name)
+            for part_file in self.directory.glob(f"??/*{_PART}"):
+                ours = _BEING_WRITTEN.fullmatch(part_file.name)
+                if ours and ours["writer"] not in alive:
+                    _discard(part_file)
+            sizes = self._index.sizes()
+            there = dict(self._look_through(sizes))
+            for name in sizes.keys() - there:
+                if not (self.directory / file_name(name)).is_file():
+                    self._index.forget(name)
+            for name in self._index.leaving(0, self.capacity, before=self._oldest)[0]:
+                self._remove(name)
+
+    def _look_through(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+        """Enters what the index lacks, deletes what is damaged; the names of the files that are whole, and bytes.
+
+        Args:
+          sizes: by name, as the index has them.
+        """
+        for path in self.directory.glob(f"??/*{SUFFIX}"):
+            name = name_of(str(path.relative_to(self.directory)))
+            if name is None or not path.is_file():
+                continue
+            try:
+                meta = read_header(_header(path))
+                about = path.stat()
+                if meta.name != name or about.st_size != file_bytes(meta):
+                    raise DamagedError(f"{path} is damaged")
+            except OSError as error:  # it may pass
+                _log.warning("%s could not be read: %s", path, error)
+                continue
+            except DamagedError:
+                _log.warning("%s is damaged, and is deleted", path)
+                _discard(path)
+                continue
+            if sizes.get(name) != about.st_size:
+                self._index.enter(meta, about.st_mtime)
+            yield name, about.st_size
+
+    @contextlib.contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        """Whatever goes wrong is a TierError."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            raise TierError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def _header(path: str | os.PathLike[str] | int) -> bytes:
+    """The header of a file, or of an open one at its beginning, with its length."""
+    with open(path, "rb", closefd=not isinstance(path, int)) as file:
+        first = file.read(LENGTH.size)
+        if len(first) < LENGTH.size or (length := LENGTH.unpack(first)[0]) > MOST_HEADER:
+            raise DamagedError(f"{path}: no header")
+        return first + file.read(length)
+
+
+def _read_all(descriptor: int, buffers: list[memoryview], offset: int) -> None:
+    """Fills the buffers. Raises DamagedError if the file ends before."""
+    for buffer in buffers:
+        while buffer:
+            got = os.preadv(descriptor, [buffer], offset)
+            if not got:
+                raise DamagedError("file ends too early")
+            buffer, offset = buffer[got:], offset + got
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync_folder(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _discard(path: pathlib.Path) -> None:
+    """Deletes a file, if it can."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _is_locked(path: pathlib.Path) -> bool:
+    """Whether its owner lives; deletes it if not."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        _discard(path)
+    return False

@@ -1,0 +1,229 @@
+"""The index of a directory of records (SQLite): what there is, how large, whose, since when, and what was used last.
+
+It can be made anew from the files at any time. Several processes may use it; who changes what is visible does so within
+a transaction, so that index and files tell the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from vlcache_jax.cache.record import Meta
+from vlcache_jax.cache.tier import Line
+from vlcache_jax.cache.tiers.record_file import file_bytes, make_header
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE = 10.0  # seconds that another process may keep the index
+_TABLE = """
+CREATE TABLE IF NOT EXISTS records (
+  name TEXT PRIMARY KEY, header BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL, written REAL NOT NULL,
+  owner TEXT NOT NULL,  -- digest of the salt
+  pinned INTEGER NOT NULL DEFAULT 0,
+  writer TEXT  -- who is still writing it; NULL: it is complete
+) WITHOUT ROWID
+"""
+_COLUMNS = ["name", "header", "bytes", "used", "written", "owner", "pinned", "writer"]
+_OF_IMAGE = "WHERE (name = ? OR (name >= ? AND name < ?)) AND writer IS NULL"  # see `_names`
+FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+
+
+class Row(NamedTuple):
+    """Of a record that is complete."""
+
+    name: str
+    header: bytes
+    written: float
+
+
+class Index:
+    """The index of one directory.
+
+    Args:
+      directory: exists.
+
+    Raises:
+      sqlite3.Error, OSError: it cannot be used.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        self.directory = directory
+        self._lock = threading.RLock()  # of whoever changes something, who may wait for other processes
+        self._looking = threading.Lock()
+        self._used: dict[str, float] = {}  # since the last change, when each record was used
+        self._index = self._open()
+        self._view = self._connect()
+
+    # Looking, which waits for nobody who changes something.
+
+    def find(self, entry: str) -> list[Row]:
+        """The complete records of an image, the one that was used last at the end."""
+        rows = self._look(f"SELECT name, header, written FROM records {_OF_IMAGE} ORDER BY used", *_names(entry))
+        return [Row(*row) for row in rows]
+
+    def pinned(self, entry: str) -> set[str]:
+        """Names of the records of an image that make no room."""
+        return {name for (name,) in self._look(f"SELECT name FROM records {_OF_IMAGE} AND pinned", *_names(entry))}
+
+    def lines(self) -> list[Line]:
+        """Of all complete records, the one that was used last at the end."""
+        rows = self._look("SELECT name, bytes, used FROM records WHERE writer IS NULL ORDER BY used")
+        return [Line(*row) for row in rows]
+
+    def totals(self) -> tuple[int, int]:
+        """Complete records, and their bytes."""
+        [(records, size)] = self._look("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM records WHERE writer IS NULL")
+        return records, size
+
+    def use(self, name: str, at: float) -> None:
+        """Notes a use, to be written down with the next change."""
+        self._used[name] = at
+
+    # Changing.
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """A transaction that no other thread or process changes anything in."""
+        with self._lock:
+            self._index.execute("BEGIN IMMEDIATE")
+            try:
+                while self._used:
+                    name, used = self._used.popitem()
+                    self._index.execute("UPDATE records SET used = ? WHERE name = ?", (used, name))
+                yield
+            except BaseException:
+                self._index.execute("ROLLBACK")
+                raise
+            self._index.execute("COMMIT")
+
+    def writer(self, name: str) -> tuple[str | None] | None:
+        """Who writes a record; (None,) if it is complete, None if there is none."""
+        return self._execute("SELECT writer FROM records WHERE name = ?", name).fetchone()
+
+    def claim(self, meta: Meta, writer: str, at: float) -> None:
+        """Somebody is about to write a record."""
+        self._insert(meta, at, at, writer)
+
+    def publish(self, name: str, writer: str, at: float) -> bool:
+        """The record is complete; False if it was deleted while it was written."""
+        mine = "UPDATE records SET writer = NULL, used = ?, written = ? WHERE name = ? AND writer = ?"
+        return bool(self._execute(mine, at, at, name, writer).rowcount)
+
+    def give_up(self, name: str, writer: str) -> None:
+        """Who was to write a record will not; needs no transaction."""
+        self._execute("DELETE FROM records WHERE name = ? AND writer = ?", name, writer)
+
+    def enter(self, meta: Meta, written: float) -> None:
+        """A file was found that the index does not know, or knows otherwise."""
+        self._insert(meta, written, written, None)
+
+    def forget(self, name: str) -> None:
+        """A record is there no more."""
+        self._execute("DELETE FROM records WHERE name = ?", name)
+
+    def pin(self, name: str, is_pinned: bool) -> None:
+        """A record makes no room as long as it is pinned."""
+        self._execute("UPDATE records SET pinned = ? WHERE name = ?", int(is_pinned), name)
+
+    def date(self, name: str, written: float) -> None:
+        """Since when a complete record is kept."""
+        self._execute("UPDATE records SET written = ? WHERE name = ? AND writer IS NULL", written, name)
+
+    def abandoned(self, is_alive: Callable[[str], bool]) -> list[str]:
+        """Records whose writers do not live any more."""
+        rows = self._execute("SELECT name, writer FROM records WHERE writer IS NOT NULL").fetchall()
+        return [name for name, writer in rows if not is_alive(writer)]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each complete record."""
+        return dict(self._execute("SELECT name, bytes FROM records WHERE writer IS NULL").fetchall())
+
+    def leaving(
+        self, size: int, capacity: int, owner: str | None = None, before: float | None = None
+    ) -> tuple[list[str], bool]:
+        """The records that make room for one of a number of bytes, and whether that is enough.
+
+        Args:
+          capacity: for all records, or for those of the owner.
+          owner: whose records count; None: all of them do.
+          before: what was written before leaves in any case: seconds since the epoch.
+        """
+        query = "SELECT name, bytes, written, pinned, owner FROM records WHERE writer IS NULL ORDER BY used"
+        mine = (row for row in self._execute(query).fetchall() if owner in (None, row[4]))
+        coming = "SELECT bytes FROM records WHERE writer IS NOT NULL AND (owner = ? OR ? IS NULL)"
+        rows = list(mine)
+        left = size + sum(row[1] for row in rows) + sum(its for (its,) in self._execute(coming, owner, owner))
+        names = []
+        for name, its, written, pinned, _ in rows:
+            is_old = before is not None and written < before
+            if is_old or (left > capacity and not pinned):
+                names.append(name)
+                left -= its
+        return names, left <= capacity
+
+    def close(self) -> None:
+        """Uses that were noted are written down."""
+        with self._lock, contextlib.suppress(sqlite3.Error), self.changing():
+            pass
+        with self._lock, self._looking:
+            self._index.close()
+            self._view.close()
+
+    def _insert(self, meta: Meta, used: float, written: float, writer: str | None) -> None:
+        row = meta.name, make_header(meta), file_bytes(meta), used, written, meta.owner, writer
+        self._execute(
+            """INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, 0, ?)
+            ON CONFLICT (name) DO UPDATE SET header = excluded.header, bytes = excluded.bytes, used = excluded.used,
+            written = excluded.written, owner = excluded.owner, writer = excluded.writer""",
+            *row,
+        )
+
+    def _execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        with self._lock:
+            return self._index.execute(statement, values)
+
+    def _look(self, query: str, *values: Any) -> list[Any]:
+        with self._looking:
+            return self._view.execute(query, values).fetchall()
+
+    def _connect(self) -> sqlite3.Connection:
+        path = self.directory / FILES[0]
+        return sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+
+    def _open(self) -> sqlite3.Connection:
+        for attempt in range(2):
+            index = self._connect()
+            try:
+                os.chmod(self.directory / FILES[0], 0o600)
+                index.execute("PRAGMA journal_mode = WAL")
+                index.execute("PRAGMA synchronous = NORMAL")  # what a crash takes from it, the files give back
+                index.execute(_TABLE)
+                columns = [row[1] for row in index.execute("PRAGMA table_info(records)")]
+                [said] = index.execute("PRAGMA quick_check").fetchone()
+                if said == "ok" and columns == _COLUMNS:
+                    return index
+                raise sqlite3.DatabaseError(f"index must be whole, got {said}, {columns}")
+            except sqlite3.OperationalError:  # it is locked, or the disk is full: it may be whole
+                index.close()
+                raise
+            except sqlite3.DatabaseError:
+                index.close()
+                if attempt:
+                    raise
+                _log.warning("the index of %s is damaged, and is made anew", self.directory)
+                for name in FILES:
+                    with contextlib.suppress(OSError):
+                        (self.directory / name).unlink()
+        raise AssertionError("unreachable")
+
+
+def _names(entry: str) -> tuple[str, str, str]:
+    """Of an image: its encoder rows, and from where to where those of K, V lie."""
+    return f"enc/{entry}", f"kv/{entry}/", f"kv/{entry}0"

@@ -1,0 +1,350 @@
+"""Gives the records of a directory to other machines, over HTTP.
+
+It only reads. Nothing lists what there is: who asks for a record names its entry key, a digest of the picture's pixels,
+the model and the salt. Records under a salt are served as any other: only who knows picture and salt can compute the
+key, so the key is the permission. The token says who may ask at all. Nothing is encrypted: this is for a network whose
+machines trust each other.
+
+    GET /v1/hello?format=&model=&codec=   200: JSON, {"format": 2, "server": "0.1.0"}
+    GET /v1/records/<entry>               200: of each record 8 bytes, when it was written (milliseconds since the
+                                          epoch, big-endian), and its file's header, which begins with its length
+    GET /v1/files/<xx>/<file>             206: the bytes that the Range header asks for
+
+A refusal is 401 or 409 with JSON, {"refusal": "token" | "format" | "model" | "codec", "has": what is served}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hmac
+import http.server
+import importlib.metadata
+import io
+import ipaddress
+import json
+import logging
+import os
+import pathlib
+import re
+import socket
+import socketserver
+import stat
+import sys
+import threading
+import urllib.parse
+from collections.abc import Collection
+from dataclasses import dataclass
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, cast
+
+from vlcache_jax.cache.keys import FORMAT_VERSION
+from vlcache_jax.cache.tier import Found, TierError
+from vlcache_jax.cache.tiers.record_file import make_header, name_of
+from vlcache_jax.cache.tiers.wire import MOST_RECORDS, TOKEN, WRITTEN, Deadline, Wire
+
+_log = logging.getLogger(__name__)
+
+_POLL = 0.1  # seconds until `close` is noticed
+_ENTRY = re.compile(r"[0-9a-f]{64}")
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class Directory(Protocol):
+    """What is served: a tier whose files lie in a directory, as `file_name` says."""
+
+    @property
+    def directory(self) -> pathlib.Path: ...
+
+    def find(self, entry: str) -> list[Found]: ...
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Who is served with what."""
+
+    tier: Directory
+    token: str | None
+    models: tuple[str, ...]
+    codecs: tuple[str, ...]
+    idle_timeout: float
+
+
+class PeerServer:
+    """Serves the records of a tier until it is closed.
+
+    Args:
+      tier: whose records they are.
+      host, port: where it listens; port 0 takes a free one.
+      token: what clients must know; only a server that this machine alone can reach may do without.
+      max_clients: connections at a time; one more is answered with 503.
+      idle_timeout: seconds after which a client is cut off that sends no request, or takes nothing of its answer.
+      models: fingerprints of models, or their first digits; others are refused. Empty: none is.
+      codecs: of K, V, likewise, whole names.
+
+    Raises:
+      ValueError: there is no token and other machines can reach the address, or the token is none.
+      OSError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        tier: Directory,
+        host: str,
+        port: int,
+        token: str | None = None,
+        max_clients: int = 64,
+        idle_timeout: float = 60.0,
+        *,
+        models: Collection[str] = (),
+        codecs: Collection[str] = (),
+    ):
+        if token is None and not _is_loopback(host):
+            raise ValueError(f"token must be given unless host is this machine alone, got host {host!r} and no token")
+        if token is not None and not TOKEN.fullmatch(token):
+            raise ValueError("token must be 1 to 512 visible ASCII characters, got something else")
+        self._lock = threading.Lock()
+        self._is_serving = self._is_closed = False
+        offer = _Offer(tier, token, tuple(sorted(models)), tuple(sorted(codecs)), idle_timeout)
+        self._http = _Server(host, port, max_clients, offer)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens at."""
+        return self._http.server_address[:2]  # type: ignore[return-value]
+
+    def serve_forever(self) -> None:
+        """Until another thread closes it."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_serving = True
+        self._http.serve_forever(_POLL)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with self._lock:
+            is_serving, self._is_serving, self._is_closed = self._is_serving, False, True
+        if is_serving:
+            self._http.shutdown()
+        self._http.server_close()
+        self._http.hang_up()
+
+    def __enter__(self) -> PeerServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, max_clients: int, offer: _Offer):
+        self.offer = offer
+        self._max_clients = max_clients
+        self._clients: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # http.server would look up the host's name, which can take long
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._changed:
+            is_full = len(self._clients) >= self._max_clients
+            if not is_full:
+                self._clients.add(request)
+        if is_full:
+            with contextlib.suppress(OSError):
+                request.sendall(_FULL)
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self._changed:
+            self._clients.discard(request)
+            self._changed.notify_all()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        is_theirs = isinstance(error, OSError)  # who hangs up need not be told to anyone
+        _log.log(logging.DEBUG if is_theirs else logging.ERROR, "%s: %r", client_address, error, exc_info=not is_theirs)
+
+    def hang_up(self) -> None:
+        """Ends what its clients are being told."""
+        with self._changed:
+            for client in self._clients:
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
+            self._changed.wait_for(lambda: not self._clients, self.offer.idle_timeout)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # who names none gets an answer with a status all the same
+    disable_nagle_algorithm = True
+    error_content_type = "text/plain; charset=utf-8"
+    error_message_format = "%(message)s\n"
+
+    def setup(self) -> None:
+        super().setup()
+        self._offer = self.server.offer
+        self._deadline = Deadline(self._offer.idle_timeout)
+        self.rfile.close()
+        self.rfile = io.BufferedReader(Wire(self.connection, self._deadline))
+
+    def handle_one_request(self) -> None:
+        self._deadline.renew()  # of the whole request, which may come byte by byte
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        self.connection.settimeout(self._offer.idle_timeout)
+        if self.command != "GET":
+            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
+            return False
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.send_error(HTTPStatus.BAD_REQUEST, "No body is expected")  # it would be taken for the next request
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        if not self._is_known():
+            self._send_json(HTTPStatus.UNAUTHORIZED, {"refusal": "token", "has": None})
+            return
+        path, _, query = self.path.partition("?")
+        match path.split("/", 3):
+            case ["", "v1", "hello"]:
+                self._hello(query)
+            case ["", "v1", "records", entry] if _ENTRY.fullmatch(entry):
+                self._records(entry)
+            case ["", "v1", "files", file] if name_of(file) is not None:
+                self._file(file)
+            case _:
+                self.send_error(HTTPStatus.NOT_FOUND)
+
+    def version_string(self) -> str:
+        return f"vlcache-jax/{_version()}"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug("%s: " + format, self.client_address[0], *args)
+
+    # Routes.
+
+    def _is_known(self) -> bool:
+        said = self.headers.get("Authorization", "")
+        token = self._offer.token
+        return token is None or hmac.compare_digest(said.encode(), f"Bearer {token}".encode())
+
+    def _hello(self, query: str) -> None:
+        try:
+            asked = dict(urllib.parse.parse_qsl(query, max_num_fields=8))
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        offer, model, codec = self._offer, asked.get("model", ""), asked.get("codec", "")
+        if asked.get("format") != str(FORMAT_VERSION):
+            self._send_json(HTTPStatus.CONFLICT, {"refusal": "format", "has": FORMAT_VERSION})
+        elif offer.models and not model.startswith(offer.models):
+            self._send_json(HTTPStatus.CONFLICT, {"refusal": "model", "has": offer.models})
+        elif offer.codecs and codec not in offer.codecs:
+            self._send_json(HTTPStatus.CONFLICT, {"refusal": "codec", "has": offer.codecs})
+        else:
+            self._send_json(HTTPStatus.OK, {"format": FORMAT_VERSION, "server": _version()})
+
+    def _records(self, entry: str) -> None:
+        try:
+            found = self._offer.tier.find(entry)[-MOST_RECORDS:]
+        except TierError as error:
+            self._fail(error)
+            return
+        told = (WRITTEN.pack(max(round(1000 * one.written), 0)) + make_header(one.meta) for one in found)
+        self._send(HTTPStatus.OK, "application/octet-stream", b"".join(told))
+
+    def _file(self, file: str) -> None:
+        try:
+            content = _open(self._offer.tier.directory, file)
+        except OSError as error:
+            self._fail(error)
+            return
+        if content is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        with content:
+            size = os.fstat(content.fileno()).st_size
+            asked = _RANGE.fullmatch(self.headers.get("Range", ""))
+            first, last = (int(asked[1]), min(int(asked[2] or size), size - 1)) if asked else (0, -1)
+            if first > last:
+                self._head(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, 0, Content_Range=f"bytes */{size}")
+                return
+            count = last - first + 1
+            self._head(HTTPStatus.PARTIAL_CONTENT, count, Content_Range=f"bytes {first}-{last}/{size}")
+            if self.connection.sendfile(content, first, count) != count:  # somebody shortened the file
+                self.close_connection = True
+
+    # Answers.
+
+    def _send_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
+        self._send(status, "application/json", json.dumps(value).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self._head(status, len(body), Content_Type=kind)
+        self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, length: int, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def _fail(self, error: Exception) -> None:
+        _log.warning("a record could not be served: %s", error)
+        self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("vlcache-jax")
+    except importlib.metadata.PackageNotFoundError:  # it is not installed, but runs from where its sources lie
+        return "unknown"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _open(directory: pathlib.Path, file: str) -> BinaryIO | None:
+    """A record's file, if there is one; no link is followed, neither from it nor from its folder."""
+    folder, name = file.split("/")
+    try:
+        above = os.open(directory / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        finally:
+            os.close(above)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return None
+    return cast(BinaryIO, open(descriptor, "rb", buffering=0))
