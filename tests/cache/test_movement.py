@@ -329,6 +329,18 @@ def test_what_is_computed_is_written_everywhere(record):
     assert not any(one.held or one.pins for one in house.store.tier.records())
 
 
+def test_what_others_lend_is_only_read(record):
+    peer = filled(Elsewhere(), record)
+    peer.is_read_only = True
+    house = House(peer)
+    peer.asked.clear()
+    house.compute(make(2, CONTEXT))
+    house.settle()
+    assert house.movement.delete(key(1)) == set()
+    assert (peer.asked, list(peer.kept)) == ([], [record.meta.name])
+    assert (house.counted().skipped, house.counted().stored) == (0, 0)
+
+
 def test_what_waits_to_be_written_has_a_limit(record):
     remote = Elsewhere()
     house = House(remote, host_bytes=6 * record.meta.nbytes)

@@ -148,9 +148,7 @@ class Movement(Outside):
             self._keep(record, self.channels)
 
     def _keep(self, record: Record, channels: Sequence[Channel]) -> None:
-        for channel in channels:
-            if channel.tier.is_read_only:
-                continue
+        for channel in (channel for channel in channels if not channel.tier.is_read_only):
             self._store.hold(record, 1, to_write=True)
             channel.keep(record, lambda: self._store.hold(record, -1, to_write=True))
 
@@ -170,7 +168,7 @@ class Movement(Outside):
         """Removes an image's records from every tier, but not what is pinned there, and some names; returns those that
         it removed."""
         names: set[str] = set()
-        for channel in self.channels:
+        for channel in (channel for channel in self.channels if not channel.tier.is_read_only):
             there = channel.to_write(entry)  # or written by the time of the look
             channel.forget(entry)
             channel.hear(channel.ask([entry]), self._patience)

@@ -18,12 +18,12 @@ from safetensors.numpy import load_file
 
 from tests.cache.records import CASES, assert_whole, found, key, load, make, names, parts, verified_read, write
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.keys import owner_key
+from vlcache_jax.cache.keys import SHARED, owner_key
 from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import DamagedError, GoneError, TierError
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
-from vlcache_jax.cache.tiers.record_file import file_name, make_header, read_header
+from vlcache_jax.cache.tiers.record_file import file_bytes, file_name, make_header, read_header
 
 
 def read(tier, record):
@@ -287,6 +287,51 @@ def test_what_is_larger_than_the_budget_is_refused(tmp_path):
     with closing(tmp_path, 1000) as tier:
         assert tier.write(CASES["kv"].meta, parts(CASES["kv"])) == "refused"
         assert (names(tier), list((tmp_path / FOLDER).glob("??"))) == ([], [])
+
+
+def test_a_salt_has_its_share(tmp_path):
+    """Its own oldest records leave, not those of others; who has no salt, or is the operator, has no limit."""
+    now = iter(range(1000))
+    size = file_bytes(make().meta)
+    owners = {"greedy": 4, None: 3, SHARED: 3}
+    with closing(tmp_path, 20 * size, owner_bytes=2 * size + 10, clock=lambda: next(now)) as tier:
+        numbers = iter(range(1, 100))
+        made = {owner: [make(next(numbers), owner=owner) for _ in range(count)] for owner, count in owners.items()}
+        for records in made.values():
+            write(tier, *records)
+        kept = [record for records in made.values() for record in records if record.meta.name in names(tier)]
+        assert [record.meta.owner for record in kept].count(owner_key("greedy")) == 2
+        assert kept == made["greedy"][2:] + made[None] + made[SHARED]
+        large = make(50, tokens=18, padded=18, owner="greedy")
+        assert tier.write(large.meta, parts(large)) == "refused"
+        assert len(names(tier)) == 8  # nothing left in vain
+
+
+def test_what_is_pinned_makes_no_room(tmp_path):
+    now = iter(range(1000))
+    size = file_bytes(make().meta)
+    records = [make(number) for number in range(1, 6)]
+    with closing(tmp_path, 2 * size + 10, clock=lambda: next(now)) as tier:
+        write(tier, records[0])
+        tier.pin(records[0].meta.name, True)
+        write(tier, *records[1:3])
+        assert names(tier) == [records[0].meta.name, records[2].meta.name]
+    with closing(tmp_path, size + 10, clock=lambda: next(now)) as tier:  # also when it opens with fewer bytes
+        assert names(tier) == [records[0].meta.name]
+        assert tier.write(records[3].meta, parts(records[3])) == "refused"
+        tier.pin(records[0].meta.name, False)
+        write(tier, records[3])
+        assert names(tier) == [records[3].meta.name]
+
+
+def test_what_is_too_old_is_not_found_and_leaves(tmp_path):
+    now = [100.0]
+    with closing(tmp_path, ttl=60.0, clock=lambda: now[0]) as tier:
+        write(tier, make(1))
+        now[0] += 61
+        assert found(tier, make(1)) is None
+        write(tier, make(2))
+        assert names(tier) == [make(2).meta.name]
 
 
 # Faults of the disk.
