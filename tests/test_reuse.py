@@ -914,7 +914,7 @@ def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
 def test_an_exact_hit_needs_no_encoder_record(llm, a, monkeypatch):
     first = chat(llm, user(png(a), "?"))
     llm.cache.flush()
-    llm._store.tier.delete(f"enc/{first[0].cache.images[0].key}")
+    llm._store.tier.remove(llm._store.tier.get(f"enc/{first[0].cache.images[0].key}"))
     with monkeypatch.context() as context:
         context.setattr(vlcache_jax.inputs.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
         again = chat(llm, user(png(a), "?"))
@@ -950,7 +950,7 @@ def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 chat(llm, *requests)
         llm.cache.flush()
-        assert not llm._store._requests  # a call that failed has served nothing
+        assert not llm._store.requests._known  # a call that failed has served nothing
         stats = llm.cache.stats()
         assert stats.pinned == 0
         assert all(record.is_ready for record in llm._store.tier.records())
