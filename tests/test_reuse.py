@@ -256,6 +256,7 @@ def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
     assert_close(fresh_in_the_first, logits(llm, other, reuse="full"))
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, directory, target, donors, a, b):
     requests = [target, user("Only ", b), user("no image"), user("First ", a, " second ", b, a)]
     for reuse in (0.3, falling(llm, 300, 200, 50), "shift-0.3"):
