@@ -383,7 +383,9 @@ def test_no_fault_changes_an_answer(llm, picture, other, fault, caplog, monkeypa
         sites = recorded.done
         assert len(sites) >= 30
         assert set(sites) == {"find", "read", "part", "write", "delete"}
-    for number in range(1, len(sites) + 1):
+    reading = ("read", "part")  # the others cannot be cut or mixed, and nobody waits for them
+    numbers = [n for n, site in enumerate(sites, 1) if isinstance(fault, Exception) or site in reading]
+    for number in numbers:
         with monkeypatch.context() as patch, caplog.at_level("CRITICAL"):
             patch.setattr(channel, "tier", faulty := Faulty(channel.tier, number, fault))
             if fault == "slow":
@@ -404,6 +406,6 @@ def expected(fault, site):
         return {"damaged"}
     if isinstance(fault, Exception):
         return {"failed"}
-    if fault == "mixed" or site not in ("read", "part") or (fault, site) == ("cut", "read"):
+    if fault == "mixed" or (fault, site) == ("cut", "read"):
         return set()
     return {COUNTER[fault]}
