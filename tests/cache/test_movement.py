@@ -17,7 +17,7 @@ from vlcache_jax.cache.keys import SHARED, owner_key
 from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.store import Store
-from vlcache_jax.cache.tier import GoneError, RefusedError, TierError
+from vlcache_jax.cache.tier import RefusedError, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
@@ -628,8 +628,3 @@ def test_the_counters_are_those_of_prometheus(record):
     assert 'vlcache_tier_events_total{event="loaded",tier="remote"} 1.0' in text
     assert f'vlcache_tier_bytes_total{{direction="in",tier="remote"}} {float(record.meta.nbytes)}' in text
     assert 'vlcache_tier_seconds_count{operation="read",tier="remote"} 1.0' in text
-
-
-def test_errors_of_a_tier_have_their_names():
-    assert issubclass(GoneError, TierError)
-    assert Record(make().meta).written is None

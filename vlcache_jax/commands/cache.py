@@ -19,7 +19,7 @@ import typer
 from vlcache_jax.cache.record import Meta, Part, blocks
 from vlcache_jax.cache.tier import DamagedError, Line, Tier, TierError, verified
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
-from vlcache_jax.cache.tiers.record_file import LENGTH, MOST_HEADER, file_name, make_header, name_of, read_header
+from vlcache_jax.cache.tiers.record_file import file_name, make_header, name_of, read_header, take_header
 from vlcache_jax.checks import parse_bytes
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.files import check_writable
@@ -323,11 +323,7 @@ def _record(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[Meta, di
     if folder != FOLDER or name is None or file is None:
         raise DamagedError(f"{member.name} is no record of format {FOLDER}")
     with file:
-        first = file.read(LENGTH.size)
-        length = LENGTH.unpack(first)[0] if len(first) == LENGTH.size else MOST_HEADER + 1
-        if length > MOST_HEADER:
-            raise DamagedError(f"{name}: no header")
-        meta = read_header(first + file.read(length))
+        meta = read_header(take_header(file, name))
         data = np.empty(meta.shape, meta.dtype)
         content = file.read(data.nbytes + 1)
     if meta.name != name or len(content) != data.nbytes:

@@ -27,14 +27,13 @@ from vlcache_jax.cache.record import Meta, Part, blocks
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
 from vlcache_jax.cache.tiers.disk_index import Index
 from vlcache_jax.cache.tiers.record_file import (
-    LENGTH,
-    MOST_HEADER,
     SUFFIX,
     file_bytes,
     file_name,
     make_header,
     name_of,
     read_header,
+    take_header,
 )  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -308,10 +307,7 @@ class DiskTier(Tier):
 def _header(path: str | os.PathLike[str] | int) -> bytes:
     """The header of a file, or of an open one at its beginning, with its length."""
     with open(path, "rb", closefd=not isinstance(path, int)) as file:
-        first = file.read(LENGTH.size)
-        if len(first) < LENGTH.size or (length := LENGTH.unpack(first)[0]) > MOST_HEADER:
-            raise DamagedError(f"{path}: no header")
-        return first + file.read(length)
+        return take_header(file, path)
 
 
 def _read_all(descriptor: int, buffers: list[memoryview], offset: int) -> None:

@@ -12,7 +12,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -26,7 +26,7 @@ MOST_HEADER = 2**20  # bytes; for 200 layers it has 40 thousand
 _FORMAT = f"vlcache-jax record {FORMAT_VERSION}"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 _FILE = re.compile(rf"(?P<folder>..)/(?P<entry>[0-9a-f]{{64}})(\.(?P<context>[0-9a-f]{{64}}))?{SUFFIX}")
-_PARSED = 1024  # headers that are remembered, as a look and what follows it read the same ones; some KB apiece
+_PARSED = 1024  # headers that are remembered, as a look and what follows it need the same ones; some KB apiece
 _NO_DIGEST = "0" * 32
 
 
@@ -48,9 +48,22 @@ def file_bytes(meta: Meta) -> int:
     return len(make_header(meta)) + meta.part_bytes * len(meta.parts)
 
 
+@functools.lru_cache(_PARSED)
 def make_header(meta: Meta) -> bytes:
     """The beginning of a complete record's file, a multiple of 64 bytes."""
     return _header(meta, xxhash.xxh3_128_hexdigest(_header(meta, _NO_DIGEST)))
+
+
+def take_header(file: IO[bytes], name: object) -> bytes:
+    """The header at the beginning of a file, with its length.
+
+    Raises:
+      DamagedError: there is none; it calls the file by its name.
+    """
+    first = file.read(LENGTH.size)
+    if len(first) < LENGTH.size or (length := LENGTH.unpack(first)[0]) > MOST_HEADER:
+        raise DamagedError(f"{name}: no header")
+    return first + file.read(length)
 
 
 @functools.lru_cache(_PARSED)
