@@ -345,10 +345,21 @@ def _corpus() -> Iterator[str]:
 
 
 class Trainer:
-    """A model, its optimizer and where they stand, kept in `run/state.pt`."""
+    """A model, its optimizer and where they stand, kept in `run/state.pt`.
 
-    def __init__(self, run: pathlib.Path, *, variant: str, seed: int, learning_rate: float) -> None:
+    Args:
+      run: folder of the run, made if it does not exist.
+      variant: of `VARIANTS`.
+      seed: of the weights and of everything drawn.
+      learning_rate: before its descent.
+      image_numbers: whether image tokens are drawn to the word that numbers their image.
+    """
+
+    def __init__(
+        self, run: pathlib.Path, *, variant: str, seed: int, learning_rate: float, image_numbers: bool = True
+    ) -> None:
         self.run = run
+        self.image_numbers = image_numbers
         run.mkdir(parents=True, exist_ok=True)
         checkpoint = run / "checkpoint"
         if not checkpoint.exists():
@@ -462,16 +473,17 @@ class Trainer:
     def _bind(self, hidden: torch.Tensor, group: Group) -> tuple[torch.Tensor, list[float]]:
         """The loss that draws tokens to the word that numbers an image, and how often they find it.
 
-        After a few layers, image tokens to that of their image, and tokens before an answer's to that of the image it
-        is about. Without it, a question about one of two images was answered from either for 800 steps.
+        After a few layers, tokens before an answer's are drawn to that of the image it is about and, with
+        `image_numbers`, image tokens to that of their image. Without both, a question about one of two images was
+        answered from either for 800 steps.
         """
-        shown = hidden[group.inputs["mm_token_type_ids"] == 1]
-        asking = hidden[group.about >= 0]
-        number = torch.cat([group.numbers, group.about[group.about >= 0]])
-        if (number < 0).all():
+        numbered = group.about.clone()
+        if self.image_numbers:
+            numbered[group.inputs["mm_token_type_ids"] == 1] = group.numbers
+        number = numbered[numbered >= 0]
+        if not len(number):
             return hidden.new_zeros(()), []
-        likeness = self._likeness(torch.cat([shown, asking])[number >= 0], self._numbers)
-        number = number[number >= 0]
+        likeness = self._likeness(hidden[numbered >= 0], self._numbers)
         right = (likeness.argmax(-1) == number).float().mean()
         return torch.nn.functional.cross_entropy(likeness, number), [right.item()]
 
@@ -596,6 +608,12 @@ def main() -> None:
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="small")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument(
+        "--image-numbers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw image tokens to the word that numbers their image",
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
     parser.add_argument("--turns", type=int, default=4, help="questions in a conversation")
     parser.add_argument("--groups", type=int, default=2, help="of a step; each has pictures of one size")
@@ -611,7 +629,13 @@ def main() -> None:
     leads = not dist.is_initialized() or dist.get_rank() == 0
     if not leads:
         dist.barrier()  # until the files are there
-    trainer = Trainer(args.out, variant=args.variant, seed=args.seed, learning_rate=args.learning_rate)
+    trainer = Trainer(
+        args.out,
+        variant=args.variant,
+        seed=args.seed,
+        learning_rate=args.learning_rate,
+        image_numbers=args.image_numbers,
+    )
     if leads and dist.is_initialized():
         dist.barrier()
     if args.export is not None:
