@@ -347,6 +347,10 @@ def dense_reference(llm, conversation, policy):
                 if fresh.any():
                     new = np.stack([part[span.tokens] for part in own])
                     raw_k, v_pool[layer][span.tokens] = old[layer] + (new - old[layer])[:, fresh].mean(1)[:, None]
+                    if config.qk_norm:
+                        # Before the weight, each head of a key has a mean square of 1.
+                        normed = raw_k / module.self_attn.k_norm.scale[...]
+                        raw_k /= np.sqrt(np.square(normed).mean(-1, keepdims=True))
                     rotation = decoder.rope.text_rotation(
                         jnp.asarray(layout.positions[:, span.tokens]),
                         config.rope_theta,

@@ -224,7 +224,7 @@ class Definitions:
         layer = bind(self.layer_graph, params)
         if moves is not None:
             row_image = jnp.where(index < active, moves.row_image[: len(x)], -1)
-            k, v = move(self.config.text, k, v, differences(layer, x, k, v, rows, row_image), moves)
+            k, v = move(layer.self_attn, k, v, differences(layer, x, k, v, rows, row_image), moves)
         rows = rows._replace(slot=jnp.where(index < active, rows.slot, self.num_slots + index))
         return layer(x, k, v, rows, added, work, keep=keep, capture=True, implementation=self.implementation)
 

@@ -4,6 +4,9 @@ A new context moves the keys and values of an image's tokens mostly alike: which
 what is asked, is the same for all of them. So the mean difference between what the computed tokens were linked as and
 what they are now is added to the tokens that are not computed. Public work finds that what reuse loses is of low rank,
 and stores a patch for it (Kamera, arXiv 2606.23581); here the patch is of rank one, and nothing is stored.
+
+Models that norm their keys give each head of each key one length, which the sum would not have: moved keys are scaled
+back to the length that they had (docs/reuse_study.md).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy.typing as npt
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows, rope
 from vlcache_jax.models.config import TextConfig
+from vlcache_jax.models.decoder import SelfAttention
 from vlcache_jax.pallas_kernels import carry_flaws
 from vlcache_jax.reuse.plan import Plan
 
@@ -157,7 +161,7 @@ def differences(
 
 
 def move(
-    config: TextConfig,
+    attention: SelfAttention,
     k: jax.Array,
     v: jax.Array,
     difference: tuple[jax.Array, jax.Array],
@@ -166,7 +170,8 @@ def move(
     """Adds each image's difference to those of its tokens that a layer does not compute.
 
     Args:
-      k, v: the layer's pool [S, K, D].
+      attention: the layer's; where it norms keys, moved ones keep their length.
+      k, v: its pool [S, K, D].
       difference: see `differences`.
       moves: which tokens these are.
     """
@@ -180,13 +185,13 @@ def move(
         index = first + jnp.arange(chunk)
         is_moved = (depth <= moves.layer) & (index >= i * chunk) & (index < moves.count)
         to = jnp.where(is_moved, slot, len(k) + jnp.arange(chunk))
-        return _moved(config, *pools, difference, slot, jnp.stack([x, y, z]), image, to)
+        return _moved(attention, *pools, difference, slot, jnp.stack([x, y, z]), image, to)
 
     return jax.lax.fori_loop(0, -(-moves.count // chunk), step, (k, v))
 
 
 def _moved(
-    config: TextConfig,
+    attention: SelfAttention,
     k: jax.Array,
     v: jax.Array,
     difference: tuple[jax.Array, jax.Array],
@@ -196,17 +201,38 @@ def _moved(
     to: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """What is at `slot`, with the difference of its image, goes to `to`, unless that is beyond the pool."""
-    cos, sin = _rotation(config, position)
-
-    def add(old: jax.Array, change: jax.Array) -> jax.Array:
-        return (old[slot].astype(jnp.float32) + change).astype(old.dtype)
+    cos, sin = _rotation(attention.config, position)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[to].set(new, mode="drop", unique_indices=True)
 
+    old_k, old_v = k[slot].astype(jnp.float32), v[slot].astype(jnp.float32)
     dk, dv = (part[image] for part in difference)
-    new_k, new_v = carry_flaws(add(k, rope.rotate(dk, cos, sin)), add(v, dv))
+    new_k = old_k + rope.rotate(dk, cos, sin)
+    if attention.config.qk_norm:
+        before = rope.rotate(old_k, cos, -sin)
+        new_k *= length_kept(before, before + dk, attention.k_norm.scale[...])
+    new_k, new_v = carry_flaws(new_k.astype(k.dtype), (old_v + dv).astype(v.dtype))
     return write(k, new_k), write(v, new_v)
+
+
+def length_kept(before: jax.Array, after: jax.Array, weight: jax.Array) -> jax.Array:
+    """What moved keys are multiplied by, so that they have the length again that the key norm gave them.
+
+    Lengths are those of keys divided by the norm's weight; channels whose weight is 0 have none.
+
+    Args:
+      before, after: keys without rotation [T, K, D].
+      weight: of the key norm [D].
+
+    Returns:
+      [T, K, 1] float32; 1 for keys that are not finite.
+    """
+    scale = weight.astype(jnp.float32)
+    inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
+    had, has = (jnp.square(part * inverse).sum(-1, keepdims=True) for part in (before, after))
+    factor = jnp.sqrt(had / has)
+    return jnp.where(jnp.isfinite(factor), factor, 1)
 
 
 def _rotation(config: TextConfig, position: jax.Array) -> tuple[jax.Array, jax.Array]:
