@@ -14,7 +14,7 @@ from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.reuse.selection import Asked, CacheBlend, KVShare, Projected, choose
+from vlcache_jax.reuse.selection import Asked, CacheBlend, KVShare, Projected, choose, narrow
 from vlcache_jax.study.accuracy import user_turn
 from vlcache_jax.study.probe import Placed, Probe
 from vlcache_jax.study.sensitivity import Case, prepare
@@ -242,26 +242,14 @@ def test_the_worked_examples_of_the_specification():
     image = ImageRef("a", (1, 4, 6), 6, lambda: None)
     [keep] = policy.keep(make_layout(np.zeros(8, np.int32), [1], [image], 2, ["approximate"]), 3)
     assert keep == 2  # floor(0.4 x 6)
-    # Rows: two that must go on, then the six candidates; two of them are kept, in their order.
-    index = jnp.arange(8, dtype=jnp.int32)
-    rows = Rows(index, jnp.tile(index, (3, 1)), index, index + 1, index)
-    x, taken, order = choose(
-        index[:, None].astype(jnp.float32),
-        rows,
-        jnp.concatenate([jnp.full(2, 9.0), score]),
-        2,
-        6,
-        keep,
-        size=6,
-        slots=100,
-    )
-    assert order[:4].tolist() == [0, 1, 4, 6]  # S = {2, 4} of the candidates, the higher score first
-    assert taken.slot.tolist() == [0, 1, 4, 6, 104, 105]
-    assert taken.k_end.tolist() == [1, 2, 5, 7, 0, 0]
-    assert x[:4, 0].tolist() == [0, 1, 4, 6]
-    # Ties: the earlier row.
-    _, taken, _ = choose(index[:, None], rows, jnp.ones(8), 1, 5, 2, size=3, slots=100)
-    assert taken.slot.tolist() == [0, 1, 2]
+    # Two rows must go on, six are candidates, and one is padding.
+    order = choose(jnp.concatenate([jnp.full(2, 9.0), score, jnp.full(1, 99.0)]), 2, 6)
+    assert order.tolist() == [0, 1, 4, 6, 5, 7, 3, 2, 8]  # S = {2, 4} of the candidates, the higher score first
+    index = jnp.arange(9, dtype=jnp.int32)[order]
+    rows = narrow(Rows(index, jnp.tile(index, (3, 1)), index, index + 1, index), 2 + keep, size=6, slots=100)
+    assert rows.slot.tolist() == [0, 1, 4, 6, 104, 105]
+    assert rows.k_end.tolist() == [1, 2, 5, 7, 0, 0]
+    assert choose(jnp.ones(8), 1, 5).tolist() == list(range(8))  # ties: the earlier row
 
 
 def test_attention_times_deviation():

@@ -118,14 +118,11 @@ class Step[S: Sequence]:
     def leaving(self) -> tuple[tuple[int, int, bool], ...]:
         """Of each layer how many rows attend: their bound, how many there are, whether some were chosen on the device.
 
-        The layer behind which rows are chosen computes all of them.
+        They are in the check layer, of whose other rows nothing but K, V is computed.
         """
         check = len(self.active) if self.selection is None else self.selection.policy.check_layer
         counts = (*self.active[1:], len(self.wanted))
-        return tuple(
-            (self.bounds[i], self.active[i], False) if i == check else (self.bounds[i + 1], counts[i], i > check)
-            for i in range(len(self.active))
-        )
+        return tuple((self.bounds[i + 1], counts[i], i >= check) for i in range(len(self.active)))
 
     def works(self, config: abc.Callable[[int], WorkConfig]) -> dict[tuple[int, bool], Work]:
         """The attention of all layers, by bound and whether some rows were chosen: once for layers that agree in these.

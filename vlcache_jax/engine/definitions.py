@@ -237,9 +237,9 @@ class Definitions:
         )
         return Moves(rows, tokens, each, each)
 
-    def take(self, size: int, chosen: int, less: int) -> Any:
+    def take(self, size: int, less: int) -> Any:
         x = self._hidden(size)
-        return lambda x, order: x[order[:less]], (x, jax.ShapeDtypeStruct((chosen,), jnp.int32)), ()
+        return lambda x, order: x[order[:less]], (x, jax.ShapeDtypeStruct((size,), jnp.int32)), ()
 
     def narrow(self, size: int, less: int) -> Any:
         def narrowed(rows: jax.Array, count: jax.Array) -> jax.Array:
@@ -270,14 +270,15 @@ class Definitions:
         weights = self._text["layers"][0]
         return score, (weights, x, pool, pool, self.packed, flags, request, table, scores), ()
 
-    def choose(self, size: int, less: int) -> Any:
+    def choose(self, size: int) -> Any:
         def chosen(x: jax.Array, rows: jax.Array, score: jax.Array, counts: jax.Array) -> Any:
-            x, fewer, order = choose(x, unpack(rows, size), score, *counts, size=less, slots=self.num_slots)
-            return x, repack(fewer, self.ladder.max_rows), order
+            order = choose(score, *counts)
+            ordered = Rows(*(field[..., order] for field in unpack(rows, size)))
+            return x[order], repack(ordered, self.ladder.max_rows), order
 
         x = self._hidden(size)
         score = jax.ShapeDtypeStruct((size,), jnp.float32)
-        return chosen, (x, self.packed, score, jax.ShapeDtypeStruct((3,), jnp.int32)), ()
+        return chosen, (x, self.packed, score, jax.ShapeDtypeStruct((2,), jnp.int32)), ()
 
     def head(self, size: int, count: int) -> Any:
         def head(norm: Params, head: Params, x: jax.Array, first: jax.Array) -> jax.Array:

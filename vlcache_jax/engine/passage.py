@@ -28,7 +28,7 @@ class Passage:
       layer: the first that is not launched yet.
       x: hidden states of the rows that have left the one before; in the end, of those that leave the last layer.
       captured: keys before rotation and values of each layer's rows so far, where some are wanted.
-      chosen: if rows are chosen on the device, which ones go on (`choose`).
+      chosen: if rows are chosen on the device, their order then (`choose`).
     """
 
     def __init__(self, runner: Runner, step: Step[Any]):
@@ -90,19 +90,22 @@ class Passage:
 
     def _run_layer(self, pool: list[jax.Array], layer: int) -> None:
         step, run, selection = self.step, self.runner.run, self.step.selection
-        size, keep = step.bounds[layer], step.bounds[layer + 1]
+        size = step.bounds[layer]
         check = len(step.active) if selection is None else selection.policy.check_layer
-        if layer > check + 1 and step.active[layer] < step.active[layer - 1]:
+        weights = self.runner.text["layers"][layer]
+        if layer > check and step.active[layer] < step.active[layer - 1]:
             self._rows = run(("narrow", self._held, size), self._rows, np.int32(step.active[layer]))
             self._held = size
-        added = self._deepstack[layer] if layer < len(self._deepstack) else None
-        if added is not None and self.chosen is not None:
-            added = run(("take", len(added), len(self.chosen), size), added, self.chosen)
-        elif added is not None and len(added) != size:
-            added = run(("slice", len(added), size), added)
-        weights = self.runner.text["layers"][layer]
         if selection is not None and layer in selection.policy.scored_layers:
             self._score = self._score_rows(selection, weights, pool)
+        if selection is not None and layer == check:
+            counts = np.array([selection.must, selection.among], np.int32)
+            self.x, self._rows, self.chosen = run(("choose", size), self.x, self._rows, self._score, counts)
+        added = self._deepstack[layer] if layer < len(self._deepstack) else None
+        if added is not None and self.chosen is not None:
+            added = run(("take", len(added), size), added, self.chosen)
+        elif added is not None and len(added) != size:
+            added = run(("slice", len(added), size), added)
         leaving, _, is_chosen = self._leaving[layer]
         moves = self._moves(slice(layer, layer + 1))
         self.x, *pool[:], values = run(
@@ -110,10 +113,6 @@ class Passage:
             weights, self.x, *pool, self._rows, np.int32(step.active[layer]), self._works[leaving, is_chosen], added,
             moves,
         )  # fmt: skip
-        if selection is not None and layer == check:
-            counts = np.array([selection.must, selection.among, selection.keep[0]], np.int32)
-            self.x, self._rows, self.chosen = run(("choose", size, keep), self.x, self._rows, self._score, counts)
-            self._held = keep
         if self.step.captured:
             self.captured.append(values)
 

@@ -97,8 +97,7 @@ class Programs:
             if size <= BLOCK_ROWS and layers - deepstack >= BLOCK:
                 whole += [("layers", size)]
             fewer = [rung for rung in ladder.rows if rung < size]
-            checked = None if selecting is None else selecting.check_layer  # is left through `choose`
-            shrunk = [("layer", size, rung, i < deepstack) for i in shrinking if i != checked for rung in fewer]
+            shrunk = [("layer", size, rung, i < deepstack) for i in shrinking for rung in fewer]
             # Steps with rows of images that are moved move in every layer, and no others have fewer and fewer rows.
             keys += [(*key, False) for key in whole] + [(*key, shifting) for key in shrunk]
             keys += [(*key, True) for key in whole if shifting]
@@ -110,11 +109,9 @@ class Programs:
             keys += [("layer", size, size, layers - 1 < deepstack, False), ("head", size, keep), ("score", keep)]
             if selecting is not None:
                 lower = [rung for rung in ladder.rows if rung <= size]
-                keys += [("choose", size, rung) for rung in lower]
-                if any(layer > selecting.check_layer for layer in shrinking):
-                    keys += [("narrow", size, rung) for rung in lower]
-                if selecting.check_layer < deepstack - 1:
-                    keys += [("take", size, rung, less) for rung in lower for less in lower if less <= rung]
+                keys += [("choose", size), *(("narrow", size, rung) for rung in lower)]
+                if selecting.check_layer < deepstack:
+                    keys += [("take", size, rung) for rung in lower]
                 # A prompt may be followed by what is scored, as many rows as the head holds.
                 least = max((rung for rung in ladder.rows if rung < size), default=0) - ladder.max_sequences
                 windows = (window for window in definitions.windows if window * PAGE > least)

@@ -58,8 +58,9 @@ class Projected:
 class SelectingPolicy(Policy, Protocol):
     """A policy that chooses among the tokens of approximate images on the device.
 
-    All rows are computed up to and in layer `check_layer`. Of those with the highest scores, the next layer computes
-    the first of the numbers that `keep` returns, the layer after it the second, and so on; they must not increase.
+    All rows are computed up to layer `check_layer`, which computes K, V of all of them. Only those with the highest
+    scores attend there and go on: the next layer computes the first of the numbers that `keep` returns, the layer after
+    it the second, and so on; they must not increase.
 
     Attributes:
       check_layer: the last layer that computes all rows.
@@ -337,37 +338,22 @@ def project(
     )
 
 
-def choose(
-    x: jax.Array,
-    rows: Rows,
-    score: jax.Array,
-    must: jax.Array,
-    among: jax.Array,
-    keep: jax.Array,
-    *,
-    size: int,
-    slots: int,
-) -> tuple[jax.Array, Rows, jax.Array]:
-    """The rows that go on: the first `must`, then those of the next `among` with the highest scores, highest first.
+def choose(score: jax.Array, must: jax.Array, among: jax.Array) -> jax.Array:
+    """The order in which rows go on: the first `must`, then the next `among` by their scores, highest first.
 
-    So what still later layers keep of them is a slice. Of equal scores the earlier row comes first.
+    So what later layers keep of them is a slice. Of equal scores the earlier row comes first; all others stay behind.
 
     Args:
-      x: hidden states, [N, M].
-      keep: how many of the candidates the next layer computes.
-      size: rows returned, at least must + keep; those beyond are padding.
-      slots: S of the pool.
+      score: of the rows [N].
 
     Returns:
-      (x [size, M], rows, which rows they were [size])
+      Which row each of them was [N].
     """
-    index = jnp.arange(len(x))
+    index = jnp.arange(len(score))
     is_candidate = (index >= must) & (index < must + among)
     ranked = jnp.argsort(jnp.where(is_candidate, -score, jnp.inf), stable=True)
-    rank = jnp.zeros(len(x), jnp.int32).at[ranked].set(jnp.arange(len(x), dtype=jnp.int32))
-    order = jnp.argsort(jnp.where(index < must, index, jnp.where(is_candidate, must + rank, len(x) + index)))[:size]
-    rows = Rows(*(field[..., order] for field in rows))
-    return x[order], narrow(rows, must + keep, size=size, slots=slots), order
+    rank = jnp.zeros(len(score), jnp.int32).at[ranked].set(jnp.arange(len(score), dtype=jnp.int32))
+    return jnp.argsort(jnp.where(index < must, index, jnp.where(is_candidate, must + rank, len(score) + index)))
 
 
 def narrow(rows: Rows, active: jax.Array, *, size: int, slots: int) -> Rows:
