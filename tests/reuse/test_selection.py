@@ -202,17 +202,31 @@ def test_all_rows_are_full_prefill(llm, case, name):
     assert together[0].cache.rows == together[2].cache.rows == alone[0].cache.rows
 
 
+def record_launches(monkeypatch, runner):
+    """The keys of the programs that run from now on."""
+    keys, run = [], runner.programs.run
+    monkeypatch.setattr(runner, "run", lambda key, *args: keys.append(key) or run(key, *args))
+    return keys
+
+
 @pytest.mark.parametrize("size", ["ratio", "schedule"])
-def test_nothing_compiles_after_warm_up(checkpoints, case, size):
+def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_attend(
+    checkpoints, case, size, monkeypatch
+):
     schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
     policy = {"ratio": "kvshare-0.2", "schedule": Asked(schedule=schedule)}[size]
-    ladder = Ladder(rows=(64, 128), patches=(256, 512), sequences=(1, 4))
+    ladder = Ladder(rows=(96, 128), patches=(256, 512), sequences=(1, 4))
     with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
         engine.warmup(reuse=policy, verbose=False)
         programs = engine._runner.programs.num_programs
         for conversation in (*case.donors, case.formal):
-            engine.chat(conversation, SamplingParams(max_tokens=2), reuse=policy, use_tqdm=False)
+            launched = record_launches(monkeypatch, engine._runner)
+            [output] = engine.chat(conversation, SamplingParams(max_tokens=2), reuse=policy, use_tqdm=False)
         assert engine._runner.programs.num_programs == programs
+        # The check layer's K, V are computed of all rows; those that are not chosen do not attend there.
+        rows = [key[1:3] for key in launched if key[0] == "layer"]
+        assert output.cache.rows[1] > 96 >= output.cache.rows[2]
+        assert rows[:2] == [(128, 128), (128, 96)]
 
 
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, case):
