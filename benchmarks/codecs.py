@@ -26,7 +26,8 @@ from vlcache_jax.files import check_writable
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.progress import Progress
-from vlcache_jax.study.accuracy import ARRANGEMENTS, Protocol, Sample, answer, answer_cold, batches, fill, name_settings
+from vlcache_jax.study.accuracy import Protocol, answer, answer_cold, batches, fill, name_settings
+from vlcache_jax.study.questions import ARRANGEMENTS, Sample
 from vlcache_jax.study.report import environment, show, write
 
 AUTO = "auto"
@@ -45,14 +46,14 @@ class Compared:
       kl: of the distributions of each token, in nats, from those with records of the model's dtype [n].
       cold_kl: from those of the cold run [n].
       agrees: whether the most likely token is the one with records of the model's dtype [n].
-      right: whether the answer is.
+      score: how right the answer is, from 0 to 1.
     """
 
     task: str
     kl: npt.NDArray[np.float64]
     cold_kl: npt.NDArray[np.float64]
     agrees: npt.NDArray[np.bool_]
-    right: bool
+    score: float
 
 
 def divergence(reference: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -143,7 +144,7 @@ def compare(
                             kl=divergence(base, own),
                             cold_kl=divergence(true, own),
                             agrees=own.argmax(-1) == base.argmax(-1),
-                            right=samples[i].is_right(text),
+                            score=samples[i].score(text),
                         )
                         for i, base, true, own, text in zip(chosen, reference, cold.logits, logits, texts, strict=True)
                     ]
@@ -171,7 +172,7 @@ def tabulate(found: dict[tuple[str, str], list[Compared]]) -> list[dict[str, Any
                     "mean KL": float(kl.mean()),
                     "largest KL": float(kl.max()),
                     "agreement %": 100 * float(agrees.mean()),
-                    "right %": 100 * float(np.mean([one.right for one in own])),
+                    "right %": 100 * float(np.mean([one.score for one in own])),
                     "mean KL to cold": float(cold.mean()),
                 }
             )

@@ -19,6 +19,7 @@ from vlcache_jax.files import check_readable, check_writable
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study import accuracy
+from vlcache_jax.study.questions import Sample, rows_of_questions, spread
 from vlcache_jax.study.report import environment, show, write
 
 if TYPE_CHECKING:
@@ -93,22 +94,21 @@ def _fixed(ratio: str, tokens: float) -> list[str]:
 
 
 def table(
-    groups: Sequence[Group], details: Sequence[dict[str, Any]], runs: Sequence[dict[str, list[accuracy.Result]]]
+    groups: Sequence[Group], details: Sequence[dict[str, Any]], scores: dict[str, list[list[float]]]
 ) -> list[dict[str, Any]]:
     """One row for each setting of each group.
 
     Args:
       groups: the comparisons.
       details: rows of `accuracy.summarize` of one case.
-      runs: results by setting, one entry for each auxiliary prompt.
+      scores: of the questions by setting, one list for each auxiliary prompt.
     """
-    right = {name: [[result.right for result in run[name]] for run in runs] for name in runs[0]}
     rows = []
     for group in groups:
         for setting in group.settings:
             own = [row for row in details if row["reuse"] == setting]
             worst = min(own, key=lambda row: row["difference"])
-            ahead = accuracy.paired(right[group.reference], right[setting])
+            ahead = accuracy.paired(scores[group.reference], scores[setting])
             by_layer = 100 * np.mean([row["image rows by layer"] for row in own], axis=0)
             rows.append(
                 {
@@ -182,13 +182,14 @@ def measure(
     rows: list[dict[str, Any]] = []
     for case, runs in accuracy.by_case(results).items():
         shown = {"arrangement": case.arrangement, "donors": case.donors}
-        found = table(groups, [row for row in details if shown.items() <= row.items()], runs)
+        scores = {name: [accuracy.by_question(samples, run[name]) for run in runs] for name in runs[0]}
+        found = table(groups, [row for row in details if shown.items() <= row.items()], scores)
         rows += [shown | row for row in found]
         show(f"Policies, {case.title}, {len(runs)} auxiliary prompts a question", found)
     head = environment("jax") | {
         "model": str(model or "tiny_vqa, shipped with the package"),
         "data": [path.name for path in data] or f"drawn for the shipped model, split {split}",
-        "questions": len(samples),
+        "questions": len(rows_of_questions(samples)),
         "auxiliary prompts": len(protocols) // len(accuracy.by_case(results)),
         "image_tokens": image_tokens,
         "dtype": dtype,
@@ -198,11 +199,11 @@ def measure(
         write("Policies side by side", rows, head, out)
 
 
-def _sizes(llm: LLM, samples: Sequence[accuracy.Sample]) -> tuple[float, int]:
+def _sizes(llm: LLM, samples: Sequence[Sample]) -> tuple[float, int]:
     """Tokens of an image, in the mean over a few samples, and the model's layers."""
     from vlcache_jax import SamplingParams
 
-    few = accuracy.spread(samples, 20)
+    few = spread(samples, 20)
     prompts = [accuracy.Protocol("image_first").formal(few, i) for i in range(len(few))]
     reports = [output.cache for output in llm.chat(prompts, SamplingParams(max_tokens=1), reuse="off")]
     return float(np.mean([image.tokens for report in reports for image in report.images])), len(reports[0].rows)

@@ -18,7 +18,7 @@ from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
 from vlcache_jax.commands.demo import TURNS
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.accuracy import user_turn
+from vlcache_jax.study.questions import user_turn
 
 
 def test_the_model_is_a_small_directory_as_the_hub_has_them():

@@ -19,7 +19,8 @@ from PIL import Image
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.study.accuracy import ARRANGEMENTS, Protocol, Sample
+from vlcache_jax.study.accuracy import Protocol
+from vlcache_jax.study.questions import ARRANGEMENTS, Sample
 from vlcache_jax.study.report import environment, show, write
 
 MAX_TOKENS = 32
@@ -56,8 +57,8 @@ class Transformers:
         return logits[-len(answer) - 1 : -1].argmax(-1).numpy()
 
 
-def compare(samples: list[Sample], arrangement: str) -> list[tuple[str, bool, bool]]:
-    """For each sample its task, whether the answers are alike, and whether the engine's is right."""
+def compare(samples: list[Sample], arrangement: str) -> list[tuple[str, bool, float]]:
+    """For each sample its task, whether the answers are alike, and the score of the engine's."""
     protocol = Protocol(arrangement)
     prompts = [protocol.formal(samples, i) for i in range(len(samples))]
     with LLM(TINY_VQA, dtype="float32") as llm:
@@ -67,7 +68,7 @@ def compare(samples: list[Sample], arrangement: str) -> list[tuple[str, bool, bo
     for sample, prompt, output in zip(samples, prompts, outputs, strict=True):
         tokens = output.outputs[0].token_ids
         alike = library.most_likely(prompt, list(tokens)).tolist() == list(tokens)
-        found.append((sample.task, alike, sample.is_right(output.outputs[0].text)))
+        found.append((sample.task, alike, sample.score(output.outputs[0].text)))
     return found
 
 
@@ -80,8 +81,8 @@ def main() -> None:
     rows = []
     for arrangement in ARRANGEMENTS:
         by_task = collections.defaultdict(list)
-        for task, alike, right in compare(samples, arrangement):
-            by_task[task].append((alike, right))
+        for task, alike, score in compare(samples, arrangement):
+            by_task[task].append((alike, score))
         for task, pairs in by_task.items():
             alike, right = np.mean(pairs, axis=0)
             rows.append(

@@ -9,7 +9,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES
 from vlcache_jax.benchmarks.tiny_vqa.tasks import Question
-from vlcache_jax.study.accuracy import user_turn
+from vlcache_jax.study.questions import user_turn
 
 # Shares of the training conversations.
 MIXTURE = {"image_first": 0.45, "text_first": 0.3, "question_first": 0.25}

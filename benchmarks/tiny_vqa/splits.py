@@ -16,7 +16,7 @@ from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa.pictures import Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS, ask
-from vlcache_jax.study.accuracy import Sample, read_tsv
+from vlcache_jax.study.questions import Sample, first, read_tsv
 
 QUESTIONS = 1000  # of a task
 # Shapes and numbers of pictures that are asked about, each equally often.
@@ -68,7 +68,7 @@ def write_splits(
 def load_samples(data: Sequence[pathlib.Path], *, questions: int | None = None, split: str = "test") -> list[Sample]:
     """Samples of files, at most `questions` of each; without files, of splits drawn for the shipped model."""
     if data:
-        return [sample for path in data for sample in read_tsv(path)[:questions]]
+        return [sample for path in data for sample in first(read_tsv(path), questions)]
     with tempfile.TemporaryDirectory(prefix="vlcache-splits-") as folder:
         paths = write_splits(pathlib.Path(folder), questions=questions or QUESTIONS, split=split)
         return [sample for path in paths for sample in read_tsv(path)]

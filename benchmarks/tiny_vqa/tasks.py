@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, GLYPHS, SHAPES, Glyph, Picture
-from vlcache_jax.study.accuracy import number_name
+from vlcache_jax.study.questions import number_name
 
 _PLURALS = {"cross": "crosses"}
 _COLUMNS = "ABCDEFGHIJ"  # places are named as in spreadsheets, B2: short names stand right behind what they belong to

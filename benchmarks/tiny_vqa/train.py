@@ -27,7 +27,7 @@ from vlcache_jax.benchmarks.tiny_vqa.conversations import MIXTURE, converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, ask
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.study.accuracy import number_name
+from vlcache_jax.study.questions import number_name
 from vlcache_jax.testing import TOKEN_IDS, make_checkpoint
 
 _VOCABULARY = 512

@@ -12,7 +12,6 @@ from vlcache_jax.benchmarks.policies import groups_of, table
 from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.accuracy import Result
 
 
 def test_groups(tmp_path):
@@ -48,13 +47,9 @@ def test_table_has_a_row_for_each_setting_of_each_group():
         {**base, "reuse": setting, "task": task, "difference": lost, "image rows by layer": [0.5, lost / -10]}
         for group in groups for setting in group.settings for task, lost in (("grid", -1.0), ("count", -2.0))
     ]  # fmt: skip
-    wrong, right = (
-        Result(0, "", False, 0.0, 1, 1, 8, [0, 0], 1.0, 0.1),
-        Result(0, "", True, 0.0, 1, 1, 8, [0], 1.0, 0.1),
-    )
     names = [setting for group in groups for setting in group.settings]
-    runs = [{name: [wrong, wrong, right, right if name == "shift-0.5" else wrong] for name in names}] * 2
-    rows = table(groups, details, runs)
+    scores = {name: [[0, 0, 1, float(name == "shift-0.5")]] * 2 for name in names}
+    rows = table(groups, details, scores)
     ahead = {row["reuse"]: row["over static"] for row in rows}
     assert ahead.pop("shift-0.5") == "+25.0 [+0.0, +75.0]"
     assert set(ahead.values()) == {"+0.0 [+0.0, +0.0]"}

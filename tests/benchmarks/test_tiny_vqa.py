@@ -14,7 +14,7 @@ from vlcache_jax.benchmarks.tiny_vqa.conversations import converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, write_splits
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, TASKS, ask
-from vlcache_jax.study.accuracy import ARRANGEMENTS, read_tsv
+from vlcache_jax.study.questions import ARRANGEMENTS, read_tsv
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 

@@ -15,8 +15,8 @@ from vlcache_jax.models import Rows, bind
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import Asked, CacheBlend, KVShare, Projected, choose, narrow
-from vlcache_jax.study.accuracy import user_turn
 from vlcache_jax.study.probe import Placed, Probe
+from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.sensitivity import Case, prepare
 
 POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn", "asked")

@@ -15,7 +15,7 @@ from vlcache_jax.commands import analyze
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.schedule import profile_samples
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.accuracy import Protocol, user_turn
+from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.analysis import (
     answer_attention,
     attention_error,
@@ -26,6 +26,7 @@ from vlcache_jax.study.analysis import (
     recompute,
 )
 from vlcache_jax.study.probe import Probe
+from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.search import Scores
 from vlcache_jax.study.sensitivity import Case, cases_of, prepare, squared_error
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from vlcache_jax import LLM, SamplingParams
-from vlcache_jax.study.accuracy import user_turn
 from vlcache_jax.study.probe import Probe
+from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.sensitivity import Case, Profiler, direct, prepare, profile
 
 

@@ -494,6 +494,7 @@ def accuracy_command(
     """
     from vlcache_jax.benchmarks.accuracy import measure
     from vlcache_jax.study import accuracy
+    from vlcache_jax.study.questions import ARRANGEMENTS
 
     with say_errors():
         measure(
@@ -502,7 +503,7 @@ def accuracy_command(
             settings=reuse,
             protocols=[
                 accuracy.Protocol(order, auxiliary, filled, seed)
-                for order in dict.fromkeys(arrangement or accuracy.ARRANGEMENTS)
+                for order in dict.fromkeys(arrangement or ARRANGEMENTS)
                 for filled in dict.fromkeys(donors or ["together"])
                 for seed in range(seeds)
             ],
@@ -557,6 +558,7 @@ def policies_command(
     """
     from vlcache_jax.benchmarks import policies
     from vlcache_jax.study import accuracy
+    from vlcache_jax.study.questions import ARRANGEMENTS
 
     with say_errors():
         policies.measure(
@@ -567,7 +569,7 @@ def policies_command(
             schedules=schedule,
             protocols=[
                 accuracy.Protocol(accuracy.behind(order), donors=filled, seed=seed)
-                for order in dict.fromkeys(arrangement or accuracy.ARRANGEMENTS[1:])
+                for order in dict.fromkeys(arrangement or ARRANGEMENTS[1:])
                 for filled in dict.fromkeys(donors or ("together", "apart"))
                 for seed in range(seeds)
             ],

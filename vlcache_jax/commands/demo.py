@@ -21,7 +21,7 @@ from vlcache_jax.files import write_whole
 from vlcache_jax.llm import LLM
 from vlcache_jax.outputs import Metrics, RequestOutput
 from vlcache_jax.progress import Progress
-from vlcache_jax.study.accuracy import user_turn
+from vlcache_jax.study.questions import user_turn
 
 REUSE = "approximate"
 LINKED = "full"

@@ -17,7 +17,7 @@ from vlcache_jax.progress import Progress, say
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.reuse.schedule import Schedule
-    from vlcache_jax.study.accuracy import Sample
+    from vlcache_jax.study.questions import Sample
     from vlcache_jax.study.search import Scores
 
 app = typer.Typer(name="schedule", no_args_is_help=True, help="Finds how much of a reused image each layer recomputes.")
@@ -245,7 +245,7 @@ def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
 def profile_samples(data: list[pathlib.Path] | None, count: int) -> list[Sample]:
     """`count` samples of files; without files, of splits drawn for the shipped model."""
     from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-    from vlcache_jax.study.accuracy import spread
+    from vlcache_jax.study.questions import spread
 
     with Progress("reading questions"):
         return spread(load_samples(data or [], questions=None if data else count, split="profile"), count)

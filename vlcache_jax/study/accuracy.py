@@ -6,28 +6,20 @@ cache, then the formal prompt is answered with reuse. Every setting answers ever
 
 from __future__ import annotations
 
-import ast
-import base64
-import binascii
-import csv
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import pathlib
-import re
-import string
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from vlcache_jax.progress import Progress
+from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions, user_turn
 from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
@@ -35,7 +27,6 @@ if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.reuse.policies import Policy
 
-ARRANGEMENTS = ("image_first", "text_first", "question_first")
 COLD = "off"
 OTHER_TEXTS = (
     "Look at the picture.",
@@ -48,96 +39,7 @@ OTHER_TEXTS = (
     "Please answer in a few words.",
 )
 NEUTRAL = "Please describe this image."
-_RESAMPLES = 10_000
-_NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A question of a benchmark.
-
-    Attributes:
-      index: of the file's row.
-      task: its category, or the file's name.
-      images: encoded files.
-      question: as the user asks it, with the options if there are any.
-      answer: the right one; with options, a letter.
-      options: texts by letter.
-    """
-
-    index: str
-    task: str
-    images: tuple[bytes, ...]
-    question: str
-    answer: str
-    options: tuple[tuple[str, str], ...] = ()
-
-    def is_right(self, text: str) -> bool:
-        """Whether an answer is the right one: the same words, or the letter of the right option.
-
-        Case, blanks and a full stop at the end do not count. Benchmarks with official scorers of their own give other
-        absolute figures; differences between settings are what this measures.
-        """
-        if self.options:
-            letters = {letter for letter, _ in self.options}
-            found = [word for word in re.findall(r"\b[A-Z]\b", text) if word in letters]
-            if found:
-                return found[0] == self.answer
-            same = [letter for letter, option in self.options if _plain(option) == _plain(text)]
-            return same == [self.answer]
-        return _plain(text) == _plain(self.answer)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split()).removesuffix(".")
-
-
-def read_tsv(path: pathlib.Path) -> list[Sample]:
-    """Reads a file of VLMEvalKit: columns index, image, question, answer, and, if any, A to Z, hint and category.
-
-    An image is base64, a list of base64 (Python or JSON), or the index of the row that holds it.
-
-    Raises:
-      ValueError: a column is missing, a row has no image or answer, or its image cannot be read.
-    """
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file, delimiter="\t")
-            columns = set(reader.fieldnames or ())
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"data must be a readable TSV file in UTF-8, got {path}: {error}") from error
-    if missing := {"index", "image", "question", "answer"} - columns:
-        raise ValueError(
-            f"{path} must have the columns index, image, question and answer, lacks {', '.join(sorted(missing))}"
-        )
-    if not rows:
-        raise ValueError(f"{path} must have at least one row, has none")
-    cells = {row["index"]: row["image"] or "" for row in rows}
-    samples = []
-    for row in rows:
-        where = f"row {row['index']} of {path}"
-        cell = row["image"] or ""
-        if len(cell) <= 64 and cell in cells:
-            cell = cells[cell]
-        options = tuple(
-            (letter, row[letter].strip()) for letter in string.ascii_uppercase if (row.get(letter) or "").strip()
-        )
-        answer = (row["answer"] or "").strip()
-        if not answer or (options and answer not in dict(options)):
-            raise ValueError(f"answer in {where} must be {'an option' if options else 'a text'}, got {answer!r}")
-        samples.append(
-            Sample(
-                index=row["index"],
-                task=(row.get("category") or path.stem).strip(),
-                images=tuple(_images(cell, where)),
-                question=_question(row, options),
-                answer=answer,
-                options=options,
-            )
-        )
-    return samples
+_RESAMPLES, _AT_ONCE = 10_000, 1_000  # at once, as fractions have many different values
 
 
 def behind(arrangement: str) -> str:
@@ -149,75 +51,6 @@ def behind(arrangement: str) -> str:
     if arrangement not in ARRANGEMENTS[1:]:
         raise ValueError(f"arrangement must be {' or '.join(ARRANGEMENTS[1:])}, got {arrangement!r}")
     return arrangement
-
-
-def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` of the samples, from all tasks alike as far as they have them, in their order."""
-    tasks = list(dict.fromkeys(sample.task for sample in samples))
-    by_task = {task: [i for i, sample in enumerate(samples) if sample.task == task] for task in tasks}
-    turns = [i for turn in itertools.zip_longest(*by_task.values()) for i in turn if i is not None]
-    return [samples[i] for i in sorted(turns[:count])]
-
-
-def _images(cell: str, where: str) -> Iterator[bytes]:
-    cell = cell.strip()
-    try:
-        entries = ast.literal_eval(cell) if cell.startswith("[") else [cell]
-        files = [base64.b64decode(entry, validate=True) for entry in entries]
-    except (ValueError, SyntaxError, TypeError, binascii.Error) as error:
-        raise ValueError(f"image in {where} must be base64 or a list of base64: {error}") from error
-    if not files or not all(files):
-        raise ValueError(f"image in {where} must not be empty")
-    for content in files:
-        try:
-            Image.open(io.BytesIO(content)).close()  # reads the head alone
-        except (OSError, Image.DecompressionBombError) as error:
-            raise ValueError(f"image in {where} must be a picture in base64: {error}") from error
-        yield content
-
-
-def _question(row: dict[str, str], options: Sequence[tuple[str, str]]) -> str:
-    question = (row["question"] or "").strip()
-    if not options:
-        return question
-    hint = (row.get("hint") or "").strip()
-    lines = [f"Hint: {hint}"] if hint else []
-    lines += [f"Question: {question}", "Options:", *(f"{letter}. {text}" for letter, text in options)]
-    return "\n".join([*lines, "Please select the correct answer from the options above."])
-
-
-def user_turn(images: Sequence[Any], question: str, arrangement: str, other: str = "") -> list[dict[str, Any]]:
-    """The content of a user turn that shows images and asks.
-
-    Args:
-      images: one or more; several are numbered in the text.
-      question: its text.
-      arrangement: "image_first": images, question; "text_first": `other`, images, question; "question_first": question,
-        images.
-      other: the text of "text_first".
-    """
-    shown: list[dict[str, Any]] = []
-    for i, image in enumerate(images):
-        if len(images) > 1:
-            shown.append(_text(f"\nImage {number_name(i + 1)}: " if shown else f"Image {number_name(i + 1)}: "))
-        shown.append({"type": "image", "image": image})
-    match arrangement:
-        case "image_first":
-            return [*shown, _text("\n" + question)]
-        case "text_first":
-            return [_text(other + "\n"), *shown, _text("\n" + question)]
-        case "question_first":
-            return [_text(question + "\n"), *shown]
-    raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
-
-
-def number_name(number: int) -> str:
-    """How prompts call the image of this number: "one", "two", ...; digits are left to places and counts."""
-    return _NUMBERS[number - 1] if number <= len(_NUMBERS) else str(number)
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +87,7 @@ class Protocol:
 
     def formal(self, samples: Sequence[Sample], i: int) -> list[dict[str, Any]]:
         """The conversation that is answered."""
-        return self._conversation(samples[i].images, samples[i].question, self._other(i))
+        return self._conversation(samples[i], samples[i].images, samples[i].question, self._other(i))
 
     def donor_prompts(self, samples: Sequence[Sample], i: int) -> list[list[dict[str, Any]]]:
         """The conversations that fill the cache before it."""
@@ -262,7 +95,7 @@ class Protocol:
         query = NEUTRAL if self.auxiliary == "neutral" else self._related(samples, i)
         groups = [sample.images] if self.donors == "together" else [(image,) for image in sample.images]
         other = self._other(i + 1 + (self.seed + i // len(OTHER_TEXTS)) % (len(OTHER_TEXTS) - 1))
-        return [self._conversation(images, query, other) for images in groups]
+        return [self._conversation(sample, images, query, other) for images in groups]
 
     def _other(self, i: int) -> str:
         return OTHER_TEXTS[i % len(OTHER_TEXTS)]
@@ -278,8 +111,9 @@ class Protocol:
                 return other.question
         return NEUTRAL
 
-    def _conversation(self, images: Sequence[bytes], question: str, other: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": user_turn(images, question, self.arrangement, other)}]
+    def _conversation(self, sample: Sample, images: Sequence[bytes], question: str, other: str) -> list[dict[str, Any]]:
+        turn = user_turn(images, question, self.arrangement, other, numbered=sample.numbered)
+        return [{"role": "user", "content": turn}]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +123,7 @@ class Result:
     Attributes:
       sample: number of the sample.
       text: the answer.
-      right: whether it is right.
+      score: how right it is, from 0 to 1.
       squared_error: mean over positions and vocabulary of the squared difference of logits to the cold run, both given
         the cold answer.
       agree, tokens: positions of the cold answer at which the most likely token is the cold run's, and all of them.
@@ -301,7 +135,7 @@ class Result:
 
     sample: int
     text: str
-    right: bool
+    score: float
     squared_error: float
     agree: int
     tokens: int
@@ -420,15 +254,15 @@ def _results(
     seconds: float,
 ) -> list[Result]:
     results = []
-    for i, score, text, cold in zip(chosen, scores, texts, reference, strict=True):
-        images, rows = score.cache.images, score.cache.rows
+    for i, found, text, cold in zip(chosen, scores, texts, reference, strict=True):
+        images, rows = found.cache.images, found.cache.rows
         results.append(
             Result(
                 sample=i,
                 text=text,
-                right=samples[i].is_right(text),
-                squared_error=float(np.mean(np.square(score.logits - cold))),
-                agree=int((score.logits.argmax(-1) == cold.argmax(-1)).sum()),
+                score=samples[i].score(text),
+                squared_error=float(np.mean(np.square(found.logits - cold))),
+                agree=int((found.logits.argmax(-1) == cold.argmax(-1)).sum()),
                 tokens=len(cold),
                 image_tokens=sum(image.tokens for image in images),
                 recomputed=np.sum([image.recomputed for image in images], axis=0).tolist(),
@@ -541,27 +375,36 @@ def _identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
     return digest.hexdigest()[:16]
 
 
+def by_question(samples: Sequence[Sample], results: Sequence[Result]) -> list[float]:
+    """Scores of questions: of one with several rows, the least of theirs."""
+    scores = [result.score for result in results]
+    return [min(scores[k] for k in rows) for rows in rows_of_questions([samples[result.sample] for result in results])]
+
+
 def paired(cold: npt.ArrayLike, other: npt.ArrayLike, seed: int = 0) -> dict[str, float]:
     """Difference of accuracies in points, its bootstrap interval of 95 % and the p of McNemar's test.
 
-    Exact for one auxiliary prompt a question. With several, a question's mean difference is one observation, for the
-    interval (a bootstrap over questions) and for the test (its asymptotic form).
+    With several auxiliary prompts, a question's mean difference is one observation, for the interval (a bootstrap over
+    questions) and for the test. The test is exact where every difference is -1, 0 or 1; with fractions between them it
+    is the asymptotic form, their sum over the root of the sum of their squares.
 
     Args:
-      cold, other: right or wrong, for the same questions in the same order, [questions] or [prompts, questions].
+      cold, other: scores from 0 to 1, for the same questions in the same order, [questions] or [prompts, questions].
+        Rows that are one question count once: see `by_question`.
     """
     from scipy import stats
 
-    before, after = np.atleast_2d(np.asarray(cold, int)), np.atleast_2d(np.asarray(other, int))
+    before, after = np.atleast_2d(np.asarray(cold, float)), np.atleast_2d(np.asarray(other, float))
     change = (after - before).mean(0)
     n = len(change)
-    # A resample of questions is a multinomial draw of how many have each of the few possible differences.
+    # A resample of questions is a multinomial draw of how many have each of the different differences.
     values, counts = np.unique(change, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(n, counts / n, _RESAMPLES) @ values / n
-    low, high = np.percentile(drawn, [2.5, 97.5])
+    rng = np.random.default_rng(seed)
+    drawn = [rng.multinomial(n, counts / n, _AT_ONCE) @ values / n for _ in range(_RESAMPLES // _AT_ONCE)]
+    low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5])
     if not change.any():
         p = 1.0
-    elif len(before) == 1:
+    elif np.isin(change, (-1, 0, 1)).all():
         p = stats.binomtest(int((change > 0).sum()), int((change != 0).sum())).pvalue
     else:
         p = 2 * stats.norm.sf(abs(change.sum()) / np.sqrt(np.square(change).sum()))
@@ -596,15 +439,15 @@ def summarize(
                 cold = [[result for result in run[COLD] if samples[result.sample].task == task] for run in runs]
                 every = [result for found in own for result in found]
                 share = np.sum([r.recomputed for r in every], axis=0) / sum(r.image_tokens for r in every)
-                before, after = ([[result.right for result in found] for found in part] for part in (cold, own))
+                before, after = ([by_question(samples, found) for found in part] for part in (cold, own))
                 rows.append(
                     {
                         **shown,
                         "reuse": name,
                         "task": task,
-                        "questions": len(own[0]),
+                        "questions": len(after[0]),
                         "auxiliary prompts": len(runs),
-                        "accuracy": 100 * float(np.mean([result.right for result in every])),
+                        "accuracy": 100 * float(np.mean(after)),
                         **paired(before, after),
                         "logit MSE": float(np.mean([result.squared_error for result in every])),
                         "agreement": 100 * sum(r.agree for r in every) / sum(r.tokens for r in every),

@@ -29,7 +29,8 @@ from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
-    from vlcache_jax.study.accuracy import Protocol, Sample
+    from vlcache_jax.study.accuracy import Protocol
+    from vlcache_jax.study.questions import Sample
 
 _CANDIDATES = 32  # ratios that run together
 _ROUND = 32  # text rows are padded to a multiple of this

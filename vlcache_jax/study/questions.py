@@ -1,0 +1,252 @@
+"""Questions of benchmark files, and the user turns that ask them."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import pathlib
+import string
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from PIL import Image
+
+from vlcache_jax.study.scoring import METHODS, OPTION, Rules, option, rules_of
+
+ARRANGEMENTS = ("image_first", "text_first", "question_first")
+_NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_CIRCLE = 1_000_000  # rows of a circular question have one index modulo this
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A row of a benchmark.
+
+    Attributes:
+      index: of the file's row.
+      task: its category, or the file's name.
+      images: encoded files.
+      question: as the user asks it, with the options if there are any.
+      answers: the accepted ones; with options, the right letter.
+      options: texts by letter that the score knows; MMMU's questions without options have two that are not shown.
+      method: how answers are scored, a name of `scoring.METHODS` or `scoring.OPTION`.
+      question_id: equal for rows that are one question, right only if all of them are; empty for a row of its own.
+      numbered: whether several images are numbered in the prompt.
+    """
+
+    index: str
+    task: str
+    images: tuple[bytes, ...]
+    question: str
+    answers: tuple[str, ...]
+    options: tuple[tuple[str, str], ...] = ()
+    method: str = "words"
+    question_id: str = ""
+    numbered: bool = True
+
+    def score(self, text: str) -> float:
+        """How right an answer is, from 0 to 1."""
+        if self.method == OPTION:
+            return option(dict(self.options), self.answers, text)
+        return METHODS[self.method](self.answers, text)
+
+
+def read_tsv(path: pathlib.Path) -> list[Sample]:
+    """Reads a file of VLMEvalKit: columns index, image, question, answer, and, if any, A to Z, hint, category, g_index.
+
+    An image is base64, a list of base64 (Python or JSON), or the index of the row that holds it. An answer is a text, a
+    list of accepted texts (Python or JSON), or with options a letter. How questions are asked and scored follows from
+    the file's name (`scoring.rules_of`).
+
+    Raises:
+      ValueError: a column is missing, a row has no image or answer, or its image cannot be read.
+    """
+    rows = _rows(path)
+    cells = {row["index"]: row["image"] or "" for row in rows}
+    options = [_options(row) for row in rows]
+    answers = [_answers(row, bool(found), _where(row, path)) for row, found in zip(rows, options, strict=True)]
+    rules = rules_of(path.stem, answers)
+    samples = []
+    for row, choices, accepted in zip(rows, options, answers, strict=True):
+        where = _where(row, path)
+        cell = row["image"] or ""
+        if len(cell) <= 64 and cell in cells:
+            cell = cells[cell]
+        samples.append(
+            Sample(
+                index=row["index"],
+                task=(row.get("category") or path.stem).strip(),
+                images=tuple(_images(cell, where)),
+                question=_question(row, choices, rules),
+                question_id=f"{path.stem} {_circle(row, where)}" if rules.circular else "",
+                numbered=rules.numbered,
+                **_scored(row, choices, accepted, rules, where),
+            )
+        )
+    return samples
+
+
+def _rows(path: pathlib.Path) -> list[dict[str, str]]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, delimiter="\t")
+            columns = set(reader.fieldnames or ())
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"data must be a readable TSV file in UTF-8, got {path}: {error}") from error
+    if missing := {"index", "image", "question", "answer"} - columns:
+        raise ValueError(
+            f"{path} must have the columns index, image, question and answer, lacks {', '.join(sorted(missing))}"
+        )
+    if not rows:
+        raise ValueError(f"{path} must have at least one row, has none")
+    return rows
+
+
+def _where(row: dict[str, str], path: pathlib.Path) -> str:
+    return f"row {row['index']} of {path}"
+
+
+def _options(row: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((letter, row[letter].strip()) for letter in string.ascii_uppercase if (row.get(letter) or "").strip())
+
+
+def _answers(row: dict[str, str], has_options: bool, where: str) -> tuple[str, ...]:
+    """The accepted answers: those of a list, or the cell's text alone."""
+    cell = (row["answer"] or "").strip()
+    if not cell:
+        raise ValueError(f"answer in {where} must be {'an option' if has_options else 'a text'}, got ''")
+    if has_options or not cell.startswith("["):
+        return (cell,)
+    for parse in (ast.literal_eval, json.loads):
+        try:
+            accepted = parse(cell)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if isinstance(accepted, list) and all(isinstance(one, str | int | float) for one in accepted):
+            if not accepted:
+                raise ValueError(f"answer in {where} must be a text or a list of texts, got {cell!r}")
+            return tuple(map(str, accepted))
+    return (cell,)  # a text with a bracket in front
+
+
+def _scored(
+    row: dict[str, str], options: tuple[tuple[str, str], ...], accepted: tuple[str, ...], rules: Rules, where: str
+) -> dict[str, Any]:
+    """What scores a row: its method, and the answers and options that go with it."""
+    if not options:
+        if rules.open:
+            pair = ("A", row["answer"].strip()), ("B", "Other Answers")
+            return {"method": OPTION, "answers": ("A",), "options": pair}
+        return {"method": rules.method_of(accepted), "answers": accepted}
+    [letter] = accepted
+    if letter.upper() in dict(options):
+        letter = letter.upper()
+    elif rules.open:
+        letter = letter if letter in tuple(string.ascii_uppercase) else "A"
+    else:
+        raise ValueError(f"answer in {where} must be an option, got {letter!r}")
+    return {"method": OPTION, "answers": (letter,), "options": options}
+
+
+def _circle(row: dict[str, str], where: str) -> int:
+    """The number that all rows of a circular question have."""
+    try:
+        return int(row.get("g_index") or int(row["index"]) % _CIRCLE)
+    except ValueError as error:
+        raise ValueError(f"index and g_index in {where} must be integers, as the set is circular: {error}") from error
+
+
+def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """`count` of the samples, from all tasks alike as far as they have them, in their order."""
+    tasks = list(dict.fromkeys(sample.task for sample in samples))
+    by_task = {task: [i for i, sample in enumerate(samples) if sample.task == task] for task in tasks}
+    turns = [i for turn in itertools.zip_longest(*by_task.values()) for i in turn if i is not None]
+    return [samples[i] for i in sorted(turns[:count])]
+
+
+def rows_of_questions(samples: Sequence[Sample]) -> list[list[int]]:
+    """Numbers of the samples of each question, in their order."""
+    questions: dict[Hashable, list[int]] = {}
+    for i, sample in enumerate(samples):
+        questions.setdefault(sample.question_id or i, []).append(i)
+    return list(questions.values())
+
+
+def first(samples: Sequence[Sample], count: int | None) -> list[Sample]:
+    """The samples of the first questions, in their order; None is all."""
+    return [samples[i] for i in sorted(itertools.chain(*rows_of_questions(samples)[:count]))]
+
+
+def _images(cell: str, where: str) -> Iterator[bytes]:
+    cell = cell.strip()
+    try:
+        entries = ast.literal_eval(cell) if cell.startswith("[") else [cell]
+        files = [base64.b64decode(entry, validate=True) for entry in entries]
+    except (ValueError, SyntaxError, TypeError, binascii.Error) as error:
+        raise ValueError(f"image in {where} must be base64 or a list of base64: {error}") from error
+    if not files or not all(files):
+        raise ValueError(f"image in {where} must not be empty")
+    for content in files:
+        try:
+            Image.open(io.BytesIO(content)).close()  # reads the head alone
+        except (OSError, Image.DecompressionBombError) as error:
+            raise ValueError(f"image in {where} must be a picture in base64: {error}") from error
+        yield content
+
+
+def _question(row: dict[str, str], options: Sequence[tuple[str, str]], rules: Rules) -> str:
+    question = (row["question"] or "").strip()
+    if not options and not rules.open:
+        return question + rules.ending
+    hint = (row.get("hint") or "").strip()
+    lines = [f"Hint: {hint}"] if hint else []
+    lines.append(f"Question: {question}")
+    if options:
+        lines += ["Options:", *(f"{letter}. {text}" for letter, text in options), rules.choose]
+    return "\n".join(lines)
+
+
+def user_turn(
+    images: Sequence[Any], question: str, arrangement: str, other: str = "", *, numbered: bool = True
+) -> list[dict[str, Any]]:
+    """The content of a user turn that shows images and asks.
+
+    Args:
+      images: one or more.
+      question: its text.
+      arrangement: "image_first": images, question; "text_first": `other`, images, question; "question_first": question,
+        images.
+      other: the text of "text_first".
+      numbered: whether several images are numbered in the text.
+    """
+    shown: list[dict[str, Any]] = []
+    for i, image in enumerate(images):
+        if numbered and len(images) > 1:
+            shown.append(_text(f"\nImage {number_name(i + 1)}: " if shown else f"Image {number_name(i + 1)}: "))
+        shown.append({"type": "image", "image": image})
+    match arrangement:
+        case "image_first":
+            return [*shown, _text("\n" + question)]
+        case "text_first":
+            return [_text(other + "\n"), *shown, _text("\n" + question)]
+        case "question_first":
+            return [_text(question + "\n"), *shown]
+    raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
+
+
+def number_name(number: int) -> str:
+    """How prompts call the image of this number: "one", "two", ...; digits are left to places and counts."""
+    return _NUMBERS[number - 1] if number <= len(_NUMBERS) else str(number)
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
