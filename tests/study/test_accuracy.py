@@ -1,10 +1,7 @@
-"""Reading benchmark files, the protocol, paired statistics, and a whole run on a checkpoint with random weights."""
+"""The protocol, paired statistics, and a whole run on a checkpoint with random weights."""
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import json
 
 import numpy as np
@@ -18,106 +15,17 @@ from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study import accuracy
-from vlcache_jax.study.accuracy import Protocol, Result, Sample, batches, paired, read_tsv, summarize, user_turn
-
-
-def png(seed: int, side: int = 100) -> bytes:
-    file = io.BytesIO()
-    noise = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(file, "PNG")
-    return file.getvalue()
-
-
-def write_tsv(path, header, *rows):
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-        writer.writerows([header, *rows])
-    return path
-
-
-def encoded(seed: int) -> str:
-    return base64.b64encode(png(seed)).decode()
-
-
-@pytest.fixture
-def tsv(tmp_path):
-    """Six questions about eight pictures; the third one's picture is the first one's."""
-    header = ["index", "category", "question", "answer", "image"]
-    rows = [
-        ["0", "one", "What?", "a cat", encoded(0)],
-        ["1", "one", "Where?", "there", encoded(1)],
-        ["2", "one", "Who?", "me", "0"],
-        ["3", "two", "Which?", "image 1", str([encoded(3), encoded(4)])],
-        ["4", "two", "More?", "image 2", json.dumps([encoded(5), encoded(6)])],
-        ["5", "two", "How?", "so", json.dumps([encoded(7), encoded(8)])],
-    ]
-    return write_tsv(tmp_path / "toy.tsv", header, *rows)
-
-
-def test_a_file_is_read(tsv):
-    samples = read_tsv(tsv)
-    assert [sample.task for sample in samples] == ["one"] * 3 + ["two"] * 3
-    assert [len(sample.images) for sample in samples] == [1, 1, 1, 2, 2, 2]
-    assert samples[2].images == samples[0].images == (png(0),)
-    assert samples[4].images == (png(5), png(6))
-    assert samples[3].is_right(" Image 1.\n")
-    assert not samples[3].is_right("image 2")
-
-
-def test_options_and_hints(tmp_path):
-    header = ["index", "hint", "question", "A", "B", "C", "answer", "image"]
-    path = write_tsv(tmp_path / "mcq.tsv", header, ["7", "look", "Which?", "cat", "dog", "", "B", encoded(0)])
-    [sample] = read_tsv(path)
-    assert sample.task == "mcq"
-    assert sample.question == (
-        "Hint: look\nQuestion: Which?\nOptions:\nA. cat\nB. dog\n"
-        "Please select the correct answer from the options above."
-    )
-    assert [sample.is_right(text) for text in ("B", "B.", "(B) dog", "The answer is B.", "dog")] == [True] * 5
-    assert [sample.is_right(text) for text in ("A", "cat", "C", "", "bird")] == [False] * 5
-
-
-@pytest.mark.parametrize(
-    ("header", "row", "message"),
-    [
-        (["index", "question", "answer"], ["0", "Q", "A"], "lacks image"),
-        (["index", "question", "answer", "image"], ["0", "Q", "A", ""], "image in row 0 .* must not be empty"),
-        (["index", "question", "answer", "image"], ["0", "Q", "A", "???"], "image in row 0 .* must be base64"),
-        (["index", "question", "answer", "image"], ["0", "Q", "A", "[1, 2"], "image in row 0 .* must be base64"),
-        (["index", "question", "answer", "image"], ["0", "Q", "A", "aaaa"], "image in row 0 .* must be a picture"),
-        (["index", "question", "answer", "image"], ["0", "Q", "", "aaaa"], "answer in row 0 .* must be a text"),
-        (["index", "question", "A", "answer", "image"], ["0", "Q", "x", "B", "aaaa"], "must be an option, got 'B'"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, header, row, message):
-    with pytest.raises(ValueError, match=message):
-        read_tsv(write_tsv(tmp_path / "bad.tsv", header, row))
-
-
-def test_files_that_are_no_tables_are_refused(tmp_path):
-    (tmp_path / "latin.tsv").write_bytes("index\té".encode("latin-1"))
-    for path in (tmp_path / "latin.tsv", tmp_path / "none.tsv", tmp_path):
-        with pytest.raises(ValueError, match=f"data must be a readable TSV file in UTF-8, got {path}: "):
-            read_tsv(path)
-
-
-def test_a_file_without_rows_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one row"):
-        read_tsv(write_tsv(tmp_path / "bad.tsv", ["index", "question", "answer", "image"]))
+from vlcache_jax.study.accuracy import Protocol, Result, batches, paired, summarize
+from vlcache_jax.study.questions import ARRANGEMENTS, Sample, read_tsv
 
 
 def texts(conversation):
     return [part.get("text", "<image>") for part in conversation[0]["content"]]
 
 
-def test_arrangements():
-    assert texts([{"content": user_turn([b"x"], "Q", "image_first")}]) == ["<image>", "\nQ"]
-    assert texts([{"content": user_turn([b"x"], "Q", "text_first", "T")}]) == ["T\n", "<image>", "\nQ"]
-    assert texts([{"content": user_turn([b"x", b"y"], "Q", "question_first")}]) == [
-        "Q\n", "Image one: ", "<image>", "\nImage two: ", "<image>",
-    ]  # fmt: skip
+def test_a_protocol_has_known_parts():
     with pytest.raises(ValueError, match="arrangement must be one of"):
-        user_turn([b"x"], "Q", "last")
+        Protocol("last")
     with pytest.raises(ValueError, match="donors must be one of"):
         Protocol("text_first", donors="none")
 
@@ -165,10 +73,26 @@ def test_paired_statistics():
         found[key] / 2 for key in ("difference", "low", "high")
     ]
     assert twice["p"] == pytest.approx(2 * stats.norm.sf(10 / 14**0.5))
+    # Scores may be fractions; two equal prompts are as good as one.
+    less = paired([1, 0.75, 0.5, 0], [0.5, 0.75, 0.75, 0])
+    assert less["difference"] == pytest.approx(-6.25)
+    assert less["p"] == pytest.approx(2 * stats.norm.sf(0.25 / (0.5**2 + 0.25**2) ** 0.5))
+    assert paired([cold, cold], [other, other]) == found
+
+
+def test_a_question_of_several_rows_counts_once():
+    rows = [Sample(str(i), "t", (b"x",), "Q", ("A",), question_id=name) for i, name in enumerate(["a", "", "a", ""])]
+    make = lambda i, score: Result(i, "", score, 0.5, 2, 2, 10, [2, 0], 5.0, 0.25)  # noqa: E731
+    cold = [make(i, score) for i, score in enumerate([1.0, 1.0, 1.0, 0.5])]
+    reused = [make(i, score) for i, score in enumerate([1.0, 1.0, 0.0, 0.5])]
+    assert accuracy.by_question(rows, reused) == [0, 1, 0.5]
+    details, _ = summarize(rows, {Protocol("text_first"): {"off": cold, "full": reused}})
+    assert [(row["questions"], row["accuracy"]) for row in details] == pytest.approx([(3, 250 / 3), (3, 50)])
+    assert details[1]["difference"] == pytest.approx(-100 / 3)
 
 
 def test_summary_counts_tasks_alike_and_names_the_worst():
-    samples = [Sample(str(i), "big" if i < 3 else "small", (b"x",), "Q", "A") for i in range(4)]
+    samples = [Sample(str(i), "big" if i < 3 else "small", (b"x",), "Q", ("A",)) for i in range(4)]
     make = lambda i, right, agree: Result(i, "", right, 0.5, agree, 2, 10, [2, 0], 5.0, 0.25)  # noqa: E731
     protocol = Protocol("text_first")
     cold = [make(i, True, 2) for i in range(4)]
@@ -218,7 +142,7 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
 
 def test_a_run(llm, tsv, tmp_path, monkeypatch):
     samples = read_tsv(tsv)
-    protocols = [Protocol(name) for name in accuracy.ARRANGEMENTS] + [Protocol("question_first", donors="apart")]
+    protocols = [Protocol(name) for name in ARRANGEMENTS] + [Protocol("question_first", donors="apart")]
     settings = {"full": parse_policy("full"), "all": parse_policy(1)}
     work = tmp_path / "work.jsonl"
     results = accuracy.run(llm, samples, settings, protocols, max_tokens=6, batch=3, work=work)

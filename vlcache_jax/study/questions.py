@@ -13,6 +13,7 @@ import json
 import pathlib
 import string
 import sys
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ def read_tsv(path: pathlib.Path) -> list[Sample]:
     samples = []
     for row, choices, accepted in zip(rows, options, answers, strict=True):
         where = _where(row, path)
+        scored = _scored(row, choices, accepted, rules, where)
         cell = row["image"] or ""
         if len(cell) <= 64 and cell in cells:
             cell = cells[cell]
@@ -87,7 +89,7 @@ def read_tsv(path: pathlib.Path) -> list[Sample]:
                 question=_question(row, choices, rules),
                 question_id=f"{path.stem} {_circle(row, where)}" if rules.circular else "",
                 numbered=rules.numbered,
-                **_scored(row, choices, accepted, rules, where),
+                **scored,
             )
         )
     return samples
@@ -128,7 +130,8 @@ def _answers(row: dict[str, str], has_options: bool, where: str) -> tuple[str, .
         return (cell,)
     for parse in (ast.literal_eval, json.loads):
         try:
-            accepted = parse(cell)
+            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # a text may have backslashes
+                accepted = parse(cell)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
         if isinstance(accepted, list) and all(isinstance(one, str | int | float) for one in accepted):
