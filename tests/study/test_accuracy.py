@@ -87,7 +87,8 @@ def test_a_question_of_several_rows_counts_once():
     reused = [make(i, score) for i, score in enumerate([1.0, 1.0, 0.0, 0.5])]
     assert accuracy.by_question(rows, reused) == [0, 1, 0.5]
     details, _ = summarize(rows, {Protocol("text_first"): {"off": cold, "full": reused}})
-    assert [(row["questions"], row["accuracy"]) for row in details] == pytest.approx([(3, 250 / 3), (3, 50)])
+    assert [row["questions"] for row in details] == [3, 3]
+    assert [row["accuracy"] for row in details] == pytest.approx([250 / 3, 50])
     assert details[1]["difference"] == pytest.approx(-100 / 3)
 
 

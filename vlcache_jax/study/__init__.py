@@ -1,7 +1,8 @@
 """What reuse does to answers, and how schedules are found.
 
-Works on the public engine, as a user's script would, and in places on its weights and programs. `accuracy` is the
-protocol: questions answered cold and under every setting, in pairs. `probe`, `sensitivity`, `search` and `analysis`
-measure what each layer gains from recomputing, find schedules, and look inside a model. `report` prints tables and
-writes JSON; `worklog` lets long work go on where it stopped. Nothing here knows of commands or of particular data sets.
+Works on the public engine, as a user's script would, and in places on its weights and programs. `questions` reads
+files of benchmarks, and `scoring` says how right answers are. `accuracy` is the protocol: questions answered cold and
+under every setting, in pairs. `probe`, `sensitivity`, `search` and `analysis` measure what each layer gains from
+recomputing, find schedules, and look inside a model. `report` prints tables and writes JSON; `worklog` lets long work
+go on where it stopped. Nothing here knows of commands, and `scoring` alone knows particular data sets.
 """
