@@ -39,6 +39,8 @@ from vlcache_jax.study.scoring import METHODS, Rules, chosen_option, edits, opti
         ("anls", ["abc"], "", 0),
         ("anls", [""], "", 1),
         ("anls", ["straße"], "STRASSE", 5 / 7),
+        ("anls", ["straße"], "strafe", 6 / 7),
+        ("anls", ["abcde"], "abc", 0.6),
         ("anls", ["ab"], "  ab  ", 1),
         ("anls", ["x" * 200], "x" * 150 + "y" * 50, 0.75),
         ("relaxed", ["100"], "105", 1),

@@ -128,13 +128,13 @@ def _answers(row: dict[str, str], has_options: bool, where: str) -> tuple[str, .
         raise ValueError(f"answer in {where} must be {'an option' if has_options else 'a text'}, got ''")
     if has_options or not cell.startswith("["):
         return (cell,)
-    for parse in (ast.literal_eval, json.loads):
+    for parse in (json.loads, ast.literal_eval):
         try:
             with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # a text may have backslashes
                 accepted = parse(cell)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        if isinstance(accepted, list) and all(isinstance(one, str | int | float) for one in accepted):
+        if all(isinstance(one, str | int | float) for one in accepted):
             if not accepted:
                 raise ValueError(f"answer in {where} must be a text or a list of texts, got {cell!r}")
             return tuple(map(str, accepted))
