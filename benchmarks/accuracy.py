@@ -15,15 +15,8 @@ from vlcache_jax.assets import SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.files import PICTURES, check_readable, check_writable
 from vlcache_jax.progress import Progress, say
-from vlcache_jax.study.accuracy import (
-    COLD,
-    Protocol,
-    by_case,
-    draw,
-    name_settings,
-    run,
-    summarize,
-)
+from vlcache_jax.study import pairs
+from vlcache_jax.study.accuracy import COLD, Protocol, name_settings, run
 from vlcache_jax.study.report import environment, show, write
 
 SETTINGS = ("full", "0.02", "0.05", "0.1", "0.3")
@@ -66,27 +59,19 @@ def measure(
         samples = load_samples(data, questions=questions)
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
         results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)
-    details, totals = summarize(samples, results)
-    for case in by_case(results):
-        shown = {"arrangement": case.arrangement, "donors": case.donors}
-        rows = [row for row in totals if shown.items() <= row.items()]
+    cases = pairs.cases_of(samples, results)
+    details, totals = pairs.summarize(cases)
+    for case in cases:
+        rows = [row for row in totals if case.shown.items() <= row.items()]
         show(
-            f"Accuracy, {case.title} ({case.auxiliary} auxiliary query)",
-            [{key: value for key, value in row.items() if key not in shown} for row in rows],
+            f"Accuracy, {case.title} ({case.protocol.auxiliary} auxiliary query)",
+            [{key: value for key, value in row.items() if key not in case.shown} for row in rows],
         )
+    names = ("arrangement", "donors", "images", "reuse", "task", "questions")
     show(
-        "Against cold: points, 95 % interval of a paired bootstrap, McNemar's p",
+        "Against cold: points, 95 % interval of paired answers, McNemar's p",
         [
-            {
-                "arrangement": row["arrangement"],
-                "donors": row["donors"],
-                "reuse": row["reuse"],
-                "task": row["task"],
-                "questions": row["questions"],
-                "difference": row["difference"],
-                "interval": f"[{row['low']:+.1f}, {row['high']:+.1f}]",
-                "p": f"{row['p']:.1g}",
-            }
+            {name: row[name] for name in names} | {"difference": pairs.interval(row), "p": f"{row['p']:.1g}"}
             for row in details
             if row["reuse"] != COLD
         ],
@@ -101,5 +86,5 @@ def measure(
     if out is not None:
         write("Accuracy under reuse", details, head, out)
     if figure is not None:
-        draw(details, figure)
+        pairs.draw(details, figure)
         print(f"written to {figure}")

@@ -1,14 +1,16 @@
-"""All policies side by side: at equal ratios, and at equal shares of rows (`vlcache bench policies`).
+"""The study of reuse: all policies side by side, at equal ratios and at equal rows (`vlcache bench policies`).
 
 A ratio says what goes on behind the layers that a policy computes whole, so policies of one ratio compute different
-numbers of rows. The table has both comparisons; every setting is answered once, by the protocol of `bench accuracy`.
+numbers of rows. The tables have both comparisons. Without data the questions are drawn for the trained models: small
+and large pictures, one and two in a question, each arrangement, images cached together and apart. Schedules are
+profiled for each of these on questions of their own, and shown beside one that was profiled behind other text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,19 @@ from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.files import check_readable, check_writable
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study import accuracy
-from vlcache_jax.study.questions import Sample, rows_of_questions, spread
+from vlcache_jax.study import accuracy, pairs
+from vlcache_jax.study.questions import Sample, spread
 from vlcache_jax.study.report import environment, show, write
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
+    from vlcache_jax.reuse.policies import Policy
 
-RATIOS = (0.02, 0.05, 0.1, 0.3)
-SHARES = (0.02, 0.05, 0.1, 0.4)
+RATIOS = (0.02, 0.1)
+SHARES = (0.6,)
+MEAN = "0.025"  # of the schedules that are profiled
+PROFILED = 20  # questions that each is profiled on
+OWN, CROSS = "schedule", "schedule-of-{}"
 BY_RATIO = ("", "ends-", "spread-", "shift-")  # a share of the tokens of every image, before them the share
 BY_COUNT = ("epic", "mpic")  # so many tokens of every image, whatever its size
 
@@ -38,7 +44,7 @@ class Group:
     Attributes:
       name: what they have in common.
       reference: the setting that the others are compared with, VLCache's static ratio.
-      settings: `reuse` of the engine; a schedule is called by the name of its file, also behind "shift-".
+      settings: `reuse` of the engine; a schedule is called by its name, also behind "shift-".
     """
 
     name: str
@@ -49,7 +55,7 @@ class Group:
 def groups_of(
     ratios: Sequence[float],
     shares: Sequence[float],
-    schedules: Sequence[pathlib.Path],
+    schedules: Mapping[str, Schedule],
     *,
     image_tokens: float,
     num_layers: int,
@@ -60,7 +66,7 @@ def groups_of(
       ratios: every policy runs at each of them.
       shares: image rows computed in the mean over layers, of all image rows; policies that cannot compute so few, as
         they compute whole layers first, are left out.
-      schedules: files; each is a comparison with every policy at its mean.
+      schedules: by name; each is compared with a static ratio, spread and moved tokens at its mean.
       image_tokens: of an image in the mean, for policies that take a number of tokens.
       num_layers: of the model.
     """
@@ -72,19 +78,17 @@ def groups_of(
     for ratio in ratios:
         fixed = _fixed(f"{ratio:g}", ratio * image_tokens)
         groups.append(Group(f"r = {ratio:g}", fixed[0], (*fixed, *(f"{name}-{ratio:g}" for name in whole))))
-    targets: list[tuple[str, float, tuple[str, ...]]] = [
-        (f"{100 * share:g} % of image rows", share, ()) for share in shares
-    ]
-    for path in schedules:
-        schedule = Schedule.load(path)
-        computed = [schedule.count(10_000, max(layer, 1)) / 10_000 for layer in range(num_layers)]
-        targets.append((f"rows of {path.stem}", float(np.mean(computed)), (path.name, f"shift-{path.name}")))
-    for name, share, scheduled in targets:
-        settings = [*scheduled, *_fixed(f"{share:.4g}", share * image_tokens)]
+    for share in shares:
+        settings = _fixed(f"{share:.4g}", share * image_tokens)
         for policy, layers in whole.items():
             if (ratio := (share * num_layers - layers) / (num_layers - layers)) >= 0:
                 settings.append(f"{policy}-{ratio:.4g}")
-        groups.append(Group(name, f"{share:.4g}", tuple(settings)))
+        groups.append(Group(f"{100 * share:g} % of image rows", f"{share:.4g}", tuple(settings)))
+    for name, schedule in schedules.items():
+        computed = [schedule.count(10_000, max(layer, 1)) / 10_000 for layer in range(num_layers)]
+        static = f"{float(np.mean(computed)):.4g}"
+        settings = [name, f"shift-{name}", static, f"spread-{static}", f"shift-{static}"]
+        groups.append(Group(f"rows of {name}", static, tuple(settings)))
     return groups
 
 
@@ -93,39 +97,106 @@ def _fixed(ratio: str, tokens: float) -> list[str]:
     return [f"{name}{ratio}" for name in BY_RATIO] + [f"{name}-{round(tokens)}" for name in BY_COUNT]
 
 
-def table(
-    groups: Sequence[Group], details: Sequence[dict[str, Any]], scores: dict[str, list[list[float]]]
-) -> list[dict[str, Any]]:
-    """One row for each setting of each group.
+def policies_of(groups: Sequence[Group], schedules: Mapping[str, Schedule]) -> dict[str, Policy]:
+    """The policy of each setting, once."""
+    from vlcache_jax.reuse.parse import parse_policy
+    from vlcache_jax.reuse.policies import Scheduled, Spread
+
+    policies: dict[str, Policy] = {}
+    for name in (setting for group in groups for setting in group.settings):
+        if name in schedules:
+            policies[name] = Scheduled(schedules[name])
+        elif (moved := name.removeprefix("shift-")) in schedules:
+            policies[name] = Spread(schedule=schedules[moved], shift=True)
+        else:
+            policies[name] = parse_policy(name)
+    return policies
+
+
+def table(groups: Sequence[Group], case: pairs.Case) -> list[dict[str, Any]]:
+    """One row for the cold run, and one for each setting of each group."""
+    settings = [(Group("cold", accuracy.COLD, ()), accuracy.COLD)]
+    settings += [(group, setting) for group in groups for setting in group.settings]
+    return [_row(group, case, setting) for group, setting in settings]
+
+
+def _row(group: Group, case: pairs.Case, setting: str) -> dict[str, Any]:
+    details = pairs.details_of(case, setting)
+    by_layer = 100 * np.mean([row["image rows by layer"] for row in details], axis=0)
+    return {
+        **case.shown,
+        "group": group.name,
+        "reuse": setting,
+        **{sample.task: "-" for sample in case.samples},  # tasks without such questions
+        **pairs.total(details),
+        "over static": pairs.interval(pairs.mean_of(case.compare(setting, group.reference))),
+        "by layer %": " ".join(f"{share:.0f}" for share in by_layer),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """What one table is about.
+
+    Attributes:
+      size: of the pictures, or "as they are" of files.
+      asked: the questions.
+      profiled: others like them, for schedules; none for files.
+    """
+
+    size: str
+    asked: list[Sample]
+    profiled: list[Sample]
+
+
+def questions_of(
+    data: Sequence[pathlib.Path], sizes: Sequence[str], *, questions: int | None, profiled: int, split: str
+) -> list[Questions]:
+    """The questions of files; without files, those drawn for the trained models, of one image and of two.
 
     Args:
-      groups: the comparisons.
-      details: rows of `accuracy.summarize` of one case.
-      scores: of the questions by setting, one list for each auxiliary prompt.
+      data: files of VLMEvalKit.
+      sizes: of drawn pictures.
+      questions: of each task and number of images, or of each file, at most.
+      profiled: questions that schedules are profiled on.
+      split: of drawn questions.
     """
-    rows = []
-    for group in groups:
-        for setting in group.settings:
-            own = [row for row in details if row["reuse"] == setting]
-            worst = min(own, key=lambda row: row["difference"])
-            ahead = accuracy.paired(scores[group.reference], scores[setting])
-            by_layer = 100 * np.mean([row["image rows by layer"] for row in own], axis=0)
-            rows.append(
-                {
-                    "group": group.name,
-                    "reuse": setting,
-                    "accuracy": float(np.mean([row["accuracy"] for row in own])),
-                    "difference": float(np.mean([row["difference"] for row in own])),
-                    "worst": f"{worst['difference']:+.1f} [{worst['low']:+.1f}, {worst['high']:+.1f}] {worst['task']}",
-                    "over static": f"{ahead['difference']:+.1f} [{ahead['low']:+.1f}, {ahead['high']:+.1f}]",
-                    "logit MSE": f"{np.mean([row['logit MSE'] for row in own]):.2g}",
-                    "agreement": float(np.mean([row["agreement"] for row in own])),
-                    "image rows %": float(np.mean(by_layer)),
-                    "by layer %": " ".join(f"{share:.0f}" for share in by_layer),
-                    "ms": 1e3 * float(np.mean([row["seconds"] for row in own])),
-                }
-            )
-    return rows
+    if data:
+        return [Questions("as they are", load_samples(data, questions=questions), [])]
+
+    def drawn(size: str, split: str, count: int | None) -> list[Sample]:
+        both = (load_samples([], questions=count, split=split, images=images, size=size) for images in (1, 2))
+        return [sample for samples in both for sample in samples]
+
+    return [
+        Questions(size, drawn(size, split, questions), drawn(size, "schedules", profiled) if profiled else [])
+        for size in sizes
+    ]
+
+
+def find_schedules(
+    llm: LLM,
+    samples: Sequence[Sample],
+    protocol: accuracy.Protocol,
+    mean: str,
+    *,
+    count: int,
+    work: pathlib.Path | None,
+) -> dict[str, Schedule]:
+    """A schedule profiled for a protocol, and one profiled behind other text or, for that, behind another question."""
+    from vlcache_jax.study.search import find_schedule
+    from vlcache_jax.study.sensitivity import cases_of, profile
+
+    found = {}
+    other = "question_first" if protocol.arrangement == "text_first" else "text_first"
+    for name, arrangement in ((OWN, protocol.arrangement), (CROSS.format(other), other)):
+        kind = dataclasses.replace(protocol, arrangement=arrangement, auxiliary="neutral", seed=0)
+        several = [sample for sample in samples if len(sample.images) > 1 or protocol.donors == "together"]
+        cases = cases_of(llm, spread(several, count), kind, max_tokens=32)
+        with Progress(f"{name}, questions", len(cases)) as bar:
+            scores = profile(llm, cases, work=work, progress=bar.reach)
+        found[name] = find_schedule(scores, mean)
+    return found
 
 
 def measure(
@@ -134,8 +205,11 @@ def measure(
     *,
     ratios: Sequence[float],
     shares: Sequence[float],
-    schedules: Sequence[pathlib.Path] | None,
+    schedules: Sequence[pathlib.Path],
+    mean: str,
+    profiled: int,
     protocols: Sequence[accuracy.Protocol],
+    sizes: Sequence[str],
     questions: int | None,
     split: str,
     max_tokens: int,
@@ -145,58 +219,83 @@ def measure(
 ) -> None:
     """Runs every comparison under each protocol, prints the tables and writes them.
 
-    Without `schedules`, the shipped model is compared under its own.
+    Args:
+      mean: of the schedules that are profiled.
+      profiled: drawn questions that each is profiled on; 0: none is.
 
     Raises:
-      ValueError: a ratio or share is not between 0 and 1, or a schedule is not the model's.
+      ValueError: a ratio or share is not between 0 and 1, a schedule is not the model's, or one is to be profiled on
+        files.
     """
-    from vlcache_jax.assets import SCHEDULES, TINY_VQA
+    from vlcache_jax.assets import TINY_VQA
 
-    if schedules is None:
-        schedules = SCHEDULES if model is None else ()
     for name, values in (("ratio", ratios), ("share", shares)):
         for value in values:
             if not 0 < value < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
     if split not in ("profile", "test"):
         raise ValueError(f"split must be profile or test, got {split!r}")
+    if data and profiled:
+        raise ValueError(
+            f"profiled must be 0 with data, got {profiled}: a schedule of other questions can be given by schedule"
+        )
     check_writable("out", out)
     for path in data:
         check_readable("data", path)
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig
-    from vlcache_jax.reuse.parse import parse_policy
 
-    named = accuracy.name_settings([f"{prefix}{path}" for path in schedules for prefix in ("", "shift-")])
+    given = {path.name: Schedule.load(path) for path in schedules}
     with Progress("reading questions"):
-        samples = load_samples(data, questions=questions, split=split)
-    with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
-        for policy in named.values():
-            llm._parse_policy(policy)
-        image_tokens, num_layers = _sizes(llm, samples)
-        groups = groups_of(ratios, shares, schedules, image_tokens=image_tokens, num_layers=num_layers)
-        names = dict.fromkeys(setting for group in groups for setting in group.settings)
-        settings = {name: named.get(name) or parse_policy(name) for name in names}
-        results = accuracy.run(llm, samples, settings, protocols, max_tokens=max_tokens, work=work)
-    details, _ = accuracy.summarize(samples, results)
+        sets = questions_of(data, sizes, questions=questions, profiled=profiled, split=split)
     rows: list[dict[str, Any]] = []
-    for case, runs in accuracy.by_case(results).items():
-        shown = {"arrangement": case.arrangement, "donors": case.donors}
-        scores = {name: [accuracy.by_question(samples, run[name]) for run in runs] for name in runs[0]}
-        found = table(groups, [row for row in details if shown.items() <= row.items()], scores)
-        rows += [shown | row for row in found]
-        show(f"Policies, {case.title}, {len(runs)} auxiliary prompts a question", found)
+    details: list[dict[str, Any]] = []
+    levels: list[dict[str, Any]] = []
+    cases: dict[accuracy.Protocol, list[accuracy.Protocol]] = {}
+    for protocol in protocols:
+        cases.setdefault(protocol.case, []).append(protocol)
+    with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
+        for schedule in given.values():
+            llm._parse_policy(schedule)
+        for found in sets:
+            image_tokens, num_layers = _sizes(llm, found.asked)
+            for case, seeds in _possible(cases, found.asked).items():
+                own = found.profiled
+                made = find_schedules(llm, own, case, mean, count=profiled, work=work) if own else {}
+                shown = {"size": found.size, "arrangement": case.arrangement, "donors": case.donors}
+                levels += [shown | {"schedule": name, "levels": list(one.levels)} for name, one in made.items()]
+                named = given | made
+                groups = groups_of(ratios, shares, named, image_tokens=image_tokens, num_layers=num_layers)
+                policies = policies_of(groups, named)
+                results = accuracy.run(llm, found.asked, policies, seeds, max_tokens=max_tokens, work=work)
+                for part in pairs.cases_of(found.asked, results):
+                    new = [{"size": found.size} | row for row in table(groups, part)]
+                    show(f"{found.size} images, {part.title}", [_printed(row) for row in new])
+                    rows += new
+                    details += [{"size": found.size} | row for row in pairs.summarize([part])[0]]
     head = environment("jax") | {
         "model": str(model or "tiny_vqa, shipped with the package"),
-        "data": [path.name for path in data] or f"drawn for the shipped model, split {split}",
-        "questions": len(rows_of_questions(samples)),
-        "auxiliary prompts": len(protocols) // len(accuracy.by_case(results)),
-        "image_tokens": image_tokens,
+        "data": [path.name for path in data] or f"drawn for the trained models, split {split}",
+        "auxiliary prompts": len(protocols) // len(cases),
         "dtype": dtype,
+        "schedules": levels,
         "details": details,
     }
     if out is not None:
         write("Policies side by side", rows, head, out)
+
+
+def _possible(
+    cases: dict[accuracy.Protocol, list[accuracy.Protocol]], samples: Sequence[Sample]
+) -> dict[accuracy.Protocol, list[accuracy.Protocol]]:
+    """The cases that questions allow: those about one image know no images apart, unless nothing else is asked for."""
+    together = {case: seeds for case, seeds in cases.items() if case.donors != "apart"}
+    return together if together and all(len(sample.images) == 1 for sample in samples) else cases
+
+
+def _printed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what its table's title says."""
+    return {key: value for key, value in row.items() if key not in ("size", "arrangement", "donors", "images")}
 
 
 def _sizes(llm: LLM, samples: Sequence[Sample]) -> tuple[float, int]:

@@ -38,6 +38,10 @@ class Progress:
         self._tokens += tokens
         self._say()
 
+    def reach(self, done: int) -> None:
+        """So many are done."""
+        self.update(done - self.done)
+
     def __str__(self) -> str:
         if not self.done or self.total == 0:
             return self.doing

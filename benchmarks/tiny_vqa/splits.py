@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import csv
+import dataclasses
 import io
 import pathlib
 import tempfile
@@ -15,17 +16,25 @@ import numpy as np
 from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa.pictures import Picture, Size, draw_pictures, render
-from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS, ask
+from vlcache_jax.benchmarks.tiny_vqa.tasks import RELATED, TASKS, ask
 from vlcache_jax.study.questions import Sample, first, read_tsv
 
 QUESTIONS = 1000  # of a task
-# Shapes and numbers of pictures that are asked about, each equally often.
-SIZES = (Size(4, 4), Size(4, 5), Size(5, 4), Size(5, 5), Size(4, 4, 48))
+# The pictures that are asked about, each size equally often: of 64 to 144 tokens, and of 400, the most in training.
+SIZES = {
+    "small": (Size(4, 4), Size(4, 5), Size(5, 4), Size(5, 5), Size(4, 4, 48)),
+    "large": (Size(5, 5, 64),),
+}
 _IMAGES = {"grid": (1, 2), "list": (1, 2), "count": (1, 2), "compare": (2,), "multihop": (2,)}
 
 
 def write_splits(
-    folder: pathlib.Path, *, questions: int = QUESTIONS, split: str = "test", images: int | None = None
+    folder: pathlib.Path,
+    *,
+    questions: int = QUESTIONS,
+    split: str = "test",
+    images: int | None = None,
+    size: str = "small",
 ) -> list[pathlib.Path]:
     """Writes one file a task; equal names and numbers give equal files.
 
@@ -34,20 +43,25 @@ def write_splits(
       questions: of each task.
       split: name of the split; each has its own pictures, and none has those of training.
       images: of each question; tasks that need more have no file. None is one or two, as the task allows.
+      size: of the pictures, a name of `SIZES`.
 
     Raises:
-      ValueError: `images` is not a positive integer.
+      ValueError: `images` is not a positive integer, or there is no such size.
     """
     if images is not None and (isinstance(images, bool) or not isinstance(images, int) or images < 1):
         raise ValueError(f"images must be a positive integer or None, got {images!r}")
+    if size not in SIZES:
+        raise ValueError(f"size must be {' or '.join(SIZES)}, got {size!r}")
+    choices = SIZES[size]
+    name = split if size == "small" else f"{size}_{split}"
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for task, kinds in TASKS.items():
         counts = _IMAGES[task] if images is None else (images,)
         if counts[0] < _IMAGES[task][0]:
             continue
-        rng = np.random.default_rng([zlib.crc32(f"{split} {task}".encode()), 2026])
-        path = folder / f"tiny_{task}_{split}.tsv"
+        rng = np.random.default_rng([zlib.crc32(f"{name} {task}".encode()), 2026])
+        path = folder / f"tiny_{task}_{name}.tsv"
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, delimiter="\t", lineterminator="\n")
             writer.writerow(["index", "category", "question", "answer", "image"])
@@ -55,7 +69,7 @@ def write_splits(
                 question = None
                 while question is None:
                     count = counts[int(rng.integers(len(counts)))]
-                    sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=count)]
+                    sizes = [choices[i] for i in rng.integers(len(choices), size=count)]
                     pictures = draw_pictures(rng, sizes)
                     question = ask(rng, pictures, kinds)
                 files = [base64.b64encode(png(picture)).decode() for picture in pictures]
@@ -65,13 +79,28 @@ def write_splits(
     return paths
 
 
-def load_samples(data: Sequence[pathlib.Path], *, questions: int | None = None, split: str = "test") -> list[Sample]:
-    """Samples of files, at most `questions` of each; without files, of splits drawn for the shipped model."""
+def load_samples(
+    data: Sequence[pathlib.Path],
+    *,
+    questions: int | None = None,
+    split: str = "test",
+    images: int | None = None,
+    size: str = "small",
+) -> list[Sample]:
+    """Samples of files, at most `questions` of each; without files, of splits drawn for the trained models.
+
+    Args:
+      data: files of VLMEvalKit.
+      questions: of each file at most.
+      split, images, size: see `write_splits`.
+    """
     if data:
         return [sample for path in data for sample in first(read_tsv(path), questions)]
     with tempfile.TemporaryDirectory(prefix="vlcache-splits-") as folder:
-        paths = write_splits(pathlib.Path(folder), questions=questions or QUESTIONS, split=split)
-        return [sample for path in paths for sample in read_tsv(path)]
+        paths = write_splits(
+            pathlib.Path(folder), questions=questions or QUESTIONS, split=split, images=images, size=size
+        )
+        return [dataclasses.replace(sample, related=RELATED) for path in paths for sample in read_tsv(path)]
 
 
 def png(picture: Picture) -> bytes:
@@ -87,8 +116,10 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     parser.add_argument("--split", default="test")
     parser.add_argument("--images", type=int, help="of each question; by default one or two, as the task allows")
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="of the pictures")
     args = parser.parse_args()
-    for path in write_splits(args.out, questions=args.questions, split=args.split, images=args.images):
+    paths = write_splits(args.out, questions=args.questions, split=args.split, images=args.images, size=args.size)
+    for path in paths:
         print(path)
 
 

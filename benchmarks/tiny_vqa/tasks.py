@@ -213,6 +213,17 @@ TASKS = {
     "compare": ("more", "shows_code"),
     "multihop": ("at_code", "find_code"),
 }
+# What auxiliary prompts ask of one picture, and of several.
+RELATED = (
+    ("What is the code?", "In image one, what is the code?"),
+    ("How many stars are there?", "In image two, how many stars are there?"),
+    ("What is at B2?", "In image two, what is at B2?"),
+    ("Is there a red circle?", "Is the code of image one on image two?"),
+    ("Where is the code?", "In image two, what is where image one has its code?"),
+    ("How many blue shapes are there?", "Which has more blue shapes, image one or image two?"),
+    ("What is at A1, C3 and B4?", "In image one, what is at A1, C3 and B4?"),
+    ("What colour is at C2?", "In image one, what colour is at C2?"),
+)
 
 
 def _in_image(i: int, pictures: Sequence[Picture]) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa import splits
 from vlcache_jax.benchmarks.tiny_vqa.conversations import converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
-from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, write_splits
-from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, TASKS, ask
+from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_splits
+from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, RELATED, TASKS, ask
 from vlcache_jax.study.questions import ARRANGEMENTS, read_tsv
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
@@ -106,9 +108,10 @@ def solve(question: str, pictures: list[Picture]) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers(kind):
     rng = np.random.default_rng(list(KINDS).index(kind))
+    small = SIZES["small"]
     asked = []
     for _ in range(400):
-        sizes = [SIZES[i] for i in rng.integers(len(SIZES), size=rng.integers(1, 5))]
+        sizes = [small[i] for i in rng.integers(len(small), size=rng.integers(1, 5))]
         pictures = draw_pictures(rng, sizes)
         if question := ask(rng, pictures, [kind]):
             asked.append(question)
@@ -152,7 +155,7 @@ def test_splits(tmp_path):
         samples, others = read_tsv(path), read_tsv(another)
         assert [sample.task for sample in samples] == [task] * 12
         assert not {image for s in samples for image in s.images} & {image for s in others for image in s.images}
-    assert all(64 <= size.tokens <= 400 for size in SIZES)
+    assert [{size.tokens for size in sizes} for sizes in SIZES.values()] == [{64, 80, 100, 144}, {400}]
 
 
 @pytest.mark.parametrize(("images", "tasks"), [(1, ("grid", "list", "count")), (2, TASKS), (3, TASKS)])
@@ -160,6 +163,19 @@ def test_splits_of_a_number_of_images(tmp_path, images, tasks):
     paths = write_splits(tmp_path, questions=6, images=images)
     assert [path.name for path in paths] == [f"tiny_{task}_test.tsv" for task in tasks]
     assert {len(sample.images) for path in paths for sample in read_tsv(path)} == {images}
+
+
+def test_large_pictures_have_a_split_of_their_own(tmp_path):
+    paths = write_splits(tmp_path, questions=2, images=1, size="large")
+    assert [path.name for path in paths] == [f"tiny_{task}_large_test.tsv" for task in ("grid", "list", "count")]
+    sides = {Image.open(io.BytesIO(image)).size for path in paths for s in read_tsv(path) for image in s.images}
+    assert sides == {(320, 320)}
+    samples = load_samples([], questions=2, images=1, size="large")
+    assert [sample.images for sample in samples] == [s.images for path in paths for s in read_tsv(path)]
+    assert {sample.related for sample in samples} == {RELATED}
+    with pytest.raises(ValueError, match="size must be small or large, got 'huge'"):
+        write_splits(tmp_path / "new", size="huge")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, "2"])
@@ -196,10 +212,10 @@ def test_splits_show_no_picture_of_training(training, unfinished, tmp_path, monk
         sampler.rng = np.random.default_rng([1, step, 0])  # as in a step of training
         sampler.group(training.CURRICULUM[-1], tokens=2000, turns=2)
     shown, trained = (
-        [(p.size, p.code, tuple(sorted(p.glyphs.items()))) for p in pictures if p.size in SIZES]
+        [(p.size, p.code, tuple(sorted(p.glyphs.items()))) for p in pictures if p.size in SIZES["small"]]
         for pictures in drawn.values()
     )
-    assert {size for size, *_ in shown} == {size for size, *_ in trained} == set(SIZES)
+    assert {size for size, *_ in shown} == {size for size, *_ in trained} == set(SIZES["small"])
     assert min(len(shown), len(trained)) > 100
     assert len({*shown, *trained}) == len(shown) + len(trained)
 

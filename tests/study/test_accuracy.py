@@ -1,13 +1,11 @@
-"""The protocol, paired statistics, and a whole run on a checkpoint with random weights."""
+"""The protocol, and a whole run on a checkpoint with random weights."""
 
 from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from PIL import Image
-from scipy import stats
 from typer.testing import CliRunner
 
 from vlcache_jax import LLM
@@ -15,8 +13,8 @@ from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study import accuracy
-from vlcache_jax.study.accuracy import Protocol, Result, batches, paired, summarize
-from vlcache_jax.study.questions import ARRANGEMENTS, Sample, read_tsv
+from vlcache_jax.study.accuracy import Protocol, batches
+from vlcache_jax.study.questions import ARRANGEMENTS, read_tsv
 
 
 def texts(conversation):
@@ -54,62 +52,6 @@ def test_batches_share_no_image(tsv):
     assert sorted(i for part in parts for i in part) == list(range(6))
     assert max(map(len, parts)) <= 4
     assert all(not {0, 2} <= set(part) for part in parts)
-
-
-def test_paired_statistics():
-    cold = [True] * 90 + [False] * 10
-    other = [True] * 78 + [False] * 12 + [True] * 2 + [False] * 8
-    found = paired(cold, other)
-    assert found["difference"] == pytest.approx(-10)
-    assert found["p"] == pytest.approx(2 * sum([1, 14, 91]) / 2**14)  # 2 of 14 or fewer, both tails
-    assert found["low"] < -10 < found["high"] < 0
-    spread = np.sqrt(14 - 10**2 / 100)  # of the sum of 100 differences
-    assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * spread, rel=0.1)
-    same = paired(cold, cold)
-    assert (same["difference"], same["low"], same["high"], same["p"]) == (0, 0, 0, 1)
-    # A second auxiliary prompt that changes nothing halves everything, and no question counts twice.
-    twice = paired([cold, cold], [cold, other])
-    assert [twice[key] for key in ("difference", "low", "high")] == [
-        found[key] / 2 for key in ("difference", "low", "high")
-    ]
-    assert twice["p"] == pytest.approx(2 * stats.norm.sf(10 / 14**0.5))
-    # Scores may be fractions; two equal prompts are as good as one.
-    less = paired([1, 0.75, 0.5, 0], [0.5, 0.75, 0.75, 0])
-    assert less["difference"] == pytest.approx(-6.25)
-    assert less["p"] == pytest.approx(2 * stats.norm.sf(0.25 / (0.5**2 + 0.25**2) ** 0.5))
-    assert paired([cold, cold], [other, other]) == found
-
-
-def test_a_question_of_several_rows_counts_once():
-    rows = [Sample(str(i), "t", (b"x",), "Q", ("A",), question_id=name) for i, name in enumerate(["a", "", "a", ""])]
-    make = lambda i, score: Result(i, "", score, 0.5, 2, 2, 10, [2, 0], 5.0, 0.25)  # noqa: E731
-    cold = [make(i, score) for i, score in enumerate([1.0, 1.0, 1.0, 0.5])]
-    reused = [make(i, score) for i, score in enumerate([1.0, 1.0, 0.0, 0.5])]
-    assert accuracy.by_question(rows, reused) == [0, 1, 0.5]
-    details, _ = summarize(rows, {Protocol("text_first"): {"off": cold, "full": reused}})
-    assert [row["questions"] for row in details] == [3, 3]
-    assert [row["accuracy"] for row in details] == pytest.approx([250 / 3, 50])
-    assert details[1]["difference"] == pytest.approx(-100 / 3)
-
-
-def test_summary_counts_tasks_alike_and_names_the_worst():
-    samples = [Sample(str(i), "big" if i < 3 else "small", (b"x",), "Q", ("A",)) for i in range(4)]
-    make = lambda i, right, agree: Result(i, "", right, 0.5, agree, 2, 10, [2, 0], 5.0, 0.25)  # noqa: E731
-    protocol = Protocol("text_first")
-    cold = [make(i, True, 2) for i in range(4)]
-    reused = [make(0, True, 2), make(1, True, 2), make(2, False, 1), make(3, False, 0)]
-    details, totals = summarize(samples, {protocol: {"off": cold, "full": reused}})
-    assert [row["accuracy"] for row in details] == pytest.approx([100, 100, 100 * 2 / 3, 0])
-    assert totals[1]["mean"] == pytest.approx((200 / 3 + 0) / 2)
-    assert totals[1]["worst"] == "-100.0 small"
-    assert totals[1]["agreement"] == pytest.approx((100 * 5 / 6 + 0) / 2)
-    assert totals[1]["image rows %"] == pytest.approx(10)
-    assert details[2]["image rows by layer"] == pytest.approx([0.2, 0])
-    assert totals[1]["ms"] == pytest.approx(250)
-    again = {"off": cold, "full": [make(0, False, 2), *reused[1:]]}
-    pooled, _ = summarize(samples, {protocol: {"off": cold, "full": reused}, Protocol("text_first", seed=1): again})
-    assert [(row["task"], row["auxiliary prompts"]) for row in pooled] == [("big", 2), ("small", 2)] * 2
-    assert pooled[2]["difference"] == pytest.approx(-100 * (0.5 + 0 + 1) / 3)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +92,8 @@ def test_a_run(llm, tsv, tmp_path, monkeypatch):
     for protocol, found in results.items():
         assert list(found) == ["off", "full", "all"]
         for name, rows in found.items():
-            assert [row.sample for row in rows] == list(range(6))
+            # One image that is cached alone is one that is cached together with no others.
+            assert [row.sample for row in rows] == list(range(3 if protocol.donors == "apart" else 0, 6))
             assert all(row.image_tokens > 0 and row.tokens > 0 for row in rows)
             if name == "off" or name == "all" or protocol.arrangement == "image_first":
                 assert all(row.agree == row.tokens and row.squared_error < 1e-7 for row in rows)
@@ -202,6 +145,47 @@ def test_cold_answers_are_computed_once_for_all_auxiliary_prompts(llm, tsv, monk
     assert results[protocols[0]]["full"] != results[protocols[2]]["full"]
 
 
+def test_what_is_read(llm, tsv):
+    """Linking reads records; moving reads and writes what is not computed, in all layers but the first."""
+    samples = read_tsv(tsv)
+    settings = {name: parse_policy(name) for name in ("full", "spread-0.3", "shift-0.3")}
+    protocol = Protocol("text_first")
+    results = accuracy.run(llm, samples, settings, [protocol], max_tokens=2)[protocol]
+    text = llm._runner.config.text
+    token = 2 * text.num_kv_heads * text.head_dim * 4
+    for full, spread, shift in zip(*(results[name] for name in settings), strict=True):
+        images = len(samples[full.sample].images)
+        assert full.bytes_read == 64 * images * text.num_layers * token  # records of fewer tokens are padded to 64
+        assert spread.bytes_read > full.bytes_read  # encoder rows
+        stays = sum(shift.image_tokens - fresh for fresh in shift.recomputed[1:])
+        assert stays > 0
+        assert shift.bytes_read == spread.bytes_read + 2 * stays * token
+    assert {row.bytes_read for row in results["off"]} == {0}
+
+
+def test_images_of_epic_are_compiled_alone(llm, tsv, monkeypatch):
+    samples = read_tsv(tsv)
+    filled = []
+    generate = llm.generate
+    monkeypatch.setattr(llm, "generate", lambda prompts, *args, **named: filled.extend(
+        prompt["prompt"] for prompt in prompts) or generate(prompts, *args, **named))  # fmt: skip
+    settings = {name: parse_policy(name) for name in ("epic-2", "mpic-2")}
+    for protocol in (Protocol("question_first"), Protocol("question_first", donors="apart")):
+        filled.clear()
+        results = accuracy.run(llm, samples, settings, [protocol], max_tokens=2)[protocol]
+        images = sum(len(samples[row.sample].images) for row in results["off"])
+        assert filled == ["<|vision_start|><|image_pad|><|vision_end|>"] * images
+        for epic, mpic in zip(results["epic-2"], results["mpic-2"], strict=True):
+            assert epic.recomputed == mpic.recomputed
+            assert epic.squared_error != mpic.squared_error
+
+
+def test_donors_apart_need_several_images(llm, tsv):
+    protocol = Protocol("text_first", donors="apart")
+    with pytest.raises(ValueError, match="donors must be together where every question shows one image, got apart"):
+        accuracy.run(llm, read_tsv(tsv)[:3], {"full": parse_policy("full")}, [protocol])
+
+
 @pytest.mark.ladder
 def test_the_command(checkpoints, tsv, tmp_path):
     arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--arrangement", "text_first"]
@@ -211,11 +195,13 @@ def test_the_command(checkpoints, tsv, tmp_path):
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert [(row["reuse"], row["task"], row["questions"]) for row in written["rows"]] == [
-        (name, task, count) for name in ("off", "full", "0.5") for task, count in (("one", 3), ("two", 2))
+        (name, task, count) for task, count in (("one", 3), ("two", 2)) for name in ("off", "full", "0.5")
     ]
     shares = [row["image rows"] for row in written["rows"]]
-    assert shares[:4] == [1, 1, 0, 0]
-    assert 0.4 < shares[4] <= 0.5
+    assert [row["images"] for row in written["rows"]] == ["one"] * 3 + ["several"] * 3
+    assert [shares[i] for i in (0, 3)] == [1, 1]
+    assert [shares[i] for i in (1, 4)] == [0, 0]
+    assert 0.4 < shares[2] <= 0.5
     with Image.open(figure) as picture:
         assert picture.width > 300
     assert "Accuracy, text first" in result.stdout

@@ -523,17 +523,27 @@ def policies_command(
     ratio: Annotated[
         list[float] | None,
         typer.Option(help="Every policy runs at it; may be repeated.",
-                     show_default="0.02, 0.05, 0.1, 0.3"),
+                     show_default="0.02, 0.1"),
     ] = None,
     share: Annotated[
         list[float] | None,
         typer.Option(help="Share of image rows that every policy computes, over all layers; may be repeated.",
-                     show_default="0.02, 0.05, 0.1, 0.4"),
+                     show_default="0.6"),
     ] = None,
     schedule: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(help="Schedule file, compared with the others at its rows; may be repeated.",
-                     show_default="those of the shipped model"),
+        typer.Option(help="Schedule file, compared with others at its rows; may be repeated.", show_default=False),
+    ] = None,
+    mean: Annotated[str, typer.Option(help="Mean ratio of the schedules that are profiled.")] = "0.025",
+    profiled: Annotated[
+        int | None,
+        typer.Option(min=0, help="Drawn questions that a schedule is profiled on, for each table; 0: no schedules.",
+                     show_default="20, none with --data"),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="Drawn pictures: small (64 to 144 tokens), large (400); may be repeated.",
+                     show_default="both"),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
@@ -550,13 +560,16 @@ def policies_command(
 ) -> None:  # fmt: skip
     """Compares all policies, at equal ratios and at equal shares of image rows.
 
-    Printed are the mean accuracy, its difference to the cold run, the worst task with its 95 % interval, the difference
-    to a static ratio of the same rows, the error of the logits, how often the most likely token agrees, the image rows
-    computed in each layer, and the time.
+    Without data: on questions drawn for the trained models, about one image and about two, small and large; schedules
+    are profiled for each table. Printed are the accuracy of each task, the mean difference to the cold run and the
+    worst task with 95 % intervals, what some task may still lose by them, the difference to a static ratio of the same
+    rows, the error of the logits, how often the most likely token agrees, the image rows computed, the bytes read, and
+    the time.
 
-    Example: vlcache bench policies --questions 100 --schedule schedule.json --out policies.json
+    Example: vlcache bench policies --questions 100 --work study.work --out study.json
     """
     from vlcache_jax.benchmarks import policies
+    from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
     from vlcache_jax.study import accuracy
     from vlcache_jax.study.questions import ARRANGEMENTS
 
@@ -566,7 +579,10 @@ def policies_command(
             data or [],
             ratios=ratio or policies.RATIOS,
             shares=share or policies.SHARES,
-            schedules=schedule,
+            schedules=schedule or (),
+            mean=mean,
+            profiled=(0 if data else policies.PROFILED) if profiled is None else profiled,
+            sizes=tuple(dict.fromkeys(size or SIZES)),
             protocols=[
                 accuracy.Protocol(accuracy.behind(order), donors=filled, seed=seed)
                 for order in dict.fromkeys(arrangement or ARRANGEMENTS[1:])

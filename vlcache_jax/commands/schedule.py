@@ -57,7 +57,7 @@ def profile_command(
 
             cases = cases_of(llm, chosen, protocol, max_tokens=max_tokens)
             with Progress("samples", len(cases)) as bar:
-                found = profile(llm, cases, work=f"{out}.work", progress=lambda done: bar.update(done - bar.done))
+                found = profile(llm, cases, work=f"{out}.work", progress=bar.reach)
         found.save(out)
         base = found.values[0, 0]
         typer.echo(f"{len(cases)} samples, error of full reuse {base:.3g}; written to {out}")

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
 from vlcache_jax.progress import Progress
-from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions, user_turn
+from vlcache_jax.study.questions import ARRANGEMENTS, Sample, user_turn
 from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ OTHER_TEXTS = (
     "Please answer in a few words.",
 )
 NEUTRAL = "Please describe this image."
-_RESAMPLES, _AT_ONCE = 10_000, 1_000  # at once, as fractions have many different values
+# What an image is compiled behind that is compiled alone: the token that each image begins with (EPIC).
+ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def behind(arrangement: str) -> str:
@@ -59,8 +59,9 @@ class Protocol:
 
     Attributes:
       arrangement: of both prompts.
-      auxiliary: query of the auxiliary prompt: "related", another question of the same file, or "neutral".
-      donors: "together": one auxiliary prompt with all images of the question; "apart": one for each image.
+      auxiliary: query of the auxiliary prompt: "related", of the sample's fixed list, or "neutral".
+      donors: "together": one auxiliary prompt with all images of the question; "apart": one for each image, of
+        questions about several; "alone": each image for itself, behind nothing.
       seed: chooses queries and other texts.
     """
 
@@ -71,8 +72,10 @@ class Protocol:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("arrangement", ARRANGEMENTS), ("auxiliary", ("related", "neutral")), ("donors", ("together", "apart"))
-        ):  # fmt: skip
+            ("arrangement", ARRANGEMENTS),
+            ("auxiliary", ("related", "neutral")),
+            ("donors", ("together", "apart", "alone")),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
@@ -89,27 +92,26 @@ class Protocol:
         """The conversation that is answered."""
         return self._conversation(samples[i], samples[i].images, samples[i].question, self._other(i))
 
-    def donor_prompts(self, samples: Sequence[Sample], i: int) -> list[list[dict[str, Any]]]:
-        """The conversations that fill the cache before it."""
+    def donor_prompts(self, samples: Sequence[Sample], i: int) -> list[Any]:
+        """The conversations that fill the cache before it; of donors "alone", prompts."""
         sample = samples[i]
-        query = NEUTRAL if self.auxiliary == "neutral" else self._related(samples, i)
+        if self.donors == "alone":
+            return [{"prompt": ALONE, "multi_modal_data": {"image": image}} for image in sample.images]
         groups = [sample.images] if self.donors == "together" else [(image,) for image in sample.images]
         other = self._other(i + 1 + (self.seed + i // len(OTHER_TEXTS)) % (len(OTHER_TEXTS) - 1))
-        return [self._conversation(sample, images, query, other) for images in groups]
+        return [self._conversation(sample, images, self._query(sample, i, len(images)), other) for images in groups]
 
     def _other(self, i: int) -> str:
         return OTHER_TEXTS[i % len(OTHER_TEXTS)]
 
-    def _related(self, samples: Sequence[Sample], i: int) -> str:
-        """Another question of the task about as many images; the step to it differs from sample to sample."""
-        sample = samples[i]
-        step = 1 + (7 * self.seed + 3 * i) % 97
-        for k in range(len(samples)):
-            other = samples[(i + step + k) % len(samples)]
-            alike = other.task == sample.task and len(other.images) == len(sample.images)
-            if alike and other.question != sample.question:
-                return other.question
-        return NEUTRAL
+    def _query(self, sample: Sample, i: int, images: int) -> str:
+        """A related query, by the sample's number (VLCache, section 5.2; algorithm specification C.1); not its own."""
+        if self.auxiliary == "neutral":
+            return NEUTRAL
+        queries = [about[images > 1] for about in sample.related]
+        first = i + self.seed
+        turned = [queries[(first + k) % len(queries)] for k in range(len(queries))]
+        return next(query for query in turned if query != sample.question)
 
     def _conversation(self, sample: Sample, images: Sequence[bytes], question: str, other: str) -> list[dict[str, Any]]:
         turn = user_turn(images, question, self.arrangement, other, numbered=sample.numbered)
@@ -130,6 +132,7 @@ class Result:
       image_tokens: in the prompt.
       recomputed: image rows computed in each layer, summed over images.
       rows: rows computed in the mean over layers, text included.
+      bytes_read: of stored keys and values, brought in or moved: what linking reads, and what `shift` reads and writes.
       seconds: of prefilling prompt and cold answer; its share of the batch's, compilation included where it is new.
     """
 
@@ -142,6 +145,7 @@ class Result:
     image_tokens: int
     recomputed: list[int]
     rows: float
+    bytes_read: int
     seconds: float
 
 
@@ -172,7 +176,7 @@ def answer_cold(
     texts, forced = [answer.text for answer in answers], [list(answer.token_ids) for answer in answers]
     scores, seconds = _score(llm, formal, forced, COLD)
     logits = [score.logits for score in scores]
-    return Cold(texts, forced, logits, _results(samples, chosen, scores, texts, logits, seconds))
+    return Cold(texts, forced, logits, _results(llm, samples, chosen, scores, texts, logits, seconds))
 
 
 def evaluate(
@@ -195,10 +199,17 @@ def evaluate(
     Raises:
       ValueError: an image was not found in the cache as the protocol says.
     """
-    fill(llm, samples, protocol, chosen)
+    from vlcache_jax.reuse.policies import EPIC, Spread
+
     formal = [protocol.formal(samples, i) for i in chosen]
-    expected = "exact" if protocol.arrangement == "image_first" and protocol.donors == "together" else "approximate"
-    for name, policy in settings.items():
+    alone = dataclasses.replace(protocol, donors="alone")
+    filled = None
+    for name, policy in sorted(settings.items(), key=lambda item: isinstance(item[1], EPIC)):
+        donors = alone if isinstance(policy, EPIC) else protocol  # EPIC's records are compiled alone
+        if donors != filled:
+            fill(llm, samples, donors, chosen)
+            filled = donors
+        expected = "exact" if (donors.arrangement, donors.donors) == ("image_first", "together") else "approximate"
         scores, texts, seconds = answer(llm, formal, cold, policy, max_tokens=max_tokens)
         for i, score in zip(chosen, scores, strict=True):
             if found := {image.match for image in score.cache.images} - {expected, "exact"}:
@@ -206,14 +217,16 @@ def evaluate(
                     f"images of row {samples[i].index} under {name} must be found as {expected}, "
                     f"got {', '.join(sorted(found))}"
                 )
-        yield name, _results(samples, chosen, scores, texts, cold.logits, seconds)
+        moved = isinstance(policy, Spread) and policy.shift
+        yield name, _results(llm, samples, chosen, scores, texts, cold.logits, seconds, moved=moved)
 
 
 def fill(llm: LLM, samples: Sequence[Sample], protocol: Protocol, chosen: Sequence[int]) -> None:
     """Empties the cache and lets the donors of some samples fill it."""
     llm.reset_mm_cache()
     donors = [prompt for i in chosen for prompt in protocol.donor_prompts(samples, i)]
-    llm.chat(donors, _greedy(1), reuse="exact")
+    run = llm.generate if protocol.donors == "alone" else llm.chat
+    run(donors, _greedy(1), reuse="exact")
     llm.cache.flush()
 
 
@@ -246,16 +259,25 @@ def _score(llm: LLM, formal: Sequence[Any], forced: list[list[int]], reuse: Any)
 
 
 def _results(
+    llm: LLM,
     samples: Sequence[Sample],
     chosen: Sequence[int],
     scores: Sequence[Any],
     texts: Sequence[str],
     reference: Sequence[np.ndarray],
     seconds: float,
+    *,
+    moved: bool = False,
 ) -> list[Result]:
+    text_config = llm._runner.config.text
+    kv_bytes = 2 * text_config.num_kv_heads * text_config.head_dim * jnp.dtype(llm._runner.dtype).itemsize
     results = []
     for i, found, text, cold in zip(chosen, scores, texts, reference, strict=True):
         images, rows = found.cache.images, found.cache.rows
+        read = sum(image.bytes_moved for image in images)
+        if moved:  # in all layers but the first, whose K, V know no context
+            tokens = sum(image.tokens - fresh for image in images for fresh in image.recomputed[1:])
+            read += 2 * tokens * kv_bytes
         results.append(
             Result(
                 sample=i,
@@ -267,15 +289,20 @@ def _results(
                 image_tokens=sum(image.tokens for image in images),
                 recomputed=np.sum([image.recomputed for image in images], axis=0).tolist(),
                 rows=float(np.mean(rows)) - len(cold),
+                bytes_read=read,
                 seconds=seconds / len(chosen),
             )
         )
     return results
 
 
-def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
-    """Numbers of samples in batches of at most `size` that share no image, so that each meets its own donors only."""
-    waiting = list(range(len(samples)))
+def batches(samples: Sequence[Sample], size: int, numbers: Iterable[int] | None = None) -> Iterator[list[int]]:
+    """Numbers of samples in batches of at most `size` that share no image, so that each meets its own donors only.
+
+    Args:
+      numbers: of the samples; None is all.
+    """
+    waiting = list(range(len(samples)) if numbers is None else numbers)
     while waiting:
         seen: set[bytes] = set()
         batch: list[int] = []
@@ -329,23 +356,31 @@ def run(
 ) -> dict[Protocol, dict[str, list[Result]]]:
     """Evaluates all samples under all protocols; settings whose answers are in the file `work` are not run again.
 
+    Protocols with donors "apart" evaluate questions about several images alone: for others they are those "together".
+
     Returns:
       For each protocol and setting, one result a sample, in their order.
 
     Raises:
-      ValueError: a schedule of another model, or `work` is another kind of file.
+      ValueError: a schedule of another model, no question about several images though donors are apart, or `work` is
+        another kind of file.
     """
     for policy in settings.values():
         llm._parse_policy(policy)
     log = WorkLog(work, _identity(llm, samples, max_tokens))
-    parts = list(batches(samples, batch))
+    several = [i for i, sample in enumerate(samples) if len(sample.images) > 1]
+    if not several and any(protocol.donors == "apart" for protocol in protocols):
+        raise ValueError("donors must be together where every question shows one image, got apart")
     all_results: dict[Protocol, dict[str, list[Result]]] = {}
     groups: dict[Protocol, list[Protocol]] = {}
     for protocol in protocols:
         groups.setdefault(protocol.case, []).append(protocol)
         all_results[protocol] = {name: [] for name in (COLD, *settings)}
-    with Progress("questions", len(protocols) * len(samples)) as bar:
-        for chosen, group in itertools.product(parts, groups.values()):
+    of_case = {case: several if case.donors == "apart" else range(len(samples)) for case in groups}
+    work_list = [(case, chosen) for case, own in of_case.items() for chosen in batches(samples, batch, own)]
+    with Progress("questions", sum(len(groups[case]) * len(own) for case, own in of_case.items())) as bar:
+        for case, chosen in work_list:
+            group = groups[case]
             cold: Cold | None = None  # the same for all seeds
             for protocol in group:
                 keys = {
@@ -373,140 +408,3 @@ def _identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
     for sample in samples:
         digest.update(repr(dataclasses.astuple(sample)).encode())
     return digest.hexdigest()[:16]
-
-
-def by_question(samples: Sequence[Sample], results: Sequence[Result]) -> list[float]:
-    """Scores of questions: of one with several rows, the least of theirs."""
-    scores = [result.score for result in results]
-    return [min(scores[k] for k in rows) for rows in rows_of_questions([samples[result.sample] for result in results])]
-
-
-def paired(cold: npt.ArrayLike, other: npt.ArrayLike, seed: int = 0) -> dict[str, float]:
-    """Difference of accuracies in points, its bootstrap interval of 95 % and the p of McNemar's test.
-
-    With several auxiliary prompts, a question's mean difference is one observation, for the interval (a bootstrap over
-    questions) and for the test. The test is exact where every difference is -1, 0 or 1; with fractions between them it
-    is the asymptotic form, their sum over the root of the sum of their squares.
-
-    Args:
-      cold, other: scores from 0 to 1, for the same questions in the same order, [questions] or [prompts, questions].
-        Rows that are one question count once: see `by_question`.
-    """
-    from scipy import stats
-
-    before, after = np.atleast_2d(np.asarray(cold, float)), np.atleast_2d(np.asarray(other, float))
-    change = (after - before).mean(0)
-    n = len(change)
-    # A resample of questions is a multinomial draw of how many have each of the different differences.
-    values, counts = np.unique(change, return_counts=True)
-    rng = np.random.default_rng(seed)
-    drawn = [rng.multinomial(n, counts / n, _AT_ONCE) @ values / n for _ in range(_RESAMPLES // _AT_ONCE)]
-    low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5])
-    if not change.any():
-        p = 1.0
-    elif np.isin(change, (-1, 0, 1)).all():
-        p = stats.binomtest(int((change > 0).sum()), int((change != 0).sum())).pvalue
-    else:
-        p = 2 * stats.norm.sf(abs(change.sum()) / np.sqrt(np.square(change).sum()))
-    return {"difference": 100 * change.mean(), "low": 100 * low, "high": 100 * high, "p": float(p)}
-
-
-def by_case(results: dict[Protocol, dict[str, list[Result]]]) -> dict[Protocol, list[dict[str, list[Result]]]]:
-    """Results by setting of the protocols that differ in their seed alone, under what they have in common."""
-    cases: dict[Protocol, list[dict[str, list[Result]]]] = {}
-    for protocol, by_setting in results.items():
-        cases.setdefault(protocol.case, []).append(by_setting)
-    return cases
-
-
-def summarize(
-    samples: Sequence[Sample], results: dict[Protocol, dict[str, list[Result]]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Tables: one row for each protocol, setting and task, and one for each protocol and setting.
-
-    Protocols that differ in their seed alone are one: the same questions, several auxiliary prompts each. Means over
-    tasks count every task alike; the worst task is the one that loses most against the cold run.
-    """
-    details: list[dict[str, Any]] = []
-    totals: list[dict[str, Any]] = []
-    tasks = list(dict.fromkeys(sample.task for sample in samples))
-    for protocol, runs in by_case(results).items():
-        shown = {key: value for key, value in dataclasses.asdict(protocol).items() if key != "seed"}
-        for name in runs[0]:
-            rows = []
-            for task in tasks:
-                own = [[result for result in run[name] if samples[result.sample].task == task] for run in runs]
-                cold = [[result for result in run[COLD] if samples[result.sample].task == task] for run in runs]
-                every = [result for found in own for result in found]
-                share = np.sum([r.recomputed for r in every], axis=0) / sum(r.image_tokens for r in every)
-                before, after = ([by_question(samples, found) for found in part] for part in (cold, own))
-                rows.append(
-                    {
-                        **shown,
-                        "reuse": name,
-                        "task": task,
-                        "questions": len(after[0]),
-                        "auxiliary prompts": len(runs),
-                        "accuracy": 100 * float(np.mean(after)),
-                        **paired(before, after),
-                        "logit MSE": float(np.mean([result.squared_error for result in every])),
-                        "agreement": 100 * sum(r.agree for r in every) / sum(r.tokens for r in every),
-                        "image rows": float(np.mean(share)),
-                        "image rows by layer": share.tolist(),
-                        "rows": float(np.mean([result.rows for result in every])),
-                        "seconds": float(np.median([result.seconds for result in every])),
-                    }
-                )
-            details += rows
-            worst = min(rows, key=lambda row: row["difference"])
-            totals.append(
-                {
-                    "arrangement": protocol.arrangement,
-                    "donors": protocol.donors,
-                    "reuse": name,
-                    **{row["task"]: row["accuracy"] for row in rows},
-                    "mean": float(np.mean([row["accuracy"] for row in rows])),
-                    "worst": f"{worst['difference']:+.1f} {worst['task']}" if worst["difference"] < 0 else "-",
-                    "agreement": float(np.mean([row["agreement"] for row in rows])),
-                    "logit MSE": f"{np.mean([row['logit MSE'] for row in rows]):.1e}",
-                    "image rows %": 100 * float(np.mean([row["image rows"] for row in rows])),
-                    "ms": 1e3 * float(np.mean([row["seconds"] for row in rows])),
-                }
-            )
-    return details, totals
-
-
-def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """Draws accuracy and agreement against the share of image rows that are recomputed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cases = list(dict.fromkeys((row["arrangement"], row["donors"]) for row in details))
-    tasks = list(dict.fromkeys(row["task"] for row in details))
-    size = 4.2 * len(cases), 6.4
-    figure, axes = pyplot.subplots(2, len(cases), figsize=size, squeeze=False, sharex=True, sharey="row")
-    for column, case in enumerate(cases):
-        for task in tasks:
-            rows = [row for row in details if (row["arrangement"], row["donors"], row["task"]) == (*case, task)]
-            reused = sorted((row for row in rows if row["reuse"] != COLD), key=lambda row: row["image rows"])
-            share = [100 * row["image rows"] for row in reused]
-            [line] = axes[0, column].plot(share, [row["difference"] for row in reused], "o-", label=task, markersize=3)
-            axes[0, column].fill_between(
-                share,
-                [row["low"] for row in reused],
-                [row["high"] for row in reused],
-                alpha=0.15,
-                color=line.get_color(),
-            )
-            axes[1, column].plot(share, [row["agreement"] for row in reused], "o-", markersize=3)
-        axes[0, column].set_title(Protocol(case[0], donors=case[1]).title)
-        axes[0, column].axhline(0, color="black", linewidth=0.5)
-        axes[1, column].set_xlabel("image rows recomputed, %")
-    axes[0, 0].set_ylabel("accuracy against cold, points")
-    axes[1, 0].set_ylabel("most likely token agrees, %")
-    axes[0, 0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

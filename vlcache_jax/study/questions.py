@@ -23,6 +23,17 @@ from vlcache_jax.study.scoring import METHODS, OPTION, Rules, option, rules_of
 
 ARRANGEMENTS = ("image_first", "text_first", "question_first")
 _NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+# Queries about any picture, and about several: what auxiliary prompts ask.
+RELATED = (
+    ("What is shown in this picture?", "What is shown in these pictures?"),
+    ("Which objects can be seen?", "Which objects can be seen in both?"),
+    ("Is there any text, and what does it say?", "Is there any text in them, and what does it say?"),
+    ("How many separate things are there?", "How many separate things are there in all?"),
+    ("Which colours are most common?", "Which colours do they share?"),
+    ("Where is the most important part?", "Which of them shows more?"),
+    ("What could this be used for?", "What could these be used for?"),
+    ("What is unusual about it?", "How do they differ?"),
+)
 _CIRCLE = 1_000_000  # rows of a circular question have one index modulo this
 
 
@@ -40,6 +51,7 @@ class Sample:
       method: how answers are scored, a name of `scoring.METHODS` or `scoring.OPTION`.
       question_id: equal for rows that are one question, right only if all of them are; empty for a row of its own.
       numbered: whether several images are numbered in the prompt.
+      related: what auxiliary prompts ask about one image, and about several; more than one text each.
     """
 
     index: str
@@ -51,6 +63,7 @@ class Sample:
     method: str = "words"
     question_id: str = ""
     numbered: bool = True
+    related: tuple[tuple[str, str], ...] = RELATED
 
     def score(self, text: str) -> float:
         """How right an answer is, from 0 to 1."""

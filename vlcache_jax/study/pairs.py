@@ -1,0 +1,233 @@
+"""What settings lose against the cold run, question by question: tables, intervals and tests of paired answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.study.accuracy import COLD, Protocol, Result
+from vlcache_jax.study.questions import Sample, rows_of_questions
+
+_Z = 1.959964  # of an interval of 95 %
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The answers to questions about one image, or to those about several, from a cache filled in one way.
+
+    Attributes:
+      protocol: how it was filled, with seed 0.
+      images: "one" or "several".
+      samples: all of them, that results have their numbers of.
+      runs: results by setting, one entry for each auxiliary prompt.
+    """
+
+    protocol: Protocol
+    images: str
+    samples: Sequence[Sample]
+    runs: list[dict[str, list[Result]]]
+
+    @functools.cached_property
+    def tasks(self) -> list[str]:
+        """The tasks that have such questions."""
+        return list(dict.fromkeys(self.samples[result.sample].task for result in self.runs[0][COLD]))
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """What it is called in tables."""
+        return {"arrangement": self.protocol.arrangement, "donors": self.protocol.donors, "images": self.images}
+
+    @property
+    def title(self) -> str:
+        several = f"several images, cached {self.protocol.donors}"
+        return f"{self.protocol.arrangement.replace('_', ' ')}, {several if self.images == 'several' else 'one image'}"
+
+    def results(self, setting: str, task: str) -> list[list[Result]]:
+        """Of a task's questions, [auxiliary prompts][rows]."""
+        return [[result for result in run[setting] if self.samples[result.sample].task == task] for run in self.runs]
+
+    def scores(self, setting: str, task: str) -> list[list[float]]:
+        """Of a task's questions, [auxiliary prompts][questions]; of one with several rows, the least of theirs."""
+        found = []
+        for results in self.results(setting, task):
+            rows = rows_of_questions([self.samples[result.sample] for result in results])
+            found.append([min(results[k].score for k in numbers) for numbers in rows])
+        return found
+
+    def compare(self, setting: str, reference: str) -> list[dict[str, float]]:
+        """`paired` of each task."""
+        return [paired(self.scores(reference, task), self.scores(setting, task)) for task in self.tasks]
+
+
+def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[Result]]]) -> list[Case]:
+    """The cases of results. Protocols that differ in their seed alone are one, with several auxiliary prompts."""
+    by_protocol: dict[Protocol, list[dict[str, list[Result]]]] = {}
+    for protocol, by_setting in results.items():
+        by_protocol.setdefault(protocol.case, []).append(by_setting)
+    cases = []
+    for protocol, runs in by_protocol.items():
+        for images in ("one", "several"):
+            own = [
+                {
+                    name: [row for row in rows if (len(samples[row.sample].images) > 1) == (images == "several")]
+                    for name, rows in run.items()
+                }
+                for run in runs
+            ]
+            if own[0][COLD]:
+                cases.append(Case(protocol, images, samples, own))
+    return cases
+
+
+def paired(reference: npt.ArrayLike, other: npt.ArrayLike) -> dict[str, float]:
+    """Difference of accuracies in points, its interval of 95 % and the p of McNemar's test.
+
+    With several auxiliary prompts, a question's mean difference is one observation. The interval is that of Agresti and
+    Min (2005): half a question more in each cell, so that it has a width where no answer differs. The test is exact
+    where every difference is -1, 0 or 1; with fractions between them it is the asymptotic form, their sum over the root
+    of the sum of their squares.
+
+    Args:
+      reference, other: scores from 0 to 1, for the same questions in the same order, [questions] or [prompts,
+        questions].
+    """
+    from scipy import stats
+
+    before, after = np.atleast_2d(np.asarray(reference, float)), np.atleast_2d(np.asarray(other, float))
+    change = (after - before).mean(0)
+    size = len(change) + 2
+    centre = change.sum() / size
+    width = _Z * math.sqrt(((np.square(change).sum() + 1) / size - centre**2) / size)
+    if not change.any():
+        p = 1.0
+    elif np.isin(change, (-1, 0, 1)).all():
+        p = stats.binomtest(int((change > 0).sum()), int((change != 0).sum())).pvalue
+    else:
+        p = 2 * stats.norm.sf(abs(change.sum()) / np.sqrt(np.square(change).sum()))
+    low, high = centre - width, centre + width
+    return {"difference": 100 * float(change.mean()), "low": 100 * low, "high": 100 * high, "p": float(p)}
+
+
+def mean_of(tasks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean difference and interval over tasks, each counted alike, whose questions are drawn independently.
+
+    Args:
+      tasks: `paired` of each.
+    """
+    centre = sum(task["low"] + task["high"] for task in tasks) / 2 / len(tasks)
+    width = math.sqrt(sum(((task["high"] - task["low"]) / 2) ** 2 for task in tasks)) / len(tasks)
+    difference = sum(task["difference"] for task in tasks) / len(tasks)
+    return {"difference": difference, "low": centre - width, "high": centre + width}
+
+
+def summarize(cases: Iterable[Case]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Tables: one row for each case, setting and task, and one for each case and setting.
+
+    Means over tasks count every task alike. The worst task is the one that loses most against the cold run; "at most"
+    is what the interval of some task still allows to be lost.
+    """
+    details: list[dict[str, Any]] = []
+    totals: list[dict[str, Any]] = []
+    for case in cases:
+        for name in case.runs[0]:
+            rows = details_of(case, name)
+            details += rows
+            totals.append(case.shown | {"reuse": name} | total(rows))
+    return details, totals
+
+
+def details_of(case: Case, setting: str) -> list[dict[str, Any]]:
+    """A setting's answers, task by task."""
+    return [_detail(case, setting, task) for task in case.tasks]
+
+
+def _detail(case: Case, setting: str, task: str) -> dict[str, Any]:
+    scores = case.scores(setting, task)
+    every = [result for found in case.results(setting, task) for result in found]
+    share = np.sum([r.recomputed for r in every], axis=0) / sum(r.image_tokens for r in every)
+    return {
+        **case.shown,
+        "auxiliary": case.protocol.auxiliary,
+        "reuse": setting,
+        "task": task,
+        "questions": len(scores[0]),
+        "auxiliary prompts": len(scores),
+        "accuracy": 100 * float(np.mean(scores)),
+        **paired(case.scores(COLD, task), scores),
+        "logit MSE": float(np.mean([result.squared_error for result in every])),
+        "agreement": 100 * sum(r.agree for r in every) / sum(r.tokens for r in every),
+        "image tokens": float(np.mean([result.image_tokens for result in every])),
+        "image rows": float(np.mean(share)),
+        "image rows by layer": share.tolist(),
+        "rows": float(np.mean([result.rows for result in every])),
+        "bytes read": float(np.mean([result.bytes_read for result in every])),
+        "seconds": float(np.median([result.seconds for result in every])),
+    }
+
+
+def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a setting's details come to."""
+
+    def mean(name: str) -> float:
+        return float(np.mean([row[name] for row in rows]))
+
+    worst, overall = min(rows, key=lambda row: row["difference"]), mean_of(rows)
+    return {
+        **{row["task"]: row["accuracy"] for row in rows},
+        "mean": mean("accuracy"),
+        "difference": interval(overall),
+        "worst task": f"{interval(worst)} {worst['task']}" if worst["difference"] < 0 else "-",
+        "at most": max(0.0, *(-row["low"] for row in rows)),
+        "logit MSE": f"{mean('logit MSE'):.2g}",
+        "agreement": mean("agreement"),
+        "rows %": 100 * float(np.max(np.mean([row["image rows by layer"] for row in rows], axis=0))),
+        "rows x layers %": 100 * mean("image rows"),
+        "MB read": mean("bytes read") / 1e6,
+        "ms": 1e3 * mean("seconds"),
+    }
+
+
+def interval(found: dict[str, Any]) -> str:
+    """A difference with its interval, as tables show it."""
+    return f"{found['difference']:+.1f} [{found['low']:+.1f}, {found['high']:+.1f}]"
+
+
+def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws accuracy and agreement against the share of image rows that are recomputed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = ("arrangement", "donors", "images")
+    cases = list(dict.fromkeys(tuple(row[name] for name in names) for row in details))
+    size = 4.2 * len(cases), 6.4
+    figure, axes = pyplot.subplots(2, len(cases), figsize=size, squeeze=False, sharex=True, sharey="row")
+    tasks = list(dict.fromkeys(row["task"] for row in details))
+    for column, case in enumerate(cases):
+        for colour, task in enumerate(tasks):
+            rows = [row for row in details if (*(row[name] for name in names), row["task"]) == (*case, task)]
+            reused = sorted((row for row in rows if row["reuse"] != COLD), key=lambda row: row["image rows"])
+            share = [100 * row["image rows"] for row in reused]
+            look: dict[str, Any] = {"color": f"C{colour}"}
+            axes[0, column].plot(share, [row["difference"] for row in reused], "o-", label=task, markersize=3, **look)
+            low, high = ([row[end] for row in reused] for end in ("low", "high"))
+            axes[0, column].fill_between(share, low, high, alpha=0.15, **look)
+            axes[1, column].plot(share, [row["agreement"] for row in reused], "o-", markersize=3, **look)
+        arrangement, donors, images = case
+        axes[0, column].set_title(f"{arrangement.replace('_', ' ')}, {images} image{'s' * (images != 'one')}, {donors}")
+        axes[0, column].axhline(0, color="black", linewidth=0.5)
+        axes[1, column].set_xlabel("image rows recomputed, %")
+    axes[0, 0].set_ylabel("accuracy against cold, points")
+    axes[1, 0].set_ylabel("most likely token agrees, %")
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
