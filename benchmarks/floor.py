@@ -2,8 +2,9 @@
 
 An operator takes the longer of operations / matrix rate and bytes / bandwidth; they come one after the other. A linear
 moves its weights and its rows in and out (an MLP is one operator), attention K, V of the slots that its rows see, once,
-and queries and results, linking K, V of the tokens that are not computed, in and out. What else there is counts
-nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
+and queries and results, linking K, V of the tokens that are not computed, in and out. Under `shift`, which is not one
+with linking, they are moved in and out once more in every layer but the first, and the rows' K, V are projected twice.
+What else there is counts nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
 
     python -m vlcache_jax.benchmarks.floor
 
@@ -29,7 +30,7 @@ from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.study import report
 
-PARTS = ("encoder", "linear", "attention", "head", "link")
+PARTS = ("encoder", "linear", "attention", "head", "link", "move")
 # Of the reference cases: tokens of an image, images, text tokens before and after, and the levels (in 1/500) of the
 # falling schedule, each in a sixth of the layers: its mean is 0.025 where six divides the layers.
 IMAGE, IMAGES, BEFORE, AFTER = 1024, 20, 20, 6
@@ -68,7 +69,7 @@ class Floor:
     """What a run costs at least.
 
     Attributes:
-      parts: seconds of encoder, linears, attention, output head, linking, and loading from the host.
+      parts: seconds of encoder, linears, attention, output head, linking, moving, and loading from the host.
       operations: of all parts.
     """
 
@@ -135,6 +136,9 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None
         yield linear("linear", len(seen), q, width, q * width)
         yield linear("linear", len(seen), width, width, mlp)
         yield Operator("link", 0, ((itemsize * kv if kept is None else kept) + itemsize * kv) * (len(depth) - rows))
+        if plan.shift and layer:
+            yield linear("move", rows, width, kv, width * kv)
+            yield Operator("move", 0, 2 * itemsize * kv * (len(depth) - rows))
     wanted = int((depth > text.num_layers).sum())
     yield linear("head", wanted, width, text.vocab_size, width * text.vocab_size)
 
@@ -212,12 +216,12 @@ def reference(config: ModelConfig) -> dict[str, Floor]:
     """The reference cases of a model, on an H200 with K, V in its memory."""
     layers = config.text.num_layers
 
-    def plan(levels: Sequence[int]) -> Plan:
+    def plan(levels: Sequence[int], shift: bool = False) -> Plan:
         fresh = np.array(levels) * IMAGE // 500
         depth = np.full(BEFORE + IMAGES * IMAGE + AFTER, layers, np.int16)
         depth[BEFORE:-AFTER] = np.tile((np.arange(IMAGE)[:, None] < fresh).sum(1), IMAGES)
         depth[-1] = layers + 1
-        return Plan(depth)
+        return Plan(depth, shift=shift)
 
     side = int(np.sqrt(IMAGE)) * config.vision.merge_size
     whole = plan([500] * layers)
@@ -227,6 +231,7 @@ def reference(config: ModelConfig) -> dict[str, Floor]:
         "r = 0.1": floor(config, plan([50] * layers)),
         "falling to 0": floor(config, plan([FALLING[layer * len(FALLING) // layers] for layer in range(layers)])),
         "r = 0": floor(config, plan([0] * layers)),
+        "shift, r = 0.02": floor(config, plan([10] * layers, shift=True)),
     }
 
 

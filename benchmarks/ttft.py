@@ -246,6 +246,7 @@ class _Measuring:
         config, report = self._config, outputs[0].cache
         itemsize = np.dtype(self._llm._runner.dtype).itemsize
         plan = known.plan(report, spread_ranks(*image_grid(known.tokens)) if name == SHIFT else None)
+        plan = dataclasses.replace(plan, shift=name == SHIFT)
         least = functools.partial(
             floor,
             config,

@@ -22,7 +22,9 @@ from vlcache_jax.reuse.plan import Plan
 )
 def test_the_specification(model, printed):
     """To the last digit that it prints."""
-    milliseconds = [1000 * found.seconds for found in reference(MODELS[model]).values()]
+    found = reference(MODELS[model])
+    cases = ("cold", "encoder cached", "r = 0.1", "falling to 0", "r = 0")
+    milliseconds = [1000 * found[case].seconds for case in cases]
     assert tuple(f"{ms:.{len(p.partition('.')[2])}f}" for ms, p in zip(milliseconds, printed, strict=True)) == printed
 
 
@@ -44,10 +46,24 @@ def test_parts():
     assert found.parts["load"] == 10**9 / H200.host
     assert found.parts["link"] == 2 * 2 * 2 * 2 * text.num_kv_heads * text.head_dim / H200.memory
     assert 2 * weights / H200.memory < found.parts["linear"] < 1.001 * 2 * weights / H200.memory
+    assert found.parts["move"] == 0
     fast = dataclasses.replace(H200, memory=1e30, matrix=H200.matrix / 2)
     assert floor(config, Plan(np.array([1, 0, 0, 2], np.int16)), fast).seconds == pytest.approx(
         2 * found.operations / H200.matrix
     )
+
+
+def test_moving_reads_and_writes_what_is_not_computed_once_more():
+    config = MODELS["Qwen3-VL-8B"]
+    text = config.text
+    depth = np.full(100, text.num_layers, np.int16)
+    depth[10:90] = 0
+    depth[-1] += 1
+    plain, moved = (floor(config, Plan(depth, shift=shift)) for shift in (False, True))
+    kv, again = 2 * text.num_kv_heads * text.head_dim, text.num_layers - 1
+    values = 2 * kv * 80 + text.hidden_size * kv + 20 * (text.hidden_size + kv)
+    assert moved.seconds - plain.seconds == pytest.approx(again * 2 * values / H200.memory)
+    assert moved.parts == plain.parts | {"move": moved.parts["move"]}
 
 
 def test_a_row_sees_the_slots_before_its_own():

@@ -111,7 +111,7 @@ def paired(reference: npt.ArrayLike, other: npt.ArrayLike) -> dict[str, float]:
         p = stats.binomtest(int((change > 0).sum()), int((change != 0).sum())).pvalue
     else:
         p = 2 * stats.norm.sf(abs(change.sum()) / np.sqrt(np.square(change).sum()))
-    low, high = centre - width, centre + width
+    low, high = max(-1.0, centre - width), min(1.0, centre + width)
     return {"difference": 100 * float(change.mean()), "low": 100 * low, "high": 100 * high, "p": float(p)}
 
 
