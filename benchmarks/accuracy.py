@@ -65,7 +65,7 @@ def measure(
         rows = [row for row in totals if case.shown.items() <= row.items()]
         show(
             f"Accuracy, {case.title} ({case.protocol.auxiliary} auxiliary query)",
-            [{key: value for key, value in row.items() if key not in case.shown} for row in rows],
+            [pairs.printed(row, case.shown) for row in rows],
         )
     names = ("arrangement", "donors", "images", "reuse", "task", "questions")
     show(

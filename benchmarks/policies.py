@@ -122,6 +122,7 @@ def table(groups: Sequence[Group], case: pairs.Case) -> list[dict[str, Any]]:
 
 def _row(group: Group, case: pairs.Case, setting: str) -> dict[str, Any]:
     details = pairs.details_of(case, setting)
+    ahead = pairs.mean_of(case.compare(setting, group.reference))
     by_layer = 100 * np.mean([row["image rows by layer"] for row in details], axis=0)
     return {
         **case.shown,
@@ -129,7 +130,7 @@ def _row(group: Group, case: pairs.Case, setting: str) -> dict[str, Any]:
         "reuse": setting,
         **{sample.task: "-" for sample in case.samples},  # tasks without such questions
         **pairs.total(details),
-        "over static": pairs.interval(pairs.mean_of(case.compare(setting, group.reference))),
+        **{f"over static {name}": value for name, value in ahead.items()},
         "by layer %": " ".join(f"{share:.0f}" for share in by_layer),
     }
 
@@ -270,7 +271,9 @@ def measure(
                 results = accuracy.run(llm, found.asked, policies, seeds, max_tokens=max_tokens, work=work)
                 for part in pairs.cases_of(found.asked, results):
                     new = [{"size": found.size} | row for row in table(groups, part)]
-                    show(f"{found.size} images, {part.title}", [_printed(row) for row in new])
+                    show(
+                        f"{found.size} images, {part.title}", [pairs.printed(row, ("size", *part.shown)) for row in new]
+                    )
                     rows += new
                     details += [{"size": found.size} | row for row in pairs.summarize([part])[0]]
     head = environment("jax") | {
@@ -291,11 +294,6 @@ def _possible(
     """The cases that questions allow: those about one image know no images apart, unless nothing else is asked for."""
     together = {case: seeds for case, seeds in cases.items() if case.donors != "apart"}
     return together if together and all(len(sample.images) == 1 for sample in samples) else cases
-
-
-def _printed(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what its table's title says."""
-    return {key: value for key, value in row.items() if key not in ("size", "arrangement", "donors", "images")}
 
 
 def _sizes(llm: LLM, samples: Sequence[Sample]) -> tuple[float, int]:

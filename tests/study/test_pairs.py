@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from vlcache_jax.study.accuracy import Protocol, Result
-from vlcache_jax.study.pairs import cases_of, interval, mean_of, paired, summarize
+from vlcache_jax.study.pairs import cases_of, interval, mean_of, paired, printed, summarize
 from vlcache_jax.study.questions import Sample
 
 
@@ -104,8 +104,14 @@ def test_summary_counts_tasks_alike_and_names_the_worst():
     details, totals = summarize(cases_of(samples, {protocol: {"off": cold, "full": reused}}))
     assert [row["accuracy"] for row in details] == pytest.approx([100, 100, 100 * 2 / 3, 0])
     assert totals[1]["mean"] == pytest.approx((200 / 3 + 0) / 2)
-    assert totals[1]["difference"].startswith("-66.7 [")
-    assert totals[1]["worst task"] == f"{interval(details[3])} small"
+    assert totals[1]["difference"] == pytest.approx(-100 * 2 / 3)
+    assert (totals[1]["worst task"], totals[1]["worst difference"]) == ("small", -100)
+    shown = printed(totals[1], ["arrangement", "donors", "images", "big"])
+    assert list(shown)[:5] == ["reuse", "small", "mean", "difference", "worst task"]
+    assert shown["difference"] == interval(totals[1])
+    assert shown["worst"] == interval(details[3])
+    assert shown["logit MSE"] == "0.5"
+    assert not {name for name in shown if name.endswith(("low", "high"))}
     assert totals[1]["at most"] == pytest.approx(-details[3]["low"])
     assert totals[1]["agreement"] == pytest.approx((100 * 5 / 6 + 0) / 2)
     assert totals[1]["rows %"] == pytest.approx(20)

@@ -178,14 +178,15 @@ def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def mean(name: str) -> float:
         return float(np.mean([row[name] for row in rows]))
 
-    worst, overall = min(rows, key=lambda row: row["difference"]), mean_of(rows)
+    worst = min(rows, key=lambda row: row["difference"])
     return {
         **{row["task"]: row["accuracy"] for row in rows},
         "mean": mean("accuracy"),
-        "difference": interval(overall),
-        "worst task": f"{interval(worst)} {worst['task']}" if worst["difference"] < 0 else "-",
+        **mean_of(rows),
+        "worst task": worst["task"],
+        **{f"worst {name}": worst[name] for name in ("difference", "low", "high")},
         "at most": max(0.0, *(-row["low"] for row in rows)),
-        "logit MSE": f"{mean('logit MSE'):.2g}",
+        "logit MSE": mean("logit MSE"),
         "agreement": mean("agreement"),
         "rows %": 100 * float(np.max(np.mean([row["image rows by layer"] for row in rows], axis=0))),
         "rows x layers %": 100 * mean("image rows"),
@@ -194,9 +195,25 @@ def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def interval(found: dict[str, Any]) -> str:
-    """A difference with its interval, as tables show it."""
-    return f"{found['difference']:+.1f} [{found['low']:+.1f}, {found['high']:+.1f}]"
+def interval(found: dict[str, Any], of: str = "") -> str:
+    """A difference with its interval, as tables show it; `of` stands before the names of the three."""
+    difference, low, high = (found[f"{of}{name}"] for name in ("difference", "low", "high"))
+    return f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def printed(row: dict[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
+    """A row of totals as a table shows it: intervals in one column each, and no columns of these names."""
+    hidden = {*without, "low", "high"}
+    shown = {}
+    for name, value in row.items():
+        of, _, end = name.rpartition(" ")
+        if name == "difference" or (end == "difference" and f"{of} low" in row):
+            shown[of or "difference"] = interval(row, f"{of} " if of else "")
+        elif name == "logit MSE":
+            shown[name] = f"{value:.2g}"
+        elif name not in hidden and end not in ("low", "high"):
+            shown[name] = value
+    return shown
 
 
 def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
