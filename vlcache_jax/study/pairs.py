@@ -181,6 +181,7 @@ def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     worst = min(rows, key=lambda row: row["difference"])
     return {
         **{row["task"]: row["accuracy"] for row in rows},
+        "questions": sum(row["questions"] for row in rows),
         "mean": mean("accuracy"),
         **mean_of(rows),
         "worst task": worst["task"],
