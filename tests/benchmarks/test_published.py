@@ -1,0 +1,52 @@
+"""Tables in the docs: how they are made, and that they say what their files say."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlcache_jax.benchmarks import published
+
+ROW = {
+    "size": "small", "arrangement": "text_first", "donors": "together", "images": "one", "reuse": "off",
+    "questions": 300, "mean": 99.0, "difference": 0.0, "low": -0.5, "high": 0.5, "worst task": "grid",
+    "worst difference": 0.0, "worst low": -1.0, "worst high": 1.0, "at most": 1.0, "rows %": 100.0,
+    "rows x layers %": 100.0, "MB read": 0.0, "ms": 80.4,
+}  # fmt: skip
+LOST = {
+    "reuse": "full", "mean": 95.04, "difference": -3.96, "low": -6.0, "high": -2.0, "worst task": "count",
+    "worst difference": -8.0, "worst low": -12.0, "worst high": -4.0, "at most": 12.0, "rows %": 0.0,
+    "rows x layers %": 0.0, "MB read": 1.68, "ms": 9.6,
+}  # fmt: skip
+APART = {"arrangement": "question_first", "donors": "apart", "images": "several"}
+ROWS = [ROW, ROW | LOST, ROW | APART, ROW | LOST | APART | {"difference": -60.0}]
+
+
+def test_losses_have_a_line_for_each_setting():
+    head, cold, full = published.losses(ROWS)
+    assert len(head) == len(cold) == len(full) == 3 + len(published.CASES)
+    assert cold == ["cold, right of 100", "100.0", "100.0", "99.0", "", "", "", "", "99.0"]
+    assert full == ["`full`", "0.0", "0.0", "-4.0", "", "", "", "", "-60.0"]
+
+
+def test_goals_have_a_line_for_each_case_and_setting():
+    _, one, apart = published.goals(ROWS, ["full"])
+    assert one == [
+        "one, other text", "`full`", "300", "99.0", "-4.0 [-6.0, -2.0]", "-8.0 [-12.0, -4.0] count", "12.00", "10",
+        "1.7",
+    ]  # fmt: skip
+    assert apart[:2] == ["two, seen apart, another question", "`full`"]
+
+
+def test_pages_are_rewritten_between_their_marks(monkeypatch):
+    monkeypatch.setitem(published.TABLES, "of a test", lambda: published.markdown(iter([["a", "b"], ["1", "2"]])))
+    page = "Before.\n\n<!-- table of a test -->\nold\n<!-- end -->\n\nBehind.\n"
+    new = "Before.\n\n<!-- table of a test -->\n| a | b |\n| --- | --- |\n| 1 | 2 |\n<!-- end -->\n\nBehind.\n"
+    assert published.rewrite(page) == published.rewrite(new) == new
+    with pytest.raises(ValueError, match=r"table must be one of .*, got nothing"):
+        published.rewrite(page.replace("of a test", "nothing"))
+
+
+def test_pages_say_what_their_files_say():
+    for page in published.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert published.rewrite(text) == text, f"{page}: run python -m vlcache_jax.benchmarks.published"
