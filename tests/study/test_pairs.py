@@ -107,7 +107,7 @@ def test_summary_counts_tasks_alike_and_names_the_worst():
     assert totals[1]["difference"] == pytest.approx(-100 * 2 / 3)
     assert (totals[1]["worst task"], totals[1]["worst difference"]) == ("small", -100)
     shown = printed(totals[1], ["arrangement", "donors", "images", "big"])
-    assert list(shown)[:5] == ["reuse", "small", "mean", "difference", "worst task"]
+    assert list(shown)[:6] == ["reuse", "small", "questions", "mean", "difference", "worst task"]
     assert shown["difference"] == interval(totals[1])
     assert shown["worst"] == interval(details[3])
     assert shown["logit MSE"] == "0.5"
