@@ -3,7 +3,7 @@
 An operator takes the longer of operations / matrix rate and bytes / bandwidth; they come one after the other. A linear
 moves its weights and its rows in and out (an MLP is one operator), attention K, V of the slots that its rows see, once,
 and queries and results, linking K, V of the tokens that are not computed, in and out. Under `shift`, which is not one
-with linking, they are moved in and out once more in every layer but the first, and the rows' K, V are projected twice.
+with linking, they are moved in and out once more in every layer but the first.
 What else there is counts nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
 
     python -m vlcache_jax.benchmarks.floor
@@ -137,7 +137,6 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None
         yield linear("linear", len(seen), width, width, mlp)
         yield Operator("link", 0, ((itemsize * kv if kept is None else kept) + itemsize * kv) * (len(depth) - rows))
         if plan.shift and layer:
-            yield linear("move", rows, width, kv, width * kv)
             yield Operator("move", 0, 2 * itemsize * kv * (len(depth) - rows))
     wanted = int((depth > text.num_layers).sum())
     yield linear("head", wanted, width, text.vocab_size, width * text.vocab_size)
