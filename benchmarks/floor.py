@@ -3,8 +3,8 @@
 An operator takes the longer of operations / matrix rate and bytes / bandwidth; they come one after the other. A linear
 moves its weights and its rows in and out (an MLP is one operator), attention K, V of the slots that its rows see, once,
 and queries and results, linking K, V of the tokens that are not computed, in and out. Under `shift`, which is not one
-with linking, they are moved in and out once more in every layer but the first.
-What else there is counts nothing: norms, rotations, embeddings of tokens and of patches, sampling, launches.
+with linking, these go in and out once more in every layer but the first. What else there is counts nothing: norms,
+rotations, embeddings of tokens and of patches, sampling, launches.
 
     python -m vlcache_jax.benchmarks.floor
 

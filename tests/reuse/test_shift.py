@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from vlcache_jax import LLM
 from vlcache_jax.models import load_config, rope
 from vlcache_jax.models.decoder import SelfAttention
 from vlcache_jax.reuse.shift import IMAGES, Moves, Shift, move
@@ -109,3 +110,17 @@ def test_channels_without_weight_and_keys_without_length_stay_finite(checkpoints
     had, has = (np.sqrt(np.square(part).sum(-1, keepdims=True)) for part in (raw[0], new))
     np.testing.assert_allclose(moved[0], new * had / has, rtol=1e-5)
     np.testing.assert_array_equal(moved[1:], 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.ladder)])
+def test_rows_are_projected_once(checkpoints, family):
+    """What moves needs K, V of the rows before attention, which the layer computes too: the compiler sees one."""
+    with LLM(checkpoints(family), max_model_len=256, kv_cache_bytes=1 << 20) as llm:
+        programs = llm._runner.programs
+        size = programs.definitions.ladder.rows[0]
+        plain, moving = (
+            programs._lower(("layer", size, size, False, moves)).compile().as_text().count(" dot(")
+            for moves in (False, True)
+        )
+    assert plain > 0
+    assert moving == plain + 2  # the means of K and of V
