@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import numpy as np
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.files import check_readable, check_writable
 from vlcache_jax.progress import Progress, say
-from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.schedule import UNITS, Schedule
 from vlcache_jax.study import accuracy, pairs
 from vlcache_jax.study.questions import Sample, spread
 from vlcache_jax.study.report import environment, show, write
@@ -34,6 +35,7 @@ MEAN = "0.025"  # of the schedules that are profiled
 PROFILED = 20  # questions that each is profiled on
 OWN, CROSS = "schedule", "schedule-of-{}"
 BY_RATIO = ("", "ends-", "spread-", "shift-")  # a share of the tokens of every image, before them the share
+_NUMBER = re.compile(r"\d*\.?\d+")
 BY_COUNT = ("epic", "mpic")  # so many tokens of every image, whatever its size
 
 
@@ -225,10 +227,11 @@ def measure(
       profiled: drawn questions that each is profiled on; 0: none is.
 
     Raises:
-      ValueError: a ratio or share is not between 0 and 1, a schedule is not the model's, or one is to be profiled on
-        files.
+      ValueError: a ratio or share is not between 0 and 1, `mean` is beyond what is profiled, a schedule is not the
+        model's, or one is to be profiled on files.
     """
     from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.study.sensitivity import MAX_LEVEL
 
     for name, values in (("ratio", ratios), ("share", shares)):
         for value in values:
@@ -236,6 +239,8 @@ def measure(
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
     if split not in ("profile", "test"):
         raise ValueError(f"split must be profile or test, got {split!r}")
+    if profiled and not (_NUMBER.fullmatch(mean) and 0 < Fraction(mean) <= Fraction(MAX_LEVEL, UNITS)):
+        raise ValueError(f"mean must be a number above 0, at most {MAX_LEVEL / UNITS:g}, got {mean!r}")
     if data and profiled:
         raise ValueError(
             f"profiled must be 0 with data, got {profiled}: a schedule of other questions can be given by schedule"

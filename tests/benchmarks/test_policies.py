@@ -165,6 +165,13 @@ def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
         assert message in result.stderr
 
 
+@pytest.mark.parametrize("mean", ["0", "0.31", "much", "-0.1", "1/8"])
+def test_a_mean_that_no_profile_reaches_is_refused(mean):
+    result = CliRunner().invoke(app, ["bench", "policies", "nowhere", "--mean", mean])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: mean must be a number above 0, at most 0.3, got {mean!r}")
+
+
 @pytest.mark.parametrize("name", ["--ratio", "--share"])
 def test_ratios_out_of_range_are_refused(name):
     result = CliRunner().invoke(app, ["bench", "policies", "nowhere", name, "1.5"])
