@@ -143,7 +143,8 @@ class MPIC:
 class EPIC:
     """k tokens of every image behind another context are computed in every layer (EPIC, LegoLink-k).
 
-    EPIC's records are compiled alone, each image behind nothing: fill the cache with `llm.cache.precompute`.
+    EPIC's records are compiled alone, each image behind nothing: fill the cache by `llm.generate` with prompts that are
+    an image's tokens and nothing else.
 
     Attributes:
       k: tokens.
