@@ -197,8 +197,11 @@ class Sampler:
         for _ in range(batch):
             pictures = draw_pictures(rng, sizes)
             kinds_asked = [*self._kinds(stage, count, turns), "what"]  # the last is always possible
-            questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
             arrangement = str(rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
+            if arrangement == "question_first":
+                # Every kind stands before pictures equally often. By their shares, places were not learnt there.
+                kinds_asked.insert(0, str(rng.choice(_possible(stage, count))))
+            questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
             images = []
             for i, picture in enumerate(pictures):
                 patches = self._processor.patches(render(picture))
@@ -259,9 +262,9 @@ class Sampler:
         return torch.tensor([token for [token] in ids])
 
     def _kinds(self, stage: Stage, images: int, turns: int) -> list[str]:
-        shares = {kind: share for kind, share in stage.shares.items() if images > 1 or kind not in _ABOUT_SEVERAL}
-        total = sum(shares.values())
-        return [str(k) for k in self.rng.choice(list(shares), size=turns, p=[s / total for s in shares.values()])]
+        kinds = _possible(stage, images)
+        total = sum(stage.shares[kind] for kind in kinds)
+        return [str(k) for k in self.rng.choice(kinds, size=turns, p=[stage.shares[kind] / total for kind in kinds])]
 
     def _encode(self, messages: list[dict[str, Any]], first_answer: int) -> tuple[list[int], list[int]]:
         """Token ids, and the number of the answer that each belongs to. An image is its number of tokens."""
@@ -292,6 +295,11 @@ class Sampler:
                 self._ids.clear()
             self._ids[text] = self._tokenizer.encode(text, add_special_tokens=False)
         ids += self._ids[text]
+
+
+def _possible(stage: Stage, images: int) -> list[str]:
+    """The kinds of questions that a stage asks about so many images."""
+    return [kind for kind in stage.shares if images > 1 or kind not in _ABOUT_SEVERAL]
 
 
 def _asked_about(question: str) -> int:
