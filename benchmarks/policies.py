@@ -24,6 +24,7 @@ from vlcache_jax.reuse.schedule import UNITS, Schedule
 from vlcache_jax.study import accuracy, pairs
 from vlcache_jax.study.questions import Sample, spread
 from vlcache_jax.study.report import environment, show, write
+from vlcache_jax.study.search import MAX_LEVEL, find_schedule
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
@@ -187,7 +188,6 @@ def find_schedules(
     work: pathlib.Path | None,
 ) -> dict[str, Schedule]:
     """A schedule profiled for a protocol, and one profiled behind other text or, for that, behind another question."""
-    from vlcache_jax.study.search import find_schedule
     from vlcache_jax.study.sensitivity import cases_of, profile
 
     found = {}
@@ -231,7 +231,6 @@ def measure(
         model's, or one is to be profiled on files.
     """
     from vlcache_jax.assets import TINY_VQA
-    from vlcache_jax.study.sensitivity import MAX_LEVEL
 
     for name, values in (("ratio", ratios), ("share", shares)):
         for value in values:

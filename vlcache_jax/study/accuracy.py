@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.progress import Progress
@@ -273,7 +272,7 @@ def _results(
     moved: bool = False,
 ) -> list[Result]:
     text_config = llm._runner.config.text
-    kv_bytes = 2 * text_config.num_kv_heads * text_config.head_dim * jnp.dtype(llm._runner.dtype).itemsize
+    kv_bytes = 2 * text_config.num_kv_heads * text_config.head_dim * np.dtype(llm._runner.dtype).itemsize
     results = []
     for i, found, text, cold in zip(chosen, scores, texts, reference, strict=True):
         images, rows = found.cache.images, found.cache.rows
