@@ -138,6 +138,7 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
     assert "as they are images, question first, several images, cached apart" in result.stdout
 
 
+@pytest.mark.ladder
 def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, questions_tsv, tmp_path):
     arguments = ["--data", questions_tsv, "--ratio", "0.5", "--share", "0.9", "--arrangement", "text_first"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
