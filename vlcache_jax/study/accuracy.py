@@ -83,10 +83,6 @@ class Protocol:
         """What it has in common with those that differ in their seed alone: it, with seed 0."""
         return dataclasses.replace(self, seed=0)
 
-    @property
-    def title(self) -> str:
-        return f"{self.arrangement.replace('_', ' ')}, donors {self.donors}"
-
     def formal(self, samples: Sequence[Sample], i: int) -> list[dict[str, Any]]:
         """The conversation that is answered."""
         return self._conversation(samples[i], samples[i].images, samples[i].question, self._other(i))
