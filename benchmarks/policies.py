@@ -232,21 +232,8 @@ def measure(
     """
     from vlcache_jax.assets import TINY_VQA
 
-    for name, values in (("ratio", ratios), ("share", shares)):
-        for value in values:
-            if not 0 < value < 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {value}")
-    if split not in ("profile", "test"):
-        raise ValueError(f"split must be profile or test, got {split!r}")
-    if profiled and not (_NUMBER.fullmatch(mean) and 0 < Fraction(mean) <= Fraction(MAX_LEVEL, UNITS)):
-        raise ValueError(f"mean must be a number above 0, at most {MAX_LEVEL / UNITS:g}, got {mean!r}")
-    if data and profiled:
-        raise ValueError(
-            f"profiled must be 0 with data, got {profiled}: a schedule of other questions can be given by schedule"
-        )
+    _check(data, ratios=ratios, shares=shares, mean=mean, profiled=profiled, split=split)
     check_writable("out", out)
-    for path in data:
-        check_readable("data", path)
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig
 
@@ -290,6 +277,31 @@ def measure(
     }
     if out is not None:
         write("Policies side by side", rows, head, out)
+
+
+def _check(
+    data: Sequence[pathlib.Path],
+    *,
+    ratios: Sequence[float],
+    shares: Sequence[float],
+    mean: str,
+    profiled: int,
+    split: str,
+) -> None:
+    for name, values in (("ratio", ratios), ("share", shares)):
+        for value in values:
+            if not 0 < value < 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    if split not in ("profile", "test"):
+        raise ValueError(f"split must be profile or test, got {split!r}")
+    if profiled and not (_NUMBER.fullmatch(mean) and 0 < Fraction(mean) <= Fraction(MAX_LEVEL, UNITS)):
+        raise ValueError(f"mean must be a number above 0, at most {MAX_LEVEL / UNITS:g}, got {mean!r}")
+    if data and profiled:
+        raise ValueError(
+            f"profiled must be 0 with data, got {profiled}: a schedule of other questions can be given by schedule"
+        )
+    for path in data:
+        check_readable("data", path)
 
 
 def _possible(

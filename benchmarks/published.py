@@ -72,6 +72,15 @@ def goals(rows: Sequence[Row], settings: Sequence[str]) -> Iterator[list[str]]:
                 ]  # fmt: skip
 
 
+def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line for each case: how many of 100 answers are right cold, and under the ways to reuse."""
+    yield ["an image comes again", "cold", '`"approximate"`', '`"full"`']
+    for case in CASES:
+        own = {row["reuse"]: f"{row['mean']:.1f}" for row in rows if _case(row) == case}
+        if own:
+            yield [_title(case), own[COLD], own[APPROXIMATE], own["full"]]
+
+
 def _title(case: tuple[str, str, str]) -> str:
     arrangement, donors, images = case
     shown = "one" if images == "one" else f"two, seen {donors}"
@@ -88,13 +97,17 @@ def _losses(model: str, size: str) -> str:
     return markdown(losses(study(model, size)))
 
 
+def _answers(model: str, size: str) -> str:
+    return markdown(answers(study(model, size)))
+
+
 def _goals(model: str, size: str) -> str:
     return markdown(goals(study(model, size), COMPARED))
 
 
 TABLES: dict[str, Callable[[], str]] = {
     f"{name} {model} {size}": functools.partial(make, model, size)
-    for name, make in (("losses", _losses), ("goals", _goals))
+    for name, make in (("losses", _losses), ("goals", _goals), ("answers", _answers))
     for model, size in itertools.product(STUDIES, ("small", "large"))
 }
 

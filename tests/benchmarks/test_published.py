@@ -37,6 +37,13 @@ def test_goals_have_a_line_for_each_case_and_setting():
     assert apart[:2] == ["two, seen apart, another question", "`full`"]
 
 
+def test_answers_have_a_line_for_each_case():
+    rows = [*ROWS, ROW | {"reuse": published.APPROXIMATE, "mean": 98.96}]
+    rows = [row for row in rows if row["donors"] == "together"]
+    _, line = published.answers(rows)
+    assert line == ["one, other text", "99.0", "99.0", "95.0"]
+
+
 def test_pages_are_rewritten_between_their_marks(monkeypatch):
     monkeypatch.setitem(published.TABLES, "of a test", lambda: published.markdown(iter([["a", "b"], ["1", "2"]])))
     page = "Before.\n\n<!-- table of a test -->\nold\n<!-- end -->\n\nBehind.\n"
