@@ -35,6 +35,7 @@ SHARES = (0.6,)
 MEAN = "0.025"  # of the schedules that are profiled
 PROFILED = 20  # questions that each is profiled on
 OWN, CROSS = "schedule", "schedule-of-{}"
+FULL = ("full", "full-two-pass")
 BY_RATIO = ("", "ends-", "spread-", "shift-")  # a share of the tokens of every image, before them the share
 _NUMBER = re.compile(r"\d*\.?\d+")
 BY_COUNT = ("epic", "mpic")  # so many tokens of every image, whatever its size
@@ -60,12 +61,14 @@ def groups_of(
     shares: Sequence[float],
     schedules: Mapping[str, Schedule],
     *,
+    asked: Sequence[str] = (),
     image_tokens: float,
     num_layers: int,
 ) -> list[Group]:
     """The comparisons.
 
     Args:
+      asked: settings to compare with the first of them, instead of those that compute no rows.
       ratios: every policy runs at each of them.
       shares: image rows computed in the mean over layers, of all image rows; policies that cannot compute so few, as
         they compute whole layers first, are left out.
@@ -77,7 +80,7 @@ def groups_of(
 
     whole = {name: make(Fraction(0)).check_layer + 1 for name, make in NAMED.items()}  # layers computed first
     whole = {name: layers for name, layers in whole.items() if layers < num_layers}
-    groups = [Group("no rows", "full", ("full", "full-two-pass"))]
+    groups = [Group("asked for", asked[0], tuple(asked)) if asked else Group("no rows", "full", FULL)]
     for ratio in ratios:
         fixed = _fixed(f"{ratio:g}", ratio * image_tokens)
         groups.append(Group(f"r = {ratio:g}", fixed[0], (*fixed, *(f"{name}-{ratio:g}" for name in whole))))
@@ -100,14 +103,18 @@ def _fixed(ratio: str, tokens: float) -> list[str]:
     return [f"{name}{ratio}" for name in BY_RATIO] + [f"{name}-{round(tokens)}" for name in BY_COUNT]
 
 
-def policies_of(groups: Sequence[Group], schedules: Mapping[str, Schedule]) -> dict[str, Policy]:
+def policies_of(
+    groups: Sequence[Group], schedules: Mapping[str, Schedule], asked: Mapping[str, Policy]
+) -> dict[str, Policy]:
     """The policy of each setting, once."""
     from vlcache_jax.reuse.parse import parse_policy
     from vlcache_jax.reuse.policies import Scheduled, Spread
 
     policies: dict[str, Policy] = {}
     for name in (setting for group in groups for setting in group.settings):
-        if name in schedules:
+        if name in asked:
+            policies[name] = asked[name]
+        elif name in schedules:
             policies[name] = Scheduled(schedules[name])
         elif (moved := name.removeprefix("shift-")) in schedules:
             policies[name] = Spread(schedule=schedules[moved], shift=True)
@@ -206,6 +213,7 @@ def measure(
     model: str | None,
     data: Sequence[pathlib.Path],
     *,
+    settings: Sequence[str],
     ratios: Sequence[float],
     shares: Sequence[float],
     schedules: Sequence[pathlib.Path],
@@ -223,12 +231,13 @@ def measure(
     """Runs every comparison under each protocol, prints the tables and writes them.
 
     Args:
+      settings: `reuse` of the engine, compared with the first of them.
       mean: of the schedules that are profiled.
       profiled: drawn questions that each is profiled on; 0: none is.
 
     Raises:
       ValueError: a ratio or share is not between 0 and 1, `mean` is beyond what is profiled, a schedule is not the
-        model's, or one is to be profiled on files.
+        model's, or one is to be profiled on files; a setting is not one that can be compared with the cold run.
     """
     from vlcache_jax.assets import TINY_VQA
 
@@ -237,6 +246,7 @@ def measure(
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig
 
+    asked = accuracy.name_settings(settings)
     given = {path.name: Schedule.load(path) for path in schedules}
     with Progress("reading questions"):
         sets = questions_of(data, sizes, questions=questions, profiled=profiled, split=split)
@@ -249,6 +259,8 @@ def measure(
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
         for schedule in given.values():
             llm._parse_policy(schedule)
+        for policy in asked.values():
+            llm._parse_policy(policy)
         for found in sets:
             image_tokens, num_layers = _sizes(llm, found.asked)
             for case, seeds in _possible(cases, found.asked).items():
@@ -257,8 +269,10 @@ def measure(
                 shown = {"size": found.size, "arrangement": case.arrangement, "donors": case.donors}
                 levels += [shown | {"schedule": name, "levels": list(one.levels)} for name, one in made.items()]
                 named = given | made
-                groups = groups_of(ratios, shares, named, image_tokens=image_tokens, num_layers=num_layers)
-                policies = policies_of(groups, named)
+                groups = groups_of(
+                    ratios, shares, named, asked=list(asked), image_tokens=image_tokens, num_layers=num_layers
+                )
+                policies = policies_of(groups, named, asked)
                 results = accuracy.run(llm, found.asked, policies, seeds, max_tokens=max_tokens, work=work)
                 for part in pairs.cases_of(found.asked, results):
                     new = [{"size": found.size} | row for row in table(groups, part)]

@@ -36,7 +36,7 @@ def test_groups():
     assert {"cacheblend-0", "cacheblend-lmcache-0.5", "asked-0.5"} < set(groups["75 % of image rows"])
     # The first layer computes what the second one needs: (100 + 100 + 50) / 4 / 500.
     assert groups["rows of falling"] == ("falling", "shift-falling", "0.125", "spread-0.125", "shift-0.125")
-    policies = policies_of(found, named)
+    policies = policies_of(found, named, {})
     assert set(policies) == {setting for settings in groups.values() for setting in settings}
     assert policies["falling"] == Scheduled(FALLING)
     assert policies["shift-falling"] == Spread(schedule=FALLING, shift=True)
@@ -138,6 +138,19 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
     assert "as they are images, question first, several images, cached apart" in result.stdout
 
 
+def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
+    arguments = ["--data", questions_tsv, "--reuse", "0.5", "--reuse", "shift-0.5", "--arrangement", "text_first"]
+    arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]
+    command = ["bench", "policies", *map(str, [checkpoints("qwen3_vl-tied"), *arguments])]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [(row["group"], row["reuse"]) for row in rows] == [
+        ("cold", "off"), ("asked for", "0.5"), ("asked for", "shift-0.5"),
+    ]  # fmt: skip
+    assert rows[1]["over static difference"] == 0
+
+
 @pytest.mark.ladder
 def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, questions_tsv, tmp_path):
     arguments = ["--data", questions_tsv, "--ratio", "0.5", "--share", "0.9", "--arrangement", "text_first"]
@@ -157,6 +170,7 @@ def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
         (["--donors", "none"], "donors must be one of together, apart, alone, got 'none'"),
         (["--donors", "apart"], "donors must be together where every question shows one image, got apart"),
         (["--profiled", "3"], "profiled must be 0 with data, got 3"),
+        (["--reuse", "exact"], "reuse must link images behind something else, to be compared with cold, got 'exact'"),
         (["--out", str(tmp_path)], "out must be a file that can be written"),
     ):
         command = ["bench", "policies", str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv), *arguments]

@@ -520,15 +520,20 @@ def accuracy_command(
 def policies_command(
     model: _Model = None,
     data: _Data = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(help="Setting to compare with cold and with the first of them, instead of all policies; may be "
+                     "repeated.", show_default=False),
+    ] = None,
     ratio: Annotated[
         list[float] | None,
         typer.Option(help="Every policy runs at it; may be repeated.",
-                     show_default="0.02, 0.1"),
+                     show_default="0.02, 0.1; none with --reuse"),
     ] = None,
     share: Annotated[
         list[float] | None,
         typer.Option(help="Share of image rows that every policy computes, over all layers; may be repeated.",
-                     show_default="0.6"),
+                     show_default="0.6; none with --reuse"),
     ] = None,
     schedule: Annotated[
         list[pathlib.Path] | None,
@@ -538,7 +543,7 @@ def policies_command(
     profiled: Annotated[
         int | None,
         typer.Option(min=0, help="Drawn questions that a schedule is profiled on, for each table; 0: no schedules.",
-                     show_default="20, none with --data"),
+                     show_default="20; none with --data or --reuse"),
     ] = None,
     size: Annotated[
         list[str] | None,
@@ -577,11 +582,12 @@ def policies_command(
         policies.measure(
             model,
             data or [],
-            ratios=ratio or policies.RATIOS,
-            shares=share or policies.SHARES,
+            settings=reuse or (),
+            ratios=ratio or (() if reuse else policies.RATIOS),
+            shares=share or (() if reuse else policies.SHARES),
             schedules=schedule or (),
             mean=mean,
-            profiled=(0 if data else policies.PROFILED) if profiled is None else profiled,
+            profiled=(0 if data or reuse else policies.PROFILED) if profiled is None else profiled,
             sizes=tuple(dict.fromkeys(size or SIZES)),
             protocols=[
                 accuracy.Protocol(accuracy.behind(order), donors=filled, seed=seed)
