@@ -16,10 +16,11 @@ from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.files import PICTURES, check_readable, check_writable
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.study import pairs
-from vlcache_jax.study.accuracy import COLD, Protocol, name_settings, run
+from vlcache_jax.study.accuracy import COLD, Protocol, name_settings, possible, run
 from vlcache_jax.study.report import environment, show, write
+from vlcache_jax.study.worklog import WorkLog
 
-SETTINGS = ("full", "0.02", "0.05", "0.1", "0.3")
+SETTINGS = ("full", "0.03", "0.1", "approximate", "shift-0.1")
 
 
 def measure(
@@ -51,6 +52,7 @@ def measure(
     check_writable("figure", figure, PICTURES)
     for path in data:
         check_readable("data", path)
+    WorkLog(work, "")
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig
 
@@ -58,7 +60,7 @@ def measure(
     with Progress("reading questions"):
         samples = load_samples(data, questions=questions)
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
-        results = run(llm, samples, named, protocols, max_tokens=max_tokens, work=work)
+        results = run(llm, samples, named, possible(protocols, samples), max_tokens=max_tokens, work=work)
     cases = pairs.cases_of(samples, results)
     details, totals = pairs.summarize(cases)
     for case in cases:

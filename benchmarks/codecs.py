@@ -31,7 +31,7 @@ from vlcache_jax.study.questions import ARRANGEMENTS, Sample
 from vlcache_jax.study.report import environment, show, write
 
 AUTO = "auto"
-POLICIES = ("full", "0.1", "shift-0.02")
+POLICIES = ("full", "0.1", "shift-0.03")
 QUESTIONS = 50  # of a task; three minutes on two cores
 MAX_TOKENS = 32
 MOST_KL, LEAST_AGREEMENT = 1e-3, 99.9  # in nats and percent; int8 has to stay within them

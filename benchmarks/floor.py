@@ -230,7 +230,7 @@ def reference(config: ModelConfig) -> dict[str, Floor]:
         "r = 0.1": floor(config, plan([50] * layers)),
         "falling to 0": floor(config, plan([FALLING[layer * len(FALLING) // layers] for layer in range(layers)])),
         "r = 0": floor(config, plan([0] * layers)),
-        "shift, r = 0.02": floor(config, plan([10] * layers, shift=True)),
+        "shift, r = 0.03": floor(config, plan([15] * layers, shift=True)),
     }
 
 

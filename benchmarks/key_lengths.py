@@ -23,7 +23,7 @@ from vlcache_jax.study import accuracy, pairs
 from vlcache_jax.study.questions import Sample
 from vlcache_jax.study.report import environment, publish
 
-SETTINGS = ("shift-0.02", "shift-0.1")
+SETTINGS = ("shift-0.03", "shift-0.1")
 CASES = tuple(
     accuracy.Protocol(arrangement, donors=donors)
     for arrangement in accuracy.ARRANGEMENTS[1:]

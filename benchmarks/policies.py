@@ -25,12 +25,13 @@ from vlcache_jax.study import accuracy, pairs
 from vlcache_jax.study.questions import Sample, spread
 from vlcache_jax.study.report import environment, show, write
 from vlcache_jax.study.search import MAX_LEVEL, find_schedule
+from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.reuse.policies import Policy
 
-RATIOS = (0.02, 0.1)
+RATIOS = (0.03, 0.1)
 SHARES = (0.6,)
 MEAN = "0.025"  # of the schedules that are profiled
 PROFILED = 20  # questions that each is profiled on
@@ -138,7 +139,7 @@ def _row(group: Group, case: pairs.Case, setting: str) -> dict[str, Any]:
         **case.shown,
         "group": group.name,
         "reuse": setting,
-        **{sample.task: "-" for sample in case.samples},  # tasks without such questions
+        **{pairs.column(sample.task): "-" for sample in case.samples},  # tasks without such questions
         **pairs.total(details),
         **{f"over static {name}": value for name, value in ahead.items()},
         "by layer %": " ".join(f"{share:.0f}" for share in by_layer),
@@ -243,6 +244,7 @@ def measure(
 
     _check(data, ratios=ratios, shares=shares, mean=mean, profiled=profiled, split=split)
     check_writable("out", out)
+    WorkLog(work, "")
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig
 
@@ -263,7 +265,7 @@ def measure(
             llm._parse_policy(policy)
         for found in sets:
             image_tokens, num_layers = _sizes(llm, found.asked)
-            for case, seeds in _possible(cases, found.asked).items():
+            for case in accuracy.possible(list(cases), found.asked):
                 own = found.profiled
                 made = find_schedules(llm, own, case, mean, count=profiled, work=work) if own else {}
                 shown = {"size": found.size, "arrangement": case.arrangement, "donors": case.donors}
@@ -273,7 +275,7 @@ def measure(
                     ratios, shares, named, asked=list(asked), image_tokens=image_tokens, num_layers=num_layers
                 )
                 policies = policies_of(groups, named, asked)
-                results = accuracy.run(llm, found.asked, policies, seeds, max_tokens=max_tokens, work=work)
+                results = accuracy.run(llm, found.asked, policies, cases[case], max_tokens=max_tokens, work=work)
                 for part in pairs.cases_of(found.asked, results):
                     new = [{"size": found.size} | row for row in table(groups, part)]
                     show(
@@ -316,14 +318,6 @@ def _check(
         )
     for path in data:
         check_readable("data", path)
-
-
-def _possible(
-    cases: dict[accuracy.Protocol, list[accuracy.Protocol]], samples: Sequence[Sample]
-) -> dict[accuracy.Protocol, list[accuracy.Protocol]]:
-    """The cases that questions allow: those about one image know no images apart, unless nothing else is asked for."""
-    together = {case: seeds for case, seeds in cases.items() if case.donors != "apart"}
-    return together if together and all(len(sample.images) == 1 for sample in samples) else cases
 
 
 def _sizes(llm: LLM, samples: Sequence[Sample]) -> tuple[float, int]:

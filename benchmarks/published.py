@@ -14,14 +14,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from vlcache_jax.benchmarks.policies import OWN
 from vlcache_jax.reuse.parse import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
 from vlcache_jax.study.pairs import interval
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-COMPARED = ("full", "0.02", APPROXIMATE, "shift-0.1")  # with intervals
-STUDIES = {"numbered": "study_numbered.json", "unnumbered": "study_unnumbered.json"}  # by model
+COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = ("unnumbered", "numbered")
 # Of a table's columns: what stands before the images, how they were cached, and how many a question shows.
 CASES = (
     ("text_first", "together", "one"), ("question_first", "together", "one"),
@@ -35,8 +39,12 @@ Row = dict[str, Any]
 
 def study(model: str, size: str) -> list[Row]:
     """The rows of a study about pictures of one size."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / STUDIES[model]).read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if row["size"] == size]
+    return _rows(f"study_{model}_{size}.json")
+
+
+def _rows(name: str) -> list[Row]:
+    rows: list[Row] = json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
+    return rows
 
 
 def _case(row: Row) -> tuple[str, str, str]:
@@ -50,13 +58,29 @@ def losses(rows: Sequence[Row]) -> Iterator[list[str]]:
         "one image: other text", "another question", "two, seen together: other text", "another question",
         "two, seen apart: other text", "another question",
     ]  # fmt: skip
-    for setting in dict.fromkeys(row["reuse"] for row in rows):
-        own = {_case(row): row for row in rows if row["reuse"] == setting}
+    lines: dict[str, dict[tuple[str, str, str], Row]] = {}
+    for row in rows:
+        if label := _label(row):
+            lines.setdefault(label, {})[_case(row)] = row
+    for label, own in lines.items():
         first = next(iter(own.values()))
-        name, value = ("cold, right of 100", "mean") if setting == COLD else (f"`{setting}`", "difference")
-        style = "{:.1f}" if setting == COLD else "{:+.1f}"
+        value, style = ("mean", "{:.1f}") if first["reuse"] == COLD else ("difference", "{:+.1f}")
         cells = [style.format(own[case][value]) if case in own else "" for case in CASES]
-        yield [name, f"{first['rows %']:.1f}", f"{first['rows x layers %']:.1f}", *cells]
+        yield [label, f"{first['rows %']:.1f}", f"{first['rows x layers %']:.1f}", *cells]
+
+
+def _label(row: Row) -> str:
+    """What a setting is called in all cases, though each has schedules of its own; empty if it stands there already."""
+    reuse, (_, by_rows, schedule) = row["reuse"], row["group"].partition("rows of ")
+    if reuse == COLD:
+        return "cold, right of 100"
+    if not by_rows:
+        return f"`{reuse}`"
+    kind = reuse.partition("-")[0]
+    kind = f"{kind}-" if kind in ("spread", "shift") else ""
+    if reuse.endswith(schedule):
+        return f"`{kind}{OWN}`" if schedule == OWN else f"`{kind}{OWN}` of the other context"
+    return f"`{kind}ratio` of its mean" if schedule == OWN else ""
 
 
 def goals(rows: Sequence[Row], settings: Sequence[str]) -> Iterator[list[str]]:
@@ -72,10 +96,39 @@ def goals(rows: Sequence[Row], settings: Sequence[str]) -> Iterator[list[str]]:
                 ]  # fmt: skip
 
 
-def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """A line for each case: how many of 100 answers are right cold, and under the ways to reuse."""
-    yield ["an image comes again", "cold", '`"approximate"`', '`"full"`']
+def choice(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line for each case: what settings lose in the mean over tasks, and the error of their logits."""
+    settings = [name for name in dict.fromkeys(row["reuse"] for row in rows) if name != COLD]
+    yield ["images", *(f"`{name}`" for name in settings)]
     for case in CASES:
+        own = {row["reuse"]: row for row in rows if _case(row) == case}
+        if own:
+            cells = [f"{own[name]['difference']:+.1f}, {own[name]['logit MSE']:.2g}" for name in settings]
+            yield [_title(case), *cells]
+
+
+def cold(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line for each case without reuse: how many of 100 answers are right, by task."""
+    own = [row for row in rows if row["reuse"] == COLD and row["donors"] == "together"]
+    tasks = list(dict.fromkeys(task for row in own for task in _tasks(row)))
+    yield ["images", *tasks, "mean"]
+    for case in CASES:
+        for row in own:
+            if _case(row) == case:
+                scores = [f"{row[task]:.1f}" if task in _tasks(row) else "" for task in tasks]
+                yield [_title(case).replace(", seen together", ""), *scores, f"{row['mean']:.1f}"]
+
+
+def _tasks(row: Row) -> list[str]:
+    """What stands between the setting and the number of questions; "-" where there are no such questions."""
+    names = list(row)
+    return [name for name in names[names.index("reuse") + 1 : names.index("questions")] if row[name] != "-"]
+
+
+def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """How many of 100 answers are right cold and under the ways to reuse: one image, and two that were seen apart."""
+    yield ["images that come again", "cold", '`"approximate"`', '`"full"`']
+    for case in CASES[:2] + CASES[4:]:
         own = {row["reuse"]: f"{row['mean']:.1f}" for row in rows if _case(row) == case}
         if own:
             yield [_title(case), own[COLD], own[APPROXIMATE], own["full"]]
@@ -84,7 +137,79 @@ def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
 def _title(case: tuple[str, str, str]) -> str:
     arrangement, donors, images = case
     shown = "one" if images == "one" else f"two, seen {donors}"
-    return f"{shown}, {'other text' if arrangement == 'text_first' else 'another question'}"
+    return f"{shown}, behind {'other text' if arrangement == 'text_first' else 'another question'}"
+
+
+def inside() -> Iterator[list[str]]:
+    """What reuse does in the shipped model (`vlcache analyze errors`) in three cases."""
+    names = ("text_first", "question_first", "apart")
+    found = [json.loads((RESULTS / f"tiny_vqa_errors_{name}.json").read_text(encoding="utf-8")) for name in names]
+    pages = ("other text", "another question", "other text, images seen apart")
+    figures = [f"../benchmarks/results/tiny_vqa_errors_{name}.png" for name in names]
+    yield ["behind", *(f"[{page}]({figure})" for page, figure in zip(pages, figures, strict=True))]
+    attention = [report["error of attention outputs, by answer token"] for report in found]
+    for setting in attention[0]:
+        yield [f"error of attention outputs, {setting}", *(f"{np.nanmean(of[setting]):.2f}" for of in attention)]
+    logits = [report["error of the logits, by layer"] for report in found]
+    before, behind = "reused in a layer and all before", "reused in a layer and all behind"
+    layers = len(logits[0][before])
+    yield ["error of the logits, all layers reused", *(f"{of[before][-1]:.2g}" for of in logits)]
+    for layer in (2, 3):
+        yield [f"layers 0 to {layer} alone reused", *(f"{of[before][layer]:.2g}" for of in logits)]
+    yield [f"layers 4 to {layers - 1} alone reused", *(f"{of[behind][4]:.2g}" for of in logits)]
+    moved = [report["deviation of K, V, and the part that all tokens of an image share, by layer"] for report in found]
+    for title, name in (
+        (f"K of layers 1 to {layers - 1} differ from a cold run's by, %", "K"),
+        ("of it shared by all tokens of an image, %", "of K shared"),
+    ):
+        yield [title, *(" ".join(f"{100 * share:.2g}" for share in of[name][1:]) for of in moved)]
+
+
+def gains() -> Iterator[list[str]]:
+    """What recomputing in one layer alone takes off the logits' error in the shipped model, behind another question."""
+    found = json.loads((RESULTS / "tiny_vqa_sensitivity.json").read_text(encoding="utf-8"))
+    ratios = [name for name in found if name.startswith("r = ")]
+    layers = range(len(found[ratios[0]]))
+    yield ["less error than under full reuse, %", *(f"layer {layer}" for layer in layers)]
+    for ratio in ratios:
+        yield [ratio, *(f"{100 * (1 - found[ratio][layer] / found['full reuse']):.1f}" for layer in layers)]
+
+
+def codecs() -> Iterator[list[str]]:
+    """What coded records cost in the shipped model's answers: divergence from those of records as computed."""
+    yield [
+        "behind",
+        "`reuse`",
+        "codec",
+        "right of 100",
+        "mean KL",
+        "largest KL of a token",
+        "same most likely token, %",
+    ]
+    for behind, name in (("other text", "codecs_cpu.json"), ("another question", "codecs_cpu_question_first.json")):
+        for row in _rows(name):
+            if row["task"] == "all":
+                kl = [f"{row[of]:.2g}" for of in ("mean KL", "largest KL")] if row["codec"] != "auto" else ["", ""]
+                cells = [behind, f"`{row['reuse']}`", f"`{row['codec']}`", f"{row['right %']:.1f}", *kl]
+                yield [*cells, f"{row['agreement %']:.2f}"]
+
+
+def ttft() -> Iterator[list[str]]:
+    """Times to the first token of four known images behind new text, two cores (`vlcache bench ttft --disk DIR`)."""
+    rows = _rows("ttft_cpu.json")
+    of_disk = {row["configuration"]: row for row in rows if row["K, V in"] == "disk"}
+    yield [
+        "", "first token, s", "from disk, s", "times faster than cold", "than encoder cached", "rows a layer",
+        "operations a second, of cold's", "floor, s", "times its floor", "but for computing, %",
+    ]  # fmt: skip
+    for row in rows:
+        if row["K, V in"] != "disk":
+            name = row["configuration"]
+            disk = f"{of_disk[name]['TTFT ms'] / 1000:.3g}" if name in of_disk else ""
+            cells = [f"{row['TTFT ms'] / 1000:.3g}", disk]
+            cells += [f"{row[of]:.3g}" for of in ("over cold", "over encoder cached")]
+            cells += [f"{row['rows a layer']:.0f}", f"{row['GFLOP/s of cold']:.2f}", f"{row['floor ms'] / 1000:.3g}"]
+            yield [name, *cells, f"{row['times floor']:.1f}", f"{row['TTFT minus compute %']:.0f}"]
 
 
 def markdown(lines: Iterator[list[str]]) -> str:
@@ -97,6 +222,19 @@ def _losses(model: str, size: str) -> str:
     return markdown(losses(study(model, size)))
 
 
+def _goal() -> Iterator[list[str]]:
+    """What `approximate` may lose of the shipped model's answers to many questions."""
+    return goals(_rows("goal_text_first.json"), (APPROXIMATE,))
+
+
+def _choice(model: str) -> str:
+    return markdown(choice(_rows(f"choice_{model}.json")))
+
+
+def _cold(model: str, size: str) -> str:
+    return markdown(cold(study(model, size)))
+
+
 def _answers(model: str, size: str) -> str:
     return markdown(answers(study(model, size)))
 
@@ -107,8 +245,13 @@ def _goals(model: str, size: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     f"{name} {model} {size}": functools.partial(make, model, size)
-    for name, make in (("losses", _losses), ("goals", _goals), ("answers", _answers))
-    for model, size in itertools.product(STUDIES, ("small", "large"))
+    for name, make in (("losses", _losses), ("goals", _goals), ("answers", _answers), ("cold", _cold))
+    for model, size in itertools.product(MODELS, ("small", "large"))
+}
+TABLES |= {f"choice {model}": functools.partial(_choice, model) for model in MODELS}
+TABLES |= {
+    name: functools.partial(lambda make: markdown(make()), make)
+    for name, make in {"inside": inside, "gains": gains, "codecs": codecs, "ttft": ttft, "goal": _goal}.items()
 }
 
 

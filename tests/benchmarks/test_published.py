@@ -7,15 +7,15 @@ import pytest
 from vlcache_jax.benchmarks import published
 
 ROW = {
-    "size": "small", "arrangement": "text_first", "donors": "together", "images": "one", "reuse": "off",
-    "questions": 300, "mean": 99.0, "difference": 0.0, "low": -0.5, "high": 0.5, "worst task": "grid",
+    "size": "small", "arrangement": "text_first", "donors": "together", "images": "one", "group": "cold",
+    "reuse": "off", "questions": 300, "mean": 99.0, "difference": 0.0, "low": -0.5, "high": 0.5, "worst task": "grid",
     "worst difference": 0.0, "worst low": -1.0, "worst high": 1.0, "at most": 1.0, "rows %": 100.0,
     "rows x layers %": 100.0, "MB read": 0.0, "ms": 80.4,
 }  # fmt: skip
 LOST = {
-    "reuse": "full", "mean": 95.04, "difference": -3.96, "low": -6.0, "high": -2.0, "worst task": "count",
-    "worst difference": -8.0, "worst low": -12.0, "worst high": -4.0, "at most": 12.0, "rows %": 0.0,
-    "rows x layers %": 0.0, "MB read": 1.68, "ms": 9.6,
+    "group": "no rows", "reuse": "full", "mean": 95.04, "difference": -3.96, "low": -6.0, "high": -2.0,
+    "worst task": "count", "worst difference": -8.0, "worst low": -12.0, "worst high": -4.0, "at most": 12.0,
+    "rows %": 0.0, "rows x layers %": 0.0, "MB read": 1.68, "ms": 9.6,
 }  # fmt: skip
 APART = {"arrangement": "question_first", "donors": "apart", "images": "several"}
 ROWS = [ROW, ROW | LOST, ROW | APART, ROW | LOST | APART | {"difference": -60.0}]
@@ -28,20 +28,55 @@ def test_losses_have_a_line_for_each_setting():
     assert full == ["`full`", "0.0", "0.0", "-4.0", "", "", "", "", "-60.0"]
 
 
+def test_each_case_has_schedules_of_its_own_and_all_are_one_line():
+    own, other = ({"group": f"rows of {name}"} for name in ("schedule", "schedule-of-text_first"))
+    settings = [own | {"reuse": name} for name in ("schedule", "shift-schedule", "0.0247", "spread-0.0247")]
+    settings += [
+        other | {"reuse": name} for name in ("schedule-of-text_first", "shift-schedule-of-text_first", "0.025")
+    ]
+    settings += [{"group": "r = 0.03", "reuse": "shift-0.03"}]
+    found = [line[0] for line in published.losses([ROW | LOST | setting for setting in settings])]
+    assert found[1:] == [
+        "`schedule`", "`shift-schedule`", "`ratio` of its mean", "`spread-ratio` of its mean",
+        "`schedule` of the other context", "`shift-schedule` of the other context", "`shift-0.03`",
+    ]  # fmt: skip
+
+
 def test_goals_have_a_line_for_each_case_and_setting():
     _, one, apart = published.goals(ROWS, ["full"])
     assert one == [
-        "one, other text", "`full`", "300", "99.0", "-4.0 [-6.0, -2.0]", "-8.0 [-12.0, -4.0] count", "12.00", "10",
-        "1.7",
+        "one, behind other text", "`full`", "300", "99.0", "-4.0 [-6.0, -2.0]", "-8.0 [-12.0, -4.0] count", "12.00",
+        "10", "1.7",
     ]  # fmt: skip
-    assert apart[:2] == ["two, seen apart, another question", "`full`"]
+    assert apart[:2] == ["two, seen apart, behind another question", "`full`"]
 
 
 def test_answers_have_a_line_for_each_case():
     rows = [*ROWS, ROW | {"reuse": published.APPROXIMATE, "mean": 98.96}]
     rows = [row for row in rows if row["donors"] == "together"]
     _, line = published.answers(rows)
-    assert line == ["one, other text", "99.0", "99.0", "95.0"]
+    assert line == ["one, behind other text", "99.0", "99.0", "95.0"]
+
+
+def test_a_choice_is_told_with_losses_and_errors():
+    rows = [{"logit MSE": 0.0345} | row for row in ROWS]
+    assert list(published.choice(rows)) == [
+        ["images", "`full`"],
+        ["one, behind other text", "-4.0, 0.035"],
+        ["two, seen apart, behind another question", "-60.0, 0.035"],
+    ]
+
+
+def test_cold_answers_are_told_by_task():
+    one = {"reuse": "off", "grid": 99.0, "compare": "-", "questions": 300, "mean": 99.0}
+    case = {name: ROW[name] for name in ("arrangement", "donors", "images")}
+    several = case | {"images": "several"}
+    rows = [case | one, several | one | {"compare": 91.04}, several | one | {"donors": "apart"}, ROW | LOST]
+    assert list(published.cold(rows)) == [
+        ["images", "grid", "compare", "mean"],
+        ["one, behind other text", "99.0", "", "99.0"],
+        ["two, behind other text", "99.0", "91.0", "99.0"],
+    ]
 
 
 def test_pages_are_rewritten_between_their_marks(monkeypatch):

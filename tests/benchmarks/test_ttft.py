@@ -24,7 +24,7 @@ from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.plan import Plan
 
 CONFIGURATIONS = [
-    "cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule, mean 0.0333", "shift, r = 0.02",
+    "cold", "encoder cached", "r = 0.3", "r = 0.2", "r = 0.1", "r = 0", "schedule, mean 0.0333", "shift, r = 0.03",
 ]  # fmt: skip
 ENGINE = {"ladder": Ladder(rows=(64,), patches=(64,), sequences=(4,)), "max_rows": 64, "use_tqdm": False}
 SETUP = ttft.Setup(random_weights="small", layers=3, dtype="float32", sizes=((1, 16),), text_before=7, repeats=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import textwrap
+
 import pytest
 
 from tests.study.tables import encoded, png, write_tsv
@@ -35,7 +38,13 @@ def test_options_and_hints(tmp_path):
     ("header", "row", "message"),
     [
         (["index", "question", "answer"], ["0", "Q", "A"], "lacks image"),
-        (["index", "question", "answer", "image"], ["0", "Q", "A", ""], "image in row 0 .* must not be empty"),
+        (["index", "question", "answer", "image"], ["0", "Q", "A", ""], "must have a row with an image, has none"),
+        (["index", "question", "answer", "image"], ["0", "Q", "A", "[]"], "image in row 0 .* must not be empty"),
+        (
+            ["index", "question", "answer", "image"],
+            ["0", "Q", "A", "99"],
+            "or the index of a row that has an image, got '99'",
+        ),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "???"], "image in row 0 .* must be base64"),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "[1, 2"], "image in row 0 .* must be base64"),
         (["index", "question", "answer", "image"], ["0", "Q", "A", "aaaa"], "image in row 0 .* must be a picture"),
@@ -46,6 +55,36 @@ def test_options_and_hints(tmp_path):
 def test_bad_files_are_refused(tmp_path, header, row, message):
     with pytest.raises(ValueError, match=message):
         read_tsv(write_tsv(tmp_path / "bad.tsv", header, row))
+
+
+HEADER = ["index", "question", "answer", "image"]
+
+
+def test_a_picture_that_is_cut_off_is_refused_by_its_row(tmp_path):
+    half = base64.b64encode(png(0)[: len(png(0)) // 2]).decode()
+    path = write_tsv(tmp_path / "half.tsv", HEADER, ["3", "Q", "A", encoded(1)], ["4", "Q", "A", half])
+    with pytest.raises(ValueError, match=r"image in row 4 of .*half.tsv must be a picture in base64, got \d+ bytes"):
+        read_tsv(path)
+
+
+def test_rows_of_one_index_are_refused(tmp_path):
+    path = write_tsv(tmp_path / "twice.tsv", HEADER, *[["3", "Q", "A", encoded(0)]] * 2)
+    with pytest.raises(ValueError, match=r"index must be different in each row of .*twice.tsv, got '3' 2 times"):
+        read_tsv(path)
+
+
+def test_rows_without_an_image_are_left_out(tmp_path, capsys):
+    path = write_tsv(tmp_path / "some.tsv", HEADER, ["0", "Q", "A", ""], ["1", "Q", "A", encoded(0)])
+    assert [sample.index for sample in read_tsv(path)] == ["1"]
+    assert "1 of 2 rows of some.tsv have no image, and are left out" in capsys.readouterr().err
+
+
+def test_marks_of_a_spreadsheet_and_wrapped_base64_are_read(tmp_path):
+    wrapped = "\n".join(textwrap.wrap(encoded(0), 20))
+    path = write_tsv(tmp_path / "excel.tsv", HEADER, ["0", "Q", "A", wrapped])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    [sample] = read_tsv(path)
+    assert sample.images == (png(0),)
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path):

@@ -159,9 +159,26 @@ def test_options(text, letter):
     ("text", "letter"),
     [("A cat", "B"), ("A dog", "A"), ("A bird", None), ("The answer is a cat", "B"), ("A cat, so A", "A")],
 )
-def test_an_article_is_no_letter(text, letter):
+def test_an_article_that_begins_a_sentence_is_no_letter(text, letter):
     """The kit finds A in all of them."""
     assert chosen_option(OPTIONS, text) == letter
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is A because",
+        "Option A seems right",
+        "I choose A as the answer",
+    ],
+)
+def test_a_letter_within_a_sentence_is_one(text):
+    assert chosen_option(OPTIONS, text) == "A"
+
+
+def test_a_letter_with_its_own_text_is_one():
+    options = {"A": "Paris and London", "B": "Paris"}
+    assert chosen_option(options, "A Paris and London") == chosen_option(options, "A. Paris and London.") == "A"
 
 
 VQA = "\nPlease answer concisely with short words or phrases when possible."
@@ -182,11 +199,17 @@ VQA = "\nPlease answer concisely with short words or phrases when possible."
 )
 def test_sets_of_texts(name, method, ending):
     assert rules_of(name, [("yes",), ("a cat",)]) == Rules(method, method is None, ending)
+    if method is not None:  # a part of a set has the rules of the set
+        assert rules_of(name, [("yes",)]) == Rules(method, False, ending)
 
 
 @pytest.mark.parametrize("name", ["MME", "HallusionBench", "POPE", "AMBER", "VSR-zeroshot"])
 def test_sets_of_yes_and_no(name):
     assert rules_of(name, [("Yes",), ("No",)]) == Rules("yes_no", False, " Please answer yes or no.")
+
+
+def test_a_set_of_yes_and_no_with_another_answer_is_one_still():
+    assert rules_of("MME", [("Yes",), ("unknown",)]) == Rules("yes_no", False, " Please answer yes or no.")
 
 
 def test_sets_that_no_rule_knows():

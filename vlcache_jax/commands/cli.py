@@ -465,7 +465,7 @@ def accuracy_command(
     reuse: Annotated[
         list[str] | None,
         typer.Option(help='Setting to compare with cold; may be repeated.',
-                     show_default="full, 0.02, 0.05, 0.1, 0.3 and the schedules of the shipped model"),
+                     show_default="full, 0.03, 0.1, approximate, shift-0.1 and the schedules of the shipped model"),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
@@ -474,7 +474,7 @@ def accuracy_command(
     ] = None,
     auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
     donors: Annotated[
-        list[str] | None, typer.Option(help=_DONORS, show_default="together")
+        list[str] | None, typer.Option(help=_DONORS, show_default="both")
     ] = None,
     questions: _Questions = None,
     seeds: _Seeds = 1,
@@ -504,7 +504,7 @@ def accuracy_command(
             protocols=[
                 accuracy.Protocol(order, auxiliary, filled, seed)
                 for order in dict.fromkeys(arrangement or ARRANGEMENTS)
-                for filled in dict.fromkeys(donors or ["together"])
+                for filled in dict.fromkeys(donors or ("together", "apart"))
                 for seed in range(seeds)
             ],
             questions=questions,
@@ -528,7 +528,7 @@ def policies_command(
     ratio: Annotated[
         list[float] | None,
         typer.Option(help="Every policy runs at it; may be repeated.",
-                     show_default="0.02, 0.1; none with --reuse"),
+                     show_default="0.03, 0.1; none with --reuse"),
     ] = None,
     share: Annotated[
         list[float] | None,

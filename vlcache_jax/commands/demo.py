@@ -28,7 +28,7 @@ LINKED = "full"
 _NAMES = ("cold", LINKED, REUSE)
 _WAYS = (
     "Behind other text, and beside a picture it was never seen with, its keys and values are linked as they are "
-    f"(reuse={LINKED}), or 2 % of its tokens are computed anew, and what these differ by is added to the others "
+    f"(reuse={LINKED}), or 3 % of its tokens are computed anew, and what these differ by is added to the others "
     f"(reuse={REUSE})."
 )
 _LADDER = Ladder(rows=(64, 256, 512), patches=(256, 512, 1024), sequences=(1, 4))

@@ -342,6 +342,12 @@ def name_settings(settings: Sequence[str]) -> dict[str, Policy]:
     return named
 
 
+def possible(protocols: Sequence[Protocol], samples: Sequence[Sample]) -> list[Protocol]:
+    """Those that questions allow: about one image each they know no images apart, unless nothing else is asked for."""
+    together = [protocol for protocol in protocols if protocol.donors != "apart"]
+    return together if together and all(len(sample.images) == 1 for sample in samples) else list(protocols)
+
+
 def run(
     llm: LLM,
     samples: Sequence[Sample],

@@ -15,6 +15,11 @@ import numpy.typing as npt
 from vlcache_jax.study.accuracy import COLD, Protocol, Result
 from vlcache_jax.study.questions import Sample, rows_of_questions
 
+# What else a table of totals has.
+_COLUMNS = (
+    "size", "arrangement", "donors", "images", "group", "reuse", "questions", "mean", "difference", "low", "high",
+    "worst", "at most", "logit MSE", "agreement", "rows %", "rows x layers %", "MB read", "ms", "by layer %",
+)  # fmt: skip
 _Z = 1.959964  # of an interval of 95 %
 
 
@@ -180,7 +185,7 @@ def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     worst = min(rows, key=lambda row: row["difference"])
     return {
-        **{row["task"]: row["accuracy"] for row in rows},
+        **{column(row["task"]): row["accuracy"] for row in rows},
         "questions": sum(row["questions"] for row in rows),
         "mean": mean("accuracy"),
         **mean_of(rows),
@@ -194,6 +199,11 @@ def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "MB read": mean("bytes read") / 1e6,
         "ms": 1e3 * mean("seconds"),
     }
+
+
+def column(task: str) -> str:
+    """What a table calls a task, whose name may be that of another column."""
+    return f"task {task}" if task in _COLUMNS or task.startswith(("worst ", "over ")) else task
 
 
 def interval(found: dict[str, Any], of: str = "") -> str:

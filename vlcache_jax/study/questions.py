@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
+import collections
 import csv
 import dataclasses
 import io
@@ -17,8 +18,9 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
+from vlcache_jax.progress import say
 from vlcache_jax.study.scoring import METHODS, OPTION, Rules, option, rules_of
 
 ARRANGEMENTS = ("image_first", "text_first", "question_first")
@@ -75,15 +77,21 @@ class Sample:
 def read_tsv(path: pathlib.Path) -> list[Sample]:
     """Reads a file of VLMEvalKit: columns index, image, question, answer, and, if any, A to Z, hint, category, g_index.
 
-    An image is base64, a list of base64 (Python or JSON), or the index of the row that holds it. An answer is a text, a
-    list of accepted texts (Python or JSON), or with options a letter. How questions are asked and scored follows from
-    the file's name (`scoring.rules_of`).
+    An image is base64, a list of base64 (Python or JSON), or the index of the row that holds it; rows without one are
+    left out, as the kit does. An answer is a text, a list of accepted texts (Python or JSON), or with options a letter.
+    How questions are asked and scored follows from the file's name (`scoring.rules_of`).
 
     Raises:
-      ValueError: a column is missing, a row has no image or answer, or its image cannot be read.
+      ValueError: a column is missing, no row has an image, two have one index, or a row has no answer or an image that
+        cannot be read.
     """
-    rows = _rows(path)
-    cells = {row["index"]: row["image"] or "" for row in rows}
+    every = _rows(path)
+    rows = [row for row in every if (row["image"] or "").strip()]
+    if not rows:
+        raise ValueError(f"{path} must have a row with an image, has none")
+    if len(rows) < len(every):
+        say(f"{len(every) - len(rows)} of {len(every)} rows of {path.name} have no image, and are left out")
+    cells = {row["index"]: row["image"] for row in rows}
     options = [_options(row) for row in rows]
     answers = [_answers(row, bool(found), _where(row, path)) for row, found in zip(rows, options, strict=True)]
     rules = rules_of(path.stem, answers)
@@ -91,7 +99,7 @@ def read_tsv(path: pathlib.Path) -> list[Sample]:
     for row, choices, accepted in zip(rows, options, answers, strict=True):
         where = _where(row, path)
         scored = _scored(row, choices, accepted, rules, where)
-        cell = row["image"] or ""
+        cell = row["image"]
         if len(cell) <= 64 and cell in cells:
             cell = cells[cell]
         samples.append(
@@ -111,7 +119,7 @@ def read_tsv(path: pathlib.Path) -> list[Sample]:
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter="\t")
             columns = set(reader.fieldnames or ())
             rows = list(reader)
@@ -123,6 +131,9 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
         )
     if not rows:
         raise ValueError(f"{path} must have at least one row, has none")
+    for index, count in collections.Counter(row["index"] for row in rows).items():
+        if count > 1:
+            raise ValueError(f"index must be different in each row of {path}, got {index!r} {count} times")
     return rows
 
 
@@ -206,16 +217,24 @@ def _images(cell: str, where: str) -> Iterator[bytes]:
     cell = cell.strip()
     try:
         entries = ast.literal_eval(cell) if cell.startswith("[") else [cell]
-        files = [base64.b64decode(entry, validate=True) for entry in entries]
-    except (ValueError, SyntaxError, TypeError, binascii.Error) as error:
-        raise ValueError(f"image in {where} must be base64 or a list of base64: {error}") from error
+        files = [base64.b64decode("".join(entry.split()), validate=True) for entry in entries]
+    except (ValueError, SyntaxError, TypeError, AttributeError, binascii.Error) as error:
+        shown = cell if len(cell) <= 40 else f"{cell[:40]}..."
+        raise ValueError(
+            f"image in {where} must be base64, a list of base64, or the index of a row that has an image, "
+            f"got {shown!r}: {error}"
+        ) from error
     if not files or not all(files):
         raise ValueError(f"image in {where} must not be empty")
     for content in files:
         try:
-            Image.open(io.BytesIO(content)).close()  # reads the head alone
-        except (OSError, Image.DecompressionBombError) as error:
-            raise ValueError(f"image in {where} must be a picture in base64: {error}") from error
+            with Image.open(io.BytesIO(content)) as image:
+                image.load()  # a picture that is cut off would end the work midway
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            problem = "of no kind that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+            raise ValueError(
+                f"image in {where} must be a picture in base64, got {len(content)} bytes: {problem}"
+            ) from error
         yield content
 
 

@@ -41,7 +41,8 @@ _FULL_STOPS = 32  # the kit removes no more of them
 _AROUND_LETTERS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 _SAID = re.compile(r"answer\s+is\s+\**([ABCD])\**", re.IGNORECASE)
 _WORD_BEHIND = r"(?=[ \t]+(?!is\b)[^\W\d_])"
-_ARTICLE = re.compile(rf"(?<!\S)A{_WORD_BEHIND}", re.IGNORECASE)
+_ARTICLE = re.compile(rf"(?:\A|[.!?]\s|\n)\s*A{_WORD_BEHIND}")  # where a sentence begins
+_SMALL_ARTICLE = re.compile(rf"a{_WORD_BEHIND}")
 _REFUSALS = (
     "Sorry, I can't help with images of people yet.",
     "I can't process this file.",
@@ -174,8 +175,9 @@ def chosen_option(options: Mapping[str, str], text: str) -> str | None:
     """The letter that a text chooses.
 
     That is the one letter among its words, if it stands among the last four, or the one in "the answer is B", or that
-    of the one option whose text is in it. In one case this is not what the kit finds: a bare A in front of a word other
-    than "is" is an article, and the options' texts decide.
+    of the one option whose text is in it. In one case this is not what the kit finds: a bare A that begins a sentence,
+    in front of a word other than "is", is an article, and the options' texts decide; so is a small one in "the answer
+    is a dog".
     """
     if any(refusal in text for refusal in _REFUSALS):
         return None
@@ -184,9 +186,13 @@ def chosen_option(options: Mapping[str, str], text: str) -> str | None:
     if len(letters) == 1 and said.index(letters[0]) > len(said) - 5:
         if letters[0] != "A" or "A" in _ARTICLE.sub("", text).translate(_AROUND_LETTERS).split():
             return letters[0]
+        if said[said.index("A") + 1 :] == options["A"].translate(_AROUND_LETTERS).split():
+            return "A"  # and its own text
     elif not letters and "Z" in said:
         return None  # how the kit calls none of them
-    elif (match := _SAID.search(text)) and match[1].upper() in options and not _ARTICLE.match(text, match.start(1)):
+    elif (
+        (match := _SAID.search(text)) and match[1].upper() in options and not _SMALL_ARTICLE.match(text, match.start(1))
+    ):
         return match[1].upper()
     return _option_with_text(options, text.lower())
 
@@ -256,18 +262,21 @@ def rules_of(name: str, answers: Sequence[Sequence[str]]) -> Rules:
 
     Args:
       name: of the file, without its ending.
-      answers: the accepted ones of each of its questions. A set is one of yes and no if all its answers are.
+      answers: the accepted ones of each of its questions. A set of a name that is not known is one of yes and no if
+        all its answers are.
     """
     circular = _CIRCULAR.search(name.lower()) is not None
     if _MMMU.search(name):
         return Rules(numbered=False, open=True, circular=circular)
-    if all(answer.lower() in ("yes", "no") for accepted in answers for answer in accepted):
-        known = _YES_NO.match(name) is not None
-        return Rules("yes_no", not known, " Please answer yes or no." if known else "", circular=circular)
+    only_yes_no = all(answer.lower() in ("yes", "no") for accepted in answers for answer in accepted)
+    if _YES_NO.fullmatch(name) or (only_yes_no and _YES_NO.match(name)):
+        return Rules("yes_no", numbered=False, ending=" Please answer yes or no.", circular=circular)
     for pattern, method in _BY_NAME:
         if re.search(pattern, name):
             ending = "\nPlease answer concisely with short words or phrases when possible."
             return Rules(method, numbered=False, ending=ending, circular=circular)
     if _OPTIONS.match(name):
         return Rules(numbered=False, choose="Answer with the option letter only.", circular=circular)
+    if only_yes_no:
+        return Rules("yes_no", circular=circular)
     return Rules(circular=circular)
