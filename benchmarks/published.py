@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.benchmarks.policies import OWN
+from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
 from vlcache_jax.reuse.parse import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
 from vlcache_jax.study.pairs import interval
@@ -35,11 +36,6 @@ CASES = (
 _TABLE = re.compile(r"(<!-- table (\w[\w -]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, Any]
-
-
-def study(model: str, size: str) -> list[Row]:
-    """The rows of a study about pictures of one size."""
-    return _rows(f"study_{model}_{size}.json")
 
 
 def _rows(name: str) -> list[Row]:
@@ -194,9 +190,8 @@ def codecs() -> Iterator[list[str]]:
                 yield [*cells, f"{row['agreement %']:.2f}"]
 
 
-def ttft() -> Iterator[list[str]]:
-    """Times to the first token of four known images behind new text, two cores (`vlcache bench ttft --disk DIR`)."""
-    rows = _rows("ttft_cpu.json")
+def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Times to the first token of known images behind new text (`vlcache bench ttft --disk DIR`)."""
     of_disk = {row["configuration"]: row for row in rows if row["K, V in"] == "disk"}
     yield [
         "", "first token, s", "from disk, s", "times faster than cold", "than encoder cached", "rows a layer",
@@ -218,41 +213,28 @@ def markdown(lines: Iterator[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rest)) + "\n"
 
 
-def _losses(model: str, size: str) -> str:
-    return markdown(losses(study(model, size)))
+def _of(make: Callable[[Sequence[Row]], Iterator[list[str]]], name: str) -> Iterator[list[str]]:
+    return make(_rows(name))
 
 
-def _goal() -> Iterator[list[str]]:
-    """What `approximate` may lose of the shipped model's answers to many questions."""
-    return goals(_rows("goal_text_first.json"), (APPROXIMATE,))
+def _compared(rows: Sequence[Row]) -> Iterator[list[str]]:
+    return goals(rows, COMPARED)
 
 
-def _choice(model: str) -> str:
-    return markdown(choice(_rows(f"choice_{model}.json")))
-
-
-def _cold(model: str, size: str) -> str:
-    return markdown(cold(study(model, size)))
-
-
-def _answers(model: str, size: str) -> str:
-    return markdown(answers(study(model, size)))
-
-
-def _goals(model: str, size: str) -> str:
-    return markdown(goals(study(model, size), COMPARED))
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    f"{name} {model} {size}": functools.partial(make, model, size)
-    for name, make in (("losses", _losses), ("goals", _goals), ("answers", _answers), ("cold", _cold))
-    for model, size in itertools.product(MODELS, ("small", "large"))
+# The lines of each table, the first one its head.
+TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
+    "inside": inside,
+    "gains": gains,
+    "codecs": codecs,
+    "ttft": functools.partial(_of, ttft, "ttft_cpu.json"),
+    "goal": functools.partial(_of, _compared, "goal_text_first.json"),
 }
-TABLES |= {f"choice {model}": functools.partial(_choice, model) for model in MODELS}
-TABLES |= {
-    name: functools.partial(lambda make: markdown(make()), make)
-    for name, make in {"inside": inside, "gains": gains, "codecs": codecs, "ttft": ttft, "goal": _goal}.items()
-}
+for _model in MODELS:
+    TABLES[f"choice {_model}"] = functools.partial(_of, choice, f"choice_{_model}.json")
+    for _size, (_name, _make) in itertools.product(
+        SIZES, {"losses": losses, "goals": _compared, "answers": answers, "cold": cold}.items()
+    ):
+        TABLES[f"{_name} {_model} {_size}"] = functools.partial(_of, _make, f"study_{_model}_{_size}.json")
 
 
 def rewrite(text: str) -> str:
@@ -266,7 +248,7 @@ def rewrite(text: str) -> str:
         begin, name, end = found.groups()
         if name not in TABLES:
             raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name}")
-        return f"{begin}{TABLES[name]()}{end}"
+        return f"{begin}{markdown(TABLES[name]())}{end}"
 
     return _TABLE.sub(fill, text)
 

@@ -80,7 +80,7 @@ def test_cold_answers_are_told_by_task():
 
 
 def test_pages_are_rewritten_between_their_marks(monkeypatch):
-    monkeypatch.setitem(published.TABLES, "of a test", lambda: published.markdown(iter([["a", "b"], ["1", "2"]])))
+    monkeypatch.setitem(published.TABLES, "of a test", lambda: iter([["a", "b"], ["1", "2"]]))
     page = "Before.\n\n<!-- table of a test -->\nold\n<!-- end -->\n\nBehind.\n"
     new = "Before.\n\n<!-- table of a test -->\n| a | b |\n| --- | --- |\n| 1 | 2 |\n<!-- end -->\n\nBehind.\n"
     assert published.rewrite(page) == published.rewrite(new) == new
