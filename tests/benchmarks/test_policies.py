@@ -163,6 +163,7 @@ def test_files_that_show_one_image_have_no_table_of_images_apart(checkpoints, qu
 
 def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
     Schedule((9,) * 4, "qwen3_vl", "f").save(tmp_path / "four.json")
+    work = tmp_path / "four.json"
     for arguments, message in (
         (["--schedule", str(tmp_path / "four.json")], "layers"),
         (["--split", "tset"], "split must be profile or test, got 'tset'"),
@@ -171,6 +172,7 @@ def test_what_does_not_fit_is_refused(checkpoints, questions_tsv, tmp_path):
         (["--donors", "apart"], "donors must be together where every question shows one image, got apart"),
         (["--profiled", "3"], "profiled must be 0 with data, got 3"),
         (["--reuse", "exact"], "reuse must link images behind something else, to be compared with cold, got 'exact'"),
+        (["--work", str(work)], "work must be a file of finished parts, or a new one, got"),
         (["--out", str(tmp_path)], "out must be a file that can be written"),
     ):
         command = ["bench", "policies", str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv), *arguments]

@@ -123,3 +123,11 @@ def test_summary_counts_tasks_alike_and_names_the_worst():
     pooled, _ = summarize(cases_of(samples, both))
     assert [(row["task"], row["auxiliary prompts"]) for row in pooled] == [("big", 2), ("small", 2)] * 2
     assert pooled[2]["difference"] == pytest.approx(-100 * (0.5 + 0 + 1) / 3)
+
+
+def test_a_task_may_be_called_like_a_column():
+    samples = [sample(0, "mean"), sample(1, "questions")]
+    cold = [result(0, True), result(1, False)]
+    [total] = summarize(cases_of(samples, {Protocol("text_first"): {"off": cold}}))[1]
+    assert (total["task mean"], total["task questions"]) == (100, 0)
+    assert (total["mean"], total["questions"]) == (50, 2)
