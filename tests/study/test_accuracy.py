@@ -195,12 +195,13 @@ def test_the_command(checkpoints, tsv, tmp_path):
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert [(row["reuse"], row["task"], row["questions"]) for row in written["rows"]] == [
-        (name, task, count) for task, count in (("one", 3), ("two", 2)) for name in ("off", "full", "0.5")
+        (name, task, count) for task, count in (("one", 3), ("two", 2), ("two", 2)) for name in ("off", "full", "0.5")
     ]
+    cases = [(row["images"], row["donors"]) for row in written["rows"][::3]]
+    assert cases == [("one", "together"), ("several", "together"), ("several", "apart")]
     shares = [row["image rows"] for row in written["rows"]]
-    assert [row["images"] for row in written["rows"]] == ["one"] * 3 + ["several"] * 3
-    assert [shares[i] for i in (0, 3)] == [1, 1]
-    assert [shares[i] for i in (1, 4)] == [0, 0]
+    assert shares[::3] == [1, 1, 1]
+    assert shares[1::3] == [0, 0, 0]
     assert 0.4 < shares[2] <= 0.5
     with Image.open(figure) as picture:
         assert picture.width > 300
