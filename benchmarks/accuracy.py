@@ -52,7 +52,7 @@ def measure(
     check_writable("figure", figure, PICTURES)
     for path in data:
         check_readable("data", path)
-    WorkLog(work, "")
+    WorkLog(work, "")  # refuses another kind of file before the work
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig
 

@@ -244,7 +244,7 @@ def measure(
 
     _check(data, ratios=ratios, shares=shares, mean=mean, profiled=profiled, split=split)
     check_writable("out", out)
-    WorkLog(work, "")
+    WorkLog(work, "")  # refuses another kind of file before the work
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig
 
