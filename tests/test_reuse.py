@@ -348,9 +348,11 @@ def dense_reference(llm, conversation, policy):
                     new = np.stack([part[span.tokens] for part in own])
                     raw_k, v_pool[layer][span.tokens] = old[layer] + (new - old[layer])[:, fresh].mean(1)[:, None]
                     if config.qk_norm:
-                        # Before the weight, each head of a key has a mean square of 1.
-                        normed = raw_k / module.self_attn.k_norm.scale[...]
-                        raw_k /= np.sqrt(np.square(normed).mean(-1, keepdims=True))
+                        # Before the weight, each head of a key has a mean square of 1, but for the norm's epsilon.
+                        scale = module.self_attn.k_norm.scale[...]
+                        had, has = (np.square(keys / scale).mean(-1, keepdims=True) for keys in (old[layer, 0], raw_k))
+                        np.testing.assert_allclose(had, 1, atol=1e-3)
+                        raw_k *= np.sqrt(had / has)
                     rotation = decoder.rope.text_rotation(
                         jnp.asarray(layout.positions[:, span.tokens]),
                         config.rope_theta,

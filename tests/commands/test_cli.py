@@ -31,7 +31,7 @@ def test_help_teaches(run, command):
 
 def test_help_tells_what_holds_without_an_option(run):
     told = " ".join(run("bench", "accuracy", "--help").stdout.replace("│", " ").split())
-    for default in ("the shipped model", "both", "full, 0.03, 0.1, approximate, shift-0.1"):
+    for default in ("the shipped model", "together and apart", "full, 0.03, 0.1, approximate, shift-0.1"):
         assert f"[default: ({default}" in told
 
 

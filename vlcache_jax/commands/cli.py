@@ -474,7 +474,7 @@ def accuracy_command(
     ] = None,
     auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
     donors: Annotated[
-        list[str] | None, typer.Option(help=_DONORS, show_default="both")
+        list[str] | None, typer.Option(help=_DONORS, show_default="together and apart")
     ] = None,
     questions: _Questions = None,
     seeds: _Seeds = 1,
@@ -554,7 +554,7 @@ def policies_command(
         list[str] | None,
         typer.Option(help="text_first, question_first; may be repeated.", show_default="both"),
     ] = None,
-    donors: Annotated[list[str] | None, typer.Option(help=_DONORS, show_default="both")] = None,
+    donors: Annotated[list[str] | None, typer.Option(help=_DONORS, show_default="together and apart")] = None,
     seeds: _Seeds = 1,
     questions: _Questions = None,
     split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",

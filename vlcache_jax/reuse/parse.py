@@ -70,7 +70,7 @@ def parse_policy(reuse: Any) -> Policy:
         for name, policy in named.items():
             prefix = name and f"{name}-"
             if reuse.startswith(prefix) and _DECIMAL.fullmatch(ratio := reuse.removeprefix(prefix)):
-                return policy(_fraction(ratio))
+                return policy(_fraction(ratio, prefix))
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or os.path.isfile(reuse))):
         return Scheduled(Schedule.load(reuse))
     close = difflib.get_close_matches(reuse, ["approximate", *_NAMED], 1) if isinstance(reuse, str) else []
@@ -81,7 +81,7 @@ def parse_policy(reuse: Any) -> Policy:
     )
 
 
-def _fraction(text: str) -> Fraction:
+def _fraction(text: str, prefix: str = "") -> Fraction:
     """The exact value of a decimal: 0.29 of 100 tokens are 29, where floating point says 28."""
     try:
         decimal = Decimal(text)
@@ -89,5 +89,6 @@ def _fraction(text: str) -> Fraction:
         decimal = Decimal("nan")
     exponent = decimal.as_tuple().exponent  # a letter where the value is not finite
     if not (isinstance(exponent, int) and exponent >= -_DIGITS and 0 <= decimal <= 1):
-        raise ValueError(f"reuse must be a ratio from 0 to 1 of at most {_DIGITS} digits, got {shorten(text)}")
+        wanted = f"{prefix}R with a ratio R" if prefix else "a ratio"
+        raise ValueError(f"reuse must be {wanted} from 0 to 1 of at most {_DIGITS} digits, got {prefix}{shorten(text)}")
     return Fraction(decimal)

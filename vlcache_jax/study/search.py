@@ -101,8 +101,12 @@ class Scores:
         try:
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
                 content = {name: file[name] for name in file.files}
-        except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except OSError as error:
             raise ValueError(f"scores must be a file of `vlcache schedule profile`, got {path}: {error}") from error
+        except (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(  # NumPy's own words speak of pickles
+                f"scores must be a file of `vlcache schedule profile`, got {path}, which is not one, or damaged"
+            ) from error
         wanted = {"format", "values", "model_type", "fingerprint", "samples"}
         if set(content) != wanted or str(content["format"]) != _FORMAT:
             raise ValueError(f"scores must be a file of `vlcache schedule profile`, got {path} with {sorted(content)}")
