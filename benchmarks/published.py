@@ -27,6 +27,9 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("unnumbered", "numbered")
+# Many questions for one setting, behind other text and behind another question.
+GOALS = ("goal_text_first.json",)
+LENGTHS = ("key_lengths_unnumbered.json",)
 # Of a table's columns: what stands before the images, how they were cached, and how many a question shows.
 CASES = (
     ("text_first", "together", "one"), ("question_first", "together", "one"),
@@ -79,16 +82,20 @@ def _label(row: Row) -> str:
     return f"`{kind}ratio` of its mean" if schedule == OWN else ""
 
 
-def goals(rows: Sequence[Row], settings: Sequence[str]) -> Iterator[list[str]]:
+def goals(rows: Sequence[Row], settings: Sequence[str], digits: int = 1) -> Iterator[list[str]]:
     """A line for each case and setting: what is lost, in the mean and in the worst task, with intervals."""
     yield ["images", "`reuse`", "questions", "cold", "mean", "worst task", "some task may lose", "ms", "MB read"]
     for case in CASES:
         for row in rows:
             if _case(row) == case and row["reuse"] in settings:
-                worst = f"{interval(row, 'worst ')} {row['worst task']}" if row["worst difference"] < 0 else "-"
+                worst = "-"
+                if row["worst difference"] < 0:
+                    worst = f"{interval(row, 'worst ', digits)} {row['worst task']}"
+                cold = row["mean"] - row["difference"]
                 yield [
-                    _title(case), f"`{row['reuse']}`", str(row["questions"]), f"{row['mean'] - row['difference']:.1f}",
-                    interval(row), worst, f"{row['at most']:.2f}", f"{row['ms']:.0f}", f"{row['MB read']:.1f}",
+                    _title(case), f"`{row['reuse']}`", str(row["questions"]), f"{cold:.{digits}f}",
+                    interval(row, digits=digits), worst, f"{row['at most']:.2f}", f"{row['ms']:.0f}",
+                    f"{row['MB read']:.1f}",
                 ]  # fmt: skip
 
 
@@ -171,6 +178,18 @@ def gains() -> Iterator[list[str]]:
         yield [ratio, *(f"{100 * (1 - found[ratio][layer] / found['full reuse']):.1f}" for layer in layers)]
 
 
+def lengths() -> Iterator[list[str]]:
+    """Error of the logits where moved keys keep their length and where it is left free, and the answers that brings."""
+    yield ["model", "split", "images", "length kept", "left free", "points gained"]
+    for name in LENGTHS:
+        found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for case in CASES:
+            for row in found["rows"]:
+                if _case(row) == case and row["reuse"] == APPROXIMATE:
+                    errors = [f"{row[f'{lengths} MSE']:.2g}" for lengths in ("kept", "free")]
+                    yield [found["model"], found["split"], _title(case), *errors, interval(row, "gain ")]
+
+
 def codecs() -> Iterator[list[str]]:
     """What coded records cost in the shipped model's answers: divergence from those of records as computed."""
     yield [
@@ -225,9 +244,10 @@ def _compared(rows: Sequence[Row]) -> Iterator[list[str]]:
 TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "inside": inside,
     "gains": gains,
+    "lengths": lengths,
     "codecs": codecs,
     "ttft": functools.partial(_of, ttft, "ttft_cpu.json"),
-    "goal": functools.partial(_of, _compared, "goal_text_first.json"),
+    "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:
     TABLES[f"choice {_model}"] = functools.partial(_of, choice, f"choice_{_model}.json")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from vlcache_jax.benchmarks import published
@@ -49,6 +51,20 @@ def test_goals_have_a_line_for_each_case_and_setting():
         "10", "1.7",
     ]  # fmt: skip
     assert apart[:2] == ["two, seen apart, behind another question", "`full`"]
+    _, one, _ = published.goals(ROWS, ["full"], digits=2)
+    assert one[3:6] == ["99.00", "-3.96 [-6.00, -2.00]", "-8.00 [-12.00, -4.00] count"]
+
+
+def test_lengths_have_a_line_for_each_case(tmp_path, monkeypatch):
+    case = {"arrangement": "text_first", "donors": "apart", "images": "several", "reuse": published.APPROXIMATE}
+    row = case | {"kept MSE": 0.0941, "free MSE": 0.2394, "gain difference": 4.0, "gain low": -2.04, "gain high": 9.3}
+    found = {"model": "small", "split": "test", "rows": [row | {"reuse": "shift-0.1"}, row]}
+    (tmp_path / "a.json").write_text(json.dumps(found), encoding="utf-8")
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    monkeypatch.setattr(published, "LENGTHS", ["a.json"])
+    _, line = published.lengths()
+    shown = "two, seen apart, behind other text"
+    assert line == ["small", "test", shown, "0.094", "0.24", "+4.0 [-2.0, +9.3]"]
 
 
 def test_answers_have_a_line_for_each_case():

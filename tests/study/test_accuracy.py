@@ -79,7 +79,7 @@ def test_schedules_are_named_by_their_files_and_known_by_what_they_say(tmp_path)
     moved = accuracy.name_settings(["shift-0.1", f"shift-{files[0]}", files[1]])
     assert list(moved) == ["shift-0.1", "shift-s.json", "s.json"]
     assert (moved["shift-s.json"].shift, moved["shift-s.json"].schedule.levels) == (True, (50,) * 3)
-    with pytest.raises(ValueError, match="reuse must be a ratio from 0 to 1"):
+    with pytest.raises(ValueError, match="reuse must be shift-R with a ratio R from 0 to 1"):
         accuracy.name_settings(["shift-1.5"])
 
 

@@ -206,10 +206,10 @@ def column(task: str) -> str:
     return f"task {task}" if task in _COLUMNS or task.startswith(("worst ", "over ")) else task
 
 
-def interval(found: dict[str, Any], of: str = "") -> str:
+def interval(found: dict[str, Any], of: str = "", digits: int = 1) -> str:
     """A difference with its interval, as tables show it; `of` stands before the names of the three."""
-    difference, low, high = (found[f"{of}{name}"] for name in ("difference", "low", "high"))
-    return f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]"
+    difference, low, high = (f"{found[f'{of}{name}']:+.{digits}f}" for name in ("difference", "low", "high"))
+    return f"{difference} [{low}, {high}]"
 
 
 def printed(row: dict[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
