@@ -27,9 +27,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("unnumbered", "numbered")
-# Many questions for one setting, behind other text and behind another question.
-GOALS = ("goal_text_first.json",)
-LENGTHS = ("key_lengths_unnumbered.json",)
+GOALS = ("goal_together.json", "goal_text_first.json", "goal_question_first.json")  # of many questions each
+LENGTHS = ("key_lengths_unnumbered.json", "key_lengths_unnumbered_test.json", "key_lengths_numbered.json")
 # Of a table's columns: what stands before the images, how they were cached, and how many a question shows.
 CASES = (
     ("text_first", "together", "one"), ("question_first", "together", "one"),

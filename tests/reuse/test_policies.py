@@ -256,7 +256,10 @@ def test_what_reuse_may_be(tmp_path, monkeypatch):
         ("epic-" + "9" * 31, "reuse must be epic-K with a K of at most 30 digits, got 'epic-999"),
         ("0." + "3" * 5000, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 0.333"),
         ("shift-2", "reuse must be shift-R with a ratio R from 0 to 1 of at most 30 digits, got shift-2"),
-        ("shift-1e" + "9" * 30, "reuse must be shift-R with a ratio R from 0 to 1 of at most 30 digits, got shift-1e999"),
+        (
+            "shift-1e" + "9" * 30,
+            "reuse must be shift-R with a ratio R from 0 to 1 of at most 30 digits, got shift-1e999",
+        ),
         ("1e-" + "9" * 30, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 1e-999"),
         (10**5000, "reuse must be a ratio from 0 to 1 of at most 30 digits, got 1000"),
         (Fraction(10**5000, 3), "reuse must be a ratio from 0 to 1, as a Fraction, got Fraction"),
