@@ -292,7 +292,7 @@ def test_attention_times_deviation():
         (lambda: CacheBlend(Fraction(1, 2), "best"), "variant must be"),
         (lambda: KVShare(Fraction(1, 2), "best"), "selector must be"),
         (lambda: parse_policy("cacheblend-"), "reuse must be"),
-        (lambda: parse_policy("cacheblend-1.5"), "ratio from 0 to 1"),
+        (lambda: parse_policy("cacheblend-1.5"), "ratio R from 0 to 1"),
         (lambda: parse_policy("kvshare-best-0.1"), "reuse must be"),
     ],
 )
