@@ -17,8 +17,8 @@ from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import PAGE, Codec
 
 GIB = 2**30
-# A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more. Prompts of a few
-# images of 1024 tokens, of which a tenth is computed, fill these rungs well.
+# A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more. These rungs are
+# filled well by prompts of a few images of 1024 tokens of which a tenth is computed.
 CPU_ROWS = (48, 80, 144, 240, 352, 544, 1024, 4096)
 CPU_SEQUENCES = (4, 16, 64)  # a CPU multiplies a single row of bfloat16 ten times slower than four of them
 GPU_SHARE = 0.9  # of what weights and activations leave, for the pool
