@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from vlcache_jax.fields import whole
 from vlcache_jax.models import config as base
 
-DEFAULTS = base.Defaults(
+FIELDS = base.Fields(
     text={
         "vocab_size": 152064,
         "hidden_size": 8192,
@@ -34,6 +35,7 @@ DEFAULTS = base.Defaults(
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
     rope_theta=1000000.0,
+    own_vision={"window_size": whole(1, 1 << 16), "fullatt_block_indexes": base.INDICES},
 )
 
 
@@ -58,14 +60,19 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
         raise ValueError(f"hidden_size must be a multiple of num_attention_heads = {heads}, got {text.hidden_size}")
     if vision.window_size < (token := vision.spatial_merge_size * vision.patch_size):
         raise ValueError(f"window_size must be at least the {token} pixels of an image token, got {vision.window_size}")
-    return base.read_model(
-        config,
-        raw,
-        VisionConfig(
-            **base.read_vision(vision, "silu"),
-            window_size=vision.window_size,
-            full_blocks=tuple(vision.fullatt_block_indexes),
-        ),
-        head_dim=text.hidden_size // text.num_attention_heads,
-        is_qwen3=False,
+    tower = VisionConfig(
+        **base.read_vision(vision, "silu"),
+        window_size=vision.window_size,
+        full_blocks=tuple(vision.fullatt_block_indexes),
     )
+    decoder = base.read_text(
+        config,
+        head_dim=text.hidden_size // text.num_attention_heads,
+        mrope_section=(16, 24, 24),
+        mrope_interleaved=False,
+        qkv_bias=True,
+        qk_norm=False,
+    )
+    # Some checkpoints say it of the text alone.
+    tied = bool(config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False))
+    return base.read_model(config, raw, decoder, tower, tie_word_embeddings=tied)
