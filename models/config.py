@@ -254,19 +254,21 @@ def read_model(
     )
 
 
-def read_vision(vision: Any, hidden_act: str) -> dict[str, int]:
-    """The shared fields of the library's vision configuration, under our names."""
+def read_vision(vision: Any, hidden_act: str, **sizes: int) -> dict[str, int]:
+    """The shared fields of the library's vision configuration, under our names.
+
+    `sizes` are the widths, if the family calls them otherwise.
+    """
     expect("vision hidden_act", vision.hidden_act, hidden_act)
+    widths = ("hidden_size", "intermediate_size", "out_hidden_size")
     return {
         "depth": vision.depth,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
-        "out_hidden_size": vision.out_hidden_size,
         "num_heads": vision.num_heads,
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "in_channels": vision.in_channels,
+        **(sizes or {name: getattr(vision, name) for name in widths}),
     }
 
 

@@ -29,6 +29,36 @@ from vlcache_jax.testing import make_checkpoint
 # forgets to. Each configuration differs from the others in depth, head ratio, head width, windows or DeepStack, and
 # names, files and layout, so that no two numbers of a model can be taken for each other.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"model_type": "qwen2_vl", "seed": 7},
+    "qwen2_vl-flat-tied": {
+        "model_type": "qwen2_vl",
+        "seed": 8,
+        "layout": "flat",
+        "tie_word_embeddings": True,
+        "text": {
+            "hidden_size": 60,
+            "intermediate_size": 84,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-5,
+        },
+        "vision": {"depth": 3, "embed_dim": 48, "num_heads": 3, "mlp_ratio": 3},
+    },
+    "qwen2_vl-library-names": {
+        "model_type": "qwen2_vl",
+        "seed": 9,
+        "names": "library",
+        "shards": 2,
+        "text": {
+            "hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "vocab_size": 283,
+        },
+        "vision": {"depth": 5, "embed_dim": 40, "num_heads": 1, "mlp_ratio": 2, "patch_size": 12},
+    },
     "qwen2_5_vl": {"model_type": "qwen2_5_vl", "seed": 1},
     "qwen2_5_vl-flat-tied": {
         "model_type": "qwen2_5_vl",

@@ -57,11 +57,14 @@ _VISION: dict[str, Any] = {
     "temporal_patch_size": 2,
 }
 # What each family adds. The small windows and position grids make borders and interpolation matter in small images.
+_QWEN2_TEXT = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 4}
 _FAMILY_TEXT: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 4},
+    "qwen2_vl": _QWEN2_TEXT,
+    "qwen2_5_vl": _QWEN2_TEXT,
     "qwen3_vl": {"head_dim": 24, "attention_bias": False},
 }
 _FAMILY_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 4, "hidden_act": "quick_gelu", "patch_size": 14},
     "qwen2_5_vl": {
         "hidden_size": 32,
         "intermediate_size": 52,

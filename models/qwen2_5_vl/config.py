@@ -7,19 +7,10 @@ from typing import Any
 
 from vlcache_jax.fields import whole
 from vlcache_jax.models import config as base
+from vlcache_jax.models.qwen2_vl import config as qwen2
 
 FIELDS = base.Fields(
-    text={
-        "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-    },
+    text=qwen2.TEXT,
     vision={
         "depth": 32,
         "hidden_size": 3584,
@@ -34,7 +25,7 @@ FIELDS = base.Fields(
         "out_hidden_size": 3584,
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
-    rope_theta=1000000.0,
+    rope_theta=qwen2.ROPE_THETA,
     own_vision={"window_size": whole(1, 1 << 16), "fullatt_block_indexes": base.INDICES},
 )
 
@@ -54,10 +45,8 @@ class VisionConfig(base.VisionConfig):
 
 def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
     """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
-    vision, text = config.vision_config, config.text_config
-    if text.hidden_size % text.num_attention_heads:
-        heads = text.num_attention_heads
-        raise ValueError(f"hidden_size must be a multiple of num_attention_heads = {heads}, got {text.hidden_size}")
+    vision = config.vision_config
+    decoder = qwen2.read_text(config)
     if vision.window_size < (token := vision.spatial_merge_size * vision.patch_size):
         raise ValueError(f"window_size must be at least the {token} pixels of an image token, got {vision.window_size}")
     tower = VisionConfig(
@@ -65,14 +54,4 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
         window_size=vision.window_size,
         full_blocks=tuple(vision.fullatt_block_indexes),
     )
-    decoder = base.read_text(
-        config,
-        head_dim=text.hidden_size // text.num_attention_heads,
-        mrope_section=(16, 24, 24),
-        mrope_interleaved=False,
-        qkv_bias=True,
-        qk_norm=False,
-    )
-    # Some checkpoints say it of the text alone.
-    tied = bool(config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False))
-    return base.read_model(config, raw, decoder, tower, tie_word_embeddings=tied)
+    return base.read_model(config, raw, decoder, tower, tie_word_embeddings=qwen2.is_tied(config))

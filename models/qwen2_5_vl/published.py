@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from vlcache_jax.models.family import Published, TensorNames
+import dataclasses
 
-NAMES = TensorNames(
-    modules={
-        "visual.merger.norm.": "visual.merger.ln_q.",
-        "visual.merger.linear_fc1.": "visual.merger.mlp.0.",
-        "visual.merger.linear_fc2.": "visual.merger.mlp.2.",
-    },
-    published={"visual.": "model.visual.", "model.": "model.language_model."},
-)
+from vlcache_jax.models import qwen2_vl
 
-PUBLISHED = Published(
+NAMES = qwen2_vl.NAMES
+PUBLISHED = dataclasses.replace(
+    qwen2_vl.PUBLISHED,
     architecture="Qwen2_5_VLForConditionalGeneration",
-    rope={"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-    image_processor={
-        "patch_size": 14,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 3136,
-        "max_pixels": 12845056,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
-    },
-    has_flat=True,
-    system_turn="You are a helpful assistant.",
+    image_processor={**qwen2_vl.PUBLISHED.image_processor, "processor_class": "Qwen2_5_VLProcessor"},
+    output_width="out_hidden_size",
 )

@@ -247,7 +247,7 @@ def test_missing_and_broken_files(tmp_path):
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama", "qwen2_vl", None, 5, ["qwen3_vl"]])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama", "qwen2_5_omni", None, 5, ["qwen3_vl"]])
 def test_unknown_model_types(make, model_type):
     with pytest.raises(ValueError, match=f"model_type must be one of .* got {re.escape(repr(model_type))}"):
         load_config(edit(make("qwen3_vl"), model_type=model_type))
