@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import shutil
 import signal
 import subprocess
@@ -62,6 +63,9 @@ class Oracle:
 
     def __init__(self, model, llm):
         self.model, self.llm = model, llm
+        # The argument was called past_key_values before transformers 5.24, which warns about that.
+        names = inspect.signature(model.forward).parameters
+        self.cache = "cache" if "cache" in names else "past_key_values"
 
     def answer(self, conversation, steps):
         """Greedy tokens, and the logits that chose them, float32 [steps, V]."""
@@ -86,8 +90,8 @@ class Oracle:
                 tokens.append(int(logits[-1].argmax()))
                 out = self.model(
                     input_ids=torch.tensor([tokens[-1:]]),
-                    past_key_values=out.past_key_values,
                     position_ids=torch.full((3, 1, 1), start + i),
+                    **{self.cache: out.past_key_values},
                 )
         return tuple(tokens), np.stack(logits)
 
