@@ -26,6 +26,34 @@ class TensorNames:
 
 
 @dataclasses.dataclass(frozen=True)
+class Size:
+    """A published model, in the words of its `config.json`; what all of a family have is in `Published`."""
+
+    model_type: str
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    tie_word_embeddings: bool = False
+
+
+def text_fields(
+    width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, vocabulary: int, positions: int, **own: Any
+) -> dict[str, Any]:
+    """`text_config` of a published size; `own` are fields that not every family has."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": mlp_width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": positions,
+        **own,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
 class Published:
     """What the published checkpoints of a family hold beside weights, in the words of their files.
 
@@ -33,6 +61,7 @@ class Published:
       architecture: the library's class of the model.
       rope: of the text: base, sections of M-RoPE, and what else stands beside them.
       image_processor: `preprocessor_config.json`.
+      sizes: by name.
       has_flat: whether there are old ones, with the text's fields at the top of `config.json`.
       system_turn: what the chat template says first where no message does; None: nothing.
       output_width: the key of `vision_config` that holds the width of its output, which is the text's.
@@ -41,6 +70,7 @@ class Published:
     architecture: str
     rope: Mapping[str, Any]
     image_processor: Mapping[str, Any]
+    sizes: Mapping[str, Size]
     has_flat: bool = False
     system_turn: str | None = None
     output_width: str = "out_hidden_size"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import reprlib
+from typing import Any
 
 from vlcache_jax.fields import read_object
 from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_vl
@@ -24,7 +25,15 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     path = pathlib.Path(directory) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"model must be a checkpoint directory, but {path} does not exist")
-    raw = read_object(path)
+    return read_config(read_object(path), path)
+
+
+def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
+    """The model that the content of a `config.json` describes; `path` is how errors call the file.
+
+    Raises:
+      ValueError: see `load_config`.
+    """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")

@@ -178,13 +178,27 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
     return functools.cache(lambda name: make_checkpoint(root / name, **CONFIGURATIONS[name]))
 
 
-@pytest.fixture(scope="session", params=list(CONFIGURATIONS))
+# Of Qwen2-VL, whose parts are those of the others but for the tower, the tied one stands for the others in short.
+IN_FULL = ("qwen2_vl", "qwen2_vl-library-names")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=[pytest.mark.ladder] * (name in IN_FULL)) for name in CONFIGURATIONS],
+)
 def checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
     """Each configuration in turn."""
     return checkpoints(request.param)
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param("qwen2_vl-flat-tied", marks=pytest.mark.ladder),
+        "qwen2_5_vl-flat-tied",
+        "qwen3_vl-tied",
+    ],
+)
 def family_checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
     """One configuration per family, for what does not depend on the shapes."""
     return checkpoints(request.param)

@@ -19,8 +19,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vlcache_jax.models.family import Published
+from vlcache_jax.models.family import Published, Size
 from vlcache_jax.models.params import parameters, published_name
+from vlcache_jax.models.published import config_file
 from vlcache_jax.models.registry import FAMILIES, load_config
 
 # Ids 0-255 are the bytes themselves, and these follow.
@@ -177,38 +178,17 @@ def make_checkpoint(
 def _config(
     model_type: str, text: Mapping[str, Any], vision: Mapping[str, Any], tied: bool, dtype: str, *, flat: bool
 ) -> dict[str, Any]:
-    published = FAMILIES[model_type].PUBLISHED
     text = {**_TEXT, **_FAMILY_TEXT[model_type], **text}
-    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    section = _mrope_section(published.rope["mrope_section"], head_dim)
+    size = Size(model_type, text, {**_VISION, **_FAMILY_VISION[model_type], **vision}, tied)
     ids = {f"{name}_token_id": TOKEN_IDS[f"<|{name}_pad|>"] for name in ("image", "video")}
     ids |= {f"vision_{name}_token_id": TOKEN_IDS[f"<|vision_{name}|>"] for name in ("start", "end")}
-    config = {
-        "architectures": [published.architecture],
-        "model_type": model_type,
-        **ids,
-        "tie_word_embeddings": tied,
-        "vision_config": {
-            "model_type": model_type,
-            **_VISION,
-            **_FAMILY_VISION[model_type],
-            published.output_width: text["hidden_size"],
-            **vision,
-        },
-    }
-    if flat:
-        rope = {"rope_theta": published.rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": section}}
-        return {**config, "torch_dtype": dtype, **rope, **text}
-    rope = {"rope_type": "default", **published.rope, "mrope_section": section}
-    text = {"model_type": f"{model_type}_text", "rope_parameters": rope, **text}
-    return {**config, "dtype": dtype, "text_config": text}
-
-
-def _mrope_section(published: Sequence[int], head_dim: int) -> list[int]:
-    """Frequencies of T, H and W, shared out as in a published model, where H and W have as many."""
-    half = head_dim // 2
-    side = half * published[1] // sum(published)
-    return [half - 2 * side, side, side]
+    config = config_file(size, dtype=dtype, **ids)
+    if not flat:
+        return config
+    rope = config.pop("text_config")["rope_parameters"]
+    old_rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    dtypes = {"torch_dtype": config.pop("dtype")}
+    return {**config, **dtypes, "rope_theta": rope["rope_theta"], "rope_scaling": old_rope, **text}
 
 
 def _preprocessor(

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from vlcache_jax.models.family import Published, TensorNames
+from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
 
-# All but the architecture and the processor's class is so in Qwen2.5-VL, too.
+POSITIONS = 32768
+VISION = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "mlp_ratio": 4,
+    "hidden_act": "quick_gelu",
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 NAMES = TensorNames(
     modules={
         "visual.merger.norm.": "visual.merger.ln_q.",
@@ -26,6 +37,11 @@ PUBLISHED = Published(
         "image_std": [0.26862954, 0.26130258, 0.27577711],
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2VLProcessor",
+    },
+    sizes={
+        "Qwen2-VL-2B": Size("qwen2_vl", text_fields(1536, 28, 12, 2, 8960, 151936, POSITIONS), VISION, True),
+        "Qwen2-VL-7B": Size("qwen2_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), VISION),
+        "Qwen2-VL-72B": Size("qwen2_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), VISION),
     },
     has_flat=True,
     system_turn="You are a helpful assistant.",

@@ -63,6 +63,20 @@ def test_info_counts_what_an_engine_counts(run, family_checkpoint):
     assert re.search(r"(?m)^24 GB .*\n40 GB .*\n80 GB .*\n141 GB ", result.stdout)
 
 
+def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
+    from vlcache_jax.commands import info
+
+    monkeypatch.setattr(info, "locate", None)
+    result = run("info", "qwen3-vl-8b", "--image", "1080x1920")
+    assert result.exit_code == 0, result.output
+    found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])
+    assert found["model"] == "qwen3_vl, as published: Qwen3-VL-8B"
+    assert found["weights"] == "17.53 GB in bfloat16 (8.77 billion parameters)"
+    assert found["K, V"] == "147456 bytes a token"
+    # 1088 x 1920 pixels in tokens of 32 x 32
+    assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
+
+
 def test_info_says_what_does_not_fit(run, tmp_path, checkpoints):
     """A model of 8 billion parameters, of which there is nothing but its configuration."""
     for name in ("config.json", "preprocessor_config.json"):
