@@ -183,9 +183,7 @@ def test_random_models_have_the_published_shapes(tmp_path, name):
 
 
 def test_a_random_model_must_be_one_of_those():
-    with pytest.raises(
-        ValueError, match=r"random_weights must be one of .*, qwen3-vl-8b, .*, got 'qwen3-vl-9b'"
-    ):
+    with pytest.raises(ValueError, match=r"random_weights must be one of .*, qwen3-vl-8b, .*, got 'qwen3-vl-9b'"):
         random_models.make_random_model("", "qwen3-vl-9b")
     with pytest.raises(ValueError, match="layers must be from 4 to 12, those of the model, got 13"):
         random_models.make_random_model("", layers=13)

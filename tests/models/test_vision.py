@@ -88,7 +88,7 @@ def test_segments():
     assert end.tolist() == [3, 3, 3, 5, 5, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("grids", [[(1, 2, 2)], [(1, 6, 10), (1, 4, 2)], [(1, 2, 40)]])
 def test_tables_are_padded_and_in_range(checkpoints, name, grids):
     config = load_config(checkpoints(name)).vision
