@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import user
+from tests.helper import each_family, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -109,6 +109,7 @@ def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations)
             assert score.greedy.all()
 
 
+@each_family
 def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversations):
     continuation = "the quick brown fox"
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -22,7 +23,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.fc1(x)
-        return self.fc2(x * jax.nn.sigmoid(1.702 * x))  # the library's quick_gelu
+        # The library's quick_gelu, rounded once: XLA on a CPU rounds every step of a sigmoid in bfloat16.
+        y = x.astype(jnp.float32)
+        return self.fc2((y * jax.nn.sigmoid(1.702 * y)).astype(x.dtype))
 
 
 class VisionTower(nnx.Module):
