@@ -11,7 +11,7 @@ from vlcache_jax.models.published import SIZES, config_file, find_name, publishe
 from vlcache_jax.models.registry import FAMILIES
 
 # Width, layers, heads, heads of K, V, MLP width, vocabulary, tied, base of RoPE, longest context, KiB of K, V a token
-# (bfloat16); vision: layers, width, head width, MLP width, patch; and the parameters, as the hub counts them.
+# (bfloat16); vision: layers, width, head width, MLP width, patch; and the parameters, as the library counts them.
 FIGURES = {
     "Qwen2-VL-2B": (1536, 28, 12, 2, 8960, 151936, True, 1e6, 32768, 28, 32, 1280, 80, 5120, 14, 2208985600),
     "Qwen2-VL-7B": (3584, 28, 28, 4, 18944, 152064, False, 1e6, 32768, 56, 32, 1280, 80, 5120, 14, 8291375616),
