@@ -33,9 +33,7 @@ from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.packed import unpack
 from vlcache_jax.engine.runner import Runner
 from vlcache_jax.models import ModelConfig, abstract_model
-from vlcache_jax.models.config import TextConfig
-from vlcache_jax.models.qwen2_5_vl import VisionConfig as Qwen2VisionConfig
-from vlcache_jax.models.qwen3_vl import VisionConfig as Qwen3VisionConfig
+from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import PAGE, attention, link, paged_attention
 from vlcache_jax.study import report
 
@@ -133,88 +131,8 @@ def _ptxas_output() -> Iterator[list[str]]:
             output.append(file.read().decode(errors="replace"))
 
 
-def _text(**changes: Any) -> TextConfig:
-    qwen3: dict[str, Any] = {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_layers": 36,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 5e6,
-        "mrope_section": (24, 20, 20),
-        "mrope_interleaved": True,
-        "qkv_bias": False,
-        "qk_norm": True,
-        "max_position_embeddings": 262144,
-    }
-    return TextConfig(**qwen3 | changes)
-
-
-def _qwen3(out: int, **text: Any) -> ModelConfig:
-    vision = Qwen3VisionConfig(
-        depth=27,
-        hidden_size=1152,
-        intermediate_size=4304,
-        out_hidden_size=out,
-        num_heads=16,
-        patch_size=16,
-        merge_size=2,
-        temporal_patch_size=2,
-        in_channels=3,
-        num_position_embeddings=2304,
-        deepstack_blocks=(8, 16, 24),
-    )
-    return ModelConfig(
-        model_type="qwen3_vl",
-        text=_text(hidden_size=out, **text),
-        vision=vision,
-        image_token_id=151655,
-        video_token_id=151656,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-
-
 MODELS: dict[str, ModelConfig] = {
-    "Qwen3-VL-8B": _qwen3(4096),
-    "Qwen3-VL-32B": _qwen3(5120, intermediate_size=25600, num_layers=64, num_heads=64),
-    "Qwen2.5-VL-7B": ModelConfig(
-        model_type="qwen2_5_vl",
-        text=_text(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_layers=28,
-            num_heads=28,
-            num_kv_heads=4,
-            rope_theta=1e6,
-            mrope_section=(16, 24, 24),
-            mrope_interleaved=False,
-            qkv_bias=True,
-            qk_norm=False,
-            max_position_embeddings=128000,
-        ),
-        vision=Qwen2VisionConfig(
-            depth=32,
-            hidden_size=1280,
-            intermediate_size=3420,
-            out_hidden_size=3584,
-            num_heads=16,
-            patch_size=14,
-            merge_size=2,
-            temporal_patch_size=2,
-            in_channels=3,
-            window_size=112,
-            full_blocks=(7, 15, 23, 31),
-        ),
-        image_token_id=151655,
-        video_token_id=151656,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ),
+    name: published_config(name) for name in ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B")
 }
 
 

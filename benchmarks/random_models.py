@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,25 +11,13 @@ from unittest import mock
 import numpy as np
 
 from vlcache_jax import base
-from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.benchmarks.prefill import TEXT, VISION
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.engine.checkpoint import Checkpoint
-from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.params import parameters
+from vlcache_jax.models.published import SIZES, find_name
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint
-
-# What `config.json` calls the fields of our configurations that it names otherwise.
-_TEXT_NAMES = {
-    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-}  # fmt: skip
-_VISION_NAMES = {
-    "merge_size": "spatial_merge_size",
-    "deepstack_blocks": "deepstack_visual_indexes",
-    "full_blocks": "fullatt_block_indexes",
-}
-_NOT_WRITTEN = ("rope_theta", "mrope_section", "mrope_interleaved", "qkv_bias", "qk_norm")  # each family has its own
 
 
 def make_random_model(
@@ -56,13 +43,13 @@ def make_random_model(
         most = text["num_hidden_layers"]
         title = f"{text['hidden_size']} wide, random weights"
     else:
-        names = {name.lower(): name for name in MODELS}
-        if shape.lower() not in names:
-            raise ValueError(f"random_weights must be one of {', '.join(names)}, got {shape!r}")
-        config = MODELS[names[shape.lower()]]
-        model_type, text, vision, tied = config.model_type, _text(config), _vision(config), config.tie_word_embeddings
-        most = config.text.num_layers
-        title = f"shape of {names[shape.lower()]}, random weights"
+        name = find_name(shape)
+        if name is None:
+            raise ValueError(f"random_weights must be one of {', '.join(map(str.lower, SIZES))}, got {shape!r}")
+        size = SIZES[name]
+        model_type, text, vision, tied = size.model_type, {**size.text}, {**size.vision}, size.tie_word_embeddings
+        most = text["num_hidden_layers"]
+        title = f"shape of {name}, random weights"
     least = 1 + len(vision.get("deepstack_visual_indexes", ()))  # one layer that DeepStack adds nothing to
     if layers is not None and not least <= layers <= most:
         raise ValueError(f"layers must be from {least} to {most}, those of the model, got {layers}")
@@ -72,16 +59,6 @@ def make_random_model(
         tie_word_embeddings=tied, weights=False,
     )  # fmt: skip
     return path, f"{title}, {count} layers" if count == most else f"{title}, {count} of {most} layers"
-
-
-def _text(config: ModelConfig) -> dict[str, Any]:
-    fields = dataclasses.asdict(config.text)
-    return {_TEXT_NAMES.get(name, name): value for name, value in fields.items() if name not in _NOT_WRITTEN}
-
-
-def _vision(config: ModelConfig) -> dict[str, Any]:
-    fields = dataclasses.asdict(config.vision)
-    return {_VISION_NAMES.get(name, name): value for name, value in fields.items()}
 
 
 class _Drawn(Checkpoint):

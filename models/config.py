@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from vlcache_jax.fields import FLAG, OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, real, whole
 
 _BLOCKS = whole(1, 1024)
-_WIDTH = whole(1, 1 << 20)
+INDICES = listed(whole(0, 1023), 1024)  # of blocks
+WIDTH = whole(1, 1 << 20)
 _HEADS = whole(1, 1 << 12)
 _PIXELS = whole(1, 1 << 10)
 _TOKEN = whole(0, 1 << 24)
-_INDICES = listed(whole(0, 1023), 1024)
 _LABELS = optional(whole(0, 1 << 16))  # no model here has any, but the library makes a table of them
 _ROPE_TYPE = one_of("default", "mrope")
 
@@ -39,8 +39,8 @@ _TOP: dict[str, Kind] = {
 }
 _TEXT: dict[str, Kind] = {
     "vocab_size": whole(1, 1 << 24),
-    "hidden_size": _WIDTH,
-    "intermediate_size": _WIDTH,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
     "num_hidden_layers": _BLOCKS,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": optional(_HEADS),
@@ -62,9 +62,9 @@ _ROPE: dict[str, Kind] = {
 }
 _VISION: dict[str, Kind] = {
     "depth": _BLOCKS,
-    "hidden_size": _WIDTH,
-    "intermediate_size": _WIDTH,
-    "out_hidden_size": _WIDTH,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "out_hidden_size": WIDTH,
     "num_heads": _HEADS,
     "num_hidden_layers": _BLOCKS,  # other names that the library has for `depth` and `num_heads`
     "num_attention_heads": _HEADS,
@@ -72,10 +72,6 @@ _VISION: dict[str, Kind] = {
     "patch_size": _PIXELS,
     "spatial_merge_size": whole(1, 64),
     "temporal_patch_size": whole(1, 64),
-    "window_size": whole(1, 1 << 16),
-    "num_position_embeddings": whole(1, 1 << 24),
-    "fullatt_block_indexes": _INDICES,
-    "deepstack_visual_indexes": _INDICES,
     "rope_parameters": optional(OBJECT),
     "num_labels": _LABELS,
 }
@@ -105,7 +101,7 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """The part of a vision tower that both families share; each family adds its own fields."""
+    """The part of a vision tower that all families share; each adds its own fields."""
 
     depth: int
     hidden_size: int
@@ -149,8 +145,25 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def check_config(raw: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Checks `config.json` as it stands, before the library's classes act on it.
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """What a family's `config.json` holds.
+
+    Attributes:
+      text, vision: what the library takes for keys that are left out.
+      rope_theta: likewise.
+      own_text, own_vision: the keys that this family alone reads, and what they may hold.
+    """
+
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    rope_theta: float
+    own_text: Mapping[str, Kind] = dataclasses.field(default_factory=dict)
+    own_vision: Mapping[str, Kind] = dataclasses.field(default_factory=dict)
+
+
+def check_config(raw: dict[str, Any], fields: Fields, path: str | os.PathLike[str]) -> None:
+    """Checks `config.json` as it stands, before anything is made of it.
 
     Raises:
       ValueError: a field is of another type or out of bounds; the message names it and the file.
@@ -158,41 +171,37 @@ def check_config(raw: dict[str, Any], path: str | os.PathLike[str]) -> None:
     check_fields(raw, _TOP, path)
     nested = raw.get("text_config") is not None
     section, text = ("text_config.", raw["text_config"]) if nested else ("", raw)
-    check_fields(text, _TEXT, path, section=section)
+    check_fields(text, {**_TEXT, **fields.own_text}, path, section=section)
     for key in ("rope_parameters", "rope_scaling"):
         check_fields(text.get(key) or {}, _ROPE, path, section=f"{section}{key}.")
     vision = raw.get("vision_config") or {}
-    check_fields(vision, _VISION, path, section="vision_config.")
+    check_fields(vision, {**_VISION, **fields.own_vision}, path, section="vision_config.")
     check_fields(vision.get("rope_parameters") or {}, _VISION_ROPE, path, section="vision_config.rope_parameters.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Defaults:
-    """What the library takes for keys that a `config.json` leaves out."""
-
-    text: Mapping[str, Any]
-    vision: Mapping[str, Any]
-    rope_theta: float
-
-
-def library_config(raw: Mapping[str, Any], defaults: Defaults) -> Any:
+def library_config(raw: Mapping[str, Any], fields: Fields) -> Any:
     """The content of a `config.json` with the attributes that the library's configuration has."""
     given = raw if raw.get("text_config") is None else raw["text_config"]
-    text = {**defaults.text, **given}
+    text = {**fields.text, **given}
     if text["num_key_value_heads"] is None:
         text["num_key_value_heads"] = text["num_attention_heads"]
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", given.get("rope_theta", defaults.rope_theta))
+    rope.setdefault("rope_theta", given.get("rope_theta", fields.rope_theta))
     vision = {_ALIASES.get(key, key): value for key, value in (raw.get("vision_config") or {}).items()}
     config = {"image_token_id": 151655, "video_token_id": 151656, "tie_word_embeddings": False, **raw}
     config["text_config"] = types.SimpleNamespace(**text | {"rope_parameters": rope})
-    config["vision_config"] = types.SimpleNamespace(**{**defaults.vision, **vision})
+    config["vision_config"] = types.SimpleNamespace(**{**fields.vision, **vision})
     return types.SimpleNamespace(**config)
 
 
-def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_dim: int, is_qwen3: bool) -> ModelConfig:
-    """What the families' configurations have in common; `config` is the library's object, `raw` the file."""
+def read_text(config: Any, *, head_dim: int, mrope_section: tuple[int, int, int], **own: Any) -> TextConfig:
+    """The decoder of the library's `config`.
+
+    Args:
+      mrope_section: where the file does not say it.
+      own: the fields in which families differ.
+    """
     text = config.text_config
     rope = text.rope_parameters
     expect("text hidden_act", text.hidden_act, "silu")
@@ -200,7 +209,7 @@ def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_d
         raise ValueError("use_sliding_window must be false: sliding windows are not supported")
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"width of a text head must be even, got {head_dim}")
-    section = tuple(rope.get("mrope_section") or ((24, 20, 20) if is_qwen3 else (16, 24, 24)))
+    section = tuple(rope.get("mrope_section") or mrope_section)
     if len(section) != 3 or sum(section) != head_dim // 2:
         # The library takes a wrong section for Qwen3 and silently rotates with the wrong axes.
         raise ValueError(f"mrope_section must hold three counts that sum to {head_dim // 2}, got {list(section)}")
@@ -209,6 +218,26 @@ def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_d
             f"num_attention_heads must be a multiple of num_key_value_heads = {text.num_key_value_heads}, "
             f"got {text.num_attention_heads}"
         )
+    return TextConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=rope["rope_theta"],
+        mrope_section=section,
+        max_position_embeddings=text.max_position_embeddings,
+        **own,
+    )
+
+
+def read_model(
+    config: Any, raw: dict[str, Any], text: TextConfig, vision: VisionConfig, *, tie_word_embeddings: bool
+) -> ModelConfig:
+    """The whole of the library's `config`; `raw` is the file."""
     if vision.out_hidden_size != text.hidden_size:
         raise ValueError(f"out_hidden_size must equal hidden_size = {text.hidden_size}, got {vision.out_hidden_size}")
     if vision.hidden_size % (4 * vision.num_heads):
@@ -216,46 +245,30 @@ def read_model(config: Any, raw: dict[str, Any], vision: VisionConfig, *, head_d
     dtype = raw.get("dtype") or raw.get("torch_dtype") or (raw.get("text_config") or {}).get("dtype")
     return ModelConfig(
         model_type=config.model_type,
-        text=TextConfig(
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            intermediate_size=text.intermediate_size,
-            num_layers=text.num_hidden_layers,
-            num_heads=text.num_attention_heads,
-            num_kv_heads=text.num_key_value_heads,
-            head_dim=head_dim,
-            rms_norm_eps=text.rms_norm_eps,
-            rope_theta=rope["rope_theta"],
-            mrope_section=section,
-            mrope_interleaved=is_qwen3,
-            qkv_bias=not is_qwen3,
-            qk_norm=is_qwen3,
-            max_position_embeddings=text.max_position_embeddings,
-        ),
+        text=text,
         vision=vision,
         image_token_id=config.image_token_id,
         video_token_id=config.video_token_id,
-        # Some Qwen2.5-VL checkpoints say it of the text alone.
-        tie_word_embeddings=bool(
-            config.tie_word_embeddings or (not is_qwen3 and getattr(text, "tie_word_embeddings", False))
-        ),
+        tie_word_embeddings=tie_word_embeddings,
         dtype=dtype,
     )
 
 
-def read_vision(vision: Any, hidden_act: str) -> dict[str, int]:
-    """The shared fields of the library's vision configuration, under our names."""
+def read_vision(vision: Any, hidden_act: str, **sizes: int) -> dict[str, int]:
+    """The shared fields of the library's vision configuration, under our names.
+
+    `sizes` are the widths, if the family calls them otherwise.
+    """
     expect("vision hidden_act", vision.hidden_act, hidden_act)
+    widths = ("hidden_size", "intermediate_size", "out_hidden_size")
     return {
         "depth": vision.depth,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
-        "out_hidden_size": vision.out_hidden_size,
         "num_heads": vision.num_heads,
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "in_channels": vision.in_channels,
+        **(sizes or {name: getattr(vision, name) for name in widths}),
     }
 
 

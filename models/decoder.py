@@ -1,4 +1,4 @@
-"""The text decoder of both families, one layer step at a time over a set of rows.
+"""The text decoder of all families, one layer step at a time over a set of rows.
 
 A *row* is one active token. In each layer the rows write their K and V into their slots of the pool, then the first
 `keep` of them attend to the slots in their interval and go on. Full prefill, packed prefill, chunks, selective

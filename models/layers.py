@@ -1,4 +1,4 @@
-"""Small modules that both families share exactly, with the library's roundings."""
+"""Small modules that the families share exactly, with the library's roundings."""
 
 from __future__ import annotations
 

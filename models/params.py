@@ -1,14 +1,14 @@
 """From the parameters of a model to the tensors of a checkpoint.
 
 Modules bear the library's names, so the mapping is a rule, not a table: a parameter's path is its tensor's name, except
-for the last part, the prefixes of published checkpoints, and the merger of Qwen2.5-VL.
+for the last part and for what its family says (`TensorNames`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,9 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.family import TensorNames
 from vlcache_jax.models.model import abstract_model
+from vlcache_jax.models.registry import FAMILIES
 
 Path = tuple[str | int, ...]
 
@@ -75,33 +77,32 @@ def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
 
 def library_name(config: ModelConfig, name: str) -> str:
     """The library's name of a tensor of a checkpoint, which may bear its published name."""
-    if config.model_type == "qwen2_5_vl":
-        if name.startswith("visual."):
-            return f"model.{name}"
-        if name.startswith("model.") and not name.startswith(("model.visual.", "model.language_model.")):
-            return name.replace("model.", "model.language_model.", 1)
-    return name
+    published = _names(config).published
+    return name if name.startswith(tuple(published.values())) else _rename(name, published)
 
 
 def published_name(config: ModelConfig, name: str) -> str:
     """The name under which the library saves a tensor; the inverse of `library_name`."""
-    if config.model_type == "qwen2_5_vl":
-        return name.replace("model.visual.", "visual.", 1).replace("model.language_model.", "model.", 1)
-    return name
+    return _rename(name, {library: published for published, library in _names(config).published.items()})
 
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 
 
 def _tensor_name(config: ModelConfig, path: Path) -> str:
-    name = ".".join([*map(str, path[:-1]), _LEAVES[str(path[-1])]])
-    if path[0] == "lm_head":
-        return name
-    if config.model_type == "qwen2_5_vl":
-        name = re.sub(r"^visual\.merger\.norm\.", "visual.merger.ln_q.", name)
-        name = re.sub(r"^visual\.merger\.linear_fc1\.", "visual.merger.mlp.0.", name)
-        name = re.sub(r"^visual\.merger\.linear_fc2\.", "visual.merger.mlp.2.", name)
-    return f"model.{name}"
+    name = _rename(".".join([*map(str, path[:-1]), _LEAVES[str(path[-1])]]), _names(config).modules)
+    return name if path[0] == "lm_head" else f"model.{name}"
+
+
+def _names(config: ModelConfig) -> TensorNames:
+    return FAMILIES[config.model_type].NAMES
+
+
+def _rename(name: str, beginnings: Mapping[str, str]) -> str:
+    for old, new in beginnings.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _tensor_shape(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import reprlib
+from typing import Any
 
 from vlcache_jax.fields import read_object
-from vlcache_jax.models import qwen2_5_vl, qwen3_vl
+from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vlcache_jax.models.config import ModelConfig, check_config, library_config
+from vlcache_jax.models.family import Family
 
-FAMILIES = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
+FAMILIES: dict[str, Family] = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
 
 
 def load_config(directory: str | pathlib.Path) -> ModelConfig:
@@ -23,16 +25,24 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     path = pathlib.Path(directory) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"model must be a checkpoint directory, but {path} does not exist")
-    raw = read_object(path)
+    return read_config(read_object(path), path)
+
+
+def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
+    """The model that the content of a `config.json` describes; `path` is how errors call the file.
+
+    Raises:
+      ValueError: see `load_config`.
+    """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {reprlib.repr(model_type)} in {path}")
-    check_config(raw, path)
+    family = FAMILIES[model_type]
+    check_config(raw, family.FIELDS, path)
     if any("quantization_config" in part for part in (raw, raw.get("text_config") or {})):
         raise ValueError(f"quantized checkpoints are not supported, but {path} has a quantization_config")
-    family = FAMILIES[model_type]
     try:
-        return family.read_config(library_config(raw, family.DEFAULTS), raw)
+        return family.read_config(library_config(raw, family.FIELDS), raw)
     except Exception as error:  # whatever the fields together lead to
         reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} must describe a model that is supported: {reason}") from error

@@ -1,4 +1,4 @@
-"""What the vision towers of both families share: patches, blocks, mergers, and the tables computed on the host.
+"""What the vision towers of all families share: patches, blocks, mergers, and the tables computed on the host.
 
 A tower is compiled for a number of patches P, never for an image size: several images are packed along P and padded,
 and everything that depends on their sizes comes in as index tables. Patches come as bytes and are normalised by a
@@ -125,3 +125,10 @@ def segments(lengths: Sequence[int], num_patches: int) -> tuple[np.ndarray, np.n
     ends = np.cumsum(lengths, dtype=np.int32)
     starts = ends - np.asarray(lengths, np.int32)
     return pack([np.repeat(starts, lengths)], num_patches), pack([np.repeat(ends, lengths)], num_patches)
+
+
+def image_tables(config: VisionConfig, grids: Sequence[Grid], num_patches: int) -> dict[str, np.ndarray]:
+    """Of images packed one after the other and padded: yx [P, 2], start and end [P]; an image sees itself (host)."""
+    start, end = segments([h * w for _, h, w in grids], num_patches)
+    yx = pack([block_coordinates(h, w, config.merge_size) for _, h, w in grids], num_patches)
+    return {"yx": yx, "start": start, "end": end}

@@ -29,6 +29,36 @@ from vlcache_jax.testing import make_checkpoint
 # forgets to. Each configuration differs from the others in depth, head ratio, head width, windows or DeepStack, and
 # names, files and layout, so that no two numbers of a model can be taken for each other.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"model_type": "qwen2_vl", "seed": 7},
+    "qwen2_vl-flat-tied": {
+        "model_type": "qwen2_vl",
+        "seed": 8,
+        "layout": "flat",
+        "tie_word_embeddings": True,
+        "text": {
+            "hidden_size": 60,
+            "intermediate_size": 84,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-5,
+        },
+        "vision": {"depth": 3, "embed_dim": 48, "num_heads": 3, "mlp_ratio": 3},
+    },
+    "qwen2_vl-library-names": {
+        "model_type": "qwen2_vl",
+        "seed": 9,
+        "names": "library",
+        "shards": 2,
+        "text": {
+            "hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "vocab_size": 283,
+        },
+        "vision": {"depth": 5, "embed_dim": 40, "num_heads": 1, "mlp_ratio": 2, "patch_size": 12},
+    },
     "qwen2_5_vl": {"model_type": "qwen2_5_vl", "seed": 1},
     "qwen2_5_vl-flat-tied": {
         "model_type": "qwen2_5_vl",
@@ -148,7 +178,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
     return functools.cache(lambda name: make_checkpoint(root / name, **CONFIGURATIONS[name]))
 
 
-@pytest.fixture(scope="session", params=list(CONFIGURATIONS))
+# The decoder of Qwen2-VL is that of Qwen2.5-VL, and the first configuration of both compiles the same programs for it.
+IN_FULL = ("qwen2_vl-flat-tied", "qwen2_vl-library-names")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=[pytest.mark.ladder] * (name in IN_FULL)) for name in CONFIGURATIONS],
+)
 def checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
     """Each configuration in turn."""
     return checkpoints(request.param)
@@ -156,7 +193,7 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], path
 
 @pytest.fixture(scope="session", params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
 def family_checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
-    """One configuration per family, for what does not depend on the shapes."""
+    """One configuration of two families, for what depends on neither shapes nor towers; see `helper.each_family`."""
     return checkpoints(request.param)
 
 

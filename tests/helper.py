@@ -3,11 +3,22 @@
 import itertools
 
 import jax.numpy as jnp
+import pytest
 
 from vlcache_jax.engine.passage import Passage
 from vlcache_jax.pallas_kernels import PAGE
 
 WITHIN = 60  # seconds, for what would hang otherwise
+
+
+# For a test that depends on the vision tower: `family_checkpoint` of every family. Those whose decoder another family
+# has, too, run in full only.
+each_family = pytest.mark.parametrize(
+    "family_checkpoint",
+    [pytest.param("qwen2_vl-flat-tied", marks=pytest.mark.ladder), "qwen2_5_vl-flat-tied", "qwen3_vl-tied"],
+    indirect=True,
+    scope="session",
+)
 
 
 def user(*parts):

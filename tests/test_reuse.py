@@ -165,9 +165,16 @@ def falling(llm, *levels):
     return Schedule(tuple(levels), "any", "any", allow_other_model=True)
 
 
-# P1-P7 of the algorithms' specification.
+# P1-P7 of the algorithms' specification, for every family; of what follows two of them see enough.
+each_family = pytest.mark.parametrize(
+    "directory",
+    [pytest.param("qwen2_vl", marks=pytest.mark.ladder), "qwen2_5_vl", "qwen3_vl"],
+    indirect=True,
+    scope="module",
+)
 
 
+@each_family
 @pytest.mark.parametrize("everything", [1, "shift-1"])
 def test_p1_everything_computed_equals_a_cold_run_even_over_nan(llm, target, donors, everything):
     cold = logits(llm, target, reuse="off")
@@ -186,6 +193,7 @@ def test_p1_everything_computed_equals_a_cold_run_even_over_nan(llm, target, don
     assert output.cache.exact  # nothing approximate was left
 
 
+@each_family
 @pytest.mark.parametrize("ratio", [0, "0.1", 0.5, "shift-0.1"])
 def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, ratio):
     """The records hold what is right at the target, but were made elsewhere, at other positions."""
@@ -209,6 +217,7 @@ def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, rat
     assert_close(logits(llm, target, reuse=ratio), cold)
 
 
+@each_family
 @pytest.mark.usefixtures("from_records")
 def test_p2_the_same_context_is_exact_whatever_the_policy(llm, target, a, b):
     first = chat(llm, target)
@@ -226,6 +235,7 @@ def test_p2_the_same_context_is_exact_whatever_the_policy(llm, target, a, b):
         assert_close(logits(llm, other, reuse=reuse), logits(llm, other, reuse="off"))
 
 
+@each_family
 @pytest.mark.parametrize("make", [Scheduled, lambda schedule: Spread(schedule=schedule, shift=True)])
 def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch, make):
     policy = make(falling(llm, 400, 300, 100, 20))
@@ -242,6 +252,7 @@ def test_p3_shrinking_early_changes_nothing(llm, target, donors, monkeypatch, ma
     assert_close(logits(llm, target, reuse=policy), early)
 
 
+@each_family
 def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
     chat(llm, target, reuse="exact")
     by_image = {}
@@ -256,6 +267,7 @@ def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
     assert_close(fresh_in_the_first, logits(llm, other, reuse="full"))
 
 
+@each_family
 @pytest.mark.ladder_for("qwen2_5_vl")
 def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, directory, target, donors, a, b):
     requests = [target, user("Only ", b), user("no image"), user("First ", a, " second ", b, a)]
@@ -273,6 +285,7 @@ def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, direc
             assert_close(logits(other, target, reuse=reuse), logits(llm, target, reuse=reuse))
 
 
+@each_family
 @pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
 def test_p6_any_rows_at_any_depth_equal_the_dense_computation(llm, target, donors, make):
     """Scattered rows that drop out at random layers, against all rows in all layers with K, V overridden."""
@@ -280,6 +293,7 @@ def test_p6_any_rows_at_any_depth_equal_the_dense_computation(llm, target, donor
     check_against_dense(llm, target, Depths(lambda k, t, n: min(make(k, t, n), layers)))
 
 
+@each_family
 @pytest.mark.parametrize("levels", [(50,), (300, 300, 40, 0)])
 def test_p6_moved_keys_and_values_equal_the_dense_computation(llm, target, donors, levels):
     policy = Spread(schedule=falling(llm, *levels), shift=True)
@@ -366,6 +380,7 @@ def dense_reference(llm, conversation, policy):
     return np.stack(result)
 
 
+@each_family
 def test_p7_the_first_layer_needs_no_rows_of_its_own(llm, target, donors):
     layers = llm._checkpoint.config.text.num_layers
     counts = [0.9, 0.5, 0.25, 0.1]

@@ -19,8 +19,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from vlcache_jax.models.family import Published, Size
 from vlcache_jax.models.params import parameters, published_name
-from vlcache_jax.models.registry import load_config
+from vlcache_jax.models.published import config_file
+from vlcache_jax.models.registry import FAMILIES, load_config
 
 # Ids 0-255 are the bytes themselves, and these follow.
 SPECIAL_TOKENS = (
@@ -50,19 +52,22 @@ _TEXT: dict[str, Any] = {
 }
 _VISION: dict[str, Any] = {
     "depth": 4,
-    "hidden_size": 32,
     "num_heads": 2,
     "in_channels": 3,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
 # What each family adds. The small windows and position grids make borders and interpolation matter in small images.
+_QWEN2_TEXT = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 4}
 _FAMILY_TEXT: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 4},
+    "qwen2_vl": _QWEN2_TEXT,
+    "qwen2_5_vl": _QWEN2_TEXT,
     "qwen3_vl": {"head_dim": 24, "attention_bias": False},
 }
 _FAMILY_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 4, "hidden_act": "quick_gelu", "patch_size": 14},
     "qwen2_5_vl": {
+        "hidden_size": 32,
         "intermediate_size": 52,
         "hidden_act": "silu",
         "patch_size": 14,
@@ -71,6 +76,7 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
         "tokens_per_second": 2,
     },
     "qwen3_vl": {
+        "hidden_size": 32,
         "intermediate_size": 72,
         "hidden_act": "gelu_pytorch_tanh",
         "patch_size": 16,
@@ -78,12 +84,10 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [1, 2],
     },
 }
-_ARCHITECTURE = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
-_ROPE_THETA = {"qwen2_5_vl": 1e6, "qwen3_vl": 5e6}
 
-# The published templates without tools and videos. Only Qwen2.5 puts in a system turn where there is none.
-_DEFAULT_SYSTEM_TURN = """\
-{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}
+# The published templates without tools and videos. Some put in a system turn where there is none.
+_SYSTEM_TURN = """\
+{%%- if messages[0].role != 'system' %%}{{ '<|im_start|>system\\n%s<|im_end|>\\n' }}{%% endif %%}
 """
 _CHAT_TEMPLATE = """\
 {%- set images = namespace(count=0) %}
@@ -130,14 +134,14 @@ def make_checkpoint(
 
     Args:
       directory: is made if it does not exist.
-      model_type: "qwen3_vl" or "qwen2_5_vl".
+      model_type: of the family, such as "qwen3_vl".
       seed: of the weights. Two dtypes with one seed have the same weights up to rounding.
       dtype: of the weights.
       shards: number of weight files; more than one gets an index.
       text, vision: fields of `text_config` and `vision_config` that differ from the defaults.
       tie_word_embeddings: the output head is the table of token embeddings.
-      layout: of `config.json`; "flat" is the old one of Qwen2.5-VL, with the text fields at the top.
-      names: tensor names of Qwen2.5-VL as in published checkpoints or as in the library's modules.
+      layout: of `config.json`; "flat" is the old one of some families, with the text fields at the top.
+      names: of tensors, as in published checkpoints or as in the library's modules.
       min_pixels, max_pixels: of the image processor; by default one image token, and the published maximum.
       generation: fields of `generation_config.json` beside the token ids.
       weights: False leaves them out, for a size whose weights are drawn elsewhere.
@@ -147,9 +151,10 @@ def make_checkpoint(
     Returns:
       The directory.
     """
-    if model_type not in _ARCHITECTURE:
-        raise ValueError(f"model_type must be one of {sorted(_ARCHITECTURE)}, got {model_type!r}")
-    if layout == "flat" and model_type != "qwen2_5_vl":
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
+    published = FAMILIES[model_type].PUBLISHED
+    if layout == "flat" and not published.has_flat:
         raise ValueError(f"layout must be 'nested' for {model_type}, got 'flat'")
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -158,13 +163,13 @@ def make_checkpoint(
     if vocab_size < least:
         raise ValueError(f"vocab_size must be at least {least}, the size of the tokenizer, got {vocab_size}")
     _write_json(directory / "config.json", config)
-    _write_json(directory / "preprocessor_config.json", _preprocessor(config, min_pixels, max_pixels))
+    _write_json(directory / "preprocessor_config.json", _preprocessor(config, published, min_pixels, max_pixels))
     stop = [TOKEN_IDS["<|im_end|>"], TOKEN_IDS["<|endoftext|>"]]
     _write_json(
         directory / "generation_config.json",
         {"do_sample": False, "eos_token_id": stop, "pad_token_id": stop[1], **(generation or {})},
     )
-    _tokenizer(model_type, corpus, vocab_size).save_pretrained(directory)
+    _tokenizer(published.system_turn, corpus, vocab_size).save_pretrained(directory)
     if weights:
         _write_weights(directory, seed, dtype, shards, published=names == "published")
     return directory
@@ -174,65 +179,31 @@ def _config(
     model_type: str, text: Mapping[str, Any], vision: Mapping[str, Any], tied: bool, dtype: str, *, flat: bool
 ) -> dict[str, Any]:
     text = {**_TEXT, **_FAMILY_TEXT[model_type], **text}
-    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    rope = {"rope_theta": _ROPE_THETA[model_type], "mrope_section": _mrope_section(model_type, head_dim)}
+    size = Size(model_type, text, {**_VISION, **_FAMILY_VISION[model_type], **vision}, tied)
     ids = {f"{name}_token_id": TOKEN_IDS[f"<|{name}_pad|>"] for name in ("image", "video")}
     ids |= {f"vision_{name}_token_id": TOKEN_IDS[f"<|vision_{name}|>"] for name in ("start", "end")}
-    config = {
-        "architectures": [_ARCHITECTURE[model_type]],
-        "model_type": model_type,
-        **ids,
-        "tie_word_embeddings": tied,
-        "vision_config": {
-            "model_type": model_type,
-            **_VISION,
-            **_FAMILY_VISION[model_type],
-            "out_hidden_size": text["hidden_size"],
-            **vision,
-        },
-    }
-    if flat:
-        section = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-        return {**config, "torch_dtype": dtype, "rope_theta": rope["rope_theta"], "rope_scaling": section, **text}
-    if model_type == "qwen3_vl":
-        rope["mrope_interleaved"] = True
-    text = {"model_type": f"{model_type}_text", "rope_parameters": {"rope_type": "default", **rope}, **text}
-    return {**config, "dtype": dtype, "text_config": text}
+    config = config_file(size, dtype=dtype, **ids)
+    if not flat:
+        return config
+    rope = config.pop("text_config")["rope_parameters"]
+    old_rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    dtypes = {"torch_dtype": config.pop("dtype")}
+    return {**config, **dtypes, "rope_theta": rope["rope_theta"], "rope_scaling": old_rope, **text}
 
 
-def _mrope_section(model_type: str, head_dim: int) -> list[int]:
-    """Frequencies of T, H and W, shared out as in the published models ([16, 24, 24] and [24, 20, 20] of 64)."""
-    half = head_dim // 2
-    side = half * 3 // 8 if model_type == "qwen2_5_vl" else half * 5 // 16
-    return [half - 2 * side, side, side]
-
-
-def _preprocessor(config: dict[str, Any], min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
-    vision = config["vision_config"]
+def _preprocessor(
+    config: dict[str, Any], published: Published, min_pixels: int | None, max_pixels: int | None
+) -> dict[str, Any]:
+    vision, settings = config["vision_config"], dict(published.image_processor)
     patch, merge = vision["patch_size"], vision["spatial_merge_size"]
+    settings |= {"patch_size": patch, "merge_size": merge, "temporal_patch_size": vision["temporal_patch_size"]}
     least = min_pixels or (patch * merge) ** 2
-    settings = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": vision["temporal_patch_size"]}
-    if config["model_type"] == "qwen2_5_vl":
-        return {
-            **settings,
-            "min_pixels": least,
-            "max_pixels": max_pixels or 12845056,
-            "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711],
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2_5_VLProcessor",
-        }
-    return {
-        **settings,
-        "size": {"shortest_edge": least, "longest_edge": max_pixels or 16777216},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": "Qwen3VLProcessor",
-    }
+    if (size := settings.get("size")) is not None:  # the newer spelling of the limits
+        return settings | {"size": {"shortest_edge": least, "longest_edge": max_pixels or size["longest_edge"]}}
+    return settings | {"min_pixels": least, "max_pixels": max_pixels or settings["max_pixels"]}
 
 
-def _tokenizer(model_type: str, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def _tokenizer(system_turn: str | None, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE. Ids: the bytes, the special strings, then the merges learnt from `corpus`."""
     # ByteLevel spells each byte as one printable character: itself, or for the others U+0100 and up, in their order.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -255,7 +226,7 @@ def _tokenizer(model_type: str, corpus: Iterable[str], vocab_size: int) -> PreTr
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=list(SPECIAL_TOKENS),
-        chat_template=(_DEFAULT_SYSTEM_TURN if model_type == "qwen2_5_vl" else "") + _CHAT_TEMPLATE,
+        chat_template=("" if system_turn is None else _SYSTEM_TURN % system_turn) + _CHAT_TEMPLATE,
     )
 
 

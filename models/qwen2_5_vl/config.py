@@ -5,20 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from vlcache_jax.fields import whole
 from vlcache_jax.models import config as base
+from vlcache_jax.models.qwen2_vl import config as qwen2
 
-DEFAULTS = base.Defaults(
-    text={
-        "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-    },
+FIELDS = base.Fields(
+    text=qwen2.TEXT,
     vision={
         "depth": 32,
         "hidden_size": 3584,
@@ -33,7 +25,8 @@ DEFAULTS = base.Defaults(
         "out_hidden_size": 3584,
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
-    rope_theta=1000000.0,
+    rope_theta=qwen2.ROPE_THETA,
+    own_vision={"window_size": whole(1, 1 << 16), "fullatt_block_indexes": base.INDICES},
 )
 
 
@@ -52,20 +45,13 @@ class VisionConfig(base.VisionConfig):
 
 def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
     """Our configuration of the library's `config`; `raw` is the content of `config.json`."""
-    vision, text = config.vision_config, config.text_config
-    if text.hidden_size % text.num_attention_heads:
-        heads = text.num_attention_heads
-        raise ValueError(f"hidden_size must be a multiple of num_attention_heads = {heads}, got {text.hidden_size}")
+    vision = config.vision_config
+    decoder = qwen2.read_text(config)
     if vision.window_size < (token := vision.spatial_merge_size * vision.patch_size):
         raise ValueError(f"window_size must be at least the {token} pixels of an image token, got {vision.window_size}")
-    return base.read_model(
-        config,
-        raw,
-        VisionConfig(
-            **base.read_vision(vision, "silu"),
-            window_size=vision.window_size,
-            full_blocks=tuple(vision.fullatt_block_indexes),
-        ),
-        head_dim=text.hidden_size // text.num_attention_heads,
-        is_qwen3=False,
+    tower = VisionConfig(
+        **base.read_vision(vision, "silu"),
+        window_size=vision.window_size,
+        full_blocks=tuple(vision.fullatt_block_indexes),
     )
+    return base.read_model(config, raw, decoder, tower, tie_word_embeddings=qwen2.is_tied(config))

@@ -6,9 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
+from vlcache_jax.fields import whole
 from vlcache_jax.models import config as base
 
-DEFAULTS = base.Defaults(
+FIELDS = base.Fields(
     text={
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -37,6 +38,7 @@ DEFAULTS = base.Defaults(
         "deepstack_visual_indexes": [8, 16, 24],
     },
     rope_theta=500000.0,
+    own_vision={"num_position_embeddings": whole(1, 1 << 24), "deepstack_visual_indexes": base.INDICES},
 )
 
 
@@ -68,14 +70,17 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
             f"deepstack_visual_indexes must be ascending indices below depth = {vision.depth}, "
             f"at most num_hidden_layers = {text.num_hidden_layers} of them, got {blocks}"
         )
-    return base.read_model(
-        config,
-        raw,
-        VisionConfig(
-            **base.read_vision(vision, "gelu_pytorch_tanh"),
-            num_position_embeddings=vision.num_position_embeddings,
-            deepstack_blocks=tuple(blocks),
-        ),
-        head_dim=text.head_dim,
-        is_qwen3=True,
+    tower = VisionConfig(
+        **base.read_vision(vision, "gelu_pytorch_tanh"),
+        num_position_embeddings=vision.num_position_embeddings,
+        deepstack_blocks=tuple(blocks),
     )
+    decoder = base.read_text(
+        config,
+        head_dim=text.head_dim,
+        mrope_section=(24, 20, 20),
+        mrope_interleaved=True,
+        qkv_bias=False,
+        qk_norm=True,
+    )
+    return base.read_model(config, raw, decoder, tower, tie_word_embeddings=config.tie_word_embeddings)

@@ -68,14 +68,11 @@ class VisionTower(nnx.Module):
 def encoder_tables(config: VisionConfig, grids: Sequence[vision.Grid], num_patches: int) -> dict[str, np.ndarray]:
     """What the tower must know of images packed one after the other and padded to `num_patches` (host).
 
-    yx [P, 2], start and end [P] (an image sees itself), tap [P, 4] and tap_weight [P, 4] of the learned positions.
+    Beside `vision.image_tables`: tap [P, 4] and tap_weight [P, 4] of the learned positions.
     """
-    start, end = vision.segments([h * w for _, h, w in grids], num_patches)
     per_image = [_position_taps(h, w, config.merge_size, config.position_side) for _, h, w in grids]
     return {
-        "yx": vision.pack([vision.block_coordinates(h, w, config.merge_size) for _, h, w in grids], num_patches),
-        "start": start,
-        "end": end,
+        **vision.image_tables(config, grids, num_patches),
         "tap": vision.pack([tap for tap, _ in per_image], num_patches),
         "tap_weight": vision.pack([weight for _, weight in per_image], num_patches),
     }

@@ -13,13 +13,14 @@ from PIL import Image
 
 from vlcache_jax import Ladder
 from vlcache_jax.benchmarks import random_models, rates, ttft
-from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.benchmarks.floor import Rates, floor, pairs
 from vlcache_jax.benchmarks.known_images import split_images
 from vlcache_jax.benchmarks.ttft_checks import check_found, check_logprobs
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.cache.store import Store
 from vlcache_jax.engine.request import Logprob
+from vlcache_jax.models.family import Size
+from vlcache_jax.models.published import SIZES, published_config
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.plan import Plan
 
@@ -33,10 +34,10 @@ SETUP = ttft.Setup(random_weights="small", layers=3, dtype="float32", sizes=((1,
 @pytest.fixture(autouse=True)
 def small(monkeypatch, checkpoints):
     """A published shape of four layers, and rates that take no time to measure."""
-    config = load_config(checkpoints("qwen3_vl"))
-    monkeypatch.setitem(MODELS, "small", dataclasses.replace(config, text=dataclasses.replace(config.text)))
+    file = json.loads((checkpoints("qwen3_vl") / "config.json").read_text())
+    monkeypatch.setitem(SIZES, "small", Size("qwen3_vl", file["text_config"], file["vision_config"]))
     monkeypatch.setattr(ttft, "measure_rates", lambda dtype: Rates(matrix=1e11, memory=1e10, host=float("inf")))
-    return config
+    return load_config(checkpoints("qwen3_vl"))
 
 
 @pytest.mark.ladder
@@ -169,10 +170,10 @@ def test_log_probabilities_must_mean_something():
         check_logprobs({"cold": told(-1.0, -2.0), "r = 0": told(-1.0, -2.0)})
 
 
-@pytest.mark.parametrize("name", ["Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B"])
+@pytest.mark.parametrize("name", ["Qwen3-VL-8B", "Qwen2.5-VL-32B", "Qwen2-VL-7B"])
 def test_random_models_have_the_published_shapes(tmp_path, name):
     directory, title = random_models.make_random_model(tmp_path, name.lower(), 8)
-    found, published = load_config(directory), MODELS[name]
+    found, published = load_config(directory), published_config(name)
     assert (found.model_type, found.vision) == (published.model_type, published.vision)
     assert found.tie_word_embeddings == published.tie_word_embeddings
     assert found.text == dataclasses.replace(published.text, num_layers=8)
@@ -182,7 +183,7 @@ def test_random_models_have_the_published_shapes(tmp_path, name):
 
 
 def test_a_random_model_must_be_one_of_those():
-    with pytest.raises(ValueError, match=r"random_weights must be one of qwen3-vl-8b, .*, got 'qwen3-vl-9b'"):
+    with pytest.raises(ValueError, match=r"random_weights must be one of .*, qwen3-vl-8b, .*, got 'qwen3-vl-9b'"):
         random_models.make_random_model("", "qwen3-vl-9b")
     with pytest.raises(ValueError, match="layers must be from 4 to 12, those of the model, got 13"):
         random_models.make_random_model("", layers=13)

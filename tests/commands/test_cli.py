@@ -1,6 +1,5 @@
 import json
 import re
-import shutil
 import subprocess
 import sys
 
@@ -63,22 +62,20 @@ def test_info_counts_what_an_engine_counts(run, family_checkpoint):
     assert re.search(r"(?m)^24 GB .*\n40 GB .*\n80 GB .*\n141 GB ", result.stdout)
 
 
-def test_info_says_what_does_not_fit(run, tmp_path, checkpoints):
-    """A model of 8 billion parameters, of which there is nothing but its configuration."""
-    for name in ("config.json", "preprocessor_config.json"):
-        shutil.copy(checkpoints("qwen3_vl") / name, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"] |= {
-        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
-        "rope_parameters": config["text_config"]["rope_parameters"] | {"mrope_section": [24, 20, 20]},
-    }  # fmt: skip
-    config["vision_config"]["out_hidden_size"] = 4096
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run("info", tmp_path, "--max-rows", "2048")
+def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
+    """And says what does not fit."""
+    from vlcache_jax.commands import info
+
+    monkeypatch.setattr(info, "locate", None)
+    result = run("info", "qwen3-vl-8b", "--image", "1080x1920", "--max-rows", "2048")
     assert result.exit_code == 0, result.output
-    assert "weights" in result.stdout
-    small = run("info", tmp_path, "--dtype", "float32")
+    found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])
+    assert found["model"] == "qwen3_vl, as published: Qwen3-VL-8B"
+    assert found["weights"] == "17.53 GB in bfloat16 (8.77 billion parameters)"
+    assert found["K, V"] == "147456 bytes a token"
+    # 1088 x 1920 pixels, 32 x 32 a token
+    assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
+    small = run("info", "qwen3-vl-8b", "--dtype", "float32")
     assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +None +None$", small.stdout)
 
 

@@ -20,6 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MOST_IMAGE_PIXELS, read_image
 from vlcache_jax.inputs.processor import ImageProcessor, Patches, check_limits
+from vlcache_jax.models import qwen2_vl
 
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -54,7 +55,7 @@ UNEVEN = {
     "rescale_factor": 0.005,
     "resample": 2,
 }
-FAMILIES = {"qwen2_5": QWEN2_5, "qwen3": QWEN3, "uneven": UNEVEN}
+FAMILIES = {"qwen2": {**qwen2_vl.PUBLISHED.image_processor}, "qwen2_5": QWEN2_5, "qwen3": QWEN3, "uneven": UNEVEN}
 SIZES = [(300, 200), (70, 70), (10, 10), (331, 517), (17, 950), (801, 9), (28, 56), (640, 480)]
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
@@ -78,6 +79,11 @@ SPECIAL = [
     VIDEO_TOKEN,
 ]
 FAMILIES = {
+    "qwen2": (  # its template is the same
+        Qwen2VLProcessor,
+        QWEN2_5_TEMPLATE,
+        {"patch_size": 14, "min_pixels": 784 * 4, "max_pixels": 784 * 64},
+    ),
     "qwen2_5": (
         Qwen2_5_VLProcessor,
         QWEN2_5_TEMPLATE,

@@ -25,8 +25,10 @@ from vlcache_jax.testing import TOKEN_IDS
 Pool = list[tuple[np.ndarray, np.ndarray]]
 
 # The settings of the image processors; a byte's value is made as the library makes it.
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 MEAN_STD = {
-    "qwen2_5_vl": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "qwen2_vl": _CLIP,
+    "qwen2_5_vl": _CLIP,
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helper import each_family
 from tests.models import helper, parity
 
 
@@ -23,6 +24,7 @@ def assert_no_worse(ours, theirs, exact):
     assert our_error.max() <= 2 * their_error.max()
 
 
+@each_family
 def test_bfloat16(family_checkpoint, references):
     exact, theirs = references
     model = helper.load(family_checkpoint, "bfloat16")

@@ -15,6 +15,7 @@ import pytest
 
 from vlcache_jax.models import load_config
 from vlcache_jax.models.params import library_name, parameters, published_name
+from vlcache_jax.models.published import published_config
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.testing import make_checkpoint
 
@@ -41,12 +42,11 @@ def make(checkpoints, tmp_path):
     return make
 
 
-def test_flat_and_nested_layouts_are_the_same_model(tmp_path):
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_flat_and_nested_layouts_are_the_same_model(tmp_path, model_type):
     text = {"rms_norm_eps": 3e-6, "num_attention_heads": 8, "vocab_size": 280}
     nested, flat = (
-        load_config(
-            make_checkpoint(tmp_path / layout, "qwen2_5_vl", layout=layout, text=text, tie_word_embeddings=tied)
-        )
+        load_config(make_checkpoint(tmp_path / layout, model_type, layout=layout, text=text, tie_word_embeddings=tied))
         for layout, tied in (("nested", True), ("flat", True))
     )
     assert flat == nested
@@ -76,6 +76,8 @@ def test_fields(make):
     assert not config.text.qkv_bias
     assert config.vision.deepstack_blocks == (1, 2)
     assert config.vision.position_side == 8
+    vision = load_config(make("qwen2_vl")).vision
+    assert (vision.hidden_size, vision.intermediate_size, vision.out_hidden_size) == (32, 128, 64)
     vision = load_config(make("qwen2_5_vl")).vision
     assert (vision.full_blocks, vision.window_side, vision.patch_width, vision.head_dim) == ((1, 3), 2, 1176, 16)
 
@@ -106,6 +108,41 @@ def test_defaults_of_missing_keys_are_the_librarys(make):
 
 # As published: the first ones with the text's fields at the top, the later ones with them apart.
 PUBLISHED = {
+    "Qwen2-VL-2B": {
+        "model_type": "qwen2_vl",
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "image_token_id": 151655,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "video_token_id": 151656,
+        "vision_config": {
+            "depth": 32,
+            "embed_dim": 1280,
+            "hidden_size": 1536,
+            "in_chans": 3,
+            "mlp_ratio": 4,
+            "num_heads": 16,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "temporal_patch_size": 2,
+        },
+        "vision_token_id": 151654,
+        "vocab_size": 151936,
+    },
     "Qwen2.5-VL-3B": {
         "model_type": "qwen2_5_vl",
         "image_token_id": 151655,
@@ -228,6 +265,8 @@ def test_published_configurations_are_read_as_the_library_reads_them(name, tmp_p
             read += 1
             assert load_config(tmp_path) == expected
     assert read > len(spellings) / 2
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert load_config(tmp_path) == published_config(name)
 
 
 def test_missing_and_broken_files(tmp_path):
@@ -247,7 +286,7 @@ def test_missing_and_broken_files(tmp_path):
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama", "qwen2_vl", None, 5, ["qwen3_vl"]])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama", "qwen2_5_omni", None, 5, ["qwen3_vl"]])
 def test_unknown_model_types(make, model_type):
     with pytest.raises(ValueError, match=f"model_type must be one of .* got {re.escape(repr(model_type))}"):
         load_config(edit(make("qwen3_vl"), model_type=model_type))
@@ -267,6 +306,10 @@ SECTION = {"rope_type": "default", "rope_theta": 5e6}
         ("qwen2_5_vl", {"text": {"rope_parameters": {**SECTION, "mrope_section": [4, 3, 3]}}}, "sum to 8"),
         ("qwen3_vl", {"text": {"rope_parameters": {**SECTION, "rope_type": "linear", "factor": 2.0}}}, "rope_type"),
         ("qwen2_5_vl", {"text": {"use_sliding_window": True}}, "use_sliding_window must be false"),
+        ("qwen2_vl", {"text": {"use_sliding_window": True}}, "use_sliding_window must be false"),
+        ("qwen2_vl", {"vision": {"hidden_act": "silu"}}, "vision hidden_act must be 'quick_gelu'"),
+        ("qwen2_vl", {"vision": {"hidden_size": 32}}, "vision hidden_size must equal hidden_size = 64, got 32"),
+        ("qwen2_vl", {"vision": {"num_heads": 3}}, "vision head width must be a multiple of 4, got 32 / 3"),
         ("qwen3_vl", {"text": {"attention_bias": True}}, "attention_bias must be False"),
         ("qwen3_vl", {"text": {"hidden_act": "gelu"}}, "text hidden_act must be 'silu'"),
         ("qwen3_vl", {"vision": {"hidden_act": "gelu"}}, "vision hidden_act must be 'gelu_pytorch_tanh'"),
@@ -318,6 +361,7 @@ def hostile():
         "vision_config.num_position_embeddings": COUNTS,
     }
     yield from (("qwen3_vl", key, value) for key, values in table.items() for value in values)
+    yield from (("qwen2_vl", f"vision_config.{key}", value) for key in ("embed_dim", "mlp_ratio") for value in COUNTS)
     yield from (("qwen2_5_vl", "vision_config.window_size", value) for value in COUNTS)
     yield from (("qwen2_5_vl", "vision_config.fullatt_block_indexes", value) for value in INDICES)
 
@@ -325,7 +369,7 @@ def hostile():
 def test_hostile_numbers_are_named_with_their_file(make):
     """Without AutoConfig, which would hang on some of them: none is seen by the library."""
     originals = {model_type: json.loads((make(model_type) / "config.json").read_text())
-                 for model_type in ("qwen3_vl", "qwen2_5_vl")}  # fmt: skip
+                 for model_type in ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")}  # fmt: skip
     path = make("qwen3_vl") / "config.json"
     for model_type, key, value in hostile():
         config = copy.deepcopy(originals[model_type])
@@ -383,7 +427,7 @@ def test_published_names(checkpoint):
         published = published_name(config, parameter.tensor)
         assert library_name(config, published) == parameter.tensor
         assert library_name(config, parameter.tensor) == parameter.tensor
-        if config.model_type == "qwen2_5_vl":
+        if config.model_type in ("qwen2_vl", "qwen2_5_vl"):
             assert published.startswith(("visual.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."))
 
 

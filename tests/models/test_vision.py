@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.helper import each_family
 from tests.models import helper, parity
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.models import rope, vision
@@ -30,6 +31,7 @@ def test_packed_and_padded_images(checkpoint, reference):
     assert parity.difference(rows, reference.encoder_rows) <= TOLERANCE
 
 
+@each_family
 def test_neither_padding_nor_neighbours_are_seen(family_checkpoint, textured_image):
     model = helper.load(family_checkpoint)
     side = model.config.vision.patch_size * 2
@@ -88,7 +90,7 @@ def test_segments():
     assert end.tolist() == [3, 3, 3, 5, 5, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("grids", [[(1, 2, 2)], [(1, 6, 10), (1, 4, 2)], [(1, 2, 40)]])
 def test_tables_are_padded_and_in_range(checkpoints, name, grids):
     config = load_config(checkpoints(name)).vision

@@ -102,7 +102,9 @@ def doctor_command(
 
 @app.command("info")
 def info_command(
-    model: Annotated[str, typer.Argument(help="Checkpoint, hub id, or tiny-vqa.")] = "tiny-vqa",
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint, hub id, tiny-vqa, or a published size: qwen3-vl-8b.")
+    ] = "tiny-vqa",
     image: Annotated[str, typer.Option(help="Height x width of an image in pixels.")] = "1024x1024",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     max_rows: Annotated[int, typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.")] = 8192,
@@ -113,9 +115,10 @@ def info_command(
 ) -> None:
     """Says what a model is, what it needs, and what fits on a GPU: this machine's, or those of usual sizes.
 
-    Reads the configuration alone; of a model on the hub no weights are fetched.
+    Reads the configuration alone; of a model on the hub no weights are fetched. The published sizes of Qwen2-VL,
+    Qwen2.5-VL and Qwen3-VL it knows by name, without a network.
 
-    Example: vlcache info Qwen/Qwen3-VL-8B-Instruct --image 1080x1920
+    Example: vlcache info qwen3-vl-8b --image 1080x1920
     """
     with say_errors():
         size = re.fullmatch(r"([1-9]\d{0,5})[xX]([1-9]\d{0,5})", image)
@@ -306,7 +309,7 @@ def ttft_command(
     ] = None,
     random_weights: Annotated[
         str | None,
-        typer.Option(help="Shape of a published model, with random weights: qwen3-vl-8b, qwen3-vl-32b, qwen2.5-vl-7b.",
+        typer.Option(help="Size of a published model, with random weights: qwen3-vl-8b, qwen2.5-vl-7b and so on.",
                      show_default=False),
     ] = None,
     layers: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from typing import Any
 
 from vlcache_jax.convert.plan import as_dtype
@@ -13,7 +14,8 @@ from vlcache_jax.first_contact.chip import find_chip, memory
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.params import parameters
-from vlcache_jax.models.registry import load_config
+from vlcache_jax.models.published import SIZES, find_name, published_config
+from vlcache_jax.models.registry import FAMILIES, load_config
 from vlcache_jax.pallas_kernels import PAGE
 
 GPUS = (24, 40, 80, 141)  # GB
@@ -28,7 +30,8 @@ def describe(
     """Returns (what is so, by name; a row for each size of GPU).
 
     Args:
-      model: a checkpoint, an id on the hub or the name of a shipped model; weights are not fetched.
+      model: a checkpoint, an id on the hub, the name of a shipped model, or a published size such as "qwen3-vl-8b",
+        for which nothing is read or fetched; weights are never fetched.
       dtype: of weights and K, V.
       height, width: of the image to count for, in pixels.
       max_rows: of a prefill step.
@@ -38,17 +41,15 @@ def describe(
       FileNotFoundError, ValueError: there is no such model, it is of an unknown kind, or an argument is wrong.
     """
     size = as_dtype(dtype)
-    directory = locate(model, weights=False).directory
-    config = load_config(directory)
-    limits = None if max_pixels is None else {"max_pixels": max_pixels}
-    processor = ImageProcessor.from_pretrained(directory).with_limits(limits)
+    source, config, processor = _find(model)
+    processor = processor.with_limits(None if max_pixels is None else {"max_pixels": max_pixels})
     text, vision = config.text, config.vision
     tokens = processor.num_tokens(processor.grid(height, width))
     count = sum(math.prod(parameter.shape) for parameter in parameters(config))
     slot = slot_bytes(config, size)
     rows = size.itemsize * (1 + vision.num_deepstack) * text.hidden_size * tokens
     findings = [
-        ("model", f"{config.model_type}, {directory}"),
+        ("model", f"{config.model_type}, {source}"),
         (
             "decoder",
             f"{text.num_layers} layers x {text.hidden_size}, {text.num_heads} heads and {text.num_kv_heads} of K, V x "
@@ -75,6 +76,16 @@ def describe(
     most = max(vision.merge_size**2, processor.max_pixels // processor.patch_size**2)
     ladder = limit_patches(limit_rows(Ladder(), max_rows), most, vision.merge_size)
     return findings, [_fit(name, total, config, size, count, ladder, tokens) for name, total in sizes.items()]
+
+
+def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
+    """Where a model is from, its configuration and its image processor."""
+    name = find_name(model)
+    if name is not None and not pathlib.Path(model).is_dir():
+        settings = FAMILIES[SIZES[name].model_type].PUBLISHED.image_processor
+        return f"as published: {name}", published_config(name), ImageProcessor.from_settings(settings, name)
+    directory = locate(model, weights=False).directory
+    return str(directory), load_config(directory), ImageProcessor.from_pretrained(directory)
 
 
 def _fit(

@@ -130,10 +130,19 @@ class ImageProcessor:
         """
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {short(str(directory))}")
-        settings = _read_settings(Path(directory))
+        return cls.from_settings(_find_settings(Path(directory)), directory)
+
+    @classmethod
+    def from_settings(cls, given: Mapping[str, Any], source: str | PathLike[str]) -> ImageProcessor:
+        """The content of a `preprocessor_config.json`; `source` is how errors call where it is from.
+
+        Raises:
+            ValueError: see `from_pretrained`.
+        """
+        settings = _complete(given, source)
         for step in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
             if settings[step] is not True:
-                raise ValueError(f"{step} of {directory} must be true, got {settings[step]}")
+                raise ValueError(f"{step} of {source} must be true, got {settings[step]}")
         try:
             return cls(
                 min_pixels=settings["min_pixels"],
@@ -147,7 +156,7 @@ class ImageProcessor:
                 resample=int(settings["resample"]),
             )
         except (TypeError, ValueError) as error:
-            raise ValueError(f"image processor settings of {directory} must be usable: {error}") from error
+            raise ValueError(f"image processor settings of {source} must be usable: {error}") from error
 
     def with_limits(self, limits: Mapping[str, int] | None) -> ImageProcessor:
         """This processor with `limits`, that is `mm_processor_kwargs`: min_pixels, max_pixels or both.
@@ -231,8 +240,8 @@ _DEFAULTS = {
 _DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 
 
-def _read_settings(directory: Path) -> dict[str, Any]:
-    """The image processor's settings, found and completed as the library does; its limits as min_ and max_pixels."""
+def _find_settings(directory: Path) -> dict[str, Any]:
+    """The image processor's settings as they stand in a checkpoint, where the library finds them."""
     found: list[dict[str, Any]] = []
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (path := directory / name).exists():
@@ -247,15 +256,20 @@ def _read_settings(directory: Path) -> dict[str, Any]:
         raise ValueError(
             f"{directory} must describe its image processor in preprocessor_config.json or processor_config.json"
         )
-    given = {key: value for key, value in found[0].items() if value is not None}
+    return found[0]
+
+
+def _complete(settings: Mapping[str, Any], source: str | PathLike[str]) -> dict[str, Any]:
+    """The settings, completed as the library does; the limits as min_ and max_pixels."""
+    given = {key: value for key, value in settings.items() if value is not None}
     kind = given.get("image_processor_type", _KIND)
     if kind not in (_KIND, f"{_KIND}Fast", f"{_KIND}Pil"):
-        raise ValueError(f"image processor of {directory} must be {_KIND}, got {shorten(str(kind))}")
+        raise ValueError(f"image processor of {source} must be {_KIND}, got {shorten(str(kind))}")
     size = given.get("size", _DEFAULT_SIZE)
     limits = dict(zip(_LIMITS, map(size.get, _DEFAULT_SIZE), strict=True))
     limits |= {key: given[key] for key in _LIMITS if key in given}  # how the first checkpoints say it
     if None in limits.values():
-        raise ValueError(f"size of {directory} must hold shortest_edge and longest_edge, got {given['size']}")
+        raise ValueError(f"size of {source} must hold shortest_edge and longest_edge, got {given['size']}")
     return {**_DEFAULTS, **given, **limits}
 
 

@@ -1,0 +1,52 @@
+"""The published sizes as data: each family's folder has its own, and here they are found by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vlcache_jax.models.config import ModelConfig
+from vlcache_jax.models.family import Size
+from vlcache_jax.models.registry import FAMILIES, read_config
+
+SIZES: dict[str, Size] = {name: size for family in FAMILIES.values() for name, size in family.PUBLISHED.sizes.items()}
+
+
+def find_name(name: str) -> str | None:
+    """The name of a published size, given in any case, or None: "qwen3-vl-8b" is Qwen3-VL-8B."""
+    return {known.lower(): known for known in SIZES}.get(name.lower())
+
+
+@functools.cache
+def published_config(name: str) -> ModelConfig:
+    """The configuration of a published size.
+
+    Raises:
+      KeyError: there is no such size.
+    """
+    return read_config(config_file(SIZES[name], dtype="bfloat16"), f"config.json of {name}")
+
+
+def config_file(size: Size, *, dtype: str, **tokens: int) -> dict[str, Any]:
+    """The content of `config.json`; `tokens` are ids that are not the library's defaults.
+
+    Heads of another width than the published ones share out their frequencies among T, H and W alike.
+    """
+    published, text = FAMILIES[size.model_type].PUBLISHED, size.text
+    half = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+    section = published.rope["mrope_section"]
+    side = half * section[1] // sum(section)  # H and W have as many
+    rope = {"rope_type": "default", **published.rope, "mrope_section": [half - 2 * side, side, side]}
+    return {
+        "architectures": [published.architecture],
+        "model_type": size.model_type,
+        **tokens,
+        "tie_word_embeddings": size.tie_word_embeddings,
+        "dtype": dtype,
+        "vision_config": {
+            "model_type": size.model_type,
+            published.output_width: text["hidden_size"],
+            **size.vision,
+        },
+        "text_config": {"model_type": f"{size.model_type}_text", "rope_parameters": rope, **text},
+    }

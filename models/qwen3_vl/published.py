@@ -1,0 +1,51 @@
+"""What published checkpoints of Qwen3-VL look like."""
+
+from __future__ import annotations
+
+from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+
+POSITIONS = 262144
+OWN = {"head_dim": 128, "attention_bias": False}
+VISION = {  # of 8B and 32B
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "hidden_act": "gelu_pytorch_tanh",
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+SMALL_VISION = {
+    **VISION, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
+}  # fmt: skip
+
+NAMES = TensorNames()  # published as the library has them
+
+PUBLISHED = Published(
+    architecture="Qwen3VLForConditionalGeneration",
+    rope={"rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    image_processor={
+        "patch_size": 16,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+    },
+    sizes={
+        "Qwen3-VL-2B": Size(
+            "qwen3_vl", text_fields(2048, 28, 16, 8, 6144, 151936, POSITIONS, **OWN), SMALL_VISION, True
+        ),
+        "Qwen3-VL-4B": Size(
+            "qwen3_vl", text_fields(2560, 36, 32, 8, 9728, 151936, POSITIONS, **OWN), SMALL_VISION, True
+        ),
+        "Qwen3-VL-8B": Size("qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION),
+        "Qwen3-VL-32B": Size("qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION),
+    },
+)

@@ -1,0 +1,82 @@
+"""The published sizes against the figures of their files."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vlcache_jax.models.params import parameters
+from vlcache_jax.models.published import SIZES, config_file, find_name, published_config
+from vlcache_jax.models.registry import FAMILIES
+
+# Width, layers, heads, heads of K, V, MLP width, vocabulary, tied, base of RoPE, longest context, KiB of K, V a token
+# (bfloat16); vision: layers, width, head width, MLP width, patch; and the parameters, as the library counts them.
+FIGURES = {
+    "Qwen2-VL-2B": (1536, 28, 12, 2, 8960, 151936, True, 1e6, 32768, 28, 32, 1280, 80, 5120, 14, 2208985600),
+    "Qwen2-VL-7B": (3584, 28, 28, 4, 18944, 152064, False, 1e6, 32768, 56, 32, 1280, 80, 5120, 14, 8291375616),
+    "Qwen2-VL-72B": (8192, 80, 64, 8, 29568, 152064, False, 1e6, 32768, 320, 32, 1280, 80, 5120, 14, 73405560320),
+    "Qwen2.5-VL-3B": (2048, 36, 16, 2, 11008, 151936, True, 1e6, 128000, 36, 32, 1280, 80, 3420, 14, 3754622976),
+    "Qwen2.5-VL-7B": (3584, 28, 28, 4, 18944, 152064, False, 1e6, 128000, 56, 32, 1280, 80, 3420, 14, 8292166656),
+    "Qwen2.5-VL-32B": (5120, 64, 40, 8, 27648, 152064, False, 1e6, 128000, 256, 32, 1280, 80, 3456, 14, 33452718336),
+    "Qwen2.5-VL-72B": (8192, 80, 64, 8, 29568, 152064, False, 1e6, 128000, 320, 32, 1280, 80, 3456, 14, 73410777344),
+    "Qwen3-VL-2B": (2048, 28, 16, 8, 6144, 151936, True, 5e6, 262144, 112, 24, 1024, 64, 4096, 16, 2127532032),
+    "Qwen3-VL-4B": (2560, 36, 32, 8, 9728, 151936, True, 5e6, 262144, 144, 24, 1024, 64, 4096, 16, 4437815808),
+    "Qwen3-VL-8B": (4096, 36, 32, 8, 12288, 151936, False, 5e6, 262144, 144, 27, 1152, 72, 4304, 16, 8767123696),
+    "Qwen3-VL-32B": (5120, 64, 64, 8, 25600, 151936, False, 5e6, 262144, 256, 27, 1152, 72, 4304, 16, 33357390064),
+}
+COUNTED = ("Qwen2-VL-2B", "Qwen2.5-VL-7B", "Qwen3-VL-8B")  # the others take a second each
+
+
+def test_each_size_has_figures():
+    assert list(SIZES) == list(FIGURES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_fields(name):
+    config = published_config(name)
+    text, vision = config.text, config.vision
+    kv_bytes = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 2
+    found = (
+        text.hidden_size, text.num_layers, text.num_heads, text.num_kv_heads, text.intermediate_size, text.vocab_size,
+        config.tie_word_embeddings, text.rope_theta, text.max_position_embeddings, kv_bytes / 1024,
+        vision.depth, vision.hidden_size, vision.head_dim, vision.intermediate_size, vision.patch_size,
+    )  # fmt: skip
+    assert found == FIGURES[name][:-1]
+    assert (text.head_dim, text.rms_norm_eps, vision.num_heads, config.dtype) == (128, 1e-6, 16, "bfloat16")
+    assert vision.out_hidden_size == text.hidden_size
+    assert (config.image_token_id, config.video_token_id) == (151655, 151656)
+
+
+def test_what_families_differ_in():
+    qwen2, qwen2_5, qwen3 = (published_config(name) for name in COUNTED)
+    small = published_config("Qwen3-VL-4B")
+    assert qwen2.text.mrope_section == qwen2_5.text.mrope_section == (16, 24, 24)
+    assert qwen3.text.mrope_section == (24, 20, 20)
+    assert [model.text.mrope_interleaved for model in (qwen2, qwen2_5, qwen3)] == [False, False, True]
+    assert [model.text.qkv_bias for model in (qwen2, qwen2_5, qwen3)] == [True, True, False]
+    assert [model.text.qk_norm for model in (qwen2, qwen2_5, qwen3)] == [False, False, True]
+    assert (qwen2_5.vision.window_size, qwen2_5.vision.full_blocks) == (112, (7, 15, 23, 31))
+    assert qwen3.vision.num_position_embeddings == small.vision.num_position_embeddings == 2304
+    assert (qwen3.vision.deepstack_blocks, small.vision.deepstack_blocks) == ((8, 16, 24), (5, 11, 17))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ladder] * (n not in COUNTED)) for n in SIZES])
+def test_parameters(name):
+    assert sum(math.prod(parameter.shape) for parameter in parameters(published_config(name))) == FIGURES[name][-1]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_library_reads_them_alike(name):
+    from transformers import AutoConfig
+
+    raw = config_file(SIZES[name], dtype="bfloat16")
+    kind, rest = raw["model_type"], {key: value for key, value in raw.items() if key != "model_type"}
+    library = AutoConfig.for_model(kind, **rest)
+    assert FAMILIES[kind].read_config(library, raw) == published_config(name)
+
+
+def test_names_are_found_in_any_case():
+    assert find_name("qwen3-vl-8b") == "Qwen3-VL-8B"
+    assert find_name("QWEN2.5-VL-72B") == "Qwen2.5-VL-72B"
+    assert find_name("Qwen/Qwen3-VL-8B-Instruct") is None
