@@ -352,7 +352,7 @@ def dense_reference(llm, conversation, policy):
     for layer in range(config.num_layers):
         writes = np.where(plan.depth > layer, slots, n + slots)
         rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
-        module = bind(runner.definitions.layer_graph, runner.text["layers"][layer])
+        module = runner.definitions.bind_layer(runner.text["layers"][layer])
         added = deepstack[layer] if layer < len(deepstack) else None
         if plan.shift:
             _, _, *own = map(np.asarray, module.self_attn.project(module.input_layernorm(x), rows, keep=n))

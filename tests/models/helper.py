@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, load_config
 from vlcache_jax.models.decoder import embed
+from vlcache_jax.models.model import LayerGraphs, layer_graphs
 from vlcache_jax.models.params import library_name, parameters
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.rope import mrope_positions
@@ -30,6 +31,7 @@ MEAN_STD = {
     "qwen2_vl": _CLIP,
     "qwen2_5_vl": _CLIP,
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "qwen3_vl_moe": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 
 
@@ -37,7 +39,7 @@ MEAN_STD = {
 class Model:
     config: ModelConfig
     graph: Any
-    layer_graph: Any  # one for all layers, so that a step compiles once
+    layer_graphs: LayerGraphs  # few, so that a step compiles once
     params: dict[str, Any]
     dtype: Any
 
@@ -54,13 +56,15 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
         node = params
         for key in parameter.path[:-1]:
             node = node.setdefault(key, {})
-        value = parameter.from_tensor(tensors.pop(parameter.tensor))
+        tensor = tensors.pop(parameter.tensor)
+        if tensor.shape != parameter.tensor_shape:
+            parameter = parameter.turned()
+        value = parameter.from_tensor(tensor)
         assert value.shape == parameter.shape
         node[parameter.path[-1]] = jnp.asarray(value.astype(jnp.dtype(dtype)))
     assert not tensors
     model = abstract_model(config, jnp.dtype(dtype))
-    graph, layer_graph = nnx.split(model)[0], nnx.split(model.language_model.layers[0])[0]
-    return Model(config, graph, layer_graph, params, jnp.dtype(dtype))
+    return Model(config, nnx.graphdef(model), layer_graphs(model), params, jnp.dtype(dtype))
 
 
 def patches(config: ModelConfig, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -161,7 +165,7 @@ def forward(
     for i, (k, v) in enumerate(pool):
         n, keep = bounds[i], bounds[i + 1]
         feature = deepstack[i, :n] if i < len(deepstack) else None
-        x, k, v, (raw_k, _) = _layer(model.layer_graph, layers[i], x, k, v, take(rows, slice(n)), feature, keep=keep)
+        x, k, v, (raw_k, _) = layer(model, layers[i])(x, k, v, take(rows, slice(n)), feature, keep=keep)
         new_pool.append((np.asarray(k), np.asarray(v)))
         captured.append(np.asarray(raw_k, np.float32))
     logits = _logits(model.graph, model.params, x)
@@ -171,6 +175,11 @@ def forward(
 @functools.partial(jax.jit, static_argnames="graph")
 def _embed(graph: Any, params: Any, encoder_rows: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
     return embed(bind(graph, params).language_model.embed_tokens, encoder_rows, source)
+
+
+def layer(model: Model, params: Any) -> Any:
+    """A layer of these parameters, to be called."""
+    return functools.partial(_layer, model.layer_graphs[jax.tree.structure(params)], params)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "keep"))
