@@ -63,7 +63,5 @@ def read_experts(text: Any) -> base.ExpertsConfig | None:
     if not count or not layers:
         return None
     if text.num_experts_per_tok > count:
-        raise ValueError(
-            f"num_experts_per_tok must be at most num_experts = {count}, got {text.num_experts_per_tok}"
-        )
+        raise ValueError(f"num_experts_per_tok must be at most num_experts = {count}, got {text.num_experts_per_tok}")
     return base.ExpertsConfig(count, text.num_experts_per_tok, text.moe_intermediate_size, layers)

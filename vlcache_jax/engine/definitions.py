@@ -178,7 +178,9 @@ class Definitions:
             decode=decode, implementation=self.implementation,
         )  # fmt: skip
 
-    def layer(self, size: int, keep: int, has_deepstack: bool, shifts: bool = False, like: tuple[int, ...] = (0,)) -> Any:
+    def layer(
+        self, size: int, keep: int, has_deepstack: bool, shifts: bool = False, like: tuple[int, ...] = (0,)
+    ) -> Any:
         pool, added = self.shape_of("pool"), self._hidden(size) if has_deepstack else None
         active, work = jax.ShapeDtypeStruct((2,), jnp.int32), self.work_config(keep).abstract()
         arguments = self._text["layers"][like[0]], self._hidden(size), pool, pool, self.packed, active, work, added

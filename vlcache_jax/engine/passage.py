@@ -9,7 +9,7 @@ import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.engine.batching import Step
-from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS, Params
+from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.packed import pack
 from vlcache_jax.engine.runner import Runner
@@ -110,8 +110,8 @@ class Passage:
         moves = self._moves(slice(layer, layer + 1))
         self.x, *pool[:], values = run(
             ("layer", size, leaving, added is not None, moves is not None, like),
-            weights, self.x, *pool, self._rows, np.array(self._active(layer), np.int32), self._works[leaving, is_chosen], added,
-            moves,
+            weights, self.x, *pool, self._rows, np.array(self._active(layer), np.int32),
+            self._works[leaving, is_chosen], added, moves,
         )  # fmt: skip
         if self.step.captured:
             self.captured.append(values)

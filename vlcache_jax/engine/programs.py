@@ -104,13 +104,19 @@ class Programs:
                     blocks = range(deepstack, layers - BLOCK + 1)
                     keys += [("layers", size, shifts, like[first : first + BLOCK]) for first in blocks]
             # Steps with rows of images that are moved move in every layer, and no others have fewer and fewer rows.
-            keys += [("layer", size, rung, i < deepstack, shifting, like[i : i + 1]) for i in shrinking for rung in fewer]
+            keys += [
+                ("layer", size, rung, i < deepstack, shifting, like[i : i + 1]) for i in shrinking for rung in fewer
+            ]
             if shrinking and min(shrinking) < deepstack - 1:
                 keys += [("slice", size, rung) for rung in fewer]
             for count in {min(count, keep) for count in ladder.sequences}:
                 keys += [("head", keep, count), ("sample", count)]
             # Logits of all rows, slice by slice.
-            keys += [("layer", size, size, layers - 1 < deepstack, False, like[-1:]), ("head", size, keep), ("score", keep)]
+            keys += [
+                ("layer", size, size, layers - 1 < deepstack, False, like[-1:]),
+                ("head", size, keep),
+                ("score", keep),
+            ]
             if selecting is not None:
                 lower = [rung for rung in ladder.rows if rung <= size]
                 keys += [("choose", size), *(("narrow", size, rung) for rung in lower)]
