@@ -144,7 +144,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [2],
         },
     },
-    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe", "seed": 10},
+    "qwen3_vl_moe-every": {"model_type": "qwen3_vl_moe", "seed": 10},
     "qwen3_vl_moe-tied": {
         "model_type": "qwen3_vl_moe",
         "seed": 11,
