@@ -29,6 +29,7 @@ class SparseMLP(nnx.Module):
         """[N, M] -> [N, M]; rows that are not needed, bool [N], pass no expert, and their result is 0."""
         weight, expert = route(self.gate(x), self.config.chosen)
         count, chosen = self.config.count, self.config.chosen
+        weight = jnp.where(is_needed[:, None], weight, 0)
         # What is not needed is sorted behind all experts.
         expert = jnp.where(is_needed[:, None], expert, count).reshape(-1)
         order = jnp.argsort(expert, stable=True)

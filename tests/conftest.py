@@ -155,7 +155,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 8,
             "head_dim": 16,
             "rms_norm_eps": 1e-5,
-            "num_experts": 5,
+            "num_experts": 7,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
             "mlp_only_layers": [1],
@@ -217,7 +217,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
 
 
 # The decoder of Qwen2-VL is that of Qwen2.5-VL, and the first configuration of both compiles the same programs for it.
-IN_FULL = ("qwen2_vl-flat-tied", "qwen2_vl-library-names")
+# Of mixtures of experts, the tied one has layers of both kinds.
+IN_FULL = ("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded")
 
 
 @pytest.fixture(
@@ -229,9 +230,9 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], path
     return checkpoints(request.param)
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
+@pytest.fixture(scope="session", params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder)])
 def family_checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
-    """One configuration of two families, for what depends on neither shapes nor towers; see `helper.each_family`."""
+    """One configuration of each kind of decoder, for what depends on neither shapes nor towers; see `helper.each_family`."""
     return checkpoints(request.param)
 
 

@@ -15,7 +15,11 @@ WITHIN = 60  # seconds, for what would hang otherwise
 # has, too, run in full only.
 each_family = pytest.mark.parametrize(
     "family_checkpoint",
-    [pytest.param("qwen2_vl-flat-tied", marks=pytest.mark.ladder), "qwen2_5_vl-flat-tied", "qwen3_vl-tied"],
+    [
+        *(pytest.param(name, marks=pytest.mark.ladder) for name in ("qwen2_vl-flat-tied", "qwen3_vl_moe-tied")),
+        "qwen2_5_vl-flat-tied",
+        "qwen3_vl-tied",
+    ],
     indirect=True,
     scope="session",
 )

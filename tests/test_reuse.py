@@ -166,9 +166,10 @@ def falling(llm, *levels):
 
 
 # P1-P7 of the algorithms' specification, for every family; of what follows two of them see enough.
+IN_LADDER = "qwen2_vl", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded"
 each_family = pytest.mark.parametrize(
     "directory",
-    [pytest.param("qwen2_vl", marks=pytest.mark.ladder), "qwen2_5_vl", "qwen3_vl"],
+    [*(pytest.param(name, marks=pytest.mark.ladder) for name in IN_LADDER), "qwen2_5_vl", "qwen3_vl"],
     indirect=True,
     scope="module",
 )
