@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-FEW, TILE, SMALL = 16, 32, 8  # rows of a group, on average, from which on tiles are large; rows of a tile
+LEAST, MOST = 8, 128  # rows of a tile
 
 
 def grouped_matmul_xla(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -15,7 +15,7 @@ def grouped_matmul_xla(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> ja
     a time. A group's last tile reaches into the rows of those behind it, which overwrite what it leaves there.
     """
     rows, groups = len(x), len(weights)
-    tile = SMALL if rows < FEW * groups else TILE
+    tile = next(size for size in (MOST, 64, 32, 16, LEAST) if size == LEAST or 4 * size * groups <= rows)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     end = jnp.cumsum(sizes)
     with_rows_first = jnp.argsort(sizes == 0, stable=True)
