@@ -45,7 +45,7 @@ def save_weights[L: Leaf](directory: pathlib.Path, leaves: Iterable[L], written:
     """Writes leaves one after the other; `written` hears of each when it is on the disk, in another thread."""
     stop = threading.Event()
     tree = _nest((leaf.path, _Slot(leaf)) for leaf in leaves)
-    save_args = jax.tree.map(lambda slot: _save_args(slot.leaf), tree)
+    save_args = jax.tree.map(lambda slot: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(slot.leaf)), tree)
     registry = type_handlers.create_type_handler_registry(
         (_Slot, _Stream(written, stop)),
         (jax.Array, type_handlers.ArrayHandler()),  # unused; Orbax warns where it is missing
@@ -160,15 +160,13 @@ def _nest(leaves: Iterable[tuple[Sequence[str | int], Any]]) -> dict[str, Any]:
     return tree
 
 
-def _save_args(leaf: Leaf) -> ocp.SaveArgs:
-    """Matrices of experts are cut between experts: chunks that lie apart in memory would be copied, all at once."""
-    if len(leaf.shape) == 3:
-        return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
-    return ocp.SaveArgs(chunk_byte_size=_chunk_bytes(leaf))
-
-
 def _chunk_bytes(leaf: Leaf) -> int | None:
-    """Orbax cuts axes into equal parts: a prime axis would fall into single rows, and is better left whole."""
+    """Orbax cuts axes into equal parts: a prime axis would fall into single rows, and is better left whole.
+
+    It cuts the longest first: of the matrices of experts, chunks would lie apart in memory and be copied all at once.
+    """
+    if len(leaf.shape) == 3:
+        return None
     axis = max(leaf.shape, default=1)
     other = math.prod(leaf.shape) * leaf.dtype.itemsize // axis
     parts = (n for n in range(1, axis + 1) if axis % n == 0 and axis // n * other <= _CHUNK_BYTES)
