@@ -24,6 +24,14 @@ each_family = pytest.mark.parametrize(
     scope="session",
 )
 
+# The same for a test that depends on the decoder's layers: experts are chosen in some of them, and not in others.
+each_decoder = pytest.mark.parametrize(
+    "family_checkpoint",
+    ["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder)],
+    indirect=True,
+    scope="session",
+)
+
 
 def user(*parts):
     """A conversation of texts and pictures."""

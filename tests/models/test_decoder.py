@@ -19,6 +19,15 @@ SLOTS = 80
 ROWS = 72
 
 
+@pytest.fixture(
+    scope="session",
+    params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder)],
+)
+def family_checkpoint(request, checkpoints):
+    """Experts are chosen in some layers of the last one, and not in others."""
+    return checkpoints(request.param)
+
+
 @pytest.fixture
 def reference(checkpoint, load_oracle, textured_image):
     return parity.reference(load_oracle(checkpoint), checkpoint, textured_image)
