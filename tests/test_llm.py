@@ -96,6 +96,7 @@ class Oracle:
         return tuple(tokens), np.stack(logits)
 
 
+@pytest.mark.ladder_for("qwen3_vl_moe")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
     with open_llm(checkpoint) as llm:
