@@ -159,7 +159,7 @@ def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
         updated = []
         for params, (k, v), keep in zip(layers, pool, bounds[1:], strict=True):
             own = unpack(rows, len(x))
-            x, k, v, _ = layer(params, x, k, v, own, np.int32(len(x)), works[keep], None, keep=keep)
+            x, k, v, _ = layer(params, x, k, v, own, np.full(2, len(x), np.int32), works[keep], None, keep=keep)
             updated.append([k, v])
         return x, updated
 

@@ -1,10 +1,11 @@
 """What a run costs at least: operations and bytes of its operators, and the seconds that a device's rates leave them.
 
 An operator takes the longer of operations / matrix rate and bytes / bandwidth; they come one after the other. A linear
-moves its weights and its rows in and out (an MLP is one operator), attention K, V of the slots that its rows see, once,
-and queries and results, linking K, V of the tokens that are not computed, in and out. Under `shift`, which is not one
-with linking, these go in and out once more in every layer but the first. What else there is counts nothing: norms,
-rotations, embeddings of tokens and of patches, sampling, launches.
+moves its weights and its rows in and out (an MLP is one operator, and so are the experts that rows pass; others count
+nothing), attention K, V of the slots that its rows see, once, and queries and results, linking K, V of the tokens that
+are not computed, in and out. Under `shift`, which is not one with linking, these go in and out once more in every layer
+but the first. What else there is counts nothing: norms, rotations, embeddings of tokens and of patches, sampling,
+launches.
 
     python -m vlcache_jax.benchmarks.floor
 
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.reuse.plan import Plan
@@ -127,14 +129,13 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None
     kv = 2 * text.num_kv_heads * text.head_dim
     linear = functools.partial(_linear, itemsize=itemsize)
     depth = plan.depth
-    mlp = _weights(config, "language_model", "layers", 0, "mlp")
     for layer in range(text.num_layers):
         rows, seen = int((depth > layer).sum()), _seen(plan, layer)
         yield linear("linear", rows, width, kv, width * kv)
         yield linear("linear", len(seen), width, q, width * q)
         yield _attention("attention", seen, text.num_heads, text.num_kv_heads, text.head_dim, itemsize)
         yield linear("linear", len(seen), q, width, q * width)
-        yield linear("linear", len(seen), width, width, mlp)
+        yield from _mlp(text, layer, len(seen), itemsize)
         yield Operator("link", 0, ((itemsize * kv if kept is None else kept) + itemsize * kv) * (len(depth) - rows))
         if plan.shift and layer:
             yield Operator("move", 0, 2 * itemsize * kv * (len(depth) - rows))
@@ -143,7 +144,7 @@ def prefill(config: ModelConfig, plan: Plan, itemsize: int = 2, kept: int | None
 
 
 def decode(config: ModelConfig, rows: int, contexts: int, itemsize: int = 2) -> Iterator[Operator]:
-    """Of one decode step; layers are alike, and an operator stands for all of them.
+    """Of one decode step; outside their MLPs layers are alike, and an operator stands for all of them.
 
     Args:
       rows: sequences that get a token.
@@ -152,17 +153,17 @@ def decode(config: ModelConfig, rows: int, contexts: int, itemsize: int = 2) -> 
     text = config.text
     width, q = text.hidden_size, text.num_heads * text.head_dim
     kv = 2 * text.num_kv_heads * text.head_dim
-    mlp = _weights(config, "language_model", "layers", 0, "mlp")
     values = 2 * text.head_dim * (rows * text.num_heads + contexts * text.num_kv_heads)
     layer = [
         _linear("linear", rows, width, kv, width * kv, itemsize=itemsize),
         _linear("linear", rows, width, q, width * q, itemsize=itemsize),
         Operator("attention", 4 * q * contexts, itemsize * values),
         _linear("linear", rows, q, width, q * width, itemsize=itemsize),
-        _linear("linear", rows, width, width, mlp, itemsize=itemsize),
     ]
     for one in layer:
         yield Operator(one.part, text.num_layers * one.operations, text.num_layers * one.bytes)
+    for i in range(text.num_layers):
+        yield from _mlp(text, i, rows, itemsize)
     yield _linear("head", rows, width, text.vocab_size, width * text.vocab_size, itemsize=itemsize)
 
 
@@ -186,6 +187,20 @@ def encoder(config: ModelConfig, grids: Sequence[Grid], itemsize: int = 2) -> It
     for _ in range(1 + vision.num_deepstack):
         merger = _weights(config, "visual", "merger")
         yield linear(patches // group, width * group, vision.out_hidden_size, merger)
+
+
+def _mlp(text: TextConfig, layer: int, rows: int, itemsize: int) -> Iterator[Operator]:
+    """Of a layer's MLP, or of its router and the experts that rows pass."""
+    width, experts = text.hidden_size, text.experts_of(layer)
+    if experts is None:
+        yield _linear("linear", rows, width, width, 3 * width * text.intermediate_size, itemsize=itemsize)
+        return
+    yield _linear("linear", rows, width, experts.count, width * experts.count, itemsize=itemsize)
+    weights = 3 * width * experts.intermediate_size
+    # Of experts that are chosen evenly, so many are chosen at all.
+    read = experts.count * (1 - (1 - experts.chosen / experts.count) ** rows)
+    moved = itemsize * (round(read * weights) + 2 * rows * width)
+    yield Operator("linear", 2 * rows * experts.chosen * weights, moved)
 
 
 def _weights(config: ModelConfig, *path: str | int) -> int:

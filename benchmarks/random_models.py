@@ -82,7 +82,7 @@ class _Drawn(Checkpoint):
             for folder in folders:
                 branch = branch.setdefault(folder, {})
             # Layers keep the size of what passes through them.
-            scale = parameter.shape[0] ** -0.5 if len(parameter.shape) > 1 else 1.0
+            scale = parameter.shape[-2] ** -0.5 if len(parameter.shape) > 1 else 1.0
             branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
             loaded()
         return tree

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -77,12 +77,18 @@ class Source:
         out = aligned_empty(self.parameter.shape, dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # the conversion tells what is not finite, by name
             if self.parameter.is_kernel:
-                rows = stored.reshape(len(stored), -1)
-                for i in range(0, len(rows), 64):
-                    out[:, i : i + 64] = rows[i : i + 64].astype(dtype, copy=False).T
+                _transpose(stored.reshape(len(stored), -1), out)
+            elif self.parameter.is_turned:
+                for matrix, turned in zip(stored, out, strict=True):
+                    _transpose(matrix, turned)
             else:
                 np.copyto(out, stored, casting="unsafe")
         return out
+
+
+def _transpose(rows: np.ndarray, out: np.ndarray) -> None:
+    for i in range(0, len(rows), 64):
+        out[:, i : i + 64] = rows[i : i + 64].astype(out.dtype, copy=False).T
 
 
 class PlanError(ValueError):
@@ -107,7 +113,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
         tensors[name] = tensor
 
     plan = []
-    for parameter in parameters(config):
+    for parameter in _as_stored(parameters(config), tensors):
         found = tensors.pop(parameter.tensor, None)
         if found is None:
             problems.append(("missing", f"{parameter.tensor} {list(parameter.tensor_shape)}"))
@@ -126,6 +132,17 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     if problems:
         raise PlanError(_report(directory, problems))
     return plan
+
+
+def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> list[Parameter]:
+    """The parameters, with matrices of experts in the layout that the checkpoint has them in.
+
+    Published ones and those that the library saves differ in it. Matrices that are square do not show it; gate_up and
+    down are never both square, so others do.
+    """
+    found = {p.tensor: tensors[p.tensor].shape for p in wanted if p.is_stack and p.tensor in tensors}
+    is_turned = any(found.get(p.tensor) == p.turned().tensor_shape != p.shape for p in wanted if p.is_stack)
+    return [p.turned() if p.is_stack and is_turned else p for p in wanted]
 
 
 def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:

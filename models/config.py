@@ -80,8 +80,28 @@ _ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}  #
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """MLPs of which each row passes a few.
+
+    Attributes:
+      count: E, of a layer.
+      chosen: k, that a row passes.
+      intermediate_size: of an expert.
+      layers: those that have experts; the others have a plain MLP.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    layers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder. `mrope_section` counts the rotary frequencies of the T, H and W axes."""
+    """The decoder.
+
+    `mrope_section` counts the rotary frequencies of the T, H and W axes; `intermediate_size` is that of plain MLPs.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -97,6 +117,15 @@ class TextConfig:
     qkv_bias: bool
     qk_norm: bool
     max_position_embeddings: int
+    experts: ExpertsConfig | None = None
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """Those of a layer; None: it has a plain MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    def first_like(self, layer: int) -> int:
+        """The first layer with weights of the same shapes."""
+        return next(i for i in range(self.num_layers) if self.experts_of(i) == self.experts_of(layer))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vlcache_jax.models import rope
-from vlcache_jax.models.config import TextConfig
+from vlcache_jax.models.config import ExpertsConfig, TextConfig
+from vlcache_jax.models.experts import SparseMLP
 from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, linear
 from vlcache_jax.pallas_kernels import Work, attention, carry_flaws, paged_attention
 
@@ -91,11 +92,15 @@ class SelfAttention(nnx.Module):
 class DecoderLayer(nnx.Module):
     """One decoder layer as a step over rows."""
 
-    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, experts: ExpertsConfig | None = None, *, dtype: Any, rngs: nnx.Rngs):
+        self.mlp: SparseMLP | GatedMLP
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.self_attn = SelfAttention(config, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype, rngs=rngs)
+        if experts is None:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=False, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = SparseMLP(config.hidden_size, experts, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -107,6 +112,7 @@ class DecoderLayer(nnx.Module):
         work: Work | None = None,
         *,
         keep: int,
+        needed: jax.Array | None = None,
         capture: bool = False,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
@@ -119,7 +125,9 @@ class DecoderLayer(nnx.Module):
           deepstack: [N, M], added to the layer's output (zero at text rows), or None.
           work: which of the first `keep` rows visits which pages of the pool; its tables lead from logical slots to
             those of the rows. None: the rows' slots are looked at as they lie.
-          keep: how many rows the next layer needs.
+          keep: how many rows go on.
+          needed: how many of them the next layer needs, int32; the others, and rows that see nothing, pass no experts.
+            None is all.
           capture: also return what the rows' records hold: keys before rotation (un-rotating bf16 keys loses digits),
             and values.
           implementation: of attention.
@@ -130,11 +138,18 @@ class DecoderLayer(nnx.Module):
         out, k, v, captured = self.self_attn(
             self.input_layernorm(x), k, v, rows, work, keep=keep, implementation=implementation
         )
-        x = x[:keep] + out
-        x = x + self.mlp(self.post_attention_layernorm(x))
+        is_needed = rows.k_end[:keep] > rows.k_start[:keep]
+        if needed is not None:
+            is_needed &= jnp.arange(keep) < needed
+        x = self.transform(x[:keep] + out, is_needed)
         if deepstack is not None:
             x = x + deepstack[:keep]
         return x, k, v, captured if capture else None
+
+    def transform(self, x: jax.Array, is_needed: jax.Array) -> jax.Array:
+        """The part behind attention: [N, M] -> [N, M]; rows that are not needed, bool [N], pass no experts."""
+        y = self.post_attention_layernorm(x)
+        return x + (self.mlp(y, is_needed) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
 
 
 class Decoder(nnx.Module):
@@ -142,7 +157,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, config.experts_of(i), dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
 

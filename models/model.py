@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from vlcache_jax.models.config import ModelConfig
-from vlcache_jax.models.decoder import Decoder
+from vlcache_jax.models.decoder import Decoder, DecoderLayer
 from vlcache_jax.models.layers import Table
 from vlcache_jax.models.registry import FAMILIES
+
+LayerGraphs = dict[Any, nnx.GraphDef[DecoderLayer]]
 
 
 class QwenVL(nnx.Module):
@@ -26,6 +29,17 @@ class QwenVL(nnx.Module):
 def abstract_model(config: ModelConfig, dtype: Any) -> QwenVL:
     """The model with shapes in the place of arrays; costs no memory at any size."""
     return nnx.eval_shape(lambda: QwenVL(config, dtype=dtype, rngs=nnx.Rngs(0)))
+
+
+def bind_layer(graphs: LayerGraphs, params: dict[str, Any]) -> DecoderLayer:
+    """The decoder layer of a plain nested dict, whichever of a model's kinds of layers it is of."""
+    return bind(graphs[jax.tree.structure(params)], params)
+
+
+def layer_graphs(model: QwenVL) -> LayerGraphs:
+    """Graph definitions of a model's decoder layers, by the structure of their parameters."""
+    split = [nnx.split(layer) for layer in model.language_model.layers]
+    return {jax.tree.structure(nnx.to_pure_dict(state)): graph for graph, state in split}
 
 
 def bind[M: nnx.Module](graph: nnx.GraphDef[M], params: dict[str, Any]) -> M:

@@ -32,12 +32,25 @@ class Parameter:
       shape: of the parameter.
       tensor: library name of the tensor it is made from.
       tensor_shape: as stored; kernels are stored [out, in] and become [in, out].
+      is_turned: the matrices of experts are stored [E, out, in], as the library saves them, and not [E, in, out], as
+        they are published.
     """
 
     path: Path
     shape: tuple[int, ...]
     tensor: str
     tensor_shape: tuple[int, ...]
+    is_turned: bool = False
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it holds a matrix of each expert."""
+        return self.path[-1] in _STACKS
+
+    def turned(self) -> Parameter:
+        """The same, stored in the library's layout."""
+        count, rows, columns = self.shape
+        return dataclasses.replace(self, tensor_shape=(count, columns, rows), is_turned=True)
 
     @property
     def is_kernel(self) -> bool:
@@ -45,10 +58,14 @@ class Parameter:
 
     def from_tensor(self, tensor: np.ndarray) -> np.ndarray:
         """The parameter of a stored tensor (a view where it can be one)."""
+        if self.is_turned:
+            return tensor.swapaxes(1, 2)
         return tensor.reshape(len(tensor), -1).T if self.is_kernel else tensor
 
     def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
         """The inverse of `from_tensor`."""
+        if self.is_turned:
+            return parameter.swapaxes(1, 2)
         return parameter.T.reshape(self.tensor_shape) if self.is_kernel else parameter
 
 
@@ -86,11 +103,13 @@ def published_name(config: ModelConfig, name: str) -> str:
     return _rename(name, {library: published for published, library in _names(config).published.items()})
 
 
+_STACKS = ("gate_up_proj", "down_proj")  # a matrix of each expert
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 
 
 def _tensor_name(config: ModelConfig, path: Path) -> str:
-    name = _rename(".".join([*map(str, path[:-1]), _LEAVES[str(path[-1])]]), _names(config).modules)
+    *folders, leaf = map(str, path)
+    name = _rename(".".join([*folders, leaf if leaf in _STACKS else _LEAVES[leaf]]), _names(config).modules)
     return name if path[0] == "lm_head" else f"model.{name}"
 
 

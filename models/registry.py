@@ -7,11 +7,16 @@ import reprlib
 from typing import Any
 
 from vlcache_jax.fields import read_object
-from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from vlcache_jax.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from vlcache_jax.models.config import ModelConfig, check_config, library_config
 from vlcache_jax.models.family import Family
 
-FAMILIES: dict[str, Family] = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
+}
 
 
 def load_config(directory: str | pathlib.Path) -> ModelConfig:

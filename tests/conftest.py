@@ -144,6 +144,44 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [2],
         },
     },
+    "qwen3_vl_moe-every": {"model_type": "qwen3_vl_moe", "seed": 10},
+    "qwen3_vl_moe-tied": {
+        "model_type": "qwen3_vl_moe",
+        "seed": 11,
+        "tie_word_embeddings": True,
+        "text": {
+            "hidden_size": 56,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+        "vision": {"depth": 3, "deepstack_visual_indexes": [0, 2]},
+    },
+    "qwen3_vl_moe-sharded": {
+        "model_type": "qwen3_vl_moe",
+        "seed": 12,
+        "names": "library",
+        "shards": 3,
+        "text": {
+            "hidden_size": 48,
+            "intermediate_size": 88,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 32,
+            "vocab_size": 290,
+            "num_experts": 13,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+        },
+        "vision": {"depth": 3, "num_position_embeddings": 144, "deepstack_visual_indexes": [2]},
+    },
 }
 
 
@@ -179,7 +217,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
 
 
 # The decoder of Qwen2-VL is that of Qwen2.5-VL, and the first configuration of both compiles the same programs for it.
-IN_FULL = ("qwen2_vl-flat-tied", "qwen2_vl-library-names")
+# Of mixtures of experts, the tied one has layers of both kinds.
+IN_FULL = ("qwen2_vl-flat-tied", "qwen2_vl-library-names", "qwen3_vl_moe-every", "qwen3_vl_moe-sharded")
 
 
 @pytest.fixture(

@@ -15,7 +15,19 @@ WITHIN = 60  # seconds, for what would hang otherwise
 # has, too, run in full only.
 each_family = pytest.mark.parametrize(
     "family_checkpoint",
-    [pytest.param("qwen2_vl-flat-tied", marks=pytest.mark.ladder), "qwen2_5_vl-flat-tied", "qwen3_vl-tied"],
+    [
+        *(pytest.param(name, marks=pytest.mark.ladder) for name in ("qwen2_vl-flat-tied", "qwen3_vl_moe-tied")),
+        "qwen2_5_vl-flat-tied",
+        "qwen3_vl-tied",
+    ],
+    indirect=True,
+    scope="session",
+)
+
+# The same for a test that depends on the decoder's layers: experts are chosen in some of them, and not in others.
+each_decoder = pytest.mark.parametrize(
+    "family_checkpoint",
+    ["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder)],
     indirect=True,
     scope="session",
 )

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import each_family, user
+from tests.helper import each_decoder, each_family, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -96,6 +96,7 @@ class Oracle:
         return tuple(tokens), np.stack(logits)
 
 
+@pytest.mark.ladder_for("qwen3_vl_moe")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
     with open_llm(checkpoint) as llm:
@@ -149,7 +150,7 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
         if key[0] == "layer":
             layers = llm._runner.text["layers"]
             number = next(i for i in layers if layers[i] is args[0])
-            slots = np.asarray(args[4][0])[: args[5]]
+            slots = np.asarray(args[4][0])[: args[5][0]]
             assert (slots < llm._runner.num_slots).all()
             written.update((number, int(slot)) for slot in slots)
         return run(key, *args)
@@ -167,15 +168,17 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
     assert set(written.values()) == {1}
 
 
+@each_decoder
 def test_nothing_compiles_after_warmup(family_checkpoint, textured_image):
     """50 requests of random lengths and images, every way of sampling: not one compilation, eager ones included."""
     compiled = []
     rng = np.random.default_rng(0)
     with open_llm(family_checkpoint) as llm:
         count, _ = llm.warmup(verbose=False)
-        assert count <= 80
+        most = 60 + 20 * len(set(llm._runner.definitions.like))  # kinds of layers
+        assert count <= most
         with open_llm(family_checkpoint, ladder=None, max_rows=8192, max_model_len=None) as default:
-            assert len(default._runner.programs.keys()) <= 80
+            assert len(default._runner.programs.keys()) <= most
         listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
         jax.monitoring.register_event_duration_secs_listener(listener)
         try:

@@ -166,9 +166,10 @@ def falling(llm, *levels):
 
 
 # P1-P7 of the algorithms' specification, for every family; of what follows two of them see enough.
+IN_LADDER = "qwen2_vl", "qwen3_vl_moe-sharded"
 each_family = pytest.mark.parametrize(
     "directory",
-    [pytest.param("qwen2_vl", marks=pytest.mark.ladder), "qwen2_5_vl", "qwen3_vl"],
+    [*(pytest.param(name, marks=pytest.mark.ladder) for name in IN_LADDER), "qwen2_5_vl", "qwen3_vl"],
     indirect=True,
     scope="module",
 )
@@ -352,7 +353,7 @@ def dense_reference(llm, conversation, policy):
     for layer in range(config.num_layers):
         writes = np.where(plan.depth > layer, slots, n + slots)
         rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
-        module = bind(runner.definitions.layer_graph, runner.text["layers"][layer])
+        module = runner.definitions.bind_layer(runner.text["layers"][layer])
         added = deepstack[layer] if layer < len(deepstack) else None
         if plan.shift:
             _, _, *own = map(np.asarray, module.self_attn.project(module.input_layernorm(x), rows, keep=n))
@@ -390,7 +391,7 @@ def test_p7_the_first_layer_needs_no_rows_of_its_own(llm, target, donors):
     [output] = chat(llm, target, reuse=falling(llm, 450, 250, 125, 50))
     images = [image.tokens for image in output.cache.images]
     text = len(output.prompt_token_ids) - sum(images) - output.num_cached_tokens
-    per_layer = [sum(n * level // 500 for n in images) for level in (250, 250, 125, 50)]
+    per_layer = [sum(n * level // 500 for n in images) for level in (250, 250, 125, *[50] * layers)]
     assert output.cache.rows == tuple(text + n for n in per_layer[:layers])
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from vlcache_jax.models.family import Published, Size
-from vlcache_jax.models.params import parameters, published_name
+from vlcache_jax.models.params import Parameter, parameters, published_name
 from vlcache_jax.models.published import config_file
 from vlcache_jax.models.registry import FAMILIES, load_config
 
@@ -63,6 +63,23 @@ _FAMILY_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN2_TEXT,
     "qwen2_5_vl": _QWEN2_TEXT,
     "qwen3_vl": {"head_dim": 24, "attention_bias": False},
+    "qwen3_vl_moe": {
+        "head_dim": 24,
+        "attention_bias": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+_QWEN3_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "hidden_act": "gelu_pytorch_tanh",
+    "patch_size": 16,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [1, 2],
 }
 _FAMILY_VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 4, "hidden_act": "quick_gelu", "patch_size": 14},
@@ -75,14 +92,8 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
         "fullatt_block_indexes": [1, 3],
         "tokens_per_second": 2,
     },
-    "qwen3_vl": {
-        "hidden_size": 32,
-        "intermediate_size": 72,
-        "hidden_act": "gelu_pytorch_tanh",
-        "patch_size": 16,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [1, 2],
-    },
+    "qwen3_vl": _QWEN3_VISION,
+    "qwen3_vl_moe": _QWEN3_VISION,
 }
 
 # The published templates without tools and videos. Some put in a system turn where there is none.
@@ -141,7 +152,7 @@ def make_checkpoint(
       text, vision: fields of `text_config` and `vision_config` that differ from the defaults.
       tie_word_embeddings: the output head is the table of token embeddings.
       layout: of `config.json`; "flat" is the old one of some families, with the text fields at the top.
-      names: of tensors, as in published checkpoints or as in the library's modules.
+      names: of tensors, and the layout of experts', as in published checkpoints or as in the library's modules.
       min_pixels, max_pixels: of the image processor; by default one image token, and the published maximum.
       generation: fields of `generation_config.json` beside the token ids.
       weights: False leaves them out, for a size whose weights are drawn elsewhere.
@@ -236,9 +247,9 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
     tensors = {}
     for parameter in parameters(config):
         name = published_name(config, parameter.tensor) if published else parameter.tensor
-        # The output head is a table of the vocabulary too, but it is multiplied like a kernel.
-        leaf = "kernel" if parameter.path[0] == "lm_head" else str(parameter.path[-1])
-        tensor = _random(rng, leaf, parameter.tensor_shape)
+        tensor = _random(rng, _kind(parameter), parameter.tensor_shape)
+        if parameter.is_stack and not published:
+            tensor = np.ascontiguousarray(tensor.swapaxes(1, 2))
         tensors[name] = tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -254,15 +265,30 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
     )
 
 
-def _random(rng: np.random.Generator, leaf: str, shape: tuple[int, ...]) -> np.ndarray:
+def _kind(parameter: Parameter) -> str:
+    if parameter.is_stack:
+        return "experts"
+    if parameter.path[-2:] == ("gate", "kernel"):
+        return "router"
+    # The output head is a table of the vocabulary too, but it is multiplied like a kernel.
+    return "kernel" if parameter.path[0] == "lm_head" else str(parameter.path[-1])
+
+
+def _random(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = rng.standard_normal(shape, np.float32)
-    match leaf:
+    match kind:
         case "scale":
             return 1 + np.float32(0.2) * noise
         case "bias":
             return np.float32(0.2) * noise
         case "embedding":
             return np.float32(0.5) * noise
+        case "experts":
+            return noise / np.float32(math.sqrt(shape[1]))
+        case "router":
+            # Some experts are chosen often, some hardly ever.
+            often = np.linspace(0.2, 1.8, shape[0], dtype=np.float32)[:, None]
+            return often * noise / np.float32(math.sqrt(shape[1]))
         case _:
             return noise / np.float32(math.sqrt(math.prod(shape[1:])))
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from vlcache_jax.benchmarks.compile_report import MODELS
-from vlcache_jax.benchmarks.floor import H200, floor, reference
+from vlcache_jax.benchmarks.floor import H200, decode, floor, reference
+from vlcache_jax.models.published import published_config
 from vlcache_jax.reuse.plan import Plan
 
 
@@ -70,3 +71,15 @@ def test_a_row_sees_the_slots_before_its_own():
     depth = np.array([29, 0, 0, 28, 28], np.int16)  # a question that stands last in memory
     moved = Plan(depth, slot=np.array([4, 0, 1, 2, 3], np.int32))
     assert floor(config, moved).operations > floor(config, Plan(depth)).operations
+
+
+def test_experts_count_for_the_rows_that_pass_them():
+    config = published_config("Qwen3-VL-30B-A3B")
+    text, width = dataclasses.replace(config.text, num_layers=1), config.text.hidden_size
+    config, expert = dataclasses.replace(config, text=text), 3 * width * text.experts.intermediate_size
+    linear = 2 * (2 * text.num_heads + 2 * text.num_kv_heads) * text.head_dim * width + 2 * width * 128
+    for rows, chosen in ((1, 8), (20, 92.8), (4096, 128)):
+        operators = [one for one in decode(config, rows, 0) if one.part == "linear"]
+        assert sum(one.operations for one in operators) == rows * (linear + 2 * 8 * expert)
+        moved = operators[-1].bytes - 2 * 2 * rows * width
+        assert moved == pytest.approx(2 * chosen * expert, rel=1e-3)

@@ -76,7 +76,10 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     # 1088 x 1920 pixels, 32 x 32 a token
     assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
     small = run("info", "qwen3-vl-8b", "--dtype", "float32")
-    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +None +None$", small.stdout)
+    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit: 3 such GPUs' worth +None +None$", small.stdout)
+    experts = run("info", "qwen3-vl-30b-a3b").stdout
+    assert "128 x 768 in 48 layers, 8 of them for a token, which passes 3.89 billion parameters" in experts
+    assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit: 4 such GPUs' worth ", experts)
 
 
 def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):

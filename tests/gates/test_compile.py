@@ -22,6 +22,7 @@ from vlcache_jax.benchmarks.compile_report import (
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
 from vlcache_jax.engine.definitions import BLOCK
 from vlcache_jax.models import Rows, abstract_model, bind
+from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import CODECS, attention, link, paged_attention
 
 pytestmark = pytest.mark.cuda_gate
@@ -170,6 +171,22 @@ def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: b
     row_bytes = 4 * (4 * text.hidden_size + 3 * text.intermediate_size + 4 * text.num_heads * text.head_dim)
     assert compiled.temp < size * row_bytes + 64 * 2**20
     assert compiled.operations < 40
+
+
+@pytest.mark.parametrize("size", [4096, 64])
+def test_a_layer_step_with_experts(size: int) -> None:
+    """Of Qwen3-VL-30B-A3B: of 1.2 GB of experts a few matrices are at hand, and rows stand once for each of theirs."""
+    config = published_config("Qwen3-VL-30B-A3B")
+    text, experts = config.text, config.text.experts
+    assert experts is not None
+    compiled = compile_key(abstract_runner(config), "layer", size, size, False)
+    pool = 2 * SLOTS * text.num_kv_heads * text.head_dim * 2
+    assert compiled.spills == 0
+    assert compiled.alias == pool + 2 * size * text.hidden_size
+    matrices = 3 * 2 * text.hidden_size * experts.intermediate_size
+    row = experts.chosen * (4 * text.hidden_size + 3 * experts.intermediate_size)
+    assert compiled.temp < 2 * size * row + 4 * matrices + 16 * 2**20
+    assert compiled.operations + compiled.looped < 60
 
 
 @pytest.mark.parametrize(("size", "operations"), [(1, 28), (64, 20)])

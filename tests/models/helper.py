@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, load_config
+from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, experts, load_config
 from vlcache_jax.models.decoder import embed
+from vlcache_jax.models.model import LayerGraphs, layer_graphs
 from vlcache_jax.models.params import library_name, parameters
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.rope import mrope_positions
@@ -30,6 +32,7 @@ MEAN_STD = {
     "qwen2_vl": _CLIP,
     "qwen2_5_vl": _CLIP,
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "qwen3_vl_moe": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 
 
@@ -37,7 +40,7 @@ MEAN_STD = {
 class Model:
     config: ModelConfig
     graph: Any
-    layer_graph: Any  # one for all layers, so that a step compiles once
+    layer_graphs: LayerGraphs  # few, so that a step compiles once
     params: dict[str, Any]
     dtype: Any
 
@@ -54,13 +57,15 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
         node = params
         for key in parameter.path[:-1]:
             node = node.setdefault(key, {})
-        value = parameter.from_tensor(tensors.pop(parameter.tensor))
+        tensor = tensors.pop(parameter.tensor)
+        if tensor.shape != parameter.tensor_shape:
+            parameter = parameter.turned()
+        value = parameter.from_tensor(tensor)
         assert value.shape == parameter.shape
         node[parameter.path[-1]] = jnp.asarray(value.astype(jnp.dtype(dtype)))
     assert not tensors
     model = abstract_model(config, jnp.dtype(dtype))
-    graph, layer_graph = nnx.split(model)[0], nnx.split(model.language_model.layers[0])[0]
-    return Model(config, graph, layer_graph, params, jnp.dtype(dtype))
+    return Model(config, nnx.graphdef(model), layer_graphs(model), params, jnp.dtype(dtype))
 
 
 def patches(config: ModelConfig, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -148,11 +153,18 @@ def empty_pool(model: Model, num_slots: int, fill: float = 0.0) -> Pool:
 
 
 def forward(
-    model: Model, rows: Rows, encoder_rows: np.ndarray, pool: Pool, bounds: Sequence[int] | None = None
+    model: Model,
+    rows: Rows,
+    encoder_rows: np.ndarray,
+    pool: Pool,
+    bounds: Sequence[int] | None = None,
+    *,
+    routes: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, Pool, list[np.ndarray]]:
     """All layers: float32 logits of the last bound's rows, the pool, and each layer's raw K.
 
     `bounds[i]` rows enter layer i, and the last bound's rows get logits; by default all rows go all the way.
+    `routes[i]` are the experts that rows pass in layer i; by default the router's choice.
     """
     bounds = bounds or (len(rows.slot),) * (model.config.text.num_layers + 1)
     layers = model.params["language_model"]["layers"]
@@ -161,7 +173,8 @@ def forward(
     for i, (k, v) in enumerate(pool):
         n, keep = bounds[i], bounds[i + 1]
         feature = deepstack[i, :n] if i < len(deepstack) else None
-        x, k, v, (raw_k, _) = _layer(model.layer_graph, layers[i], x, k, v, take(rows, slice(n)), feature, keep=keep)
+        run = layer(model, layers[i]) if routes is None or i not in routes else pinned(model, layers[i], routes[i])
+        x, k, v, (raw_k, _) = run(x, k, v, take(rows, slice(n)), feature, keep=keep)
         new_pool.append((np.asarray(k), np.asarray(v)))
         captured.append(np.asarray(raw_k, np.float32))
     logits = _logits(model.graph, model.params, x)
@@ -171,6 +184,26 @@ def forward(
 @functools.partial(jax.jit, static_argnames="graph")
 def _embed(graph: Any, params: Any, encoder_rows: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
     return embed(bind(graph, params).language_model.embed_tokens, encoder_rows, source)
+
+
+def layer(model: Model, params: Any) -> Any:
+    """A layer of these parameters, to be called."""
+    return functools.partial(_layer, model.layer_graphs[jax.tree.structure(params)], params)
+
+
+def pinned(model: Model, params: Any, route: np.ndarray) -> Any:
+    """The same of a layer whose rows pass the experts of `route`, [N, k]."""
+
+    def pin(logits: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
+        probability = jnp.take_along_axis(jax.nn.softmax(logits.astype(jnp.float32)), route, axis=1)
+        return (probability / probability.sum(1, keepdims=True)).astype(logits.dtype), jnp.asarray(route)
+
+    def run(*args: Any, keep: int) -> Any:
+        with mock.patch.object(experts, "route", pin):
+            graph = model.layer_graphs[jax.tree.structure(params)]
+            return jax.jit(functools.partial(bind(graph, params), keep=keep, capture=True))(*args)
+
+    return run
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "keep"))

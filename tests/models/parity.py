@@ -18,9 +18,12 @@ PARTS = (10, (3, 4), 5, (5, 3), (2, 7), 7)
 NUM_PATCHES = 4 * sum(h * w for h, w in ((3, 4), (5, 3), (2, 7)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Reference:
-    """What the library's model computes, as float32 arrays; one K, V entry per layer."""
+    """What the library's model computes, as float32 arrays; one K, V entry per layer.
+
+    `routes` are the experts of each row [N, k] in layers that have them.
+    """
 
     prompt: helper.Prompt
     images: list[np.ndarray]
@@ -29,10 +32,14 @@ class Reference:
     k: list[np.ndarray]
     v: list[np.ndarray]
     logits: np.ndarray
+    routes: dict[int, np.ndarray]
 
 
 @functools.cache
-def reference(oracle: Any, directory: pathlib.Path, textured_image: Callable[..., np.ndarray]) -> Reference:
+def reference(
+    oracle: Any, directory: pathlib.Path, textured_image: Callable[..., np.ndarray], pinned: Reference | None = None
+) -> Reference:
+    """`pinned`: rows pass the experts that they pass there."""
     import torch
     from transformers import AutoImageProcessor
 
@@ -43,8 +50,20 @@ def reference(oracle: Any, directory: pathlib.Path, textured_image: Callable[...
     pixels = AutoImageProcessor.from_pretrained(directory, backend="pil")(images, return_tensors="pt")
     assert pixels["image_grid_thw"].tolist() == [[1, 2 * h, 2 * w] for h, w in prompt.grids]
 
-    raw_k, hooks = [], []
-    for layer in oracle.model.language_model.layers:
+    raw_k, hooks, routes = [], [], {}
+
+    def route(layer: int, output: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        scores, weights, experts = output
+        if pinned is not None:
+            experts = torch.tensor(pinned.routes[layer], dtype=experts.dtype)
+            chosen = scores.softmax(-1, dtype=torch.float32).gather(1, experts)
+            weights = (chosen / chosen.sum(-1, keepdim=True)).to(weights.dtype)
+        routes[layer] = experts.numpy()
+        return scores, weights, experts
+
+    for i, layer in enumerate(oracle.model.language_model.layers):
+        if hasattr(layer.mlp, "experts"):
+            hooks.append(layer.mlp.gate.register_forward_hook(lambda *args, i=i: route(i, args[2])))
         attention = layer.self_attn
         projection = attention.k_norm if hasattr(attention, "k_norm") else attention.k_proj
         hooks.append(projection.register_forward_hook(lambda *args: raw_k.append(args[2])))
@@ -73,6 +92,7 @@ def reference(oracle: Any, directory: pathlib.Path, textured_image: Callable[...
         k=[array(layer.keys[0].transpose(0, 1)) for layer in cache],
         v=[array(layer.values[0].transpose(0, 1)) for layer in cache],
         logits=array(out.logits[0]),
+        routes=routes,
     )
 
 

@@ -11,12 +11,21 @@ import pytest
 
 from tests.models import helper, parity
 from tests.models.helper import forward, join, padding_rows, rows_of, take
-from vlcache_jax.models import bind
+from vlcache_jax.models.model import bind_layer
 
 # At a scale of 4; the sums run in another order.
 TOLERANCE = 2e-5
 SLOTS = 80
 ROWS = 72
+
+
+@pytest.fixture(
+    scope="session",
+    params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied", pytest.param("qwen3_vl_moe-tied", marks=pytest.mark.ladder)],
+)
+def family_checkpoint(request, checkpoints):
+    """Experts are chosen in some layers of the last one, and not in others."""
+    return checkpoints(request.param)
 
 
 @pytest.fixture
@@ -165,7 +174,7 @@ def test_chunks_in_slot_order_equal_one_prefill(case):
 
 
 def test_capture_is_optional(case):
-    layer = bind(case.model.layer_graph, case.model.params["language_model"]["layers"][0])
+    layer = bind_layer(case.model.layer_graphs, case.model.params["language_model"]["layers"][0])
     x = jnp.zeros((case.length, case.model.config.text.hidden_size))
     pool = map(jnp.asarray, helper.empty_pool(case.model, SLOTS)[0])
     step = functools.partial(layer, x, *pool, case.rows, keep=5)
@@ -186,7 +195,7 @@ def test_keys_carry_what_is_not_finite_in_values(case):
         params["self_attn"]["v_proj"]["kernel"].at[0, head * text.head_dim + place].set(largest)
     )
     params["input_layernorm"]["scale"] = jnp.ones(text.hidden_size)
-    layer = bind(case.model.layer_graph, params)
+    layer = bind_layer(case.model.layer_graphs, params)
     x = np.random.default_rng(0).normal(size=(case.length, text.hidden_size)).astype(np.float32)
     x[:, 0] = 0
     x[row, 0] = 1000

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from vlcache_jax.models.config import ExpertsConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.published import SIZES, config_file, find_name, published_config
 from vlcache_jax.models.registry import FAMILIES
@@ -24,7 +25,28 @@ FIGURES = {
     "Qwen3-VL-4B": (2560, 36, 32, 8, 9728, 151936, True, 5e6, 262144, 144, 24, 1024, 64, 4096, 16, 4437815808),
     "Qwen3-VL-8B": (4096, 36, 32, 8, 12288, 151936, False, 5e6, 262144, 144, 27, 1152, 72, 4304, 16, 8767123696),
     "Qwen3-VL-32B": (5120, 64, 64, 8, 25600, 151936, False, 5e6, 262144, 256, 27, 1152, 72, 4304, 16, 33357390064),
+    "Qwen3-VL-30B-A3B": (2048, 48, 32, 4, 6144, 151936, False, 5e6, 262144, 96, 27, 1152, 72, 4304, 16, 31070754032),
+    "Qwen3-VL-235B-A22B": (
+        4096,
+        94,
+        64,
+        4,
+        12288,
+        151936,
+        False,
+        5e6,
+        262144,
+        188,
+        27,
+        1152,
+        72,
+        4304,
+        16,
+        235670022896,
+    ),
 }
+# Experts of a layer, those that a row passes, their width; every layer has them.
+EXPERTS = {"Qwen3-VL-30B-A3B": (128, 8, 768), "Qwen3-VL-235B-A22B": (128, 8, 1536)}
 COUNTED = ("Qwen2-VL-2B", "Qwen2.5-VL-7B", "Qwen3-VL-8B")  # the others take a second each
 
 
@@ -45,6 +67,7 @@ def test_fields(name):
     assert found == FIGURES[name][:-1]
     assert (text.head_dim, text.rms_norm_eps, vision.num_heads, config.dtype) == (128, 1e-6, 16, "bfloat16")
     assert vision.out_hidden_size == text.hidden_size
+    assert text.experts == (ExpertsConfig(*EXPERTS[name], tuple(range(text.num_layers))) if name in EXPERTS else None)
     assert (config.image_token_id, config.video_token_id) == (151655, 151656)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, make_layout
-from vlcache_jax.models import Rows, bind
+from vlcache_jax.models import Rows
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import Asked, CacheBlend, KVShare, Projected, choose, narrow
@@ -50,7 +50,7 @@ def scores_by_hand(policy, probe, runs):
     n, is_image = len(placed.layout), placed.is_image
     total = np.zeros(n)
     for layer in policy.scored_layers:
-        module = bind(runner.definitions.layer_graph, runner.text["layers"][layer])
+        module = runner.definitions.bind_layer(runner.text["layers"][layer])
         size = len(placed.x)
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions

@@ -9,10 +9,18 @@ from typing import Any
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
 from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.memory_plan import GPU_SHARE, activation_bytes, limit_patches, limit_rows, slot_bytes
+from vlcache_jax.engine.memory_plan import (
+    GPU_SHARE,
+    activation_bytes,
+    devices_worth,
+    limit_patches,
+    limit_rows,
+    slot_bytes,
+)
 from vlcache_jax.first_contact.chip import find_chip, memory
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.config import TextConfig
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.published import SIZES, find_name, published_config
 from vlcache_jax.models.registry import FAMILIES, load_config
@@ -55,6 +63,7 @@ def describe(
             f"{text.num_layers} layers x {text.hidden_size}, {text.num_heads} heads and {text.num_kv_heads} of K, V x "
             f"{text.head_dim}, vocabulary {text.vocab_size}",
         ),
+        *_experts(text, count),
         (
             "vision tower",
             f"{vision.depth} layers x {vision.hidden_size}, patches of {vision.patch_size} pixels, "
@@ -78,6 +87,18 @@ def describe(
     return findings, [_fit(name, total, config, size, count, ladder, tokens) for name, total in sizes.items()]
 
 
+def _experts(text: TextConfig, count: int) -> Findings:
+    """What is to be said of a mixture of experts; `count`: parameters of the model."""
+    if (experts := text.experts) is None:
+        return []
+    idle = len(experts.layers) * (experts.count - experts.chosen) * 3 * text.hidden_size * experts.intermediate_size
+    said = (
+        f"{experts.count} x {experts.intermediate_size} in {len(experts.layers)} layers, {experts.chosen} of them for "
+        f"a token, which passes {_millions(count - idle)} parameters"
+    )
+    return [("experts", said)]
+
+
 def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     """Where a model is from, its configuration and its image processor."""
     name = find_name(model)
@@ -94,13 +115,15 @@ def _fit(
     """What an engine has room for on a GPU of so many bytes; see `memory_plan.plan_pool`."""
     activations = activation_bytes(config, dtype, ladder)
     rest = USABLE * total - count * dtype.itemsize - activations
-    pages = int(GPU_SHARE * rest // (slot_bytes(config, dtype) * PAGE)) - 1
+    page = slot_bytes(config, dtype) * PAGE
+    pages = int(GPU_SHARE * rest // page) - 1
     fits = pages > 0
+    worth = devices_worth(count * dtype.itemsize + activations + 2 * page / GPU_SHARE, USABLE * total)
     return {
         "GPU": name,
         "weights": _gigabytes(count * dtype.itemsize),
         "activations": _gigabytes(activations),
-        "KV pool": _gigabytes(GPU_SHARE * rest) if fits else "does not fit",
+        "KV pool": _gigabytes(GPU_SHARE * rest) if fits else f"does not fit: {worth} such GPUs' worth",
         "tokens": pages * PAGE if fits else None,
         "such images": pages * PAGE // tokens if fits else None,
     }

@@ -194,8 +194,8 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
                 x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
                 start = time.perf_counter()
                 x, *pool[layer], _ = runner.run(
-                    ("layer", size, size, False, False),
-                    runner.text["layers"][layer], x, *pool[layer], packed, np.int32(size), work, None, None,
+                    ("layer", size, size, False, False, runner.definitions.like[layer : layer + 1]),
+                    runner.text["layers"][layer], x, *pool[layer], packed, np.full(2, size, np.int32), work, None, None,
                 )  # fmt: skip
                 jax.block_until_ready((x, pool[layer]))
                 took.append(time.perf_counter() - start)

@@ -20,6 +20,7 @@ from vlcache_jax.cache.record import Meta
 from vlcache_jax.fields import OBJECT, check_fields, one_of, read_object, real
 from vlcache_jax.files import cache_home, write_whole
 from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.config import TextConfig
 
 _log = logging.getLogger(__name__)
 
@@ -161,6 +162,18 @@ def identity_of(config: ModelConfig, device: str, dtype: str, codec: str | None)
         "patch": vision.patch_size,
         "merge": vision.merge_size,
         "deepstack": vision.num_deepstack,
+        **_experts(text),
+    }
+
+
+def _experts(text: TextConfig) -> Identity:
+    if (experts := text.experts) is None:
+        return {}
+    return {
+        "experts": experts.count,
+        "experts of a row": experts.chosen,
+        "expert": experts.intermediate_size,
+        "layers with experts": len(experts.layers),
     }
 
 

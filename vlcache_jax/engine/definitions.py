@@ -23,6 +23,8 @@ from vlcache_jax.engine.packed import FIELDS, repack, unpack
 from vlcache_jax.engine.sampler import Choosing, Lanes
 from vlcache_jax.engine.window import ANSWER, Window
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder
+from vlcache_jax.models.decoder import DecoderLayer
+from vlcache_jax.models.model import bind_layer, layer_graphs
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.reuse.selection import SelectingPolicy, choose, narrow, project
@@ -45,7 +47,8 @@ class Definitions:
       links: the programs that move what is stored.
       windows: pages of the prompts that scores look at.
       work_config: (rows, decode=False) -> how their attention is cut, the same object every time.
-      layer_graph, table_graph, norm_graph: what weights of a decoder layer, an embedding table and a norm are bound to.
+      like: of each layer the first with weights of the same shapes; slices of it stand in the keys of programs.
+      table_graph, norm_graph: what weights of an embedding table and a norm are bound to.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class Definitions:
         model = abstract_model(config, self.dtype)
         text = model.language_model
         self._tower_graph = nnx.graphdef(model.visual)
-        self.layer_graph = nnx.graphdef(text.layers[0])
+        self._layer_graphs = layer_graphs(model)
+        self.like = tuple(map(config.text.first_like, range(config.text.num_layers)))
         self.table_graph = nnx.graphdef(text.embed_tokens)
         self.norm_graph = nnx.graphdef(text.norm)
         self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
@@ -85,6 +89,10 @@ class Definitions:
         )  # fmt: skip
         pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
         self.windows = tuple(sorted({*pages, max_pages}))
+
+    def bind_layer(self, params: Params) -> DecoderLayer:
+        """The decoder layer of these parameters, to be called while tracing."""
+        return bind_layer(self._layer_graphs, params)
 
     def define(self, key: abc.Sequence[Any]) -> Any:
         """A program by its name and sizes: (function, abstract arguments, which of them are donated)."""
@@ -170,10 +178,12 @@ class Definitions:
             decode=decode, implementation=self.implementation,
         )  # fmt: skip
 
-    def layer(self, size: int, keep: int, has_deepstack: bool, shifts: bool = False) -> Any:
+    def layer(
+        self, size: int, keep: int, has_deepstack: bool, shifts: bool = False, like: tuple[int, ...] = (0,)
+    ) -> Any:
         pool, added = self.shape_of("pool"), self._hidden(size) if has_deepstack else None
-        active, work = jax.ShapeDtypeStruct((), jnp.int32), self.work_config(keep).abstract()
-        arguments = self._text["layers"][0], self._hidden(size), pool, pool, self.packed, active, work, added
+        active, work = jax.ShapeDtypeStruct((2,), jnp.int32), self.work_config(keep).abstract()
+        arguments = self._text["layers"][like[0]], self._hidden(size), pool, pool, self.packed, active, work, added
 
         def layer(params: Params, x: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, *rest: Any) -> Any:
             active, work, added, moves = rest
@@ -184,7 +194,7 @@ class Definitions:
         donated = (1, 2, 3) if keep == size else (2, 3)
         return layer, (*arguments, self._moves(1) if shifts else None), donated
 
-    def layers(self, size: int, shifts: bool = False) -> Any:
+    def layers(self, size: int, shifts: bool = False, like: tuple[int, ...] = (0,) * BLOCK) -> Any:
         """`BLOCK` layers after each other that all rows leave, none of them with DeepStack features."""
         # An inner jit: what they have in common is compiled once.
         layer = jax.jit(functools.partial(self.layer_step, keep=size))
@@ -200,8 +210,8 @@ class Definitions:
             return x, rest, captured
 
         pool = [[self.shape_of("pool")] * 2] * BLOCK
-        active, work = jax.ShapeDtypeStruct((BLOCK,), jnp.int32), self.work_config(size).abstract()
-        weights, moves = [self._text["layers"][0]] * BLOCK, self._moves(BLOCK) if shifts else None
+        active, work = jax.ShapeDtypeStruct((BLOCK, 2), jnp.int32), self.work_config(size).abstract()
+        weights, moves = [self._text["layers"][i] for i in like], self._moves(BLOCK) if shifts else None
         return block, (weights, self._hidden(size), pool, self.packed, active, work, moves), (1, 2)
 
     def layer_step(
@@ -218,15 +228,22 @@ class Definitions:
         *,
         keep: int,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """A layer of which the first `active` rows write: the bound may reach beyond them, into rows that have dropped
-        out, whose slots hold linked K, V. Before that, linked K, V are moved by what the rows show."""
+        """A layer of which the first rows write: the bound may reach beyond them, into rows that have dropped out,
+        whose slots hold linked K, V. Before that, linked K, V are moved by what the rows show.
+
+        `active`: [2], rows that write, and of them rows that the next layer needs.
+        """
         index = jnp.arange(len(x), dtype=jnp.int32)
-        layer = bind(self.layer_graph, params)
+        writing, needed = active
+        layer = self.bind_layer(params)
         if moves is not None:
-            row_image = jnp.where(index < active, moves.row_image[: len(x)], -1)
+            row_image = jnp.where(index < writing, moves.row_image[: len(x)], -1)
             k, v = move(layer.self_attn, k, v, differences(layer, x, k, v, rows, row_image), moves)
-        rows = rows._replace(slot=jnp.where(index < active, rows.slot, self.num_slots + index))
-        return layer(x, k, v, rows, added, work, keep=keep, capture=True, implementation=self.implementation)
+        rows = rows._replace(slot=jnp.where(index < writing, rows.slot, self.num_slots + index))
+        return layer(
+            x, k, v, rows, added, work,
+            keep=keep, needed=needed, capture=True, implementation=self.implementation,
+        )  # fmt: skip
 
     def _hidden(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, self.config.text.hidden_size), self.dtype)
@@ -248,7 +265,7 @@ class Definitions:
 
         return narrowed, (self.packed, jax.ShapeDtypeStruct((), jnp.int32)), ()
 
-    def score_rows(self, size: int, window: int, policy: SelectingPolicy) -> Any:
+    def score_rows(self, size: int, window: int, policy: SelectingPolicy, like: tuple[int, ...] = (0,)) -> Any:
         def score(
             params: Params,
             x: jax.Array,
@@ -260,14 +277,14 @@ class Definitions:
             table: jax.Array,
             before: jax.Array,
         ) -> jax.Array:
-            layer = bind(self.layer_graph, params)
+            layer = self.bind_layer(params)
             return before + policy.score(project(layer, x, k, v, unpack(rows, size), is_image, request, table))
 
         x = self._hidden(size)
         pool = self.shape_of("pool")
         flags, scores = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.bool_, jnp.float32))
         request, table = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (2, window))
-        weights = self._text["layers"][0]
+        weights = self._text["layers"][like[0]]
         return score, (weights, x, pool, pool, self.packed, flags, request, table, scores), ()
 
     def choose(self, size: int) -> Any:

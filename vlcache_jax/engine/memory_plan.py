@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.models import ModelConfig
+from vlcache_jax.models.config import TextConfig
 from vlcache_jax.pallas_kernels import PAGE, Codec
 
 GIB = 2**30
@@ -153,12 +155,14 @@ def plan_pool(
         )
     else:
         pages = -(-kv_cache_bytes // (slot * PAGE))
-    if pages < 1 or weights + activations + kept + (pages + 1) * PAGE * slot > free:
+    needed = weights + activations + kept + (max(pages, 1) + 1) * PAGE * slot
+    if pages < 1 or needed > free:
         wanted = "at least " + _gib(2 * PAGE * slot) if kv_cache_bytes is None else _gib((pages + 1) * PAGE * slot)
         raise MemoryError(
             f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
             f"activations about {_gib(activations)}, {f'device_bytes {_gib(kept)}, ' if kept else ''}KV pool {wanted} "
-            f"({slot} bytes a slot, {PAGE} slots a page, and one page that no request uses)"
+            f"({slot} bytes a slot, {PAGE} slots a page, and one page that no request uses); "
+            f"that is {devices_worth(needed, free)} such devices' worth, and one is used"
         )
     return pages * PAGE
 
@@ -228,7 +232,7 @@ def limit_patches(ladder: Ladder, most: int, merge_size: int) -> Ladder:
 def activation_bytes(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
     """A generous estimate of what a step holds besides weights and pool."""
     text, vision = config.text, config.vision
-    row = 4 * text.hidden_size + 3 * text.intermediate_size + 3 * (text.num_heads + text.num_kv_heads) * text.head_dim
+    row = 4 * text.hidden_size + _mlp_values(text) + 3 * (text.num_heads + text.num_kv_heads) * text.head_dim
     patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
     encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * ladder.max_rows
     # K, V of three steps on their way to the host, and of records on their way to the device.
@@ -236,6 +240,20 @@ def activation_bytes(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> in
     moving = slot_bytes(config, dtype) * (3 * ladder.max_rows + largest)
     logits = 4 * 4 * ladder.max_sequences * text.vocab_size
     return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + moving + logits
+
+
+def _mlp_values(text: TextConfig) -> int:
+    """What a row's MLP, or its experts, hold at once."""
+    if text.experts is None:
+        return 3 * text.intermediate_size
+    # A row stands once for each of its experts: sorted, padded, and in what they make of it.
+    each = 4 * text.hidden_size + 3 * text.experts.intermediate_size
+    return max(3 * text.intermediate_size, text.experts.chosen * each + 2 * text.experts.count)
+
+
+def devices_worth(needed: float, each: float) -> int:
+    """Devices with `each` bytes that together hold what is needed."""
+    return math.ceil(needed / max(each, 1))
 
 
 def _gib(count: Any) -> str:

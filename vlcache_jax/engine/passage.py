@@ -9,7 +9,7 @@ import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.engine.batching import Step
-from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS, Params
+from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.packed import pack
 from vlcache_jax.engine.runner import Runner
@@ -70,9 +70,9 @@ class Passage:
 
     def _run_block(self, pool: list[list[jax.Array]], layers: slice) -> None:
         size, weights = len(self.x), [self.runner.text["layers"][i] for i in range(layers.start, layers.stop)]
-        active = np.array(self.step.active[layers], np.int32)
+        active = np.array([self._active(i) for i in range(layers.start, layers.stop)], np.int32)
         moves = self._moves(layers)
-        key = "layers", size, moves is not None
+        key = "layers", size, moves is not None, self.runner.definitions.like[layers]
         work = self._works[size, False]
         self.x, pool[layers], captured = self.runner.run(
             key, weights, self.x, pool[layers], self._rows, active, work, moves
@@ -92,12 +92,12 @@ class Passage:
         step, run, selection = self.step, self.runner.run, self.step.selection
         size = step.bounds[layer]
         check = len(step.active) if selection is None else selection.policy.check_layer
-        weights = self.runner.text["layers"][layer]
+        weights, like = self.runner.text["layers"][layer], self.runner.definitions.like[layer : layer + 1]
         if layer > check and step.active[layer] < step.active[layer - 1]:
             self._rows = run(("narrow", self._held, size), self._rows, np.int32(step.active[layer]))
             self._held = size
         if selection is not None and layer in selection.policy.scored_layers:
-            self._score = self._score_rows(selection, weights, pool)
+            self._score = self._score_rows(selection, layer, pool)
         if selection is not None and layer == check:
             counts = np.array([selection.must, selection.among], np.int32)
             self.x, self._rows, self.chosen = run(("choose", size), self.x, self._rows, self._score, counts)
@@ -109,14 +109,18 @@ class Passage:
         leaving, _, is_chosen = self._leaving[layer]
         moves = self._moves(slice(layer, layer + 1))
         self.x, *pool[:], values = run(
-            ("layer", size, leaving, added is not None, moves is not None),
-            weights, self.x, *pool, self._rows, np.int32(step.active[layer]), self._works[leaving, is_chosen], added,
-            moves,
+            ("layer", size, leaving, added is not None, moves is not None, like),
+            weights, self.x, *pool, self._rows, np.array(self._active(layer), np.int32),
+            self._works[leaving, is_chosen], added, moves,
         )  # fmt: skip
         if self.step.captured:
             self.captured.append(values)
 
-    def _score_rows(self, selection: Selection, weights: Params, pool: list[jax.Array]) -> jax.Array:
+    def _active(self, layer: int) -> tuple[int, int]:
+        """Rows that a layer computes, and those of them that the next one needs."""
+        return self.step.active[layer], self._leaving[layer][1]
+
+    def _score_rows(self, selection: Selection, layer: int, pool: list[jax.Array]) -> jax.Array:
         """Adds a layer's scores to those of the layers before."""
         window = round_up(-(-selection.length // kernels.PAGE), self.runner.definitions.windows)
         table = np.zeros(window, np.int32)
@@ -126,7 +130,8 @@ class Passage:
         is_image[selection.must : selection.must + selection.among] = True
         before = np.zeros(len(self.x), np.float32) if self._score is None else self._score
         request = np.array([selection.length, selection.question], np.int32)
-        key = "score_rows", len(self.x), window, selection.policy
+        key = "score_rows", len(self.x), window, selection.policy, self.runner.definitions.like[layer : layer + 1]
+        weights = self.runner.text["layers"][layer]
         return self.runner.run(key, weights, self.x, *pool, self._rows, is_image, request, table, before)
 
 

@@ -85,6 +85,7 @@ class Programs:
         definitions, config, links = self.definitions, self.definitions.config, self.definitions.links
         ladder = ladder or definitions.ladder
         layers, deepstack = config.text.num_layers, config.vision.num_deepstack
+        like = definitions.like
         keys: list[Key] = [("pool",), ("encoder_rows",), ("lanes",), ("open_lane",)]
         for size in ladder.rows:
             keep = definitions.ladder.outputs(size)
@@ -93,20 +94,29 @@ class Programs:
                 keys += [("code", size)]
             if links.kept_tokens and linking:
                 keys += [("keep", size)]
-            whole: list[Key] = [("layer", size, size if i < layers - 1 else keep, i < deepstack) for i in range(layers)]
-            if size <= BLOCK_ROWS and layers - deepstack >= BLOCK:
-                whole += [("layers", size)]
             fewer = [rung for rung in ladder.rows if rung < size]
-            shrunk = [("layer", size, rung, i < deepstack) for i in shrinking for rung in fewer]
+            for shifts in {False, shifting}:
+                keys += [
+                    ("layer", size, size if i < layers - 1 else keep, i < deepstack, shifts, like[i : i + 1])
+                    for i in range(layers)
+                ]
+                if size <= BLOCK_ROWS:
+                    blocks = range(deepstack, layers - BLOCK + 1)
+                    keys += [("layers", size, shifts, like[first : first + BLOCK]) for first in blocks]
             # Steps with rows of images that are moved move in every layer, and no others have fewer and fewer rows.
-            keys += [(*key, False) for key in whole] + [(*key, shifting) for key in shrunk]
-            keys += [(*key, True) for key in whole if shifting]
+            keys += [
+                ("layer", size, rung, i < deepstack, shifting, like[i : i + 1]) for i in shrinking for rung in fewer
+            ]
             if shrinking and min(shrinking) < deepstack - 1:
                 keys += [("slice", size, rung) for rung in fewer]
             for count in {min(count, keep) for count in ladder.sequences}:
                 keys += [("head", keep, count), ("sample", count)]
             # Logits of all rows, slice by slice.
-            keys += [("layer", size, size, layers - 1 < deepstack, False), ("head", size, keep), ("score", keep)]
+            keys += [
+                ("layer", size, size, layers - 1 < deepstack, False, like[-1:]),
+                ("head", size, keep),
+                ("score", keep),
+            ]
             if selecting is not None:
                 lower = [rung for rung in ladder.rows if rung <= size]
                 keys += [("choose", size), *(("narrow", size, rung) for rung in lower)]
@@ -115,7 +125,8 @@ class Programs:
                 # A prompt may be followed by what is scored, as many rows as the head holds.
                 least = max((rung for rung in ladder.rows if rung < size), default=0) - ladder.max_sequences
                 windows = (window for window in definitions.windows if window * PAGE > least)
-                keys += [("score_rows", size, window, selecting) for window in windows]
+                scored = {like[layer : layer + 1] for layer in selecting.scored_layers}
+                keys += [("score_rows", size, window, selecting, one) for window in windows for one in scored]
         for count in ladder.sequences:
             keys += [("window", count), ("sample", count), ("copy", count)]
         for size in ladder.patches:

@@ -81,7 +81,7 @@ class Window:
             x = self.embed(text, row.source)
             updated = []
             for i, (k, v) in enumerate(pool):
-                x, k, v, _ = self.layer(text["layers"][i], x, k, v, row, np.int32(self.rows), work, None)
+                x, k, v, _ = self.layer(text["layers"][i], x, k, v, row, np.full(2, self.rows, np.int32), work, None)
                 updated.append([k, v])
             sampled, lanes = sampler.sample(self.logits(text["norm"], head, x), lanes, choosing)
             return step + 1, updated, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)

@@ -201,7 +201,7 @@ class Probe:
         )
         inputs, keys, values, outputs = [], [], [], []
         for i in range(self.num_layers):
-            layer = bind(self._runner.definitions.layer_graph, text["layers"][i])
+            layer = self._runner.definitions.bind_layer(text["layers"][i])
             # K, V of rows that do not write go nowhere: their slots are beyond the pool.
             slot = jnp.where(write[i] & (index < n), index, size + index)
             rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
@@ -210,8 +210,7 @@ class Probe:
             out, _, _, (raw_k, new_v) = layer.self_attn(
                 layer.input_layernorm(x), k, v, rows, keep=size, implementation=self._runner.implementation
             )
-            x = x + out
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer.transform(x + out, index < n)
             if i < len(deepstack):
                 x = x + deepstack[i]
             keys.append(raw_k)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.models import Rows, bind, rope
+from vlcache_jax.models import Rows, rope
 from vlcache_jax.reuse.schedule import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace, Values
 from vlcache_jax.study.search import MAX_LEVEL, Scores
@@ -221,7 +221,7 @@ class Profiler:
         end = jnp.where(real, start + rows + 1, 0).reshape(-1)
         begin = jnp.where(real, start, 0).reshape(-1)
         places = jnp.tile(position[:, jnp.minimum(rows, size - 1)], (1, candidates))
-        layer = bind(probe._runner.definitions.layer_graph, params)
+        layer = probe._runner.definitions.bind_layer(params)
         x, _, _, _ = layer(
             x,
             k,
