@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.models.config import Fields, ModelConfig
+from vlcache_jax.models.video import Videos
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,9 @@ class Family(Protocol):
 
     @property
     def PUBLISHED(self) -> Published: ...  # noqa: N802
+
+    @property
+    def VIDEO(self) -> Videos: ...  # noqa: N802
 
     @property
     def VisionTower(self) -> Callable[..., nnx.Module]: ...  # noqa: N802

@@ -23,7 +23,7 @@ from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Grid, check_limits
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.reuse.parse import parse_policy
 
 
@@ -222,9 +222,7 @@ class ImageCache:
     def _image(self, image: Any, salt: Salt, limits: Mapping[str, int] | None) -> ImageRef:
         if self._is_closed:
             raise RuntimeError(CLOSED)
-        source = self._renderer.image(image)
-        prompt = Prompt.of_image(source, self._renderer.image_token_id, limits)
-        [request] = self._identifier.identify([prompt], salt)
+        [request] = self._identifier.identify([self._renderer.alone(image, limits)], salt)
         return request.images[0]
 
 

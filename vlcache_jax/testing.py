@@ -85,12 +85,12 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
     },
 }
 
-# The published templates without tools and videos. Some put in a system turn where there is none.
+# The published templates without tools. Some put in a system turn where there is none.
 _SYSTEM_TURN = """\
 {%%- if messages[0].role != 'system' %%}{{ '<|im_start|>system\\n%s<|im_end|>\\n' }}{%% endif %%}
 """
 _CHAT_TEMPLATE = """\
-{%- set images = namespace(count=0) %}
+{%- set images, videos = namespace(count=0), namespace(count=0) %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}
@@ -101,6 +101,10 @@ _CHAT_TEMPLATE = """\
                 {%- set images.count = images.count + 1 %}
                 {%- if add_vision_id %}{{ 'Picture ' ~ images.count ~ ': ' }}{% endif %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type == 'video' or 'video' in part %}
+                {%- set videos.count = videos.count + 1 %}
+                {%- if add_vision_id %}{{ 'Video ' ~ videos.count ~ ': ' }}{% endif %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
             {%- elif 'text' in part %}
                 {{- part.text }}
             {%- endif %}
