@@ -18,6 +18,8 @@ from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, check_pictu
 # Demuxers of FFmpeg: none that opens other files or URLs, as playlists do.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,gif"
 MAX_FRAMES = 1 << 20
+UNKNOWN_FPS = 24
+"""What the library takes for the frames a second of a film that does not say it."""
 
 
 class Head(NamedTuple):

@@ -1,9 +1,9 @@
-"""Parts of messages: where in them an image or a video is, and what is said of it."""
+"""Messages and their parts: where in them an image or a video is, and what is said of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,56 @@ from PIL import Image
 from vlcache_jax.checks import check_text, short
 from vlcache_jax.inputs.videos import OPTIONS
 
+IMAGE_TOKEN = "<|image_pad|>"
+VIDEO_TOKEN = "<|video_pad|>"
 IMAGE_TYPES = ("image", "image_url", "image_pil")
 VIDEO_TYPES = ("video", "video_url")
 _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+
+
+def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str], None]) -> dict[str, Any]:
+    """Checks a message, and returns it in the shape that templates know.
+
+    Args:
+        add: called with each part that is an image or a video, and with what errors call its place.
+
+    Raises:
+        ValueError: another role, key or type of part, or a text that holds a placeholder.
+    """
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} must be a dict with role and content, got {type(message).__name__}")
+    # What others leave empty says nothing, such as "tool_calls": [].
+    message = {key: value for key, value in message.items() if key in _MESSAGE_KEYS or value not in (None, [], {})}
+    check_keys(message, _MESSAGE_KEYS, name)
+    if message.get("name") is not None:
+        warn_ignored("name", "a message")
+    given, content = message.get("role"), message.get("content")
+    if not (isinstance(given, str) and given in _ROLES):
+        raise ValueError(f"{name} must have the role {', '.join(_ROLES)}, got {short(given)}")
+    role = _ROLES[given]
+    if isinstance(content, str):
+        return {"role": role, "content": _plain_text(content, name)}
+    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+        raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {content!r:.80}")
+    parts: list[dict[str, str]] = []
+    for i, part in enumerate(content):
+        where = f"{name} content[{i}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            check_keys(part, ("type", "text"), where)
+            parts.append({"type": "text", "text": _plain_text(part.get("text"), where)})
+        elif kind in IMAGE_TYPES or kind in VIDEO_TYPES:
+            add(part, where)
+            parts.append({"type": "video" if kind in VIDEO_TYPES else "image"})
+        else:
+            got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
+            known = ", ".join(("text", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
+            raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, got {got}")
+    return {"role": role, "content": parts}
 
 
 def image_value(part: Mapping[str, Any], name: str) -> Any:
@@ -97,3 +143,12 @@ def check_uuid(uuid: Any, name: str) -> None:
 def warn_ignored(key: str, where: str) -> None:
     package = str(Path(__file__).parent.parent)
     warnings.warn(f"the {key} of {where} is ignored", UserWarning, skip_file_prefixes=(package,))
+
+
+def _plain_text(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must have a string as text, got {type(text).__name__}")
+    for token in (IMAGE_TOKEN, VIDEO_TOKEN):
+        if token in text:
+            raise ValueError(f"{name} must not contain {token}, which marks the place of an image or video")
+    return text

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -26,14 +26,15 @@ from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.expansion import Inset, expand
 from vlcache_jax.inputs.images import ImageSource, read_image
 from vlcache_jax.inputs.parts import (
-    IMAGE_TYPES,
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
     VIDEO_TYPES,
     check_keys,
     check_uuid,
     image_value,
     listed,
+    read_message,
     video_value,
-    warn_ignored,
 )
 from vlcache_jax.inputs.processor import check_limits
 from vlcache_jax.inputs.videos import VideoOptions, VideoSource, read_video
@@ -41,11 +42,6 @@ from vlcache_jax.inputs.videos import VideoOptions, VideoSource, read_video
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IMAGE_TOKEN = "<|image_pad|>"
-VIDEO_TOKEN = "<|video_pad|>"
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
 _TEMPLATES_OWN = ("conversation", "documents", "padding", "return_dict", "return_tensors", "tokenize", "truncation")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 
@@ -199,6 +195,8 @@ class PromptRenderer:
 
     def video(self, part: Mapping[str, Any], name: str = "video") -> VideoSource:
         """Takes hold of the video of a message's part, see `videos.read_video`."""
+        if part.get("type") not in VIDEO_TYPES:
+            raise ValueError(f"{name} must be a dict of type {' or '.join(VIDEO_TYPES)}, got {short(part)}")
         value, options, metadata = video_value(part, name)
         return read_video(value, VideoOptions.checked(options, name), metadata, access=self.access, name=name)
 
@@ -245,7 +243,8 @@ class PromptRenderer:
         if chat_template is None:
             raise ValueError(f"{name} must be given as a prompt: this checkpoint has no chat template")
         found: list[tuple[Source, str | None]] = []
-        rendered = [self._message(message, f"{name} messages[{i}]", name, found) for i, message in enumerate(messages)]
+        add = partial(self._add, name=name, found=found)
+        rendered = [read_message(message, f"{name} messages[{i}]", add) for i, message in enumerate(messages)]
         try:
             text = self.tokenizer.apply_chat_template(
                 rendered,
@@ -338,48 +337,16 @@ class PromptRenderer:
         """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens."""
         return Inset.of(self._tokenized(text, "video"), self.video_token_id, count)
 
-    def _message(
-        self, message: Any, name: str, conversation: str, found: list[tuple[Source, str | None]]
-    ) -> dict[str, Any]:
-        """Checks a message, appends what it shows to `found`, and returns it in the shape that templates know."""
-        if not isinstance(message, Mapping):
-            raise ValueError(f"{name} must be a dict with role and content, got {type(message).__name__}")
-        # What others leave empty says nothing, such as "tool_calls": [].
-        message = {key: value for key, value in message.items() if key in _MESSAGE_KEYS or value not in (None, [], {})}
-        check_keys(message, _MESSAGE_KEYS, name)
-        if message.get("name") is not None:
-            warn_ignored("name", "a message")
-        given, content = message.get("role"), message.get("content")
-        if not (isinstance(given, str) and given in _ROLES):
-            raise ValueError(f"{name} must have the role {', '.join(_ROLES)}, got {short(given)}")
-        role = _ROLES[given]
-        if isinstance(content, str):
-            return {"role": role, "content": _plain_text(content, name)}
-        if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-            raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {content!r:.80}")
-        parts: list[dict[str, str]] = []
-        for i, part in enumerate(content):
-            where = f"{name} content[{i}]"
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind == "text":
-                check_keys(part, ("type", "text"), where)
-                parts.append({"type": "text", "text": _plain_text(part.get("text"), where)})
-            elif kind in IMAGE_TYPES:
-                number = sum(isinstance(source, ImageSource) for source, _ in found)
-                check_uuid(part.get("uuid"), f"{where} uuid")
-                source = self.image(image_value(part, where), f"{conversation} images[{number}]")
-                found.append((source, part.get("uuid")))
-                parts.append({"type": "image"})
-            elif kind in VIDEO_TYPES:
-                number = sum(isinstance(source, VideoSource) for source, _ in found)
-                check_uuid(part.get("uuid"), f"{where} uuid")
-                found.append((self.video(part, f"{conversation} videos[{number}]"), part.get("uuid")))
-                parts.append({"type": "video"})
-            else:
-                got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
-                known = ", ".join(("text", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
-                raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, got {got}")
-        return {"role": role, "content": parts}
+    def _add(self, part: Mapping[str, Any], where: str, name: str, found: list[tuple[Source, str | None]]) -> None:
+        """Appends the image or video of a message's part to those before it."""
+        is_video = part["type"] in VIDEO_TYPES
+        number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
+        check_uuid(part.get("uuid"), f"{where} uuid")
+        if is_video:
+            source: Source = self.video(part, f"{name} videos[{number}]")
+        else:
+            source = self.image(image_value(part, where), f"{name} images[{number}]")
+        found.append((source, part.get("uuid")))
 
     def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
         """Ids of a prompt as they came.
@@ -482,15 +449,6 @@ def _tokenizer_class(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def _plain_text(text: Any, name: str) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must have a string as text, got {type(text).__name__}")
-    for token in (IMAGE_TOKEN, VIDEO_TOKEN):
-        if token in text:
-            raise ValueError(f"{name} must not contain {token}, which marks the place of an image or video")
-    return text
 
 
 def _check_tokenizer_files(directory: Path) -> None:

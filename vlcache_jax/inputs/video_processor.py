@@ -18,16 +18,13 @@ import numpy.typing as npt
 
 from vlcache_jax.checks import short, shorten
 from vlcache_jax.fields import FLAG, OBJECT, TEXT, check_fields, optional, read_object, whole
-from vlcache_jax.inputs.films import Head
+from vlcache_jax.inputs.films import UNKNOWN_FPS, Head
 from vlcache_jax.inputs.images import check_picture_size
 from vlcache_jax.inputs.processor import Grid, ImageProcessor, fit_blocks
 from vlcache_jax.inputs.videos import OPTIONS, VideoOptions, check_order
 from vlcache_jax.models.config import ModelConfig, VisionConfig
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.video import Videos
-
-UNKNOWN_FPS = 24
-"""What the library takes for the frames a second of a film that does not say it."""
 
 _SIZE = dict.fromkeys(("shortest_edge", "longest_edge"), optional(OPTIONS["max_pixels"]))
 _STORED = {key: optional(kind) for key, kind in OPTIONS.items()} | {
@@ -112,7 +109,7 @@ class VideoProcessor:
         ):
             got = given.get(key, expected)
             if isinstance(expected, tuple):
-                got = tuple(got) if isinstance(got, list) else (got,) * len(expected)
+                got = tuple(got) if isinstance(got, list | tuple) else (got,) * len(expected)
             if got != expected:
                 raise ValueError(f"{key} of {path} must be that of images, {expected}, got {short(got)}")
         settings = {**found.defaults, **{key: given[key] for key in found.defaults if key in given}}

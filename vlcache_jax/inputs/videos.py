@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from PIL import Image
 from vlcache_jax.checks import short
 from vlcache_jax.fields import FLAG, Kind, check_fields, listed, optional, real, whole
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.films import MAX_FRAMES, Film, FilmFile, Frames
+from vlcache_jax.inputs.films import MAX_FRAMES, UNKNOWN_FPS, Film, FilmFile, Frames
 from vlcache_jax.inputs.images import describe, read_encoded, read_image
 
 _ACCEPTED = "a list of frames, an array of uint8 [T, H, W, 3], or a file: a path, bytes, a data:, file: or http(s) URL"
@@ -120,8 +122,8 @@ def read_video(
         value: a list of frames, each as `read_image` takes an image; a uint8 array [T, H, W, 3]; or a file: a path,
             bytes, a data:, file:// or http(s) URL.
         options: what is asked of it.
-        metadata: of frames, in the library's words: `fps` of the film that they are from, `frames_indices` of each
-            in it, and its `total_num_frames`.
+        metadata: of frames, in the library's words: `fps` of the film that they are from (without it they are taken
+            for 24 a second, with a warning), `frames_indices` of each in it, and its `total_num_frames`.
         access: what may be read from where.
         name: what error messages call the video.
 
@@ -163,6 +165,10 @@ def _metadata(given: Any, count: int, name: str) -> tuple[float | None, tuple[in
         check_fields(given, _METADATA)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
+    if given.get("fps") is None:
+        package = str(Path(__file__).parent.parent)
+        said = f"{name} should hold fps: the frames are taken for {UNKNOWN_FPS} a second"
+        warnings.warn(said, UserWarning, skip_file_prefixes=(package,))
     numbers, total = given.get("frames_indices"), given.get("total_num_frames") or count
     if numbers is None and total != count:
         raise ValueError(f"{name} must hold frames_indices where the {count} frames are of {total}")
