@@ -168,6 +168,9 @@ def make_checkpoint(
         raise ValueError(f"vocab_size must be at least {least}, the size of the tokenizer, got {vocab_size}")
     _write_json(directory / "config.json", config)
     _write_json(directory / "preprocessor_config.json", _preprocessor(config, published, min_pixels, max_pixels))
+    if published.video_processor is not None:
+        video = {**published.video_processor, **_patches(config)}
+        _write_json(directory / "video_preprocessor_config.json", video)
     stop = [TOKEN_IDS["<|im_end|>"], TOKEN_IDS["<|endoftext|>"]]
     _write_json(
         directory / "generation_config.json",
@@ -198,13 +201,21 @@ def _config(
 def _preprocessor(
     config: dict[str, Any], published: Published, min_pixels: int | None, max_pixels: int | None
 ) -> dict[str, Any]:
-    vision, settings = config["vision_config"], dict(published.image_processor)
-    patch, merge = vision["patch_size"], vision["spatial_merge_size"]
-    settings |= {"patch_size": patch, "merge_size": merge, "temporal_patch_size": vision["temporal_patch_size"]}
-    least = min_pixels or (patch * merge) ** 2
+    settings = {**published.image_processor, **_patches(config)}
+    least = min_pixels or (settings["patch_size"] * settings["merge_size"]) ** 2
     if (size := settings.get("size")) is not None:  # the newer spelling of the limits
         return settings | {"size": {"shortest_edge": least, "longest_edge": max_pixels or size["longest_edge"]}}
     return settings | {"min_pixels": least, "max_pixels": max_pixels or settings["max_pixels"]}
+
+
+def _patches(config: dict[str, Any]) -> dict[str, int]:
+    """Of the tower, as processors name them."""
+    vision = config["vision_config"]
+    return {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+    }
 
 
 def _tokenizer(system_turn: str | None, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
