@@ -223,27 +223,27 @@ def test_p3_shrinking_early_changes_nothing(llm, film, monkeypatch):
 def test_time_is_a_part_of_the_context(llm, film):
     """The same frames at another rate: other positions or other text before them, so nothing but the first is exact, in
     records and in pages."""
-    chat(llm, user("See ", video(film[:6], 2.0), "."))
-    for fps in (0.5, 2.0):
+    seen = set()
+    for fps in (2.0, 0.5, 2.0, 0.5):
         target = user("See ", video(film[:6], fps), ".")
         [output] = chat(llm, target)
-        found = [one.match for one in output.cache.images]
-        assert found[1:] == ["exact" if fps == 2.0 else "miss"] * 2
-        assert tokens([output]) == tokens(chat(llm, target, reuse="off"))
+        assert [one.match for one in output.cache.images][1:] == ["exact" if fps in seen else "miss"] * 2
+        assert_close(logits(llm, target), logits(llm, target, reuse="off"))
+        seen.add(fps)
 
 
 def test_what_is_generated_is_not_taken_for_a_prompt(llm, film):
     """Where a video's times reach beyond its text, what is generated behind it has positions that the same tokens as
     text of a prompt do not have."""
     shown = user("x" * 100, video(film[:4], 0.05), ".")
-    [output] = chat(llm, shown)
-    answer = {"role": "assistant", "content": output.outputs[0].text}
-    if "\ufffd" in output.outputs[0].text or not output.outputs[0].text:
-        answer["content"] = FORCED
-        llm.score([shown], [FORCED], use_tqdm=False)
+    answer = {"role": "assistant", "content": FORCED}
     turn = [*shown, answer, *user("And?")]
-    assert tokens(chat(llm, turn)) == tokens(chat(llm, turn, reuse="off"))
-    assert_close(logits(llm, turn), logits(llm, turn, reuse="off"))
+    cold = logits(llm, turn, reuse="off")
+    for _ in range(2):  # the second time all is linked, and nothing has to be computed whole to be kept
+        llm.score([shown], [FORCED], use_tqdm=False)
+    [output] = chat(llm, turn)
+    assert output.num_cached_tokens >= 128
+    assert_close(logits(llm, turn), cold)
 
 
 def test_what_is_kept_of_a_video(llm, film):
