@@ -1,7 +1,7 @@
 """What runs requests: from identified images to chosen tokens.
 
 A call's prompts come in, each with its policy; sequences with their tokens go out. `identification` finds out which
-images a prompt shows, `linker` which of them are known, and gives what will be computed its place in the cache;
+images the prompts show, `recognition` those of one picture or video, of which `media` knows the head; `linker` which of them are known, and gives what will be computed its place in the cache;
 `serving` takes a call's requests through all this, window by window. `loop` is the thread that drives the device, pass
 by pass: in each, `engine` admits, launches a prefill step and a window, and reads what the pass before launched.
 `scheduler` says who runs, and `pages` in which pages of the KV pool, and what of a prompt is there already; `readiness`
