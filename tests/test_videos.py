@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.inputs.test_videos import encoded
+from tests.test_llm import open_llm as open_plain_llm
 from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_records, logits, open_llm, tokens
 from vlcache_jax.inputs.films import FilmFile
 from vlcache_jax.inputs.images import ImageSource
@@ -98,7 +99,7 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
     config = model.config
     other = [frame[:60, :88] for frame in film[:4]]
     conversation = user("See ", video(film[:5], 3.0), picture, " and ", video(other, 0.3), "? Tell.")
-    with open_llm(checkpoints(name)) as llm:
+    with open_plain_llm(checkpoints(name)) as llm:
         [output] = chat(llm, conversation, reuse="off", params=GREEDY)
         answer = output.outputs[0].token_ids
         [score] = llm.score([conversation], [answer], reuse="off", keep_logits=True, use_tqdm=False)
@@ -146,6 +147,7 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
 # Reuse.
 
 
+@pytest.mark.ladder_for("qwen3_vl")
 @pytest.mark.usefixtures("from_records")
 def test_the_same_context_is_exact(llm, film, picture):
     """P2: behind the same, a video and a picture are linked as they are, whatever the policy."""
@@ -199,6 +201,7 @@ def test_a_film_is_not_opened_again(llm, film, decoded, monkeypatch):
     assert len(decoded) == 1
 
 
+@pytest.mark.ladder_for("qwen3_vl")
 def test_p3_shrinking_early_changes_nothing(llm, film, monkeypatch):
     import dataclasses
 

@@ -190,6 +190,14 @@ def test_files(container, tmp_path):
         list(film.decode([10]))
 
 
+def test_frames_that_grow_are_not_decoded():
+    """Whatever the head says, a frame has no more pixels than are allowed."""
+    film = read_video(encoded(noise(4))).film
+    for most in (100, 2000):
+        with pytest.raises(ValueError, match=r"^video must"):
+            list(film.decode([0, 1], most))
+
+
 def test_a_playlist_opens_nothing(tmp_path):
     """A file that names others is refused, wherever they are."""
     (tmp_path / "a.mp4").write_bytes(encoded(noise(4)))

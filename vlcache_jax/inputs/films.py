@@ -140,6 +140,8 @@ class FilmFile:
         left = list(reversed(indices))
         with self._opened() as (container, stream):
             stream.thread_type = "AUTO"
+            # FFmpeg counts whole blocks; what it lets pass is measured here.
+            stream.codec_context.options = {"max_pixels": str(4 * max_pixels)}
             for number, frame in enumerate(container.decode(stream)):
                 check_picture_size(frame.height, frame.width, self.name, max_pixels)
                 while left and left[-1] == number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,12 @@ class VideoSource:
     def mark(self) -> tuple[str, ...] | None:
         """What tells its file for sure without decoding it; None: it has none."""
         return None if self.film.digest is None else ("film", self.film.digest)
+
+
+def is_video(path: str) -> bool:
+    """Whether a file is a video, by its name."""
+    kind, _ = mimetypes.guess_type(path)
+    return kind is not None and kind.startswith("video/")
 
 
 def read_video(
