@@ -184,6 +184,7 @@ class BaseLLM:
         self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
         _check_processor(self._processor, self._renderer, config)
+        videos = VideoProcessor.from_pretrained(self._checkpoint.directory, config, self._processor)
         memory = plan_memory(
             config,
             self._checkpoint.dtype,
@@ -236,18 +237,13 @@ class BaseLLM:
         self._loop = Loop(self._engine)
         self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         media = Media(
-            self._processor,
-            VideoProcessor.from_pretrained(self._checkpoint.directory, config, self._processor),
-            self._renderer,
-            max_patches=token_rungs[-1] * self._processor.merge_size**2,
-            max_pixels=max_image_pixels,
-        )
+            self._processor, videos, self._renderer,
+            max_patches=token_rungs[-1] * self._processor.merge_size**2, max_pixels=max_image_pixels,
+        )  # fmt: skip
         self._identifier = Identifier(
-            Recognizer(self._store, media, fingerprint=fingerprint, codec=codec_name),
-            self._renderer,
-            threads=self._threads,
-            quick_threads=self._quick_threads,
-        )
+            Recognizer(self._store, media, fingerprint=fingerprint, codec=codec_name), self._renderer,
+            threads=self._threads, quick_threads=self._quick_threads,
+        )  # fmt: skip
         self._linker = Linker(
             config, self._store, self._movement, self._writer,
             dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs,

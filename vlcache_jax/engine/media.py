@@ -5,6 +5,7 @@ A picture is one image, a video as many as it has chunks. From here on nothing a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -92,6 +93,7 @@ class Media:
         self.max_pixels = max_pixels
         self._max_patches = max_patches
         self._heads = Bounded[Head](_HEADS)
+        self._settings = functools.lru_cache(256)(lambda limits: tuple(processor.settings(dict(limits)).items()))
 
     def look(
         self,
@@ -124,6 +126,10 @@ class Media:
             if key is not None:
                 self._heads.put(key, head)
         return head
+
+    def settings(self, limits: Mapping[str, int]) -> Settings:
+        """What makes the pixels of images of a request with these limits."""
+        return self._settings(tuple(sorted(limits.items())))
 
     def grid(self, height: int, width: int, limits: Mapping[str, int], name: str) -> Grid:
         """The patches of a picture.
@@ -164,7 +170,7 @@ class _Image:
         self.aliases = [alias]
         self.grid = media.grid(*size, limits, source.name)
         self.inset = media.renderer.image_inset(media.processor.num_tokens(self.grid))
-        self.settings = tuple(media.processor.settings(limits).items())
+        self.settings = media.settings(limits)
 
     @property
     def decoding_bytes(self) -> int:

@@ -331,7 +331,7 @@ class PromptRenderer:
         """An image of so many tokens."""
         if count < 1:
             raise ValueError(f"counts must be positive, got [{count}]")
-        return Inset.of(np.array([self.image_token_id], np.int32), self.image_token_id, count)
+        return Inset(np.full(count, self.image_token_id, np.int32), (0,), count)
 
     def video_inset(self, text: str, count: int) -> Inset:
         """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens."""
