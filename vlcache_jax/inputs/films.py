@@ -170,7 +170,7 @@ class FilmFile:
                 if not container.streams.video:
                     raise ValueError("no video in it")
                 yield container, container.streams.video[0]
-        except (av.error.FFmpegError, ValueError) as error:
+        except Exception as error:  # decoders raise nearly anything on broken files
             if str(error).startswith(self.name):
                 raise
             raise ValueError(
