@@ -92,6 +92,7 @@ def matches(output):
 # Parity.
 
 
+@pytest.mark.ladder_for("qwen2_vl")
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
 def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
     """Two videos of other rates, with an odd number of frames and with times that reach beyond the text, and a picture:
