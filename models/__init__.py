@@ -2,8 +2,9 @@
 the seam to their checkpoints.
 
 A family is one folder (`qwen2_vl/`, `qwen3_vl/` and others), each with the same file names: `config.py` reads
-`config.json`, `vision.py` is the vision tower and its host-computed tables, `published.py` holds tensor names and the
-published sizes as data. `family.py` says what such a folder must hold; nothing outside it asks for a family's name.
+`config.json`, `vision.py` is the vision tower and its host-computed tables, `video.py` says how prompts show videos,
+`published.py` holds tensor names and the published sizes as data. `family.py` says what such a folder must hold;
+nothing outside it asks for a family's name.
 
 The decoder is the same network in all families, up to flags of its config, and stands once, in `decoder.py`, with
 `experts.py` for layers that have a mixture of experts. `params.py` maps parameters to the tensors of a checkpoint,

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.models.config import Fields, ModelConfig
+from vlcache_jax.models.video import Videos
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Published:
       architecture: the library's class of the model.
       rope: of the text: base, sections of M-RoPE, and what else stands beside them.
       image_processor: `preprocessor_config.json`.
+      video_processor: `video_preprocessor_config.json`; None: they have none.
       sizes: by name.
       has_flat: whether there are old ones, with the text's fields at the top of `config.json`.
       system_turn: what the chat template says first where no message does; None: nothing.
@@ -71,6 +73,7 @@ class Published:
     rope: Mapping[str, Any]
     image_processor: Mapping[str, Any]
     sizes: Mapping[str, Size]
+    video_processor: Mapping[str, Any] | None = None
     has_flat: bool = False
     system_turn: str | None = None
     output_width: str = "out_hidden_size"
@@ -90,6 +93,9 @@ class Family(Protocol):
 
     @property
     def PUBLISHED(self) -> Published: ...  # noqa: N802
+
+    @property
+    def VIDEO(self) -> Videos: ...  # noqa: N802
 
     @property
     def VisionTower(self) -> Callable[..., nnx.Module]: ...  # noqa: N802

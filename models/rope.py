@@ -2,7 +2,9 @@
 
 A text token has the triple (p, p, p). An image that starts at position p with a merged grid of h x w tokens has
 (p, p + y, p + x) for its token (y, x), and the text after it goes on at p + max(h, w). All positions of an image shift
-together with its start, which is why keys stored before rotation can be placed anywhere.
+together with its start, which is why keys stored before rotation can be placed anywhere. A video is a sequence of
+images; those that follow each other without a token between them begin at the same p, each later by its time on the
+first axis.
 """
 
 from __future__ import annotations
@@ -15,27 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def mrope_positions(num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
+def mrope_positions(
+    num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]], times: Sequence[int] | None = None
+) -> tuple[np.ndarray, int]:
     """Position triples of a prompt with images (host).
 
     Args:
       num_tokens: tokens of the prompt, image tokens included.
       starts: index of each image's first token, ascending.
       grids: merged grid (h, w) of each image; it covers h * w tokens from its start.
+      times: what is added to each image's positions on the first axis; None: nothing.
 
     Returns:
-      positions [3, n] int32, and delta: the position of the i-th generated token is n + i + delta on all axes.
+      positions [3, n] int32, and delta: the position of the i-th generated token is n + i + delta on all axes. The
+      text behind a video does not wait for the end of its times, but what is generated does, as in the library.
     """
     positions = np.empty((3, num_tokens), np.int32)
-    token = position = 0
-    for start, (h, w) in zip(starts, grids, strict=True):
-        positions[:, token:start] = np.arange(position, position + start - token)
-        position += start - token
-        np.add(_grid_positions(h, w), position, out=positions[:, start : start + h * w])
-        token, position = start + h * w, position + max(h, w)
+    token = position = begin = furthest = 0
+    for start, (h, w), time in zip(starts, grids, times or [0] * len(starts), strict=True):
+        if start > token or not token:  # else it goes on with the images before it
+            positions[:, token:start] = np.arange(position, position + start - token)
+            begin = position + start - token
+        token = start + h * w
+        np.add(_grid_positions(h, w), begin, out=positions[:, start:token])
+        positions[0, start:token] += time
+        position, furthest = begin + max(h, w), max(furthest, begin + time + 1)
     positions[:, token:] = np.arange(position, position + num_tokens - token)
-    # The triples never exceed the counter, so the maximum + 1 is the counter itself.
-    return positions, position - token
+    return positions, max(position + num_tokens - token, furthest) - num_tokens
 
 
 @functools.lru_cache(64)

@@ -2,10 +2,11 @@
 
 A tower is compiled for a number of patches P, never for an image size: several images are packed along P and padded,
 and everything that depends on their sizes comes in as index tables. Patches come as bytes and are normalised by a
-table on the device, which is exact and moves an eighth of the data.
+table on the device, which is exact and moves a quarter of the data.
 
-The patches of one image are in blocks of merge x merge (2 x 2), block by block in raster order; four consecutive rows
-of the tower become one image token.
+An image is a single picture, or two frames that follow each other in a video: the chunks of a video never see each
+other here, so each is an image of its own. The patches of one image are in blocks of merge x merge (2 x 2), block by
+block in raster order; four consecutive rows of the tower become one image token.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class PatchEmbed(nnx.Module):
         self.temporal_patch_size = config.temporal_patch_size
 
     def __call__(self, pixels: jax.Array, normalization: jax.Array) -> jax.Array:
-        """uint8 [P, C, patch * patch] and each byte's value per channel, float32 [C, 256] -> [P, M]."""
-        channel = jnp.arange(len(normalization))[:, None]
-        values = normalization[channel, pixels].astype(self.proj.kernel.dtype)
-        # An image fills every temporal slot of a patch with the same pixels.
-        values = jnp.repeat(values[:, :, None], self.temporal_patch_size, axis=2)
-        return self.proj(values.reshape(len(pixels), -1))
+        """uint8 [P, C, F, patch * patch], F frames, and each byte's value per channel, float32 [C, 256] -> [P, M].
+
+        F is the number of temporal slots, or 1, or left out: a single picture fills every slot.
+        """
+        count, channels, *_, area = pixels.shape
+        channel = jnp.arange(channels)[:, None, None]
+        values = normalization[channel, pixels.reshape(count, channels, -1, area)].astype(self.proj.kernel.dtype)
+        values = jnp.broadcast_to(values, (count, channels, self.temporal_patch_size, area))
+        return self.proj(values.reshape(count, -1))
 
 
 class VisionAttention(nnx.Module):

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 import vlcache_jax.engine.identification as identification
+import vlcache_jax.engine.recognition as recognition
 import vlcache_jax.engine.serving as serving
 from tests.helper import user
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
@@ -320,7 +321,7 @@ def test_closing_ends_a_call_between_its_windows(directory, pictures, monkeypatc
 
 
 def test_decoding_has_a_budget_that_is_given_in_order():
-    budget = identification._Budget(100)
+    budget = recognition.Budget(100)
     running, most, order = [], [], []
 
     def work(amount):

@@ -34,9 +34,11 @@ from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.ladder import Ladder, round_up
 from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.loop import Loop
+from vlcache_jax.engine.media import Media
 from vlcache_jax.engine.memory_plan import kept_token_bytes, plan_memory
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
+from vlcache_jax.engine.recognition import Recognizer
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
@@ -46,6 +48,7 @@ from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
 from vlcache_jax.inputs.processor import ImageProcessor, check_limits
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions
+from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
@@ -113,8 +116,9 @@ class BaseLLM:
           max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
             what the ladder says.
           max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
-          mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first.
-          limit_mm_per_prompt: {"image": n}: images of a request at most. By default any number.
+          mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first. (A
+            video's are said beside it.)
+          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most. By default any number.
           implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
             "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
             on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the
@@ -155,7 +159,7 @@ class BaseLLM:
         _check_counts(max_rows=max_rows, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         pool = None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         _check_share(gpu_memory_utilization)
-        max_images = _max_images(limit_mm_per_prompt)
+        most = _check_limits_per_prompt(limit_mm_per_prompt)
         check_max_pixels(max_image_pixels)
         access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
@@ -180,6 +184,7 @@ class BaseLLM:
         self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
         self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
         _check_processor(self._processor, self._renderer, config)
+        videos = VideoProcessor.from_pretrained(self._checkpoint.directory, config, self._processor)
         memory = plan_memory(
             config,
             self._checkpoint.dtype,
@@ -196,7 +201,7 @@ class BaseLLM:
             codec=codec,
         )
         self.max_model_len = self._renderer.max_tokens = memory.max_model_len
-        self._renderer.max_images = max_images
+        self._renderer.max_images, self._renderer.max_videos = most.get("image"), most.get("video")
         self._runner = Runner(
             config,
             _load(self._checkpoint, device, use_tqdm),
@@ -231,17 +236,14 @@ class BaseLLM:
         self._engine = Engine(self._runner, self._writer, self._pages, self._threads, self._tier)
         self._loop = Loop(self._engine)
         self._quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
+        media = Media(
+            self._processor, videos, self._renderer,
+            max_patches=token_rungs[-1] * self._processor.merge_size**2, max_pixels=max_image_pixels,
+        )  # fmt: skip
         self._identifier = Identifier(
-            self._store,
-            self._processor,
-            self._renderer,
-            fingerprint=fingerprint,
-            codec=codec_name,
-            max_patches=token_rungs[-1] * self._processor.merge_size**2,
-            max_pixels=max_image_pixels,
-            threads=self._threads,
-            quick_threads=self._quick_threads,
-        )
+            Recognizer(self._store, media, fingerprint=fingerprint, codec=codec_name), self._renderer,
+            threads=self._threads, quick_threads=self._quick_threads,
+        )  # fmt: skip
         self._linker = Linker(
             config, self._store, self._movement, self._writer,
             dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs,
@@ -408,16 +410,16 @@ def _check_share(share: Any) -> None:
         raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
 
 
-def _max_images(limits: Any) -> int | None:
-    """How many images a request may have; None: any number."""
+def _check_limits_per_prompt(limits: Any) -> Mapping[str, int]:
+    """How many images and videos a request may have; any number of what is not in it."""
     if limits is None:
-        return None
+        return {}
     if not isinstance(limits, Mapping) or not set(limits) <= {"image", "video", "audio"}:
         raise ValueError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {limits!r}')
     for kind, most in limits.items():
         if isinstance(most, bool) or not isinstance(most, int) or most < 0:
             raise ValueError(f"limit_mm_per_prompt must be integers of at least 0, got {most!r} for {kind}")
-    return limits.get("image")
+    return limits
 
 
 def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:
@@ -436,4 +438,9 @@ def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config
         raise ValueError(
             f"image placeholder of the tokenizer must be the model's {config.image_token_id}, "
             f"got {renderer.image_token_id}"
+        )
+    if renderer.video_token_id != config.video_token_id:
+        raise ValueError(
+            f"video placeholder of the tokenizer must be the model's {config.video_token_id}, "
+            f"got {renderer.video_token_id}"
         )

@@ -23,14 +23,15 @@ from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Grid, check_limits
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.reuse.parse import parse_policy
 
 
 class ImageCache:
     """The images of an engine.
 
-    Wherever a method takes an image, it takes what messages take: a path, bytes, a `data:` URL, a PIL image, an array.
+    Wherever a method takes an image, it takes what messages take: a path, bytes, a `data:` URL, a PIL image, an array;
+    or a video as the part of a message that shows it, a dict of type video, which stands for all its chunks.
     `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it; `pin`, `unpin`, `evict` and
     `delete` also take `shared=True`, for what `precompute` keeps for everyone. Where it also takes an entry key, one
     that was made under another salt is like one that nobody knows.
@@ -90,14 +91,23 @@ class ImageCache:
         outputs = in_order(self._caller.answers([call], total=len(images), show=False))
         keys = [output.cache.images[0].key for output in outputs]
         for image, key in zip(images, keys, strict=True) if shared else ():
-            self._store.shared.put(self._image(image, None, mm_processor_kwargs).key, key)
+            self._store.shared.put(self.key(image, mm_processor_kwargs=mm_processor_kwargs), key)
         return keys
 
     def key(
         self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
     ) -> str:
         """The image's entry key. Decodes it if it was not seen before."""
-        return self._image(image, cache_salt, mm_processor_kwargs).key
+        if isinstance(image, Mapping):
+            raise ValueError("image must be an image, got a dict; `keys` gives those of a video's chunks")
+        [key] = self.keys(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs)
+        return key
+
+    def keys(
+        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+    ) -> list[str]:
+        """The entry keys of an image, which has one, or of a video, which has one for each chunk."""
+        return [one.key for one in self._images(image, cache_salt, mm_processor_kwargs)]
 
     def lookup(
         self,
@@ -107,7 +117,8 @@ class ImageCache:
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, int] | None = None,
     ) -> Handle:
-        """Finds and pins what is kept for an image, to be used in a `with`. Takes an image or its entry key.
+        """Finds and pins what is kept for an image, to be used in a `with`. Takes an image or its entry key, which
+        chunks of videos have, too.
 
         Args:
           context: digest of what stands before it (`Record.meta.context`); None: any.
@@ -115,7 +126,11 @@ class ImageCache:
         if context is not None and not isinstance(context, str):
             raise ValueError(f"context must be a string or None, got {context!r}")
         self.flush()
-        entry, grid = self._entry(image, cache_salt, mm_processor_kwargs)
+        if isinstance(image, Mapping):
+            raise ValueError(
+                "image must be an image or an entry key, got a dict; `keys` gives those of a video's chunks"
+            )
+        [(entry, grid)] = self._entries(image, cache_salt, mm_processor_kwargs)
         self._movement.bring_in(entry, context or "", approximate=True)
         self._movement.wait()
         return self._store.lookup(entry, context or "", grid=grid, approximate=True)
@@ -129,19 +144,22 @@ class ImageCache:
           How many records in host memory were not pinned before.
 
         Raises:
-          ValueError: the records do not fit in `CacheConfig.pinned_share` any more; none of them is pinned then.
+          ValueError: the records do not fit in `CacheConfig.pinned_share` any more; none of the image is pinned then.
         """
         self.flush()
-        entry, _ = self._entry(image, **identity)
-        count = self._store.keep(entry, True)
-        self._movement.pin(entry, True)
+        count = 0
+        for entry, _ in self._entries(image, **identity):
+            count += self._store.keep(entry, True)
+            self._movement.pin(entry, True)
         return count
 
     def unpin(self, image: Any, **identity: Any) -> int:
         """Takes `pin` back; returns of how many records."""
-        entry, _ = self._entry(image, **identity)
-        self._movement.pin(entry, False)
-        return self._store.keep(entry, False)
+        count = 0
+        for entry, _ in self._entries(image, **identity):
+            self._movement.pin(entry, False)
+            count += self._store.keep(entry, False)
+        return count
 
     def evict(self, image: Any, **identity: Any) -> int:
         """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key.
@@ -149,11 +167,13 @@ class ImageCache:
         Prompts that show the image leave the KV pool, too.
         """
         self.flush()
-        entry, _ = self._entry(image, **identity)
-        self._pages.drop(entry)
-        names = self._store.evict(entry)
-        pinned = {record.meta.name for record in self._store.records(entry)}
-        return len(names | self._movement.delete(entry, pinned))
+        names: set[str] = set()
+        for entry, _ in self._entries(image, **identity):
+            self._pages.drop(entry)
+            names |= self._store.evict(entry)
+            pinned = {record.meta.name for record in self._store.records(entry)}
+            names |= self._movement.delete(entry, pinned)
+        return len(names)
 
     def delete(self, image: Any, **identity: Any) -> int:
         """Removes an image's records everywhere, pinned ones too; returns how many. Takes an image or its entry key."""
@@ -203,29 +223,28 @@ class ImageCache:
         if self._is_closed:
             raise RuntimeError(CLOSED)
 
-    def _entry(
+    def _entries(
         self,
         image: Any,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, int] | None = None,
         shared: bool = False,
-    ) -> tuple[str, Grid | None]:
-        """The entry key of an image and its grid, or an entry key as it came, unless it belongs to another salt."""
+    ) -> list[tuple[str, Grid | None]]:
+        """The entry keys of an image or of a video's chunks, and their grids; or an entry key as it came, unless it
+        belongs to another salt."""
         salt = _salt(cache_salt, shared)
         if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
             owner = owner_key(salt)
             is_own = self._store.is_owner(owner, image) or self._movement.is_owner(owner, image)
-            return image if is_own else "", None  # nothing is kept under ""
-        found = self._image(image, salt, mm_processor_kwargs)
-        return found.key, found.grid
+            return [(image if is_own else "", None)]  # nothing is kept under ""
+        found = {one.key: one.grid for one in self._images(image, salt, mm_processor_kwargs)}
+        return list(found.items())
 
-    def _image(self, image: Any, salt: Salt, limits: Mapping[str, int] | None) -> ImageRef:
+    def _images(self, image: Any, salt: Salt, limits: Mapping[str, int] | None) -> tuple[ImageRef, ...]:
         if self._is_closed:
             raise RuntimeError(CLOSED)
-        source = self._renderer.image(image)
-        prompt = Prompt.of_image(source, self._renderer.image_token_id, limits)
-        [request] = self._identifier.identify([prompt], salt)
-        return request.images[0]
+        [request] = self._identifier.identify([self._renderer.alone(image, limits)], salt)
+        return request.images
 
 
 def _salt(cache_salt: str | None, shared: bool) -> Salt:

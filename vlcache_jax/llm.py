@@ -53,7 +53,8 @@ class LLM(BaseLLM):
           conversations: lists of messages `{"role": ..., "content": ...}`, or one such list. Content is a string, or a
             list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
             path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL; it may have a `uuid`,
-            your own id of the picture.
+            your own id of the picture. A part may also be a `video` or `video_url`: frames as a list or an array
+            [T, H, W, 3], or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`).
           sampling_params: for all, or one for each conversation; None is the checkpoint's own.
           use_tqdm: show a progress bar.
           messages: vLLM's name for conversations.
@@ -149,7 +150,8 @@ class LLM(BaseLLM):
         Args:
           prompts: a string, a dict or a list of token ids, or a list of these. A dict holds "prompt", a text with one
             `<|image_pad|>` for each image, or "prompt_token_ids", and may hold "multi_modal_data": {"image": [...]},
-            "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}.
+            "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}. Videos have `<|video_pad|>` and
+            "video".
           sampling_params, use_tqdm, reuse, cache_salt, verify, on_error: see `chat`.
           foreign: see the class.
 

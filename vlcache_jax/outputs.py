@@ -24,10 +24,10 @@ from vlcache_jax.reuse.plan import Plan, active_rows
 
 @dataclass(frozen=True)
 class ImageReuse:
-    """What happened to one image of a request.
+    """What happened to one image of a request. A chunk of a video, that is two frames, is an image, too.
 
     Attributes:
-      index: which image of the request.
+      index: which image of the request, chunks of videos counted.
       key: its entry key.
       tokens: image tokens in the prompt.
       encoder: where its encoder rows came from: "computed", "device", "host", "disk", or "none" if none were
@@ -38,6 +38,8 @@ class ImageReuse:
       recomputed: its rows computed in each layer.
       bytes_moved: of records, from the disk and to the device.
       why: the reason if it was not reused exactly.
+      video: which of the request's videos it is from; None: it is a picture.
+      chunk: which chunk of that video.
     """
 
     index: int
@@ -49,6 +51,8 @@ class ImageReuse:
     recomputed: tuple[int, ...]
     bytes_moved: int
     why: Why | None
+    video: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class CacheReport:
     """What was reused, and what was computed.
 
     Attributes:
-      images: one entry for each image of the request.
+      images: one entry for each image of the request, and for each chunk of its videos.
       exact: the answer is the one that a cold run gives.
       policy: which rule chose the rows.
       rows: rows computed in each layer.
@@ -298,6 +302,8 @@ class Reporter:
             recomputed=active_rows(depth, self._num_layers),
             bytes_moved=moved,
             why=None if is_resident else use.why,
+            video=None if use.span.moment is None else use.span.moment.video,
+            chunk=None if use.span.moment is None else use.span.moment.chunk,
         )
 
 

@@ -96,12 +96,12 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN3_VISION,
 }
 
-# The published templates without tools and videos. Some put in a system turn where there is none.
+# The published templates without tools. Some put in a system turn where there is none.
 _SYSTEM_TURN = """\
 {%%- if messages[0].role != 'system' %%}{{ '<|im_start|>system\\n%s<|im_end|>\\n' }}{%% endif %%}
 """
 _CHAT_TEMPLATE = """\
-{%- set images = namespace(count=0) %}
+{%- set images, videos = namespace(count=0), namespace(count=0) %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}
@@ -112,6 +112,10 @@ _CHAT_TEMPLATE = """\
                 {%- set images.count = images.count + 1 %}
                 {%- if add_vision_id %}{{ 'Picture ' ~ images.count ~ ': ' }}{% endif %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type == 'video' or 'video' in part %}
+                {%- set videos.count = videos.count + 1 %}
+                {%- if add_vision_id %}{{ 'Video ' ~ videos.count ~ ': ' }}{% endif %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
             {%- elif 'text' in part %}
                 {{- part.text }}
             {%- endif %}
@@ -175,6 +179,9 @@ def make_checkpoint(
         raise ValueError(f"vocab_size must be at least {least}, the size of the tokenizer, got {vocab_size}")
     _write_json(directory / "config.json", config)
     _write_json(directory / "preprocessor_config.json", _preprocessor(config, published, min_pixels, max_pixels))
+    if published.video_processor is not None:
+        video = {**published.video_processor, **_patches(config)}
+        _write_json(directory / "video_preprocessor_config.json", video)
     stop = [TOKEN_IDS["<|im_end|>"], TOKEN_IDS["<|endoftext|>"]]
     _write_json(
         directory / "generation_config.json",
@@ -205,13 +212,21 @@ def _config(
 def _preprocessor(
     config: dict[str, Any], published: Published, min_pixels: int | None, max_pixels: int | None
 ) -> dict[str, Any]:
-    vision, settings = config["vision_config"], dict(published.image_processor)
-    patch, merge = vision["patch_size"], vision["spatial_merge_size"]
-    settings |= {"patch_size": patch, "merge_size": merge, "temporal_patch_size": vision["temporal_patch_size"]}
-    least = min_pixels or (patch * merge) ** 2
+    settings = {**published.image_processor, **_patches(config)}
+    least = min_pixels or (settings["patch_size"] * settings["merge_size"]) ** 2
     if (size := settings.get("size")) is not None:  # the newer spelling of the limits
         return settings | {"size": {"shortest_edge": least, "longest_edge": max_pixels or size["longest_edge"]}}
     return settings | {"min_pixels": least, "max_pixels": max_pixels or settings["max_pixels"]}
+
+
+def _patches(config: dict[str, Any]) -> dict[str, int]:
+    """Of the tower, as processors name them."""
+    vision = config["vision_config"]
+    return {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+    }
 
 
 def _tokenizer(system_turn: str | None, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

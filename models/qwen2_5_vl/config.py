@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vlcache_jax.fields import whole
+from vlcache_jax.fields import real, whole
 from vlcache_jax.models import config as base
 from vlcache_jax.models.qwen2_vl import config as qwen2
 
@@ -24,18 +24,25 @@ FIELDS = base.Fields(
         "window_size": 112,
         "out_hidden_size": 3584,
         "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 4,
     },
     rope_theta=qwen2.ROPE_THETA,
-    own_vision={"window_size": whole(1, 1 << 16), "fullatt_block_indexes": base.INDICES},
+    own_vision={
+        "window_size": whole(1, 1 << 16),
+        "fullatt_block_indexes": base.INDICES,
+        "tokens_per_second": real(0, 1e6),
+    },
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig(base.VisionConfig):
-    """`window_size` is the side of an attention window in pixels; blocks in `full_blocks` see the whole image."""
+    """`window_size` is the side of an attention window in pixels; blocks in `full_blocks` see the whole image. A second
+    of a video is `tokens_per_second` positions long."""
 
     window_size: int
     full_blocks: tuple[int, ...]
+    tokens_per_second: float
 
     @property
     def window_side(self) -> int:
@@ -53,5 +60,6 @@ def read_config(config: Any, raw: dict[str, Any]) -> base.ModelConfig:
         **base.read_vision(vision, "silu"),
         window_size=vision.window_size,
         full_blocks=tuple(vision.fullatt_block_indexes),
+        tokens_per_second=vision.tokens_per_second,
     )
     return base.read_model(config, raw, decoder, tower, tie_word_embeddings=qwen2.is_tied(config))

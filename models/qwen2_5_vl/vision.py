@@ -38,7 +38,7 @@ class VisionTower(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> jax.Array:
-        """uint8 [P, C, patch * patch] -> [1, P / merge^2, out]."""
+        """uint8 [P, C, F, patch * patch] -> [1, P / merge^2, out]."""
         x = self.patch_embed(pixels, normalization)
         tokens = len(x) // self.config.merge_size**2
         x = x.reshape(tokens, -1)[tables["window_order"]].reshape(x.shape)

@@ -50,7 +50,7 @@ class VisionTower(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> jax.Array:
-        """uint8 [P, C, patch * patch] -> [1 + J, P / merge^2, out]: the image tokens and J DeepStack features."""
+        """uint8 [P, C, F, patch * patch] -> [1 + J, P / merge^2, out]: the image tokens and J DeepStack features."""
         x = self.patch_embed(pixels, normalization)
         taps = self.pos_embed(tables["tap"]).astype(jnp.float32) * tables["tap_weight"][:, :, None]
         x = x + taps.sum(axis=1).astype(x.dtype)

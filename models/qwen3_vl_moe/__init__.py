@@ -5,5 +5,6 @@ from vlcache_jax.models.qwen3_vl_moe.config import VisionConfig as VisionConfig
 from vlcache_jax.models.qwen3_vl_moe.config import read_config as read_config
 from vlcache_jax.models.qwen3_vl_moe.published import NAMES as NAMES
 from vlcache_jax.models.qwen3_vl_moe.published import PUBLISHED as PUBLISHED
+from vlcache_jax.models.qwen3_vl_moe.video import VIDEO as VIDEO
 from vlcache_jax.models.qwen3_vl_moe.vision import VisionTower as VisionTower
 from vlcache_jax.models.qwen3_vl_moe.vision import encoder_tables as encoder_tables

@@ -420,3 +420,18 @@ def test_killed_at_random_each_row_is_answered_once(checkpoints, tmp_path, textu
     assert [number for number, *_ in found] == list(range(1, 2001))
     assert found == answers(whole)
     assert {number - 1 for number, _, error in found if error is not None} == wrong
+
+
+def test_paths_of_videos_begin_in_the_folder_of_rows(tmp_path):
+    parts = [
+        {"type": "video", "video": "a.mp4", "fps": 2},
+        {"type": "video", "video": ["1.png", "data:;base64,AA=="]},
+        {"type": "video_url", "video_url": {"url": "b.mp4"}},
+    ]
+    line = json.dumps({"messages": [{"role": "user", "content": parts}]})
+    row = Row.parse(line, 1, "0" * 16, {}, tmp_path)
+    assert row.error is None
+    whole, frames, url = row.conversation[0]["content"]
+    assert whole == {"type": "video", "video": str(tmp_path / "a.mp4"), "fps": 2}
+    assert frames["video"] == [str(tmp_path / "1.png"), "data:;base64,AA=="]
+    assert url["video_url"] == {"url": str(tmp_path / "b.mp4")}

@@ -195,6 +195,8 @@ CONVERSATIONS = {
 }
 
 
+PARTS = "text, image, image_url, image_pil, video or video_url"
+
 # --- parity with the library -----------------------------------------------------------------------------------------
 
 
@@ -339,14 +341,11 @@ def user(*parts):
         ([{"role": "user"}], "messages[0] must have a string or a non-empty list of parts as content, got None"),
         ([{"role": "user", "content": []}], "messages[0] must have a string or a non-empty list of parts as content"),
         ([{"role": "user", "content": image(FIRST)}], "messages[0] must have a string or a non-empty list of parts as"),
-        (user("Hello"), "messages[0] content[0] must be a dict of type text, image, image_url or image_pil, got str"),
-        (user({"text": "a"}), "content[0] must be a dict of type text, image, image_url or image_pil, got type None"),
-        (
-            user(text("a"), {"type": "video", "video": "a.mp4"}),
-            "content[1] must be a dict of type text, image, image_u",
-        ),
-        (user({"type": "video_url", "video_url": {"url": "a"}}), "image_url or image_pil, got type 'video_url'"),
-        (user({"type": "input_audio", "input_audio": {}}), "image_url or image_pil, got type 'input_audio'"),
+        (user("Hello"), f"messages[0] content[0] must be a dict of type {PARTS}, got str"),
+        (user({"text": "a"}), f"content[0] must be a dict of type {PARTS}, got type None"),
+        (user(text("a"), {"type": "video", "video": "a.mp4"}), "videos[0] must be the path of a readable file"),
+        (user({"type": "video_url", "video_url": {"url": "a"}}), "videos[0] must be the path of a readable file"),
+        (user({"type": "input_audio", "input_audio": {}}), f"{PARTS}, got type 'input_audio'"),
         (user({"type": "text", "text": 5}), "messages[0] content[0] must have a string as text, got int"),
         (user({"type": "text", "text": "a", "b": 1}), "messages[0] content[0] must hold only type, text, got 'b'"),
         (
@@ -555,8 +554,14 @@ def prompt_with(count, images=(), **others):
             {"prompt": "a", "images": []},
             "must hold only prompt, prompt_token_ids, multi_modal_data, multi_modal_uuids, mm_processor_kwargs,",
         ),
-        ({"prompt": "a", "multi_modal_data": [FIRST]}, "multi_modal_data must be a dict with 'image', got list"),
-        ({"prompt": "a", "multi_modal_data": {"video": []}}, "multi_modal_data must hold only image, got 'video'"),
+        (
+            {"prompt": "a", "multi_modal_data": [FIRST]},
+            "multi_modal_data must be a dict with 'image' or 'video', got list",
+        ),
+        (
+            {"prompt": "a", "multi_modal_data": {"audio": []}},
+            "multi_modal_data must hold only image, video, got 'audio'",
+        ),
         (prompt_with(1), "must hold one <|image_pad|> for each image, got 1 placeholders for 0 images"),
         (prompt_with(2, [FIRST]), "must hold one <|image_pad|> for each image, got 2 placeholders for 1 images"),
         (
@@ -564,7 +569,7 @@ def prompt_with(count, images=(), **others):
             "must hold one <|image_pad|> for each image, got 1 placeholders for 2 images",
         ),
         (IMAGE_TOKEN, "must hold one <|image_pad|> for each image, got 1 placeholders for 0 images"),
-        (f"a{VIDEO_TOKEN}", "must hold no videos, got <|video_pad|>"),
+        (f"a{VIDEO_TOKEN}", "must hold one <|video_pad|> for each video, got 1 placeholders for 0 videos"),
         (
             {"prompt": IMAGE_TOKEN * 2, "multi_modal_data": {"image": [FIRST, SECOND]}},
             "must have a token between two images, got two <|image_pad|> side by side",
@@ -590,7 +595,10 @@ def prompt_with(count, images=(), **others):
             prompt_with(1, [FIRST], multi_modal_uuids={"image": [""]}),
             "uuids[0] must be a non-empty string or None, got ''",
         ),
-        (prompt_with(1, [FIRST], multi_modal_uuids=["one"]), "multi_modal_uuids must be a dict with 'image', got list"),
+        (
+            prompt_with(1, [FIRST], multi_modal_uuids=["one"]),
+            "multi_modal_uuids must be a dict with 'image' or 'video', got list",
+        ),
         (
             prompt_with(1, [FIRST], mm_processor_kwargs={"size": 5}),
             "mm_processor_kwargs must hold only min_pixels and max_pixels, got 'size'",

@@ -77,6 +77,7 @@ def load_config_of_windows(window_size):
         in_channels=3,
         window_size=window_size,
         full_blocks=(),
+        tokens_per_second=2,
     )
 
 

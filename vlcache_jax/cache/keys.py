@@ -22,16 +22,21 @@ SHARED: Salt = ("shared",)
 """Salt of what an operator keeps for everyone; no caller's salt, which is a string, is like it."""
 
 
-def content_key(rgb: npt.NDArray[np.uint8]) -> str:
-    """Key of a decoded picture, uint8 [H, W, 3]: 64 hex digits. A C-contiguous array is hashed in place."""
-    if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
-        raise ValueError(f"rgb must be uint8 [H, W, 3], got {rgb.dtype} {rgb.shape}")
-    height, width, _ = rgb.shape
-    return _digest("rgb8", height, width, np.ascontiguousarray(rgb).reshape(-1).data)
+def content_key(rgb: npt.NDArray[np.uint8], *more: npt.NDArray[np.uint8]) -> str:
+    """Key of a decoded picture, uint8 [H, W, 3]: 64 hex digits. C-contiguous arrays are hashed in place.
+
+    Args:
+        more: the other frames of a video's chunk, of the same shape.
+    """
+    height, width, _ = rgb.shape if rgb.ndim == 3 else (0, 0, 0)
+    for frame in (rgb, *more):
+        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape != (height, width, 3):
+            raise ValueError(f"rgb must be uint8 [H, W, 3], got {frame.dtype} {frame.shape}")
+    return _digest("rgb8", height, width, *(np.ascontiguousarray(one).reshape(-1).data for one in (rgb, *more)))
 
 
-def alias_key(encoded: bytes | str, salt: Salt = None) -> str:
-    """Key of an encoded file, or of a caller's own id (a string): 64 hex digits."""
+def alias_key(encoded: bytes | str | tuple[str | int, ...], salt: Salt = None) -> str:
+    """Key of an encoded file, of a caller's own id (a string), or of the frames of a chunk: 64 hex digits."""
     return _digest(encoded, salt)
 
 
@@ -48,7 +53,7 @@ def entry_key(
 
     Args:
         content: the picture's content key.
-        settings: `ImageProcessor.settings`, with the request's pixel limits.
+        settings: `ImageProcessor.settings`, with the request's pixel limits; or `VideoProcessor.settings`.
         fingerprint: of the model's configuration and weights.
         codec: dtype or codec of the stored keys and values, such as "bfloat16".
         salt: keeps callers apart; None and "" differ.
@@ -57,17 +62,18 @@ def entry_key(
     return _digest(content, settings, fingerprint, codec, format_version, salt)
 
 
-def context_keys(parts: Iterable[str | npt.NDArray[np.int32]]) -> Iterator[str]:
+def context_keys(parts: Iterable[str | int | npt.NDArray[np.int32]]) -> Iterator[str]:
     """Digests of everything before each image in its prompt: 64 hex digits each.
 
     Args:
-        parts: of the prompt in order, the token ids of each stretch of text and the entry key of each image.
+        parts: of the prompt in order, the token ids of each stretch of text and the entry key of each image; before it
+            a number, where its place in time does not follow from what is before it.
     """
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
             yield digest.hexdigest()
-        for piece in _frame(part if isinstance(part, str) else part.astype("<i4").tobytes()):
+        for piece in _frame(part.astype("<i4").tobytes() if isinstance(part, np.ndarray) else part):
             digest.update(piece)
 
 
@@ -80,6 +86,11 @@ def owner_key(salt: Salt) -> str:
     if salt is not None and salt != SHARED:
         check_text(salt, "cache_salt", "a string or None")
     return _digest("owner", salt)
+
+
+def group_key(contents: Sequence[str]) -> str:
+    """Key of a video, by the content keys of its chunks: 64 hex digits."""
+    return _digest("group", contents)
 
 
 def request_key(entries: Sequence[str]) -> str:

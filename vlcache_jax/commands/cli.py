@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -251,7 +252,10 @@ def run_command(
 @app.command("ask")
 def ask_command(
     words: Annotated[
-        list[str], typer.Argument(metavar="[IMAGE]... QUESTION", help="Image files, and last the question in quotes.")
+        list[str],
+        typer.Argument(
+            metavar="[IMAGE]... QUESTION", help="Files of images or videos, and last the question in quotes."
+        ),
     ],
     model: _ModelOption = "tiny-vqa",
     max_tokens: Annotated[int, typer.Option(help="Tokens to answer with at most.")] = 256,
@@ -263,24 +267,30 @@ def ask_command(
     reuse: _Reuse = "exact",
     twice: Annotated[bool, typer.Option("--twice", help="Ask once more, now that the images are known.")] = False,
 ) -> None:  # fmt: skip
-    """Asks a question about images.
+    """Asks a question about images and videos.
 
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """
     from vlcache_jax.inputs.images import read_image
+    from vlcache_jax.inputs.videos import is_video, read_video
 
     *images, question = words
     with say_errors():
         cache = CacheConfig(host_bytes=host_bytes)
         if pathlib.Path(question).is_file():
             raise ValueError(f"the question must stand behind the images, got {question!r} last, which is a file")
-        for image in images:
-            read_image(image, name="IMAGE").decode()
+        kinds = ["video" if is_video(image) else "image" for image in images]
+        for kind, image in zip(kinds, images, strict=True):
+            if kind == "image":
+                read_image(image, name="IMAGE").decode()
+            else:
+                read_video(image, name="VIDEO").film.head()
         say("importing JAX")
         from vlcache_jax import LLM, SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        content = [*({"type": "image", "path": image} for image in images), {"type": "text", "text": question}]
+        shown = [{"type": kind, "path": image} for kind, image in zip(kinds, images, strict=True)]
+        content = [*shown, {"type": "text", "text": question}]
         limits = {"max_pixels": max_pixels} if max_pixels is not None else None
         options: dict[str, Any] = {"dtype": dtype, "mm_processor_kwargs": limits, "max_rows": max_rows, "cache": cache}
         with LLM(model, reuse=reuse, **options) as llm:
@@ -292,7 +302,8 @@ def ask_command(
 
 def _summary(output: RequestOutput) -> str:
     metrics, images = output.metrics, output.cache.images
-    found = ", ".join(f"{image.match} ({image.why.value})" if image.why else image.match for image in images)
+    counts = Counter(f"{image.match} ({image.why.value})" if image.why else image.match for image in images)
+    found = ", ".join(f"{count} {match}" if count > 1 else match for match, count in counts.items())
     return (
         f"[{len(output.prompt_token_ids)} prompt tokens, {sum(image.tokens for image in images)} of images; "
         f"first token after {metrics.ttft:.3f} s, {len(output.outputs[0].token_ids)} tokens in {metrics.decode:.2f} s; "

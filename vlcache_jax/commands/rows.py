@@ -44,6 +44,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "reasoning_effort": (None,),
 }
+_PATHS = ("image", "image_url", "video", "video_url", "path", "url")
 _TOKENS = ("max_tokens", "max_completion_tokens")
 
 
@@ -246,9 +247,12 @@ def _placed(conversation: Any, folder: pathlib.Path) -> Any:
     def part(one: Any) -> Any:
         if not isinstance(one, dict):
             return one
-        if isinstance(url := one.get("image_url"), dict):
-            one = one | {"image_url": url | {key: path(url[key]) for key in ("url",) if key in url}}
-        return one | {key: path(one[key]) for key in ("image", "image_url", "path", "url") if key in one}
+        for kind in ("image_url", "video_url"):
+            if isinstance(url := one.get(kind), dict):
+                one = one | {kind: url | {key: path(url[key]) for key in ("url",) if key in url}}
+        one = one | {key: path(one[key]) for key in _PATHS if key in one}
+        frames = one.get("video")
+        return one | {"video": list(map(path, frames))} if isinstance(frames, list) else one
 
     def message(one: Any) -> Any:
         content = one.get("content") if isinstance(one, dict) else None

@@ -129,7 +129,8 @@ class Definitions:
             return bind(self._tower_graph, params)(pixels, normalization, tables, implementation=self.implementation)
 
         vision = self.config.vision
-        pixels = jax.ShapeDtypeStruct((size, vision.in_channels, vision.patch_size**2), jnp.uint8)
+        shape = size, vision.in_channels, vision.temporal_patch_size, vision.patch_size**2
+        pixels = jax.ShapeDtypeStruct(shape, jnp.uint8)
         smallest = (1, vision.merge_size, vision.merge_size)
         tables = self.tables([smallest], size)
         return encode, (self._visual, pixels, self._normalization, shapes(tables)), ()

@@ -146,7 +146,12 @@ class Linker:
             "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
         ]
         return make_layout(
-            request.token_ids, request.starts, request.images, self._config.vision.merge_size, states or None
+            request.token_ids,
+            request.starts,
+            request.images,
+            self._config.vision.merge_size,
+            states or None,
+            request.moments,
         )
 
     def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> bool:
@@ -211,11 +216,14 @@ class Linker:
         return [record for record in made if record is not None]
 
     def _contexts(self, request: Request) -> list[str]:
-        """Digest of everything before each image."""
-        parts: list[str | npt.NDArray[np.int32]] = []
+        """Digest of everything before each image, and of where in time it stands behind it."""
+        parts: list[str | int | npt.NDArray[np.int32]] = []
         done = 0
-        for start, image in zip(request.starts, request.images, strict=True):
-            parts += [request.token_ids[done:start], image.key]
+        for start, image, moment in zip(request.starts, request.images, request.moments, strict=True):
+            parts.append(request.token_ids[done:start])
+            if moment is not None and moment.time:
+                parts.append(moment.time)
+            parts.append(image.key)
             done = start + image.num_tokens
         return list(context_keys(parts))
 

@@ -22,7 +22,7 @@ from vlcache_jax.engine import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.pages import Chain, Lease, Picture
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
+from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice
@@ -84,7 +84,8 @@ class Request:
       prompt: as it came.
       token_ids: int32 [n], image tokens expanded.
       starts: where in them each image begins.
-      images: in order.
+      images: in order; of a video its chunks.
+      moments: of each image, where in a video it stands; None: in none.
       owner: digest of the salt that it came under.
       metrics: seconds so far.
     """
@@ -93,6 +94,7 @@ class Request:
     token_ids: npt.NDArray[np.int32]
     starts: tuple[int, ...]
     images: tuple[ImageRef, ...]
+    moments: tuple[Moment | None, ...]
     owner: str
     metrics: Metrics
 
@@ -232,8 +234,11 @@ class Sequence:
         """What the prompt's tokens are; None: nobody is to know."""
         if self.owner is None or self.plan.slot is not None:  # with slots of its own it is not like any other
             return None
-        images = [(Picture(span.start, span.image.key, span.image.grid), span.length) for span in self.layout.images]
-        return Chain.of(self.owner, self.layout.token_ids, images)
+        layout = self.layout
+        images = [
+            (Picture(span.start, span.image.key, span.image.grid, span.time), span.length) for span in layout.images
+        ]
+        return Chain.of(self.owner, layout.token_ids, images, skipped=layout.skipped, generated=layout.generated)
 
     def exact(self, num_layers: int) -> int:
         """How many tokens at the beginning have exact K, V."""

@@ -84,11 +84,19 @@ class Runner:
     # What these return may not be computed yet; whoever needs a value waits for it.
 
     def encode(self, patches: abc.Sequence[np.ndarray], grids: abc.Sequence[Grid]) -> jax.Array:
-        """Encodes images together: uint8 [P_i, 3, patch**2] each -> [1 + J, P / merge**2, M] in their order, padded."""
-        used = sum(map(len, patches))
-        size = round_up(used, self.ladder.patches)
-        pixels = np.zeros((size, *patches[0].shape[1:]), np.uint8)
-        np.concatenate(patches, out=pixels[:used])
+        """Encodes images together, padded, in their order: -> [1 + J, P / merge**2, M].
+
+        Args:
+          patches: of each, uint8 [P_i, 3, patch**2], or with the frames of a video's chunk [P_i, 3, F, patch**2].
+          grids: of each.
+        """
+        size = round_up(sum(map(len, patches)), self.ladder.patches)
+        _, channels, *_, area = patches[0].shape
+        pixels = np.zeros((size, channels, self.config.vision.temporal_patch_size, area), np.uint8)
+        first = 0
+        for own in patches:  # a picture fills every slot in time
+            pixels[first : first + len(own)] = own.reshape(len(own), channels, -1, area)
+            first += len(own)
         return self.run(
             ("encode", size), self._visual, pixels, self._normalization, self.definitions.tables(grids, size)
         )

@@ -63,6 +63,11 @@ class ImageSource:
         """The encoded file; None for a PIL image or an array, which have none."""
         return self.value if isinstance(self.value, bytes) else None
 
+    @property
+    def mark(self) -> bytes | None:
+        """What tells it for sure without decoding it; None: nothing does."""
+        return self.encoded
+
     def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
         """Height and width as they stand in the head of the file, before EXIF turns the picture. Decodes no pixel.
 
@@ -125,7 +130,7 @@ class ImageSource:
             reason = unknown if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
             raise ValueError(
                 f"{self.name} must be an image that Pillow can read and convert to RGB, "
-                f"got {_describe(self.value)}: {reason}"
+                f"got {describe(self.value)}: {reason}"
             ) from error
 
 
@@ -150,6 +155,18 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
                 f"{name} must be an array of uint8 [H, W], [H, W, 3] or [H, W, 4], got {value.dtype} {value.shape}"
             )
         return ImageSource(name, value)
+    return ImageSource(name, read_encoded(value, _ACCEPTED, access=access, name=name))
+
+
+def read_encoded(value: Any, accepted: str, *, access: Access, name: str) -> bytes:
+    """The bytes of a file: given as such, or by its path or URL.
+
+    Args:
+        accepted: what the value may be, for errors.
+
+    Raises:
+        ValueError: see `read_image`.
+    """
     if isinstance(value, bytes):
         encoded = value
     elif isinstance(value, str) and value[:5].lower() == "data:":
@@ -161,11 +178,11 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
     elif isinstance(value, (str, PathLike)):
         encoded = access.read_file(value, name)
     else:
-        raise ValueError(f"{name} must be {_ACCEPTED}, got {_describe(value)}")
+        raise ValueError(f"{name} must be {accepted}, got {describe(value)}")
     if not encoded:
         raise ValueError(f"{name} must not be empty, got 0 bytes")
     access.check_size(len(encoded), name)
-    return ImageSource(name, encoded)
+    return encoded
 
 
 def _file_of_url(url: str, name: str) -> str:
@@ -237,16 +254,16 @@ def _array_to_rgb(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 def _decode_data_url(url: str, access: Access, name: str) -> bytes:
     header, comma, payload = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
-        raise ValueError(f"{name} must be a data URL of the form data:image/png;base64,..., got {_describe(url)}")
+        raise ValueError(f"{name} must be a data URL of the form data:image/png;base64,..., got {describe(url)}")
     characters = len(payload) - sum(map(payload.count, string.whitespace))
     access.check_size(3 * (characters // 4) - 2, name)  # before it is decoded; 2 characters may be padding
     try:
         return base64.b64decode(payload.encode("ascii").translate(None, string.whitespace.encode()), validate=True)
     except ValueError as error:
-        raise ValueError(f"{name} must be valid base64, got {_describe(payload)}: {error}") from error
+        raise ValueError(f"{name} must be valid base64, got {describe(payload)}: {error}") from error
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, Image.Image):

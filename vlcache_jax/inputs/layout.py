@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ State = Literal["text", "miss", "exact", "approximate"]
 
 
 class ImageRef:
-    """An image of a call. Requests of a call that show the same image share one.
+    """An image of a call: a picture, or a chunk of a video. Requests of a call that show the same image share one.
 
     Attributes:
       key: entry key (`vlcache_jax.cache`).
@@ -52,6 +52,20 @@ class ImageRef:
         self.__dict__.pop("patches", None)
 
 
+class Moment(NamedTuple):
+    """Where in a video an image stands.
+
+    Attributes:
+      video: which of the request's videos.
+      chunk: which chunk of it.
+      time: what is added to its positions on the first axis; see `mrope_positions`.
+    """
+
+    video: int
+    chunk: int
+    time: int
+
+
 @dataclass(frozen=True, eq=False)
 class Span:
     """Consecutive tokens of one kind, `start` counted from the first token of the prompt.
@@ -72,9 +86,15 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class ImageSpan(Span):
-    """A span that is an image."""
+    """A span that is an image. `moment` says where in a video it stands; None: in none."""
 
     image: ImageRef
+    moment: Moment | None = None
+
+    @property
+    def time(self) -> int:
+        """See `Moment`."""
+        return 0 if self.moment is None else self.moment.time
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +106,17 @@ class Layout:
       positions: M-RoPE triples, int32 [3, n].
       delta: generated token i has position n + i + delta on all axes.
       spans: cover the prompt in order.
+      skipped: positions between the prompt's text and what is generated behind it. There are some where the times of a
+        video reach further than the text: the same tokens have other positions as text of a prompt.
+      generated: how many tokens, the last ones, are there as if they had been generated.
     """
 
     token_ids: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
     delta: int
     spans: tuple[Span, ...]
+    skipped: int = 0
+    generated: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -110,6 +135,8 @@ class Layout:
             np.concatenate([self.positions, np.tile(position, (3, 1))], axis=1),
             self.delta,
             (*self.spans, Span(len(self), len(more), None, "text")),
+            self.skipped,
+            self.generated + len(more),
         )
 
 
@@ -119,17 +146,24 @@ def make_layout(
     images: Sequence[ImageRef],
     merge_size: int,
     states: Sequence[State] | None = None,
+    moments: Sequence[Moment | None] = (),
 ) -> Layout:
-    """The layout of expanded `token_ids` [n] whose k-th image begins at `starts[k]`; by default all are misses."""
+    """The layout of expanded `token_ids` [n] whose k-th image begins at `starts[k]`; by default all are misses, and
+    pictures."""
     grids = [(image.grid[1] // merge_size, image.grid[2] // merge_size) for image in images]
-    positions, delta = mrope_positions(len(token_ids), starts, grids)
+    moments = moments or [None] * len(images)
+    times = [0 if moment is None else moment.time for moment in moments]
+    positions, delta = mrope_positions(len(token_ids), starts, grids, times)
     spans: list[Span] = []
     done = 0
-    for start, image, state in zip(starts, images, states or cast(list[State], ["miss"] * len(images)), strict=True):
+    states = states or cast(list[State], ["miss"] * len(images))
+    for start, image, state, moment in zip(starts, images, states, moments, strict=True):
         if start > done:
             spans.append(Span(done, start - done, None, "text"))
-        spans.append(ImageSpan(start, image.num_tokens, image, state))
+        spans.append(ImageSpan(start, image.num_tokens, image, state, moment))
         done = start + image.num_tokens
     if done < len(token_ids):
         spans.append(Span(done, len(token_ids) - done, None, "text"))
-    return Layout(token_ids, positions, delta, tuple(spans))
+    # Where text would go on: on the last two axes nothing reaches further.
+    following = int(positions[1:, -1].max()) + 1 if len(token_ids) else 0
+    return Layout(token_ids, positions, delta, tuple(spans), skipped=len(token_ids) + delta - following)

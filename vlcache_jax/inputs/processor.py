@@ -79,12 +79,27 @@ def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwa
     return checked
 
 
+def fit_blocks(height: int, width: int, block: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
+    """Rows and columns of blocks, `block` pixels a side, to which a picture is scaled.
+
+    Both sides are rounded to whole blocks, half to even; then the area is brought within the limits.
+    """
+    rows, columns = round(height / block), round(width / block)
+    if rows * columns * block**2 > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / block)) for side in (height, width))
+    elif rows * columns * block**2 < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows, columns = (math.ceil(side * grow / block) for side in (height, width))
+    return rows, columns
+
+
 class Patches(NamedTuple):
     """An image cut into patches.
 
     Attributes:
-        pixels: uint8 [P, 3, patch_size * patch_size]. Each merge_size x merge_size block of patches lies together,
-            blocks in raster order.
+        pixels: uint8 [P, 3, patch_size * patch_size], or with the frames of a video's chunk [P, 3, F, patch_size *
+            patch_size]. Each merge_size x merge_size block of patches lies together, blocks in raster order.
         grid: (1, rows, columns) with P = rows * columns.
     """
 
@@ -178,14 +193,7 @@ class ImageProcessor:
         check_picture_size(height, width, name)
         bounds = self.with_limits(limits)
         block = self.patch_size * self.merge_size
-        rows, columns = round(height / block), round(width / block)
-        if rows * columns * block**2 > bounds.max_pixels:
-            shrink = math.sqrt((height * width) / bounds.max_pixels)
-            rows = max(1, math.floor(height / shrink / block))
-            columns = max(1, math.floor(width / shrink / block))
-        elif rows * columns * block**2 < bounds.min_pixels:
-            grow = math.sqrt(bounds.min_pixels / (height * width))
-            rows, columns = math.ceil(height * grow / block), math.ceil(width * grow / block)
+        rows, columns = fit_blocks(height, width, block, bounds.min_pixels, bounds.max_pixels)
         return 1, rows * self.merge_size, columns * self.merge_size
 
     def num_tokens(self, grid: Grid) -> int:
@@ -197,12 +205,16 @@ class ImageProcessor:
         if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
             raise ValueError(f"rgb must be uint8 [H, W, 3], got {rgb.dtype} {rgb.shape}")
         grid = self.grid(rgb.shape[0], rgb.shape[1], limits)
+        return Patches(self.cut(rgb, grid), grid)
+
+    def cut(self, rgb: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
+        """Resizes a picture, uint8 [H, W, 3], to a grid and cuts it into patches, [P, 3, patch_size**2]."""
         _, rows, columns = grid
         patch, merge = self.patch_size, self.merge_size
         resized = Image.fromarray(rgb).resize((columns * patch, rows * patch), Image.Resampling(self.resample))
         pixels = np.asarray(resized).reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
         pixels = pixels.transpose(0, 3, 1, 4, 6, 2, 5)  # block row, block column, row, column, channel, y, x
-        return Patches(pixels.reshape(rows * columns, 3, patch * patch), grid)
+        return pixels.reshape(rows * columns, 3, patch * patch)
 
     @cached_property
     def normalization_table(self) -> npt.NDArray[np.float32]:
@@ -214,7 +226,9 @@ class ImageProcessor:
     def pixel_values(self, patches: Patches) -> npt.NDArray[np.float32]:
         """The library's `pixel_values` of these patches: float32 [P, 3 * temporal_patch_size * patch_size**2]."""
         values = np.stack([self.normalization_table[c][patches.pixels[:, c]] for c in range(3)], axis=1)
-        return np.repeat(values[:, :, None], self.temporal_patch_size, axis=2).reshape(len(values), -1)
+        values = values.reshape(len(values), 3, -1, self.patch_size**2)
+        frames = len(values), 3, self.temporal_patch_size, self.patch_size**2
+        return np.broadcast_to(values, frames).reshape(len(values), -1)
 
     def settings(self, limits: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Everything here that changes pixels or their number, as plain values: a part of cache keys."""

@@ -1,18 +1,18 @@
 """Prompts on the host: conversations and texts with images become token ids with a place for every image.
 
-A text is tokenised once, with a single `<|image_pad|>` for each image. How many tokens an image takes is known when its
-size is; `PromptRenderer.expand` then repeats the pads in the array of ids. Pads are special tokens, so this equals
-tokenising the text with the repeated pads, as the library's processors do.
+A text is tokenised once, with a single `<|image_pad|>` for each image and `<|video_pad|>` for each video. How many
+tokens these take is known when their size is; `PromptRenderer.expand` then repeats the pads in the array of ids, with
+what a family puts between the chunks of a video. Pads are special tokens, so this equals tokenising the text with the
+repeated pads, as the library's processors do.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -23,21 +23,30 @@ import numpy.typing as npt
 from vlcache_jax.checks import check_flags, check_text, short
 from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, read_object
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
+from vlcache_jax.inputs.expansion import Inset, expand
 from vlcache_jax.inputs.images import ImageSource, read_image
+from vlcache_jax.inputs.parts import (
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+    VIDEO_TYPES,
+    check_keys,
+    check_uuid,
+    image_value,
+    listed,
+    read_message,
+    video_value,
+)
 from vlcache_jax.inputs.processor import check_limits
+from vlcache_jax.inputs.videos import VideoOptions, VideoSource, read_video
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IMAGE_TOKEN = "<|image_pad|>"
-VIDEO_TOKEN = "<|video_pad|>"
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
 _TEMPLATES_OWN = ("conversation", "documents", "padding", "return_dict", "return_tensors", "tokenize", "truncation")
-_IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
-_IMAGE_TYPES = ("image", "image_url", "image_pil")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+
+
+type Source = ImageSource | VideoSource
 
 
 class TemplateOptions(TypedDict, total=False):
@@ -90,29 +99,33 @@ OWN_TEMPLATE = Template()
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A request's text and images, checked but with nothing decoded.
+    """A request's text, images and videos, checked but with nothing decoded.
 
     Attributes:
-        text: as the model sees it, with one `<|image_pad|>` for each image.
+        text: as the model sees it, with one `<|image_pad|>` for each image and `<|video_pad|>` for each video.
         token_ids: of `text`, int32 [n], not expanded.
-        images: in the order of their places.
-        uuids: the caller's own id of each image, or None.
+        sources: images and videos in the order of their places.
+        uuids: the caller's own id of each of them, or None.
         mm_processor_kwargs: min_pixels and max_pixels of this request; empty means the engine's.
         name: what error messages call it, such as "conversations[2]".
     """
 
     text: str = field(repr=False)
     token_ids: npt.NDArray[np.int32] = field(repr=False)
-    images: tuple[ImageSource, ...] = ()
+    sources: tuple[Source, ...] = ()
     uuids: tuple[str | None, ...] = ()
     mm_processor_kwargs: Mapping[str, int] = field(default_factory=dict)
     name: str = "prompt"
 
-    @classmethod
-    def of_image(cls, source: ImageSource, image_token_id: int, limits: Mapping[str, int] | None) -> Prompt:
-        """An image and nothing else."""
-        ids = np.array([image_token_id], np.int32)
-        return cls(IMAGE_TOKEN, ids, (source,), (None,), check_limits(limits))
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        """The sources that are images."""
+        return tuple(source for source in self.sources if isinstance(source, ImageSource))
+
+    @property
+    def videos(self) -> tuple[VideoSource, ...]:
+        """The sources that are videos."""
+        return tuple(source for source in self.sources if isinstance(source, VideoSource))
 
 
 class PromptRenderer:
@@ -122,9 +135,9 @@ class PromptRenderer:
         tokenizer: a tokenizer of transformers.
         chat_template: Jinja text, or None where only `from_prompt` is used.
         access: what images may be read from where.
-        image_token_id: of `<|image_pad|>`.
+        image_token_id, video_token_id: of `<|image_pad|>` and `<|video_pad|>`.
         max_tokens: of a prompt; texts that are longer for sure are refused before they are tokenised. None: any.
-        max_images: of a prompt; None: any number.
+        max_images, max_videos: of a prompt; None: any number.
     """
 
     def __init__(
@@ -142,9 +155,11 @@ class PromptRenderer:
         self.chat_template = chat_template
         self.access = access
         self.image_token_id: int = special[IMAGE_TOKEN]
-        self._video_token_id: int = special[VIDEO_TOKEN]
+        self.video_token_id: int = special[VIDEO_TOKEN]
+        self._special = list(special.values())
         self.max_tokens: int | None = None
         self.max_images: int | None = None
+        self.max_videos: int | None = None
         self._tokenizing = threading.Lock()
 
     @classmethod
@@ -178,6 +193,22 @@ class PromptRenderer:
         """Takes hold of an image, see `images.read_image`."""
         return read_image(value, access=self.access, name=name)
 
+    def video(self, part: Mapping[str, Any], name: str = "video") -> VideoSource:
+        """Takes hold of the video of a message's part, see `videos.read_video`."""
+        if part.get("type") not in VIDEO_TYPES:
+            raise ValueError(f"{name} must be a dict of type {' or '.join(VIDEO_TYPES)}, got {short(part)}")
+        value, options, metadata = video_value(part, name)
+        return read_video(value, VideoOptions.checked(options, name), metadata, access=self.access, name=name)
+
+    def alone(self, value: Any, limits: Mapping[str, int] | None) -> Prompt:
+        """An image, or the part of a message that is a video, and nothing else."""
+        source: Source
+        if isinstance(value, Mapping):
+            source, token, token_id = self.video(value), VIDEO_TOKEN, self.video_token_id
+        else:
+            source, token, token_id = self.image(value), IMAGE_TOKEN, self.image_token_id
+        return Prompt(token, np.array([token_id], np.int32), (source,), (None,), check_limits(limits))
+
     def from_conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -192,15 +223,17 @@ class PromptRenderer:
             messages: of OpenAI's or Hugging Face's shape: `{"role": ..., "content": ...}`, the content a string or a
                 list of parts `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
                 `{"type": "image", "image" | "url" | "path" | "base64": ...}`, `{"type": "image_pil", "image_pil":
-                ...}`. An image may have a "uuid", the caller's own id of it. The role developer is system. A message's
+                ...}`, `{"type": "video_url", "video_url": {"url": ...}}`, `{"type": "video", "video" | "url" | "path" |
+                "base64": ...}`. Beside a video may stand what `videos.VideoOptions` names, and "video_metadata". An
+                image or video may have a "uuid", the caller's own id of it. The role developer is system. A message's
                 "name" and an image's "detail" are ignored, with a warning.
             mm_processor_kwargs: pixel limits of this request.
             template: by which it is rendered.
             name: what error messages call the conversation, such as "conversations[2]".
 
         Raises:
-            ValueError: an empty conversation, another role, key or type of part, an unreadable image, a text that holds
-                an image or video placeholder, or a template that does not give every image its place.
+            ValueError: an empty conversation, another role, key or type of part, an unreadable image or video, a text
+                that holds a placeholder, or a template that does not give every image and video its place.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
@@ -209,8 +242,9 @@ class PromptRenderer:
         chat_template = self.chat_template if template.chat_template is None else template.chat_template
         if chat_template is None:
             raise ValueError(f"{name} must be given as a prompt: this checkpoint has no chat template")
-        images: list[tuple[ImageSource, str | None]] = []
-        rendered = [self._message(message, f"{name} messages[{i}]", name, images) for i, message in enumerate(messages)]
+        found: list[tuple[Source, str | None]] = []
+        add = partial(self._add, name=name, found=found)
+        rendered = [read_message(message, f"{name} messages[{i}]", add) for i, message in enumerate(messages)]
         try:
             text = self.tokenizer.apply_chat_template(
                 rendered,
@@ -223,20 +257,20 @@ class PromptRenderer:
         except Exception as error:  # templates come with checkpoints and raise what they like
             whose = "the checkpoint's chat template" if template.chat_template is None else "chat_template"
             raise ValueError(f"{name} must suit {whose}, which failed: {error}") from error
-        sources, uuids = [source for source, _ in images], tuple(uuid for _, uuid in images)
-        return self._prompt(cast(str, text), sources, uuids, mm_processor_kwargs, name)
+        return self._prompt(cast(str, text), found, mm_processor_kwargs, name)
 
     def from_prompt(self, prompt: str | Mapping[str, Any] | Sequence[int], *, name: str = "prompt") -> Prompt:
-        """Takes a text or its tokens as they are, with one `<|image_pad|>` at the place of each image.
+        """Takes a text or its tokens as they are, with one `<|image_pad|>` or `<|video_pad|>` at each one's place.
 
         Args:
-            prompt: the text, or `{"prompt": str, "multi_modal_data": {"image": image or list},
-                "multi_modal_uuids": {"image": id or list}, "mm_processor_kwargs": {...}}`, or with token ids as
-                "prompt_token_ids" in place of "prompt".
+            prompt: the text, or `{"prompt": str, "multi_modal_data": {"image": image or list, "video": video or list},
+                "multi_modal_uuids": {"image": id or list, "video": ...}, "mm_processor_kwargs": {...}}`, or with token
+                ids as "prompt_token_ids" in place of "prompt". A video is what a message's part has under "video", or
+                such a part, with options beside it. A list of pictures is one video.
             name: what error messages call it, such as "prompts[2]".
 
         Raises:
-            ValueError: an unknown key, an unreadable image, or as many placeholders as there are not images.
+            ValueError: an unknown key, an unreadable image or video, or as many placeholders as there are not of these.
         """
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
@@ -244,87 +278,75 @@ class PromptRenderer:
             prompt = {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
             raise ValueError(f"{name} must be a string, a dict or token ids, got {type(prompt).__name__}")
-        _check_keys(prompt, _PROMPT_KEYS, name)
+        check_keys(prompt, _PROMPT_KEYS, name)
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if ids is not None and text is not None:
             raise ValueError(f"{name} must hold either 'prompt' or 'prompt_token_ids', got both")
         if ids is None and not isinstance(text, str):
             raise ValueError(f"{name} must hold a string as 'prompt', got {type(text).__name__}")
-        images = [
-            self.image(image, f"{name} images[{i}]")
-            for i, image in enumerate(_of_images(prompt, "multi_modal_data", name) or ())
-        ]
-        uuids = _of_images(prompt, "multi_modal_uuids", name)
-        if uuids is None:
-            uuids = [None] * len(images)
-        if len(uuids) != len(images):
-            raise ValueError(f"{name} must have one uuid for each image, got {len(uuids)} for {len(images)} images")
-        for i, uuid in enumerate(uuids):
-            _check_uuid(uuid, f"{name} uuids[{i}]")
+        found: list[tuple[Source, str | None]] = []
+        for kind in ("image", "video"):
+            media = listed(prompt, "multi_modal_data", kind, name) or []
+            uuids = listed(prompt, "multi_modal_uuids", kind, name)
+            uuids = [None] * len(media) if uuids is None else uuids
+            if len(uuids) != len(media):
+                raise ValueError(
+                    f"{name} must have one uuid for each {kind}, got {len(uuids)} for {len(media)} {kind}s"
+                )
+            for i, (one, uuid) in enumerate(zip(media, uuids, strict=True)):
+                check_uuid(uuid, f"{name} uuids[{i}]")
+                where = f"{name} {kind}s[{i}]"
+                if kind == "image":
+                    found.append((self.image(one, where), uuid))
+                else:
+                    part = one if isinstance(one, Mapping) else {"video": one}
+                    found.append((self.video({"type": "video", **part}, where), uuid))
         given = cast(str, text) if ids is None else self._token_ids(ids, f"{name} prompt_token_ids")
-        return self._prompt(given, images, tuple(uuids), prompt.get("mm_processor_kwargs"), name)
+        return self._prompt(given, found, prompt.get("mm_processor_kwargs"), name)
 
     def expand(
-        self, token_ids: npt.NDArray[np.int32], counts: Sequence[int]
+        self, token_ids: npt.NDArray[np.int32], counts: Sequence[int | Inset]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Repeats each image's pad as often as the image has tokens.
+        """Puts in the place of each pad what stands there.
 
         Args:
-            token_ids: with one pad for each image, int32 [n].
-            counts: tokens of each image.
+            token_ids: with one pad for each image and video, int32 [n].
+            counts: tokens of each image, or what comes for it or for a video.
 
         Returns:
-            The ids, int32, and of each image where its pads start and how many they are, int32 [images].
+            The ids, int32, and of each image and each chunk of a video where it starts and how many tokens it has,
+            int32 [images].
 
         Raises:
             ValueError: as many pads as there are not counts, a count below 1, or two pads side by side.
         """
         places = self._places(token_ids, "token_ids")
-        lengths = np.asarray(counts, np.int32)
-        if lengths.shape != places.shape:
-            raise ValueError(f"counts must have one entry for each of {len(places)} images, got {len(lengths)}")
-        if np.any(lengths < 1):
-            raise ValueError(f"counts must be positive, got {lengths.tolist()}")
-        repeats = np.ones(len(token_ids), np.int64)
-        repeats[places] = lengths
-        starts = places + np.cumsum(lengths - 1) - (lengths - 1)
-        return np.repeat(np.asarray(token_ids, np.int32), repeats), starts.astype(np.int32), lengths
+        if len(counts) != len(places):
+            raise ValueError(f"counts must have one entry for each of {len(places)} images, got {len(counts)}")
+        return expand(
+            token_ids, places.tolist(), [one if isinstance(one, Inset) else self.image_inset(one) for one in counts]
+        )
 
-    def _message(
-        self, message: Any, name: str, conversation: str, images: list[tuple[ImageSource, str | None]]
-    ) -> dict[str, Any]:
-        """Checks a message, appends its images to `images`, and returns it in the shape that templates know."""
-        if not isinstance(message, Mapping):
-            raise ValueError(f"{name} must be a dict with role and content, got {type(message).__name__}")
-        # What others leave empty says nothing, such as "tool_calls": [].
-        message = {key: value for key, value in message.items() if key in _MESSAGE_KEYS or value not in (None, [], {})}
-        _check_keys(message, _MESSAGE_KEYS, name)
-        if message.get("name") is not None:
-            _warn_ignored("name", "a message")
-        given, content = message.get("role"), message.get("content")
-        if not (isinstance(given, str) and given in _ROLES):
-            raise ValueError(f"{name} must have the role {', '.join(_ROLES)}, got {short(given)}")
-        role = _ROLES[given]
-        if isinstance(content, str):
-            return {"role": role, "content": _plain_text(content, name)}
-        if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-            raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {content!r:.80}")
-        parts: list[dict[str, str]] = []
-        for i, part in enumerate(content):
-            where = f"{name} content[{i}]"
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind == "text":
-                _check_keys(part, ("type", "text"), where)
-                parts.append({"type": "text", "text": _plain_text(part.get("text"), where)})
-            elif kind in _IMAGE_TYPES:
-                image = f"{conversation} images[{len(images)}]"
-                _check_uuid(part.get("uuid"), f"{where} uuid")
-                images.append((self.image(_image_value(part, where), image), part.get("uuid")))
-                parts.append({"type": "image"})
-            else:
-                got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
-                raise ValueError(f"{where} must be a dict of type text, image, image_url or image_pil, got {got}")
-        return {"role": role, "content": parts}
+    def image_inset(self, count: int) -> Inset:
+        """An image of so many tokens."""
+        if count < 1:
+            raise ValueError(f"counts must be positive, got [{count}]")
+        return Inset(np.full(count, self.image_token_id, np.int32), (0,), count)
+
+    def video_inset(self, text: str, count: int) -> Inset:
+        """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens."""
+        return Inset.of(self._tokenized(text, "video"), self.video_token_id, count)
+
+    def _add(self, part: Mapping[str, Any], where: str, name: str, found: list[tuple[Source, str | None]]) -> None:
+        """Appends the image or video of a message's part to those before it."""
+        is_video = part["type"] in VIDEO_TYPES
+        number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
+        check_uuid(part.get("uuid"), f"{where} uuid")
+        if is_video:
+            source: Source = self.video(part, f"{name} videos[{number}]")
+        else:
+            source = self.image(image_value(part, where), f"{name} images[{number}]")
+        found.append((source, part.get("uuid")))
 
     def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
         """Ids of a prompt as they came.
@@ -345,29 +367,39 @@ class PromptRenderer:
     def _prompt(
         self,
         given: str | npt.NDArray[np.int32],
-        images: Sequence[ImageSource],
-        uuids: tuple[str | None, ...],
+        found: Sequence[tuple[Source, str | None]],
         mm_processor_kwargs: Mapping[str, int] | None,
         name: str,
     ) -> Prompt:
         limits = check_limits(mm_processor_kwargs, f"{name} mm_processor_kwargs")
-        if self.max_images is not None and len(images) > self.max_images:
-            raise ValueError(f"{name} must hold at most {self.max_images} images, got {len(images)}")
         if isinstance(given, str):
             text, token_ids = given, self._tokenized(given, name)
         else:
             text, token_ids = str(self.tokenizer.decode(given)), given
         if not len(token_ids):
             raise ValueError(f"{name} must not be empty, got {text!r}")
-        if np.any(token_ids == self._video_token_id):
-            raise ValueError(f"{name} must hold no videos, got {VIDEO_TOKEN}")
         places = self._places(token_ids, name)
-        if len(places) != len(images):
-            raise ValueError(
-                f"{name} must hold one {IMAGE_TOKEN} for each image, got {len(places)} placeholders "
-                f"for {len(images)} images"
-            )
-        return Prompt(text, token_ids, tuple(images), uuids, limits, name)
+        ordered: list[tuple[int, Source, str | None]] = []
+        for kind, what, token, token_id, most in (
+            (ImageSource, "image", IMAGE_TOKEN, self.image_token_id, self.max_images),
+            (VideoSource, "video", VIDEO_TOKEN, self.video_token_id, self.max_videos),
+        ):
+            mine = [one for one in found if isinstance(one[0], kind)]
+            if most is not None and len(mine) > most:
+                raise ValueError(f"{name} must hold at most {most} {what}s, got {len(mine)}")
+            own = places[token_ids[places] == token_id]
+            if len(own) != len(mine):
+                raise ValueError(
+                    f"{name} must hold one {token} for each {what}, got {len(own)} placeholders for {len(mine)} {what}s"
+                )
+            ordered += [(int(place), *one) for place, one in zip(own, mine, strict=True)]
+        ordered.sort(key=lambda one: one[0])
+        for place, source, _ in ordered:
+            # What stands in a video's place may begin with text, which must not run together with that before it.
+            if isinstance(source, VideoSource) and place and token_ids[place - 1] not in self._special:
+                raise ValueError(f"{name} must have a special token before {VIDEO_TOKEN}, such as <|vision_start|>")
+        sources, uuids = tuple(source for _, source, _ in ordered), tuple(uuid for _, _, uuid in ordered)
+        return Prompt(text, token_ids, sources, uuids, limits, name)
 
     def _tokenized(self, text: str, name: str) -> npt.NDArray[np.int32]:
         check_text(text, name)
@@ -385,9 +417,13 @@ class PromptRenderer:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def _places(self, token_ids: npt.NDArray[np.int32], name: str) -> npt.NDArray[np.int64]:
-        places = np.flatnonzero(np.asarray(token_ids) == self.image_token_id)
+        """Where the placeholders are."""
+        places = np.flatnonzero(np.isin(token_ids, (self.image_token_id, self.video_token_id)))
         if np.any(np.diff(places) == 1):  # their tokens would run together to one image
-            raise ValueError(f"{name} must have a token between two images, got two {IMAGE_TOKEN} side by side")
+            first = places[int(np.argmax(np.diff(places) == 1))]
+            pair = [str(self.tokenizer.convert_ids_to_tokens(int(token))) for token in token_ids[first : first + 2]]
+            got = f"two {pair[0]}" if pair[0] == pair[1] else " and ".join(pair)
+            raise ValueError(f"{name} must have a token between two images, got {got} side by side")
         return places
 
 
@@ -415,56 +451,6 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def _check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{name} must hold only {', '.join(known)}, got {key!r}")
-
-
-def _check_uuid(uuid: Any, name: str) -> None:
-    if not (uuid is None or (isinstance(uuid, str) and uuid)):
-        raise ValueError(f"{name} must be a non-empty string or None, got {short(uuid)}")
-    if uuid is not None:
-        check_text(uuid, name)
-
-
-def _warn_ignored(key: str, where: str) -> None:
-    package = str(Path(__file__).parent.parent)
-    warnings.warn(f"the {key} of {where} is ignored", UserWarning, skip_file_prefixes=(package,))
-
-
-def _plain_text(text: Any, name: str) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must have a string as text, got {type(text).__name__}")
-    for token in (IMAGE_TOKEN, VIDEO_TOKEN):
-        if token in text:
-            raise ValueError(f"{name} must not contain {token}, which marks the place of an image or video")
-    return text
-
-
-def _image_value(part: Mapping[str, Any], name: str) -> Any:
-    """What `read_image` takes, from an image part of either shape."""
-    if part["type"] == "image_url":
-        _check_keys(part, ("type", "image_url", "uuid"), name)
-        value = part.get("image_url")
-        if isinstance(value, Mapping):
-            _check_keys(value, ("url", "detail"), f"{name} image_url")
-            if value.get("detail") is not None:
-                _warn_ignored("detail", "an image")
-            value = value.get("url")
-        if not isinstance(value, str):
-            raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
-        return value
-    _check_keys(part, ("type", "uuid", *_IMAGE_KEYS), name)
-    given = [key for key in _IMAGE_KEYS if part.get(key) is not None]
-    if len(given) != 1:
-        raise ValueError(f"{name} must hold exactly one of {', '.join(_IMAGE_KEYS)}, got {', '.join(given) or 'none'}")
-    value = part[given[0]]
-    if given[0] == "base64" and isinstance(value, str) and not value.startswith("data:"):
-        return f"data:;base64,{value}"
-    return value
-
-
 def _check_tokenizer_files(directory: Path) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (path := directory / name).exists():
@@ -476,17 +462,3 @@ def _check_tokenizer_files(directory: Path) -> None:
         with path.open("rb") as file:
             if not (begin := file.read(64)).lstrip().startswith(b"{"):
                 raise ValueError(f"{path} must be a JSON file that holds an object, got {begin!r}")
-
-
-def _of_images(prompt: Mapping[str, Any], key: str, name: str) -> list[Any] | None:
-    """The images, or their ids, under `key` of a prompt: None if absent; a single one is a list of one."""
-    data = prompt.get(key)
-    if data is None:
-        return None
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{name} {key} must be a dict with 'image', got {type(data).__name__}")
-    _check_keys(data, ("image",), f"{name} {key}")
-    value = data.get("image")
-    if value is None:
-        return None
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -95,7 +95,8 @@ class Probe:
         llm, runner = self._llm, self._runner
         prompt = llm._renderer.from_conversation(conversation)
         [request] = llm._identifier.identify([prompt], None, lookup=False)
-        layout = make_layout(request.token_ids, request.starts, request.images, self.config.vision.merge_size)
+        merge_size = self.config.vision.merge_size
+        layout = make_layout(request.token_ids, request.starts, request.images, merge_size, moments=request.moments)
         prompt_length = len(layout)
         if len(continuation):
             layout = layout.extended(continuation)

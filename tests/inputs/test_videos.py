@@ -1,0 +1,287 @@
+"""Videos before the model: which frames, in which size, seen when; against the library's own functions."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import io
+import itertools
+import json
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlcache_jax.inputs.access import Access
+from vlcache_jax.inputs.films import FilmFile, Head
+from vlcache_jax.inputs.processor import ImageProcessor
+from vlcache_jax.inputs.prompt import VIDEO_TOKEN, PromptRenderer
+from vlcache_jax.inputs.video_processor import KINDS, VideoProcessor
+from vlcache_jax.inputs.videos import VideoOptions, read_video
+from vlcache_jax.models import load_config
+
+FPS = {"fps": 2.0}
+
+
+def noise(count, height=40, width=60):
+    return np.random.default_rng(count).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def processor(request, checkpoints):
+    directory = checkpoints(request.param)
+    return VideoProcessor.from_pretrained(directory, load_config(directory), ImageProcessor.from_pretrained(directory))
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The library's modules of video processors. They ask for torchvision when they are imported, but what is compared
+    here does not use it."""
+    pytest.importorskip("torch")
+    names = [
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    ]
+    before = {name: sys.modules.get(name) for name in names}
+    sys.modules |= {name: types.ModuleType(name) for name in names}
+    try:
+        return {
+            f"Qwen{i}VLVideoProcessor": importlib.import_module(
+                f"transformers.models.qwen{i}_vl.video_processing_qwen{i}_vl"
+            )
+            for i in (2, 3)
+        }
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def theirs(library, processor):
+    """The library's module for this kind, and its class."""
+    [kind] = [name for name, kind in KINDS.items() if kind is processor.kind]
+    return library[kind], vars(library[kind])[kind]
+
+
+def head(frames, fps=24.0, height=40, width=60):
+    return Head(frames, height, width, fps, None, frames)
+
+
+@pytest.mark.parametrize("asked", [{"fps": 2}, {"fps": 0.7}, {"num_frames": 6}, {"fps": 5, "min_frames": 6}])
+def test_frames_are_the_librarys(library, processor, asked):
+    _, kind = theirs(library, processor)
+    for frames, fps in itertools.product((4, 7, 31, 100, 301, 2000), (23.976, 5.0)):
+        if asked.get("num_frames", 0) > frames:
+            continue
+        metadata = types.SimpleNamespace(total_num_frames=frames, fps=fps)
+        own = types.SimpleNamespace(
+            num_frames=None, fps=None, min_frames=asked.get("min_frames", 4), max_frames=40, temporal_patch_size=2
+        )
+        given = {key: asked[key] for key in ("fps", "num_frames") if key in asked}
+        expected = [int(i) for i in kind.sample_frames(own, metadata, **given)]
+        cut = processor.cut(head(frames, fps), VideoOptions(**asked, max_frames=40), is_file=True)
+        assert list(dict.fromkeys(i for chunk in cut.chunks for i in chunk)) == expected
+        assert all(len(chunk) == 2 for chunk in cut.chunks)
+        assert cut.step == pytest.approx(2 / (len(expected) / frames * fps))
+
+
+def test_sizes_are_the_librarys(library, processor):
+    module, _ = theirs(library, processor)
+    counts = module.smart_resize.__code__.co_varnames[0] == "num_frames"
+    block = processor.image.patch_size * processor.image.merge_size
+    limits = {"min_pixels": 20_000, "max_pixels": 200_000}
+    for frames, height, width in itertools.product((2, 3, 4, 9, 30), (20, 70, 333, 1080), (33, 84, 640, 1920)):
+        given = {"num_frames": frames} if counts else {}
+        expected = module.smart_resize(height=height, width=width, factor=block, **given, **limits)
+        cut = processor.cut(head(frames, 1.0, height, width), VideoOptions(**limits), is_file=False)
+        side = processor.image.patch_size
+        assert cut.grid == (1, expected[0] // side, expected[1] // side), (frames, height, width)
+
+
+def test_times_are_the_librarys(processor):
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    for frames, fps in ((7, 3.0), (10, 23.976)):
+        cut = processor.cut(head(frames, fps), VideoOptions(), is_file=False)
+        assert list(cut.seconds) == Qwen3VLProcessor._calculate_timestamps(None, list(range(frames)), fps)
+    numbered = Head(3, 40, 60, 10.0, (0, 15, 31), 60)
+    cut = processor.cut(numbered, VideoOptions(), is_file=False)
+    assert (cut.chunks, cut.seconds) == (((0, 1), (2, 2)), (0.75, 3.1))
+    assert cut.step == pytest.approx(2 / (3 / 60 * 10))
+
+
+def test_settings_are_where_the_library_looks(tmp_path, checkpoints):
+    directory = checkpoints("qwen3_vl")
+    config, image = load_config(directory), ImageProcessor.from_pretrained(directory)
+    read = lambda: VideoProcessor.from_pretrained(tmp_path, config, image)  # noqa: E731
+    assert (read().max_pixels, read().fps, read().do_sample_frames) == (32 * 32 * 768, 2, True)
+    file = tmp_path / "video_preprocessor_config.json"
+    file.write_text(
+        json.dumps({"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 1, "max_frames": None})
+    )
+    assert (read().min_pixels, read().max_pixels, read().fps, read().max_frames) == (4096, 25165824, 1, 768)
+    nested = {"video_processor": {"size": {"shortest_edge": 1, "longest_edge": 2}, "min_frames": 3}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert (read().max_pixels, read().min_frames, read().fps) == (2, 3, 2)
+    for wrong, message in (
+        ({"video_processor_type": "Other"}, "video_processor_type of .* must be Qwen2VLVideoProcessor or"),
+        ({"image_mean": [0.1, 0.5, 0.5]}, r"image_mean of .* must be that of images, \(0.5, 0.5, 0.5\), got"),
+        ({"fps": "fast"}, "fps of .* must be a finite number"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 2}}, "min_pixels must be at most max_pixels 2, got 9"),
+    ):
+        (tmp_path / "processor_config.json").write_text(json.dumps({"video_processor": wrong}))
+        with pytest.raises(ValueError, match=message):
+            read()
+
+
+def test_a_video_in_a_prompt(checkpoints):
+    """The placeholder becomes what the library's processors put in its place."""
+    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
+    text = renderer.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "video"}]}], tokenize=False, add_generation_prompt=True
+    )
+    families = {name: load_config(checkpoints(name)).model_type for name in ("qwen2_5_vl", "qwen3_vl")}
+    from vlcache_jax.models.registry import FAMILIES
+
+    expected = {
+        "qwen2_5_vl": VIDEO_TOKEN * 6,
+        "qwen3_vl": "".join(f"<{t} seconds><|vision_start|>{VIDEO_TOKEN * 3}<|vision_end|>" for t in ("0.2", "1.5")),
+    }
+    for name, family in families.items():
+        inset = renderer.video_inset(FAMILIES[family].VIDEO.text([0.25, 1.5]), 3)
+        ids, starts, lengths = renderer.expand(np.array(renderer.tokenizer(text)["input_ids"], np.int32), [inset])
+        assert ids.tolist() == renderer.tokenizer(text.replace(VIDEO_TOKEN, expected[name]))["input_ids"]
+        assert lengths.tolist() == [3, 3]
+        assert [ids[start : start + 3].tolist() for start in starts] == [[renderer.video_token_id] * 3] * 2
+
+
+def encoded(frames, container="mp4", codec="mpeg4"):
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as writer:
+        stream = writer.add_stream(codec, rate=5)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for frame in frames:
+            writer.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        writer.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])  # the second does not say how many frames it has
+def test_files(container, tmp_path):
+    data = encoded(np.repeat(noise(2), 5, axis=0), container)
+    (tmp_path / "a.bin").write_bytes(data)
+    film = read_video(tmp_path / "a.bin").film
+    assert film.head() == Head(10, 40, 60, 5.0, None, 10)
+    every, some = list(film.decode(range(10))), list(film.decode([0, 7, 7]))
+    assert [frame.shape for frame in every] == [(40, 60, 3)] * 10
+    np.testing.assert_array_equal(some, [every[0], every[7], every[7]])
+    assert film.names([(0, 7)]) == [(film.digest, 0, 7)] == read_video(data).film.names([(0, 7)])
+    with pytest.raises(
+        ValueError, match="video must have as many frames as its head says, got none with the number 10"
+    ):
+        list(film.decode([10]))
+
+
+def test_frames_that_grow_are_not_decoded():
+    """Whatever the head says, a frame has no more pixels than are allowed."""
+    film = read_video(encoded(noise(4))).film
+    for most in (100, 2000):
+        with pytest.raises(ValueError, match=r"^video must"):
+            list(film.decode([0, 1], most))
+
+
+def test_a_playlist_opens_nothing(tmp_path):
+    """A file that names others is refused, wherever they are."""
+    (tmp_path / "a.mp4").write_bytes(encoded(noise(4)))
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{tmp_path / 'a.mp4'}\n#EXT-X-ENDLIST\n".encode()
+    concat = f"ffconcat version 1.0\nfile '{tmp_path / 'a.mp4'}'\n".encode()
+    for value in (playlist, concat):
+        with pytest.raises(ValueError, match="video must be a video that FFmpeg can read"):
+            read_video(value).film.head()
+
+
+def test_names_of_encoded_frames():
+    def png(frame):
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, "PNG")
+        return file.getvalue()
+
+    one, two = (png(frame) for frame in noise(2))
+    film = read_video([one, two, one, noise(1)[0]], metadata=FPS).film
+    names = film.names([(0, 1), (2, 1), (0, 2), (3, 3)])
+    assert names[0] == names[1] != names[2]
+    assert names[3] is None
+
+
+BAD = {
+    "nothing": ([], {}, "must have 1 to 1048576 frames, got 0"),
+    "sizes": ([noise(1)[0], noise(1, 40, 61)[0]], {}, "frames[1] must be 40x60 like the frames before it, got 40x61"),
+    "corrupt": (b"\0\0\0\x20ftypisom nonsense", {}, "must be a video that FFmpeg can read, got 21 bytes"),
+    "array": (noise(2)[..., :2], {}, "must be an array of uint8 [T, H, W, 3], got uint8 (2, 40, 60, 2)"),
+    "picture": (Image.new("RGB", (9, 9)), {}, "must be a list of frames, an array of uint8 [T, H, W, 3], or a file"),
+    "frame": ([noise(1)[0], 5], {}, "frames[1] must be a path, bytes"),
+    "long and thin": (noise(2, 1, 300), {}, "must have an aspect ratio of at most 200, got 1x300"),
+    "order": (noise(4), {"min_frames": 9, "max_frames": 3}, "min_frames must be at most max_frames 3, got 9"),
+    "order with the checkpoint": (noise(4), {"fps": 1, "min_frames": 800}, "min_frames must be at most max_frames 768"),
+    "both": (noise(4), {"fps": 2, "num_frames": 2}, "must hold fps or num_frames, got both"),
+    "more than there are": (noise(4), {"num_frames": 6}, "num_frames must be at most its 4 frames, got 6"),
+    "rate": (noise(4), {"fps": 0}, "fps must be a finite number from 1e-06 to 1e+06 or null, got 0"),
+    "key": (noise(4), {"speed": 2}, "must hold only"),
+    "metadata": (noise(4), {"video_metadata": {"speed": 2}}, "video_metadata must hold only fps, frames_indices"),
+    "numbers": (
+        noise(2),
+        {"video_metadata": {"fps": 1, "frames_indices": [3, 1]}},
+        "must be 2 ascending numbers below",
+    ),
+    "metadata of a file": (b"abc", {"video_metadata": FPS}, "must have no video_metadata, as a file has its own"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_videos(name, processor, checkpoints):
+    value, said, message = BAD[name]
+    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
+    if not isinstance(value, bytes):
+        said = {"video_metadata": FPS, **said}
+
+    def look():
+        source = renderer.video({"type": "video", "video": value, **said}, "videos[3]")
+        processor.cut(source.film.head(), source.options, is_file=False, name=source.name)
+
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        look()
+    assert str(caught.value).startswith("videos[3] ") or "videos[3]: " in str(caught.value)
+
+
+def test_frames_without_a_rate_are_told_of():
+    with pytest.warns(UserWarning, match="video_metadata should hold fps: the frames are taken for 24 a second"):
+        assert read_video(noise(2)).film.head().fps is None
+
+
+def test_files_need_pyav(monkeypatch):
+    def blocked(name, *args, **options):
+        if name == "av":
+            raise ImportError(name)
+        return real(name, *args, **options)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", blocked)
+    with pytest.raises(
+        ValueError, match=re.escape('PyAV is missing, which decodes files: install "vlcache-jax[video]"')
+    ):
+        FilmFile("video", b"abc").head()
+
+
+def test_access_holds_for_videos(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"abc")
+    for value in (tmp_path / "a.mp4", [tmp_path / "a.mp4"], "https://example.com/a.mp4"):
+        with pytest.raises(ValueError, match=r"allowed_local_media_path|allow_remote_images"):
+            read_video(value, access=Access(allowed_local_media_path=None))

@@ -1,0 +1,294 @@
+"""Videos through the public engine: against transformers, and reused against cold runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vlcache_jax.engine.prefilling as prefilling
+from tests.inputs.test_videos import encoded
+from tests.test_llm import open_llm as open_plain_llm
+from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_records, logits, open_llm, tokens
+from vlcache_jax.inputs.films import FilmFile
+from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.reuse.policies import Scheduled
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def user(*parts):
+    return [{"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}]
+
+
+def video(frames, fps=2.0, **more):
+    return {"type": "video", "video": frames, "video_metadata": {"fps": fps}, **more}
+
+
+def png(array):
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def film(textured_image):
+    """Seven frames of odd sides."""
+    return [textured_image(75, 103, seed) for seed in range(7)]
+
+
+@pytest.fixture(scope="module")
+def picture(textured_image):
+    return {"type": "image", "image": textured_image(90, 60, 9)}
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def directory(request, checkpoints):
+    return checkpoints(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(directory):
+    with open_llm(directory) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine):
+    engine.reset_mm_cache()
+    return engine
+
+
+@pytest.fixture
+def from_records(llm, monkeypatch):
+    """What comes again is linked, though its pages may be there."""
+    monkeypatch.setattr(llm._sequences, "_keeps_pages", False)
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The frames that are decoded."""
+    frames = []
+    for kind in (ImageSource, FilmFile):
+        real = kind.decode
+
+        def counted(self, *args, real=real):
+            frames.append(self.name)
+            return real(self, *args)
+
+        monkeypatch.setattr(kind, "decode", counted)
+    return frames
+
+
+def matches(output):
+    return [(one.video, one.chunk, one.match) for one in output.cache.images]
+
+
+# Parity.
+
+
+@pytest.mark.ladder_for("qwen2_vl")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
+def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
+    """Two videos of other rates, with an odd number of frames and with times that reach beyond the text, and a picture:
+    tower, positions, logits, and what is said."""
+    torch = pytest.importorskip("torch")
+    model = load_oracle(checkpoints(name))
+    config = model.config
+    other = [frame[:60, :88] for frame in film[:4]]
+    conversation = user("See ", video(film[:5], 3.0), picture, " and ", video(other, 0.3), "? Tell.")
+    with open_plain_llm(checkpoints(name)) as llm:
+        [output] = chat(llm, conversation, reuse="off", params=GREEDY)
+        answer = output.outputs[0].token_ids
+        [score] = llm.score([conversation], [answer], reuse="off", keep_logits=True, use_tqdm=False)
+        [request] = llm._identifier.identify([llm._renderer.from_conversation(conversation)], lookup=False)
+        images = list(zip(request.images, request.moments, strict=True))
+        rows = [
+            np.asarray(llm._runner.encode([one.patches.pixels], [one.grid]))[:, : one.num_tokens] for one, _ in images
+        ]
+        values = llm._processor.pixel_values
+        pixels = [
+            torch.tensor(np.concatenate([values(i.patches) for i, m in images if (m is None) == p])) for p in (1, 0)
+        ]
+        layout = llm._linker.plan(request, llm._policy).layout
+    assert [(m.video, m.chunk) for _, m in images if m] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    [chunk, *_, last] = [one.grid for one, moment in images if moment]
+    grids = torch.tensor([[3, *chunk[1:]], [2, *last[1:]]])
+    still = torch.tensor([one.grid for one, moment in images if moment is None])
+    ids = torch.tensor(request.token_ids.astype(np.int64))[None]
+    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    inputs = {"mm_token_type_ids": kinds, "image_grid_thw": still, "video_grid_thw": grids}
+    if hasattr(config.vision_config, "tokens_per_second"):
+        inputs["second_per_grid_ts"] = [2 / 3.0, 2 / 0.3]
+    positions, delta = model.model.get_rope_index(ids, **inputs)
+    np.testing.assert_array_equal(layout.positions, positions[:, 0])
+    assert layout.delta == int(delta)
+    with torch.no_grad():
+        features = model.model.get_video_features(pixels[1], grids)
+        levels = [features.pooler_output, *(getattr(features, "deepstack_features", None) or [])]
+        expected = np.stack([torch.cat(level).numpy() for level in levels])
+        ours = np.concatenate([row for row, (_, moment) in zip(rows, images, strict=True) if moment], axis=1)
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-5)
+        model.model.rope_deltas = None
+        out = model(input_ids=ids, pixel_values=pixels[0], pixel_values_videos=pixels[1], use_cache=True, **inputs)
+        said, found = [], []
+        for i in range(len(answer)):
+            found.append(out.logits[0, -1].numpy())
+            said.append(int(found[-1].argmax()))
+            place = torch.full((3, 1, 1), ids.shape[1] + layout.delta + i)
+            cache = {"cache" if hasattr(out, "cache") else "past_key_values": out.past_key_values}
+            out = model(input_ids=torch.tensor([said[-1:]]), position_ids=place, **cache)
+    assert tuple(said) == answer
+    np.testing.assert_allclose(score.logits, np.stack(found), rtol=0, atol=2e-5)
+
+
+# Reuse.
+
+
+@pytest.mark.ladder_for("qwen3_vl")
+@pytest.mark.usefixtures("from_records")
+def test_the_same_context_is_exact(llm, film, picture):
+    """P2: behind the same, a video and a picture are linked as they are, whatever the policy."""
+    target = user("One ", video(film[:4]), " two ", picture, video(film[4:], 1.0), " three")
+    [first] = chat(llm, target)
+    cold = logits(llm, target, reuse="off")
+    for reuse in ("exact", 0.3, "full"):
+        [output] = chat(llm, target, reuse=reuse)
+        assert matches(output) == [(v, c, "exact") for v, c in ((0, 0), (0, 1), (None, None), (1, 0), (1, 1))]
+        assert output.cache.exact
+        assert output.num_cached_tokens == sum(one.tokens for one in output.cache.images)
+        assert tokens([output]) == tokens([first])
+        assert_close(logits(llm, target, reuse=reuse), cold)
+
+
+@pytest.mark.ladder_for("qwen3_vl")
+def test_chunks_hit_in_other_cuts_and_behind_other_text(llm, film, picture, decoded):
+    """P1: whatever hits, an answer with everything computed is that of a cold run; nothing that is known is decoded."""
+    files = [png(frame) for frame in film[:6]]
+    chat(llm, user("Look: ", video(files), picture, " well"))
+    cuts = {"other text": files, "end cut": files[:4], "front cut": files[2:], "both videos": files[2:4]}
+    for name, frames in cuts.items():
+        behind = [video(files[4:])] if name == "both videos" else []
+        target = user("Elsewhere, and longer: ", video(frames), *behind, "?")
+        decoded.clear()
+        [output] = chat(llm, target, reuse=1)
+        assert {one.match for one in output.cache.images} == {"approximate"}, name
+        assert {one.encoder for one in output.cache.images} == {"host"}, name
+        assert not decoded, name
+        cold = chat(llm, target, reuse="off")
+        assert tokens([output]) == tokens(cold), name
+        assert_close(logits(llm, target, reuse=1), logits(llm, target, reuse="off"))
+        decoded.clear()
+        [approximate] = chat(llm, target, reuse="full")
+        images = sum(one.tokens for one in approximate.cache.images)
+        assert approximate.cache.approximate_tokens == images, name
+        assert set(approximate.cache.rows) == {
+            len(approximate.prompt_token_ids) - images - approximate.num_cached_tokens
+        }
+        assert not decoded, name
+    assert chat(llm, user(video([*files, png(film[6])])), reuse="exact")[0].cache.images[-1].encoder == "computed"
+    assert decoded  # the counter does count
+
+
+def test_a_film_is_not_opened_again(llm, film, decoded, monkeypatch):
+    data = encoded(np.repeat([frame[:64, :96] for frame in film], 3, axis=0))
+    shown = {"type": "video", "video": data, "num_frames": 6}
+    [first] = chat(llm, user(shown, "?"))
+    assert len(decoded) == 1
+    monkeypatch.setattr(FilmFile, "_opened", lambda self: pytest.fail("it was opened"))
+    [again] = chat(llm, user("Now ", shown, "?"))
+    assert [one.encoder for one in again.cache.images] == ["host"] * 3
+    assert [one.key for one in again.cache.images] == [one.key for one in first.cache.images]
+    assert len(decoded) == 1
+
+
+@pytest.mark.ladder_for("qwen3_vl")
+def test_p3_shrinking_early_changes_nothing(llm, film, monkeypatch):
+    chat(llm, user("Elsewhere ", video(film[:4]), video(film[2:6], 1.0)))
+    target = user("Two: ", video(film[2:6]), " and ", video(film[:4]), "?")
+    policy = Scheduled(falling(llm, 400, 300, 100, 20))
+    early = logits(llm, target, reuse=policy)
+    real = prefilling.prefill_steps
+
+    def late(*args):
+        return [
+            dataclasses.replace(step, bounds=(step.bounds[0],) * (len(step.bounds) - 1) + step.bounds[-1:])
+            for step in real(*args)
+        ]
+
+    monkeypatch.setattr(prefilling, "prefill_steps", late)
+    assert_close(logits(llm, target, reuse=policy), early)
+
+
+def test_time_is_a_part_of_the_context(llm, film):
+    """The same frames at another rate: other positions or other text before them, so nothing but the first is exact, in
+    records and in pages."""
+    seen = set()
+    for fps in (2.0, 0.5, 2.0, 0.5):
+        target = user("See ", video(film[:6], fps), ".")
+        [output] = chat(llm, target)
+        assert [one.match for one in output.cache.images][1:] == ["exact" if fps in seen else "miss"] * 2
+        assert_close(logits(llm, target), logits(llm, target, reuse="off"))
+        seen.add(fps)
+
+
+def test_what_is_generated_is_not_taken_for_a_prompt(llm, film):
+    """Where a video's times reach beyond its text, what is generated behind it has positions that the same tokens as
+    text of a prompt do not have."""
+    shown = user("x" * 100, video(film[:4], 0.05), ".")
+    answer = {"role": "assistant", "content": FORCED}
+    turn = [*shown, answer, *user("And?")]
+    cold = logits(llm, turn, reuse="off")
+    for _ in range(2):  # the second time all is linked, and nothing has to be computed whole to be kept
+        llm.score([shown], [FORCED], use_tqdm=False)
+    [output] = chat(llm, turn)
+    assert output.num_cached_tokens >= 128
+    assert_close(logits(llm, turn), cold)
+
+
+def test_what_is_kept_of_a_video(llm, film):
+    part = video([png(frame) for frame in film[:4]])
+    chat(llm, user(part, "?"))
+    count = len(kv_records(llm))
+    assert llm.cache.keys(part) == [one.key for one in chat(llm, user(part, "?"))[0].cache.images]
+    with pytest.raises(ValueError, match="`keys` gives those of a video's chunks"):
+        llm.cache.key(part)
+    assert llm.cache.pin(part) == 2 * count
+    assert llm.cache.evict(part) == 0
+    assert llm.cache.delete(part) == 2 * count
+    assert [one.match for one in chat(llm, user(part, "?"))[0].cache.images] == ["miss"] * 2
+    [salted] = chat(llm, user(part, "?"), cache_salt="other")
+    assert [(one.match, one.encoder) for one in salted.cache.images] == [("miss", "computed")] * 2
+
+
+def test_wrong_videos_are_told_of(llm, film):
+    rows = {
+        "videos[0] must have 1 to": user(video([]), "?"),
+        "videos[1] must be a video that FFmpeg can read": user(video(film[:2]), {"type": "video", "video": b"\0" * 99}),
+        "must fit in max_model_len = 1024": user(video(film[:4] * 60), "?"),
+        "must be a dict of type text": user({"type": "film", "film": film}),
+        "videos[0] must hold only video": user(video(film[:2], speed=2)),
+    }
+    outputs = chat(llm, *rows.values(), on_error="return")
+    for message, output in zip(rows, outputs, strict=True):
+        assert message in output.error, output.error
+    llm._renderer.max_videos = 1
+    try:
+        with pytest.raises(ValueError, match="must hold at most 1 videos, got 2"):
+            chat(llm, user(video(film[:2]), "and", video(film[:2])))
+    finally:
+        llm._renderer.max_videos = None
+
+
+def test_prompts_without_a_template(llm, film):
+    whole = video(film[:4])
+    [expected] = chat(llm, user(whole))
+    prompt = {"prompt": expected.prompt, "multi_modal_data": {"video": whole}}
+    [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert tokens([output]) == tokens([expected])
+    assert [one.match for one in output.cache.images] == ["exact"] * 2

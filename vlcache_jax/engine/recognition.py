@@ -1,0 +1,285 @@
+"""Which images a source shows: by aliases, without decoding it, else by its pixels."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+
+from vlcache_jax.cache.keys import Salt, alias_key, content_key, entry_key, group_key
+from vlcache_jax.cache.store import Picture, Store
+from vlcache_jax.engine.media import Media, Medium, Rgb, Settings
+from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.inputs.processor import Patches
+from vlcache_jax.inputs.prompt import Source
+
+DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
+_KEYS = 65536  # of images; half a kilobyte apiece
+
+
+class Recognizer:
+    """What tasks share.
+
+    Args:
+      store: knows pictures.
+      media: looks at heads.
+      fingerprint: of the weights; asked for when there is an image.
+      codec: of K, V, as keys name it.
+    """
+
+    def __init__(self, store: Store, media: Media, *, fingerprint: Callable[[], str], codec: str):
+        self.store, self.media, self.fingerprint = store, media, fingerprint
+        self.decoding = Budget(DECODING_BYTES)
+        self._codec = codec
+        self._unsalted_key = functools.lru_cache(_KEYS)(self._make_entry_key)
+
+    def entry_key(self, picture: Picture, settings: Settings, salt: Salt) -> str:
+        """Key of what is kept for a picture."""
+        named = picture.content, settings
+        # A salt is kept nowhere.
+        return self._unsalted_key(*named) if salt is None else self._make_entry_key(*named, salt)
+
+    def _make_entry_key(self, content: str, settings: Settings, salt: Salt = None) -> str:
+        return entry_key(content, settings=dict(settings), fingerprint=self.fingerprint(), codec=self._codec, salt=salt)
+
+
+class Task:
+    """Finds out which images a source shows: one, or of a video its chunks.
+
+    Attributes:
+      source_id: equal for sources that are the same for sure.
+      is_known: whether its head has told which images they are.
+      medium: what its head told.
+      picture: the one that its uuid stands for.
+      pictures, images: the result.
+      lookup, decode, preprocess: seconds.
+    """
+
+    medium: Medium
+
+    def __init__(
+        self,
+        recognizer: Recognizer,
+        source: Source,
+        uuid: str | None,
+        limits: Mapping[str, int],
+        salt: Salt,
+        lookup: bool,
+    ):
+        self.source, self.uuid = source, uuid
+        self._recognizer, self._limits, self._salt, self._lookup = recognizer, limits, salt, lookup
+        trusts = lookup and recognizer.store.config.trust_uuids and isinstance(source, ImageSource)
+        self._trusted = uuid if trusts else None
+        self.source_id: Hashable = self._trusted or _same(source)
+        self._alias: str | None = None
+        self.lookup = self.decode = self.preprocess = 0.0
+        self.pictures: list[Picture] = []
+        self.images: list[ImageRef] = []
+        self.is_known = self._is_identified = False
+        self._running = threading.Lock()  # two windows may ask at once
+        self._decoding = threading.Lock()  # and all images of a video
+
+    @property
+    def shared(self) -> list[tuple[str, bool]]:
+        """Of each image, equal for those that may be one. What is known by its uuid alone may have no pixels at all."""
+        return [(image.key, self._trusted is not None) for image in self.images]
+
+    @property
+    def picture(self) -> Picture:
+        first = self.pictures[0]
+        if len(self.pictures) == 1:
+            return first
+        return Picture(group_key([picture.content for picture in self.pictures]), first.height, first.width)
+
+    def head(self) -> ValueError | None:
+        """What is known without pixels; returns what is wrong with it."""
+        start = time.perf_counter()
+        store = self._recognizer.store
+        try:
+            if self._lookup:
+                self._alias = self._alias_of(self.source.mark if self._trusted is None else self._trusted)
+            if self._alias is not None and (refused := store.refusals.get(self._alias)) is not None:
+                raise ValueError(f"{self.source.name} {refused}")
+            find = store.pictures.get
+            self.medium = self._recognizer.media.look(self.source, self._limits, self._alias, self._alias_of, find)
+            known = [None if alias is None else find(alias) for alias in self.medium.aliases]
+            if all(known):
+                for picture in known:
+                    assert picture is not None
+                    self._become(picture, self.medium.grid)
+                self.is_known = True
+        except ValueError as error:
+            return error
+        finally:
+            self.lookup = time.perf_counter() - start
+        return None
+
+    def run(self) -> ValueError | None:
+        """Identifies the images, and has their patches ready if they will be needed as far as one can tell now."""
+        with self._running:
+            try:
+                if not self._is_identified and not self.is_known:
+                    self._identify()
+                self._is_identified = True
+                for image in self.images:
+                    if not self._is_kept(image):
+                        _ = image.patches
+            except ValueError as error:
+                return error
+            return None
+
+    def is_ready(self) -> bool:
+        """Whether `run` has nothing to do."""
+        return (self._is_identified or self.is_known) and all(map(self._is_kept, self.images))
+
+    def forget(self) -> None:
+        """Drops the patches; whoever needs them decodes the source again."""
+        for image in self.images:
+            image.forget()
+
+    def error_of(self, source: Source, error: ValueError) -> ValueError:
+        """An error of this source, in the words of one of the requests that show it."""
+        return ValueError(str(error).replace(self.source.name, source.name))
+
+    def wrong_uuid(self) -> ValueError:
+        return ValueError(
+            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before; "
+            "cache.release_uuid sets it free"
+        )
+
+    def aliases(self) -> Iterator[tuple[str, Picture]]:
+        """What the pictures are found by without decoding them."""
+        for alias, picture in zip(self.medium.aliases, self.pictures, strict=True):
+            if alias is not None:
+                yield alias, picture
+
+    def _alias_of(self, name: bytes | str | tuple[str | int, ...] | None) -> str | None:
+        return alias_key(name, self._salt) if self._lookup and name is not None else None
+
+    def _identify(self) -> None:
+        self.pictures, self.images = [], []
+        for frames in self._decoded():
+            image = self._become(_picture(frames), self.medium.fit(frames))
+            if self._lookup:
+                self._recognizer.store.outside.look(image.keys)
+            if not self._is_kept(image):
+                image.patches = self._cut(frames)
+
+    def _become(self, picture: Picture, grid: tuple[int, int, int]) -> ImageRef:
+        """The next image is known."""
+        recognizer, settings, number = self._recognizer, self.medium.settings, len(self.images)
+        key, shared = recognizer.entry_key(picture, settings, self._salt), None
+        if len(recognizer.store.shared):
+            shared = recognizer.store.shared.get(recognizer.entry_key(picture, settings, None))
+        tokens = recognizer.media.processor.num_tokens(grid)
+        image = ImageRef(key, grid, tokens, lambda: self._patches(number), shared=shared)
+        self.pictures.append(picture)
+        self.images.append(image)
+        return image
+
+    def _is_kept(self, image: ImageRef) -> bool:
+        """Whether the pixels will not be needed, as far as one can tell now."""
+        return self._lookup and any(map(self._recognizer.store.knows, image.keys))
+
+    def _decoded(self) -> Iterator[tuple[Rgb, ...]]:
+        """The frames of each image."""
+        with self._recognizer.decoding.take(self.medium.decoding_bytes):
+            decoding = self.medium.decode()
+            while True:
+                start = time.perf_counter()
+                try:
+                    frames = next(decoding)
+                except StopIteration:
+                    return
+                except ValueError as error:
+                    # Memory or file handles that run out say nothing of the picture; other bytes need no second try.
+                    passing = isinstance(error.__cause__, MemoryError) or getattr(error.__cause__, "errno", None)
+                    if self._alias is not None and self._trusted is None and not passing:
+                        reason = str(error).removeprefix(self.source.name).strip()
+                        self._recognizer.store.refusals.put(self._alias, reason)
+                    raise
+                self.decode += time.perf_counter() - start
+                yield frames
+
+    def _cut(self, frames: tuple[Rgb, ...]) -> Patches:
+        start = time.perf_counter()
+        patches = self.medium.cut(frames)
+        self.preprocess += time.perf_counter() - start
+        return patches
+
+    def _patches(self, number: int) -> Patches:
+        """Of one image. As the source is decoded for it, so are those of all others that will be needed."""
+        with self._decoding:
+            found: Patches | None = self.images[number].__dict__.get("patches")
+            if found is not None:
+                return found
+            for i, (image, frames) in enumerate(zip(self.images, self._decoded(), strict=True)):
+                if self._trusted is not None and _picture(frames) != self.pictures[i]:
+                    raise self.wrong_uuid()  # kept under the other picture's key, it would mislead everyone
+                if i == number:
+                    found = self._cut(frames)
+                elif not image.is_loaded and not self._is_kept(image):
+                    image.patches = self._cut(frames)
+        assert found is not None
+        return found
+
+
+class Budget:
+    """Lets work begin in its order, as long as all that is under way stays within a number of bytes.
+
+    Alone, a piece of work may be larger.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._used = 0
+        self._waiting: list[object] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, amount: int) -> Iterator[None]:
+        me = object()
+        with self._changed:
+            self._waiting.append(me)
+            try:
+                self._changed.wait_for(
+                    lambda: self._waiting[0] is me and (not self._used or self._used + amount <= self._most)
+                )
+                self._used += amount
+            finally:
+                self._waiting.remove(me)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= amount
+                self._changed.notify_all()
+
+
+class _Same:
+    """Equal for encoded files of the same bytes, told apart by few of them where they differ."""
+
+    def __init__(self, encoded: bytes):
+        self._encoded, middle = encoded, len(encoded) // 2
+        self._hash = hash((len(encoded), encoded[:64], encoded[middle : middle + 64], encoded[-64:]))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._encoded == other._encoded
+
+
+def _same(source: Source) -> Hashable:
+    """Equal for sources that are the same for sure."""
+    if not isinstance(source, ImageSource):
+        return source.film.same, source.options
+    return id(source.value) if source.encoded is None else _Same(source.encoded)
+
+
+def _picture(frames: tuple[Rgb, ...]) -> Picture:
+    return Picture(content_key(*frames), *frames[0].shape[:2])

@@ -1,0 +1,154 @@
+"""Messages and their parts: where in them an image or a video is, and what is said of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlcache_jax.checks import check_text, short
+from vlcache_jax.inputs.videos import OPTIONS
+
+IMAGE_TOKEN = "<|image_pad|>"
+VIDEO_TOKEN = "<|video_pad|>"
+IMAGE_TYPES = ("image", "image_url", "image_pil")
+VIDEO_TYPES = ("video", "video_url")
+_IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
+_VIDEO_KEYS = ("video", "url", "path", "base64")
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+
+
+def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str], None]) -> dict[str, Any]:
+    """Checks a message, and returns it in the shape that templates know.
+
+    Args:
+        add: called with each part that is an image or a video, and with what errors call its place.
+
+    Raises:
+        ValueError: another role, key or type of part, or a text that holds a placeholder.
+    """
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} must be a dict with role and content, got {type(message).__name__}")
+    # What others leave empty says nothing, such as "tool_calls": [].
+    message = {key: value for key, value in message.items() if key in _MESSAGE_KEYS or value not in (None, [], {})}
+    check_keys(message, _MESSAGE_KEYS, name)
+    if message.get("name") is not None:
+        warn_ignored("name", "a message")
+    given, content = message.get("role"), message.get("content")
+    if not (isinstance(given, str) and given in _ROLES):
+        raise ValueError(f"{name} must have the role {', '.join(_ROLES)}, got {short(given)}")
+    role = _ROLES[given]
+    if isinstance(content, str):
+        return {"role": role, "content": _plain_text(content, name)}
+    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+        raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {content!r:.80}")
+    parts: list[dict[str, str]] = []
+    for i, part in enumerate(content):
+        where = f"{name} content[{i}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            check_keys(part, ("type", "text"), where)
+            parts.append({"type": "text", "text": _plain_text(part.get("text"), where)})
+        elif kind in IMAGE_TYPES or kind in VIDEO_TYPES:
+            add(part, where)
+            parts.append({"type": "video" if kind in VIDEO_TYPES else "image"})
+        else:
+            got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
+            known = ", ".join(("text", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
+            raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, got {got}")
+    return {"role": role, "content": parts}
+
+
+def image_value(part: Mapping[str, Any], name: str) -> Any:
+    """What `read_image` takes, from an image part of either shape."""
+    if part["type"] == "image_url":
+        check_keys(part, ("type", "image_url", "uuid"), name)
+        value = part.get("image_url")
+        if isinstance(value, Mapping):
+            check_keys(value, ("url", "detail"), f"{name} image_url")
+            if value.get("detail") is not None:
+                warn_ignored("detail", "an image")
+            value = value.get("url")
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
+        return value
+    check_keys(part, ("type", "uuid", *_IMAGE_KEYS), name)
+    return _only(part, _IMAGE_KEYS, name)
+
+
+def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
+    """The value of the one of the keys that is given."""
+    given = [key for key in keys if part.get(key) is not None]
+    if len(given) != 1:
+        raise ValueError(f"{name} must hold exactly one of {', '.join(keys)}, got {', '.join(given) or 'none'}")
+    value = part[given[0]]
+    if given[0] == "base64" and isinstance(value, str) and not value.startswith("data:"):
+        return f"data:;base64,{value}"
+    return value
+
+
+def video_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any], Any]:
+    """What `read_video` takes, from a video part of either shape: the video, its options and its metadata."""
+    said = ("type", "uuid", *OPTIONS, "video_metadata")
+    options = {key: part[key] for key in OPTIONS if key in part}
+    if part["type"] == "video_url":
+        check_keys(part, ("video_url", *said), name)
+        value = part.get("video_url")
+        if isinstance(value, Mapping):
+            check_keys(value, ("url",), f"{name} video_url")
+            value = value.get("url")
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must have a string as video_url or as its url, got {type(value).__name__}")
+        return value, options, part.get("video_metadata")
+    check_keys(part, (*_VIDEO_KEYS, *said), name)
+    return _only(part, _VIDEO_KEYS, name), options, part.get("video_metadata")
+
+
+def listed(prompt: Mapping[str, Any], key: str, kind: str, name: str) -> list[Any] | None:
+    """The images or videos, or their ids, under `key` of a prompt: None if absent; a single one is a list of one."""
+    data = prompt.get(key)
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} {key} must be a dict with 'image' or 'video', got {type(data).__name__}")
+    check_keys(data, ("image", "video"), f"{name} {key}")
+    value = data.get(kind)
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        return [value]
+    pictures = [isinstance(one, Image.Image) or (isinstance(one, np.ndarray) and one.ndim < 4) for one in value]
+    return [value] if kind == "video" and value and all(pictures) else list(value)
+
+
+def check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{name} must hold only {', '.join(known)}, got {key!r}")
+
+
+def check_uuid(uuid: Any, name: str) -> None:
+    if not (uuid is None or (isinstance(uuid, str) and uuid)):
+        raise ValueError(f"{name} must be a non-empty string or None, got {short(uuid)}")
+    if uuid is not None:
+        check_text(uuid, name)
+
+
+def warn_ignored(key: str, where: str) -> None:
+    package = str(Path(__file__).parent.parent)
+    warnings.warn(f"the {key} of {where} is ignored", UserWarning, skip_file_prefixes=(package,))
+
+
+def _plain_text(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must have a string as text, got {type(text).__name__}")
+    for token in (IMAGE_TOKEN, VIDEO_TOKEN):
+        if token in text:
+            raise ValueError(f"{name} must not contain {token}, which marks the place of an image or video")
+    return text

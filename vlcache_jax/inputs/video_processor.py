@@ -1,0 +1,291 @@
+"""Which frames of a video the model sees, in which size, and when they were seen: as transformers' video processors do.
+
+Frames are resized as pictures are (`processor`). What is left to the library's classes here are sampling and sizes, of
+which there are two kinds (`KINDS`); the checkpoint or its family names one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.checks import short, shorten
+from vlcache_jax.fields import FLAG, OBJECT, TEXT, check_fields, optional, read_object, whole
+from vlcache_jax.inputs.films import UNKNOWN_FPS, Head
+from vlcache_jax.inputs.images import check_picture_size
+from vlcache_jax.inputs.processor import Grid, ImageProcessor, fit_blocks
+from vlcache_jax.inputs.videos import OPTIONS, VideoOptions, check_order
+from vlcache_jax.models.config import ModelConfig, VisionConfig
+from vlcache_jax.models.registry import FAMILIES
+from vlcache_jax.models.video import Videos
+
+_SIZE = dict.fromkeys(("shortest_edge", "longest_edge"), optional(OPTIONS["max_pixels"]))
+_STORED = {key: optional(kind) for key, kind in OPTIONS.items()} | {
+    "size": optional(OBJECT),
+    "cap_pixels_per_frame": optional(FLAG),
+    "max_video_tokens": optional(whole(1, 1 << 30)),
+    "video_processor_type": optional(TEXT),
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the model sees of a video.
+
+    Attributes:
+        chunks: the frames of each chunk, by their place in the video, C x F. The last one is repeated if need be.
+        seconds: when each chunk is seen.
+        step: seconds from one chunk to the next, as the library counts them.
+        grid: patches of each chunk.
+    """
+
+    chunks: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    step: float
+    grid: Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoProcessor:
+    """Samples and measures videos.
+
+    Attributes:
+        kind: see `KINDS`.
+        family: how its prompts show videos.
+        tower: the family's configuration of its vision tower.
+        image: cuts frames; of the same checkpoint.
+        min_pixels, max_pixels: area to which frames are scaled; of one frame, or of all of them together.
+        fps, num_frames, min_frames, max_frames, do_sample_frames: see `VideoOptions`.
+        cap_pixels_per_frame: whether frames are also scaled so that a video has at most so many tokens as
+            `max_video_tokens` says in the library's words.
+    """
+
+    kind: Kind
+    family: Videos
+    tower: VisionConfig
+    image: ImageProcessor
+    min_pixels: int
+    max_pixels: int
+    fps: float | None
+    num_frames: int | None
+    min_frames: int
+    max_frames: int
+    do_sample_frames: bool
+    cap_pixels_per_frame: bool
+    max_video_tokens: int
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | PathLike[str], config: ModelConfig, image: ImageProcessor
+    ) -> VideoProcessor:
+        """Reads the settings of a checkpoint, from where the library looks for them: `processor_config.json`,
+        `video_preprocessor_config.json`, or those of its images.
+
+        Args:
+            config: of the model. Its family says which kind it is where the files do not.
+            image: processor of the checkpoint.
+
+        Raises:
+            ValueError: a field that is out of bounds, another kind, or pixels that are not made as those of images are.
+        """
+        given, path = _read_settings(Path(directory))
+        family = FAMILIES[config.model_type].VIDEO
+        name = given.get("video_processor_type", family.processor)
+        if name not in KINDS:
+            raise ValueError(f"video_processor_type of {path} must be {' or '.join(KINDS)}, got {shorten(str(name))}")
+        found = KINDS[name]
+        for key, expected in (
+            ("image_mean", image.mean),
+            ("image_std", image.std),
+            *((key, getattr(image, key)) for key in ("patch_size", "merge_size", "temporal_patch_size")),
+            *((key, getattr(image, key)) for key in ("rescale_factor", "resample")),
+        ):
+            got = given.get(key, expected)
+            if isinstance(expected, tuple):
+                got = tuple(got) if isinstance(got, list | tuple) else (got,) * len(expected)
+            if got != expected:
+                raise ValueError(f"{key} of {path} must be that of images, {expected}, got {short(got)}")
+        settings = {**found.defaults, **{key: given[key] for key in found.defaults if key in given}}
+        size = {**found.size, **given.get("size", {})}
+        limits = dict(zip(("min_pixels", "max_pixels"), (size["shortest_edge"], size["longest_edge"]), strict=True))
+        limits |= {key: given[key] for key in limits if key in given}
+        check_order(limits["min_pixels"], limits["max_pixels"], "pixels", f"size of {path}: ")
+        return cls(kind=found, family=family, tower=config.vision, image=image, **limits, **settings)
+
+    def cut(self, head: Head, options: VideoOptions, *, is_file: bool, name: str = "video") -> Cut:
+        """What the model sees of a video.
+
+        Args:
+            is_file: whether its frames come from a file.
+
+        Raises:
+            ValueError: options that contradict the checkpoint's or the video, or frames more than 200 times as long as
+                wide.
+        """
+        own = self._with(options, name)
+        asked = options.fps is not None or options.num_frames is not None
+        samples = options.do_sample_frames
+        if samples is None:
+            samples = asked or (is_file and own.do_sample_frames)
+        indices = own.kind.sample(own, head, name) if samples else np.arange(head.frames)
+        numbers = indices if head.numbers is None else np.asarray(head.numbers)[indices]
+        slots = self.image.temporal_patch_size
+        padded = np.pad(indices, (0, -len(indices) % slots), mode="edge").reshape(-1, slots)
+        seen = np.pad(numbers, (0, -len(numbers) % slots), mode="edge").reshape(-1, slots)
+        fps = head.fps or UNKNOWN_FPS
+        sampled = fps if head.fps is None else len(indices) / head.total * fps
+        return Cut(
+            chunks=tuple(map(tuple, padded.tolist())),
+            seconds=tuple((int(one[0]) / fps + int(one[-1]) / fps) / 2 for one in seen),
+            step=slots / sampled,
+            grid=own._grid(len(indices), head, name),
+        )
+
+    def text(self, cut: Cut) -> str:
+        """What stands in the prompt for a video, with one placeholder for each chunk."""
+        return self.family.text(cut.seconds)
+
+    def times(self, cut: Cut) -> tuple[int, ...]:
+        """Of each chunk, what is added to its positions on the first axis."""
+        return self.family.times(self.tower, len(cut.chunks), cut.step)
+
+    def patches(self, frames: Sequence[npt.NDArray[np.uint8]], grid: Grid) -> npt.NDArray[np.uint8]:
+        """The pixels of a chunk, uint8 [P, 3, F, patch_size**2], of its frames, [H, W, 3] each."""
+        return np.stack([self.image.cut(frame, grid) for frame in frames], axis=2)
+
+    def settings(self, grid: Grid) -> dict[str, Any]:
+        """Everything that makes the pixels of a chunk of frames, as plain values: a part of cache keys."""
+        own = self.image.settings()
+        return {key: own[key] for key in own if key not in ("min_pixels", "max_pixels")} | {"grid": grid}
+
+    def _with(self, options: VideoOptions, name: str) -> VideoProcessor:
+        """This processor with the options in place of its settings."""
+        given = {key: value for key, value in vars(options).items() if value is not None and key != "do_sample_frames"}
+        if "fps" in given:
+            given["num_frames"] = None
+        own = replace(self, **given)
+        for what in ("frames", "pixels"):
+            check_order(getattr(own, f"min_{what}"), getattr(own, f"max_{what}"), what, f"{name}: ")
+        return own
+
+    def _grid(self, frames: int, head: Head, name: str) -> Grid:
+        check_picture_size(head.height, head.width, name)
+        merge, block = self.image.merge_size, self.image.patch_size * self.image.merge_size
+        rows, columns = self.kind.fit(self, frames, head.height, head.width, block)
+        return 1, rows * merge, columns * merge
+
+
+def _read_settings(directory: Path) -> tuple[dict[str, Any], Path]:
+    """The settings that are given, and the file that they are from."""
+    for file in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
+        if not (path := directory / file).exists():
+            continue
+        given = read_object(path)
+        if file == "processor_config.json":
+            check_fields(given, {"video_processor": optional(OBJECT)}, path)
+            given = given.get("video_processor") or {}
+        if given:
+            check_fields(given, _STORED, path)
+            check_fields(given.get("size") or {}, _SIZE, path, section="size.")
+            return {key: value for key, value in given.items() if value is not None}, path
+    return {}, directory
+
+
+def _sample_steps(own: VideoProcessor, head: Head, name: str) -> npt.NDArray[np.int64]:
+    """Even steps from the first frame on, a whole number of chunks."""
+    slots, total = own.image.temporal_patch_size, head.frames
+    if own.num_frames is not None:
+        count = round(own.num_frames / slots) * slots
+    else:
+        most = math.floor(min(own.max_frames, total) / slots) * slots
+        wanted = total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0)  # the library has no default
+        count = math.floor(min(max(wanted, own.min_frames), most, total) / slots) * slots
+    if count > total:
+        raise ValueError(f"{name} num_frames must be at most its {total} frames, got {own.num_frames}")
+    step = total / max(count, 1)
+    # As `torch.arange` counts: float64 steps, rounded to float32.
+    return (np.arange(max(count, 1)) * step).astype(np.float32).astype(np.int64)
+
+
+def _sample_ends(own: VideoProcessor, head: Head, name: str) -> npt.NDArray[np.int64]:
+    """Evenly from the first frame to the last."""
+    total, count = head.frames, own.num_frames
+    if count is None:
+        count = int(total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0))
+        count = min(max(count, own.min_frames), own.max_frames, total)
+    if count > total:
+        raise ValueError(f"{name} num_frames must be at most its {total} frames, got {count}")
+    return np.linspace(0, total - 1, count).round().astype(np.int64)
+
+
+def _fit_each(own: VideoProcessor, frames: int, height: int, width: int, block: int) -> tuple[int, int]:
+    """The limits are of one frame."""
+    most: float = own.max_pixels
+    if own.cap_pixels_per_frame:
+        all_pixels = int(own.max_video_tokens * block * block * 0.9)
+        share = all_pixels * own.image.temporal_patch_size // frames
+        most = max(min(most, share), int(own.min_pixels * 1.05))
+    return fit_blocks(height, width, block, own.min_pixels, most)
+
+
+def _fit_all(own: VideoProcessor, frames: int, height: int, width: int, block: int) -> tuple[int, int]:
+    """The limits are of all frames together."""
+    slots, least, most = own.image.temporal_patch_size, own.min_pixels, own.max_pixels
+    if own.cap_pixels_per_frame:
+        share = min(own.max_video_tokens * block * block, most // frames)
+        most = max(share, int(least * 1.05)) * frames
+    frames = max(frames, slots)
+    if height < block or width < block:
+        scale = max(block / height, block / width)
+        height, width = int(height * scale), int(width * scale)
+    rows, columns = round(height / block), round(width / block)
+    area = round(frames / slots) * slots * rows * columns * block**2
+    # What the limits are compared with counts whole chunks, the root of the scale the frames that there are.
+    if least <= area <= most:
+        return rows, columns
+    if area > most:
+        shrink = math.sqrt((frames * height * width) / most)
+        return max(1, math.floor(height / shrink / block)), max(1, math.floor(width / shrink / block))
+    grow = math.sqrt(least / (frames * height * width))
+    return math.ceil(height * grow / block), math.ceil(width * grow / block)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the library's video processors.
+
+    Attributes:
+        size, defaults: what it takes for settings that a checkpoint leaves out.
+        sample: frames of a video of which not all are to be seen.
+        fit: rows and columns of blocks of `frames` of a size.
+    """
+
+    size: dict[str, int]
+    defaults: dict[str, Any]
+    sample: Callable[[VideoProcessor, Head, str], npt.NDArray[np.int64]]
+    fit: Callable[[VideoProcessor, int, int, int, int], tuple[int, int]]
+
+
+_FRAMES = {"num_frames": None, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
+KINDS = {
+    "Qwen2VLVideoProcessor": Kind(
+        size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+        defaults={**_FRAMES, "fps": None, "do_sample_frames": False, "max_video_tokens": 128000},
+        sample=_sample_steps,
+        fit=_fit_each,
+    ),
+    "Qwen3VLVideoProcessor": Kind(
+        size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+        defaults={**_FRAMES, "fps": 2, "do_sample_frames": True, "max_video_tokens": 768},
+        sample=_sample_ends,
+        fit=_fit_all,
+    ),
+}
+"""By the library's names of them."""

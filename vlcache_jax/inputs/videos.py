@@ -1,0 +1,187 @@
+"""Videos as callers pass them, and what they ask of them. As with images, nothing is decoded here."""
+
+from __future__ import annotations
+
+import mimetypes
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlcache_jax.checks import short
+from vlcache_jax.fields import FLAG, Kind, check_fields, listed, optional, real, whole
+from vlcache_jax.inputs.access import LOCAL_ONLY, Access
+from vlcache_jax.inputs.films import MAX_FRAMES, UNKNOWN_FPS, Film, FilmFile, Frames
+from vlcache_jax.inputs.images import describe, read_encoded, read_image
+
+_ACCEPTED = "a list of frames, an array of uint8 [T, H, W, 3], or a file: a path, bytes, a data:, file: or http(s) URL"
+_COUNT = whole(1, MAX_FRAMES)
+_AREA = whole(1, 1 << 40)
+_RATE = real(1e-6, 1e6)
+OPTIONS: dict[str, Kind] = {
+    "fps": _RATE,
+    "num_frames": _COUNT,
+    "min_frames": _COUNT,
+    "max_frames": _COUNT,
+    "min_pixels": _AREA,
+    "max_pixels": _AREA,
+    "do_sample_frames": FLAG,
+}
+"""What a message may say of its video, and what it may be."""
+
+_METADATA: dict[str, Kind] = {
+    "fps": optional(_RATE),
+    "frames_indices": optional(listed(whole(0, 1 << 40), MAX_FRAMES)),
+    "total_num_frames": optional(whole(1, 1 << 40)),
+}
+_UNUSED = ("width", "height", "duration", "video_backend")  # that the library's metadata hold, too
+
+
+@dataclass(frozen=True)
+class VideoOptions:
+    """What is asked of a video, in the words of the library's video processors; None: what the checkpoint says.
+
+    Attributes:
+        fps: frames a second to be sampled.
+        num_frames: frames to be sampled, in place of `fps`.
+        min_frames, max_frames: that `fps` may come to.
+        min_pixels, max_pixels: the area to which frames are scaled; how frames count is the processor's business.
+        do_sample_frames: whether frames are sampled at all. If left out, frames of a file are where the checkpoint
+            says so, others are not, and any are where `fps` or `num_frames` is given.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    do_sample_frames: bool | None = None
+
+    @classmethod
+    def checked(cls, given: Mapping[str, Any], name: str) -> VideoOptions:
+        """Of a dict.
+
+        Raises:
+            ValueError: a value of another type or out of bounds, a minimum above its maximum, or both `fps` and
+                `num_frames`.
+        """
+        try:
+            check_fields(given, {key: optional(kind) for key, kind in OPTIONS.items()})
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+        own = cls(**given)
+        if own.fps is not None and own.num_frames is not None:
+            raise ValueError(f"{name} must hold fps or num_frames, got both")
+        for what in ("frames", "pixels"):
+            least, most = getattr(own, f"min_{what}"), getattr(own, f"max_{what}")
+            check_order(least, most, what, f"{name} ")
+        return own
+
+
+def check_order(least: float | None, most: float | None, what: str, prefix: str = "") -> None:
+    """Raises a ValueError if a minimum of `what` is above its maximum."""
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"{prefix}min_{what} must be at most max_{what} {most}, got {least}")
+
+
+@dataclass(frozen=True, eq=False)
+class VideoSource:
+    """A video as the caller gave it, not decoded yet.
+
+    Attributes:
+        name: what error messages call it, such as "conversations[2] videos[1]".
+        film: its frames.
+        options: what is asked of it.
+    """
+
+    name: str
+    film: Film = field(repr=False)
+    options: VideoOptions = VideoOptions()
+
+    @property
+    def mark(self) -> tuple[str, ...] | None:
+        """What tells its file for sure without decoding it; None: it has none."""
+        return None if self.film.digest is None else ("film", self.film.digest)
+
+
+def is_video(path: str) -> bool:
+    """Whether a file is a video, by its name."""
+    kind, _ = mimetypes.guess_type(path)
+    return kind is not None and kind.startswith("video/")
+
+
+def read_video(
+    value: Any,
+    options: VideoOptions = VideoOptions(),
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    access: Access = LOCAL_ONLY,
+    name: str = "video",
+) -> VideoSource:
+    """Takes hold of a video: reads or fetches files, decodes nothing.
+
+    Args:
+        value: a list of frames, each as `read_image` takes an image; a uint8 array [T, H, W, 3]; or a file: a path,
+            bytes, a data:, file:// or http(s) URL.
+        options: what is asked of it.
+        metadata: of frames, in the library's words: `fps` of the film that they are from (without it they are taken
+            for 24 a second, with a warning), `frames_indices` of each in it, and its `total_num_frames`.
+        access: what may be read from where.
+        name: what error messages call the video.
+
+    Raises:
+        ValueError: another type, shape or dtype, no frames, metadata that do not suit the frames, or what `read_image`
+            refuses.
+    """
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != 4 or value.shape[3] != 3:
+            raise ValueError(f"{name} must be an array of uint8 [T, H, W, 3], got {value.dtype} {value.shape}")
+        same: Any = (id(value), value.shape)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        same = None
+    else:
+        if isinstance(value, Image.Image):
+            raise ValueError(f"{name} must be {_ACCEPTED}, got {describe(value)}")
+        encoded = read_encoded(value, _ACCEPTED, access=access, name=name)
+        if metadata is not None:
+            raise ValueError(f"{name} must have no video_metadata, as a file has its own, got {short(metadata)}")
+        return VideoSource(name, FilmFile(name, encoded), options)
+    pictures = tuple(read_image(one, access=access, name=f"{name} frames[{i}]") for i, one in enumerate(value))
+    if same is None:
+        same = tuple(id(one.value) if one.encoded is None else one.encoded for one in pictures)
+    return VideoSource(name, Frames(name, pictures, same, *_metadata(metadata, len(pictures), name)), options)
+
+
+def _metadata(given: Any, count: int, name: str) -> tuple[float | None, tuple[int, ...] | None, int]:
+    """Frames a second, numbers and total of `count` frames; see `Head`."""
+    if not 1 <= count <= MAX_FRAMES:
+        raise ValueError(f"{name} must have 1 to {MAX_FRAMES} frames, got {count}")
+    name = f"{name} video_metadata"
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"{name} must be a dict such as {{'fps': 30}}, got {short(given)}")
+    given = given or {}
+    for key in given:
+        if key not in (*_METADATA, *_UNUSED):
+            raise ValueError(f"{name} must hold only {', '.join(_METADATA)}, got {short(key)}")
+    try:
+        check_fields(given, _METADATA)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    if given.get("fps") is None:
+        package = str(Path(__file__).parent.parent)
+        said = f"{name} should hold fps: the frames are taken for {UNKNOWN_FPS} a second"
+        warnings.warn(said, UserWarning, skip_file_prefixes=(package,))
+    numbers, total = given.get("frames_indices"), given.get("total_num_frames") or count
+    if numbers is None and total != count:
+        raise ValueError(f"{name} must hold frames_indices where the {count} frames are of {total}")
+    if numbers is not None and (len(numbers) != count or numbers != sorted(numbers) or numbers[-1] >= total):
+        raise ValueError(
+            f"{name} frames_indices must be {count} ascending numbers below total_num_frames = {total}, "
+            f"got {short(numbers)}"
+        )
+    return given.get("fps"), None if numbers is None else tuple(numbers), total
