@@ -92,8 +92,8 @@ def matches(output):
 # Parity.
 
 
-@pytest.mark.ladder_for("qwen2_vl")
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
+@pytest.mark.ladder_for("qwen2_vl", "qwen3_vl_moe")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl-flat-tied", "qwen3_vl-tied", "qwen3_vl_moe-every"])
 def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
     """Two videos of other rates, with an odd number of frames and with times that reach beyond the text, and a picture:
     tower, positions, logits, and what is said."""
