@@ -7,6 +7,9 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import huggingface_hub
@@ -20,7 +23,9 @@ from safetensors.numpy import load_file, save_file
 from vlcache_jax import LLM
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.convert import check_contents, convert
+from vlcache_jax.convert.plan import tensor_digests
 from vlcache_jax.convert.restore import StoredWeights
+from vlcache_jax.engine import checkpoint as checkpoint_module
 from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.models.params import abstract_params
 from vlcache_jax.models.registry import load_config
@@ -96,6 +101,23 @@ def test_load_places_weights_on_a_device(converted):
     for place in (device, jax.sharding.SingleDeviceSharding(device)):
         tree = open_checkpoint(converted).load(place)
         assert {x.device for x in jax.tree.leaves(tree)} == {device}
+
+
+def test_who_comes_meanwhile_does_not_hash_the_same(checkpoints):
+    opened = open_checkpoint(checkpoints("qwen3_vl"))
+    hashed = []
+
+    def slow(plan):
+        hashed.append(threading.get_ident())
+        time.sleep(0.05)
+        return tensor_digests(plan)
+
+    with (
+        mock.patch.object(checkpoint_module, "tensor_digests", slow),
+        ThreadPoolExecutor(4) as threads,
+    ):
+        found = list(threads.map(lambda _: opened.fingerprint, range(4)))
+    assert len(hashed) == len(set(found)) == 1
 
 
 def test_fingerprints_tell_weights_apart(checkpoints, tmp_path):

@@ -162,6 +162,17 @@ def test_a_video_in_a_prompt(checkpoints):
         assert [ids[start : start + 3].tolist() for start in starts] == [[renderer.video_token_id] * 3] * 2
 
 
+def test_pairs_with_metadata(checkpoints):
+    """As vLLM has them, alone and in a list; numbers of frames may be an array."""
+    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
+    pair = noise(4), {"fps": 2.0, "frames_indices": np.arange(4) * 15, "total_num_frames": 60}
+    for data, count in ((pair, 1), ([pair, pair], 2)):
+        text = count * f"<|vision_start|>{VIDEO_TOKEN}"
+        prompt = renderer.from_prompt({"prompt": text, "multi_modal_data": {"video": data}})
+        heads = [source.film.head() for source in prompt.videos]
+        assert heads == [Head(4, 40, 60, 2.0, (0, 15, 30, 45), 60)] * count
+
+
 def encoded(frames, container="mp4", codec="mpeg4"):
     av = pytest.importorskip("av")
     file = io.BytesIO()

@@ -266,8 +266,12 @@ def ask_command(
     host_bytes: _HostBytes = "4GiB",
     reuse: _Reuse = "exact",
     twice: Annotated[bool, typer.Option("--twice", help="Ask once more, now that the images are known.")] = False,
+    fps: Annotated[
+        float | None,
+        typer.Option(help="Frames a second that are sampled of videos.", show_default="as the checkpoint says"),
+    ] = None,
 ) -> None:  # fmt: skip
-    """Asks a question about images and videos.
+    """Asks a question about images and videos. Files are told apart by their names.
 
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """
@@ -289,7 +293,11 @@ def ask_command(
         from vlcache_jax import LLM, SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        shown = [{"type": kind, "path": image} for kind, image in zip(kinds, images, strict=True)]
+        rate = {} if fps is None else {"fps": fps}
+        shown = [
+            {"type": kind, "path": image, **(rate if kind == "video" else {})}
+            for kind, image in zip(kinds, images, strict=True)
+        ]
         content = [*shown, {"type": "text", "text": question}]
         limits = {"max_pixels": max_pixels} if max_pixels is not None else None
         options: dict[str, Any] = {"dtype": dtype, "mm_processor_kwargs": limits, "max_rows": max_rows, "cache": cache}

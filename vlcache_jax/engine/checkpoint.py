@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -42,6 +43,7 @@ from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
 
 _log = logging.getLogger(__name__)
+_HASHING = threading.Lock()
 
 type Device = jax.Device | jax.sharding.Sharding
 
@@ -148,8 +150,13 @@ class _HubCheckpoint(Checkpoint):
 
     plan: tuple[Source, ...] = dataclasses.field(repr=False)
 
-    @functools.cached_property
+    @property
     def source_digest(self) -> str:
+        with _HASHING:  # who comes meanwhile waits, instead of hashing the same
+            return self._source_digest
+
+    @functools.cached_property
+    def _source_digest(self) -> str:
         return source_digest(self.plan, tensor_digests(self.plan))
 
     @property

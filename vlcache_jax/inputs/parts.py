@@ -124,7 +124,13 @@ def listed(prompt: Mapping[str, Any], key: str, kind: str, name: str) -> list[An
     if not isinstance(value, list | tuple):
         return [value]
     pictures = [isinstance(one, Image.Image) or (isinstance(one, np.ndarray) and one.ndim < 4) for one in value]
-    return [value] if kind == "video" and value and all(pictures) else list(value)
+    is_one = kind == "video" and value and (all(pictures) or is_with_metadata(value))
+    return [value] if is_one else list(value)
+
+
+def is_with_metadata(value: Any) -> bool:
+    """Whether a video is a pair of frames and metadata, as vLLM has them."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "type" not in value[1]
 
 
 def check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:

@@ -32,6 +32,7 @@ from vlcache_jax.inputs.parts import (
     check_keys,
     check_uuid,
     image_value,
+    is_with_metadata,
     listed,
     read_message,
     video_value,
@@ -265,8 +266,9 @@ class PromptRenderer:
         Args:
             prompt: the text, or `{"prompt": str, "multi_modal_data": {"image": image or list, "video": video or list},
                 "multi_modal_uuids": {"image": id or list, "video": ...}, "mm_processor_kwargs": {...}}`, or with token
-                ids as "prompt_token_ids" in place of "prompt". A video is what a message's part has under "video", or
-                such a part, with options beside it. A list of pictures is one video.
+                ids as "prompt_token_ids" in place of "prompt". A video is what a message's part has under "video", a
+                pair of frames and their metadata, or such a part, with options beside it. A list of pictures is one
+                video.
             name: what error messages call it, such as "prompts[2]".
 
         Raises:
@@ -299,6 +301,8 @@ class PromptRenderer:
                 if kind == "image":
                     found.append((self.image(one, where), uuid))
                 else:
+                    if is_with_metadata(one):
+                        one = {"video": one[0], "video_metadata": one[1]}
                     part = one if isinstance(one, Mapping) else {"video": one}
                     found.append((self.video({"type": "video", **part}, where), uuid))
         given = cast(str, text) if ids is None else self._token_ids(ids, f"{name} prompt_token_ids")

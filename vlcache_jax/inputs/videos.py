@@ -164,7 +164,7 @@ def _metadata(given: Any, count: int, name: str) -> tuple[float | None, tuple[in
     name = f"{name} video_metadata"
     if not isinstance(given, Mapping | None):
         raise ValueError(f"{name} must be a dict such as {{'fps': 30}}, got {short(given)}")
-    given = given or {}
+    given = {key: one.tolist() if isinstance(one, np.ndarray) else one for key, one in (given or {}).items()}
     for key in given:
         if key not in (*_METADATA, *_UNUSED):
             raise ValueError(f"{name} must hold only {', '.join(_METADATA)}, got {short(key)}")
