@@ -152,6 +152,23 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     assert small.exit_code == 0, small.output
 
 
+def test_ask_about_a_film(run, family_checkpoint, tmp_path):
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height = 64, 48
+        for shade in range(0, 240, 20):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), shade, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    tokens = []
+    for rate in ("4", "2"):
+        result = run("ask", "-m", family_checkpoint, "--max-tokens", "1", "--fps", rate, tmp_path / "a.mp4", "What?")
+        assert result.exit_code == 0, result.output
+        tokens.append(int(re.search(r"(\d+) of images", result.stderr)[1]))
+    assert tokens[0] == 2 * tokens[1] > 0  # twice as many frames
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["missing.png", "What?"], "missing.png"), (["bad.png", "What?"], "Pillow")],
