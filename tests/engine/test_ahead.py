@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.engine import programs
 
 LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
 LINK = ("link", 16, 1, 1)  # of the images here
@@ -112,6 +113,17 @@ def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
     lanes = programs.run(("lanes",))
     assert all(len(array) == LADDER.max_sequences for array in lanes)
     assert lanes.is_ended.dtype == bool
+
+
+def test_no_program_is_compiled_where_maps_run_out(llm, ask, monkeypatch, tmp_path):
+    """XLA would crash there; who asks is told, and served again when there is room."""
+    few = tmp_path / "max_map_count"
+    few.write_text("1000\n")
+    with monkeypatch.context() as context:
+        context.setattr(programs, "_MOST_MAPS", few)
+        with pytest.raises(MemoryError, match=r"maps must be left for the program .*of 1000.*vm\.max_map_count"):
+            ask(llm, 0)
+    assert all(output.outputs[0].token_ids for output in ask(llm, 0))
 
 
 def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import pathlib
 import threading
 import time
 from collections import abc
@@ -27,6 +28,9 @@ from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import SelectingPolicy
 
 Key = tuple[Any, ...]  # a program's name and its static sizes
+
+_MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
+_MAPS_OF_A_PROGRAM = 3000  # of the largest ones; 350 on average
 
 
 class Programs:
@@ -178,9 +182,14 @@ class Programs:
         return made
 
     def program(self, key: Key, lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
-        """The compiled program. If another thread is at it, waits for it; else compiles it if it is not yet."""
+        """The compiled program. If another thread is at it, waits for it; else compiles it if it is not yet.
+
+        Raises:
+          MemoryError: see `check_maps`.
+        """
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self._compiled:
+                check_maps(key)
                 self._compiled[key] = (lowered or self._lower(key)).compile()
             return self._compiled[key]
 
@@ -201,6 +210,23 @@ def program_name(key: Key) -> str:
 
 def _no_patches() -> Patches:
     raise AssertionError("this image has no pixels")
+
+
+def check_maps(key: Key) -> None:
+    """Sees that a program can still be mapped: on a CPU each takes hundreds of maps, and XLA crashes without.
+
+    Raises:
+      MemoryError: the process has nearly as many memory maps as Linux allows.
+    """
+    try:
+        used, most = _MAPS.read_bytes().count(b"\n"), int(_MOST_MAPS.read_text())
+    except OSError:  # another system
+        return
+    if used + _MAPS_OF_A_PROGRAM > most:
+        raise MemoryError(
+            f"memory maps must be left for the program {program_name(key)}, but this process has {used} of {most}, "
+            "most for compiled programs: raise the limit (sysctl -w vm.max_map_count=262144), or open fewer models"
+        )
 
 
 def use_compilation_cache() -> None:
