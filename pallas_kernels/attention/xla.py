@@ -57,8 +57,8 @@ def work_config(rows: int, requests: int, pages: int, *, decode: bool, shared: b
     """
     if decode:
         return WorkConfig(rows, requests, pages, box=1, tile=min(64, rows) if shared else 1, small=1, shared=shared)
-    tile, small = (2, 2) if _is_scattered(rows) else (32, 4)
-    return WorkConfig(rows, requests, pages, tile=tile, small=small, shared=shared)
+    tile = 4 if _is_scattered(rows) else 32
+    return WorkConfig(rows, requests, pages, tile=tile, small=4, shared=shared)
 
 
 def _is_scattered(rows: int) -> bool:
@@ -154,8 +154,8 @@ def _paged_attention(
     N, H, D = q.shape
     K = k.shape[1]
     parts, config = work.parts(), work.config
-    # Few rows see many pages; several at once shorten the loop. Decoding rows may see but one.
-    span = min(4, config.pages) if config.box > 1 and _is_scattered(config.rows) else 1
+    # Few rows see many pages; two at once halve the loop. Decoding rows may see but one.
+    span = min(2, config.pages) if config.box > 1 and _is_scattered(config.rows) else 1
     q = q.reshape(N, K, H // K, D)
     start = parts.start
 
