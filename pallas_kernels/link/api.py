@@ -212,6 +212,6 @@ def check_slots(slot: npt.NDArray[np.int32], slots: int) -> None:
     """
     if len(slot) and slot.min() < 0:
         raise ValueError(f"slot must not be negative, got {slot.min()}")
-    writers = np.bincount(np.minimum(slot, slots), minlength=slots)[:slots]
-    if writers.max(initial=0) > 1:
-        raise ValueError(f"slot must be distinct below {slots}, got {np.argmax(writers > 1)} more than once")
+    written = np.sort(slot[slot < slots])  # never something as large as the pool
+    if (twice := written[1:] == written[:-1]).any():
+        raise ValueError(f"slot must be distinct below {slots}, got {written[1:][np.argmax(twice)]} more than once")

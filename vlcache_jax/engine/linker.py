@@ -86,7 +86,7 @@ class Linker:
             layout = self._layout(request, handles)
             plan = make_plan(policy, layout, layers)
             choice = make_choice(policy, layout, layers)
-            if self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
+            if self._pass_over(layout, handles, lambda: _fresh(layout, plan, choice, layers)):
                 layout = self._layout(request, handles)
                 plan = make_plan(policy, layout, layers)
                 choice = make_choice(policy, layout, layers)
@@ -154,24 +154,29 @@ class Linker:
             request.moments,
         )
 
-    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> bool:
+    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: Callable[[], list[float]]) -> bool:
         """Lets go of what is not to be used of what was found; whether K, V are among it.
 
         Args:
           fresh: see `Image`; of each image.
         """
-        for span, handle, share in zip(layout.images, handles, fresh, strict=False):
+        if self._links_all:
+            return False
+        for span, handle, share in zip(layout.images, handles, fresh(), strict=False):
             if (load := self._load(span, handle, share)) != "link":
                 handle.pass_over(encoder=load == "compute")
         return any(record.meta.context is not None for handle in handles for record in handle.passed_over)
+
+    @property
+    def _links_all(self) -> bool:
+        return self.store.config.load == "link" or (self.store.config.load == "auto" and self.rates is None)
 
     def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:
         """What is done with an image. It never depends on what happens to be decoded, so that a call means the same as
         its requests one by one."""
         if self.store.config.load != "auto":
             return cast(Load, self.store.config.load)
-        if self.rates is None:
-            return "link"
+        assert self.rates is not None
         image, encoder = span.image, handle.encoder
         found = Image(
             tokens=image.num_tokens,
@@ -255,8 +260,10 @@ def _fresh(layout: Layout, plan: Plan, choice: Choice | None, layers: int) -> li
     chosen = 0.0
     if choice is not None:
         chosen = sum(choice.keep) / sum(span.length for span in layout.images if span.state == "approximate")
+    before = np.concatenate([[0], np.cumsum(np.minimum(plan.depth, layers))])
     return [
-        float(np.minimum(plan.depth[span.tokens], layers).mean() + chosen * (span.state == "approximate")) / layers
+        float((before[span.start + span.length] - before[span.start]) / span.length + chosen * (span.state == "approximate"))
+        / layers
         for span in layout.images
     ]
 
