@@ -500,6 +500,16 @@ def test_images_may_be_limited(renderer):
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
+def test_what_others_asked_of_the_tokenizer_is_forgotten(renderer):
+    text = f"Compare {IMAGE_TOKEN} now."
+    image = {"image": np.zeros((8, 8, 3), np.uint8)}
+    before = renderer.from_prompt({"prompt": text, "multi_modal_data": image}).token_ids
+    renderer.tokenizer(text, padding="max_length", truncation=True, max_length=5, split_special_tokens=True)
+    after = renderer.from_prompt({"prompt": text, "multi_modal_data": image}).token_ids
+    assert 5 < len(after) == len(before)
+    np.testing.assert_array_equal(after, before)
+
+
 def test_a_prompt_may_be_a_string(renderer):
     prompt = renderer.from_prompt("Hello")
     assert (prompt.text, prompt.images, prompt.uuids, prompt.mm_processor_kwargs) == ("Hello", (), (), {})
