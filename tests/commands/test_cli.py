@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -82,6 +83,16 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit: 4 such GPUs' worth ", experts)
 
 
+def test_info_names_the_published_sizes_to_who_misspells_one(run, monkeypatch):
+    from vlcache_jax.commands import info
+
+    monkeypatch.setattr(info, "locate", mock.Mock(side_effect=FileNotFoundError("no such model")))
+    result = run("info", "qwen3-vl-9b")
+    assert result.exit_code == 1
+    assert "no such model; published sizes are Qwen2-VL-2B, " in result.stderr
+    assert "published" not in run("info", "someone/qwen3-vl-9b").stderr
+
+
 def test_a_page_that_cannot_be_written_is_known_before(run, tmp_path):
     result = run("demo", "--report", tmp_path)
     assert result.exit_code == 1
@@ -110,6 +121,7 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
     }
     code = f"""
 import sys
+from unittest import mock
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
 for command, arguments in {wrong!r}.items():

@@ -105,7 +105,12 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     if name is not None and not pathlib.Path(model).is_dir():
         settings = FAMILIES[SIZES[name].model_type].PUBLISHED.image_processor
         return f"as published: {name}", published_config(name), ImageProcessor.from_settings(settings, name)
-    directory = locate(model, weights=False).directory
+    try:
+        directory = locate(model, weights=False).directory
+    except FileNotFoundError as error:
+        if "/" in model:
+            raise
+        raise FileNotFoundError(f"{error}; published sizes are {', '.join(SIZES)}") from None
     return str(directory), load_config(directory), ImageProcessor.from_pretrained(directory)
 
 
