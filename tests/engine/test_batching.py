@@ -200,7 +200,6 @@ def test_rows_that_drop_out_become_padding():
     written = [set() for _ in range(LAYERS)]
     for step in prefill_steps(wave, LADDER, 2 * SLOTS, LAYERS):
         assert list(step.bounds) == sorted(step.bounds, reverse=True)
-        works = step.works(CONFIG)
         for layer in range(LAYERS):
             slots = step.rows.slot[: step.active[layer]]
             assert step.active[layer] <= step.bounds[layer]
@@ -208,7 +207,7 @@ def test_rows_that_drop_out_become_padding():
             assert not written[layer] & set(slots.tolist())
             written[layer] |= set(slots.tolist())
             # Of the rows that attend, each sees its own request's slots up to its own.
-            parts = works[step.bounds[layer + 1], False].parts()
+            parts = step.work(step.bounds[layer + 1], False, CONFIG(step.bounds[layer + 1])).parts()
             leaving = len(step.wanted) if layer + 1 == LAYERS else step.active[layer + 1]
             for row in range(leaving):
                 [item] = [

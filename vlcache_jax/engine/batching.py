@@ -124,18 +124,9 @@ class Step[S: Sequence]:
         counts = (*self.active[1:], len(self.wanted))
         return tuple((self.bounds[i + 1], counts[i], i >= check) for i in range(len(self.active)))
 
-    def works(self, config: abc.Callable[[int], WorkConfig]) -> dict[tuple[int, bool], Work]:
-        """The attention of all layers, by bound and whether some rows were chosen: once for layers that agree in these.
-
-        Args:
-          config: of a bound.
-        """
-        most: dict[tuple[int, bool], int] = {}
-        for bound, count, is_chosen in self.leaving:
-            most[bound, is_chosen] = max(count, most.get((bound, is_chosen), 0))
-        return {kind: self._work(count, kind[1], config(kind[0])) for kind, count in most.items()}
-
-    def _work(self, count: int, is_chosen: bool, config: WorkConfig) -> Work:
+    def work(self, bound: int, is_chosen: bool, config: WorkConfig) -> Work:
+        """The attention of all layers that agree in their bound, and in whether some rows were chosen."""
+        count = max(count for own, count, chosen in self.leaving if (own, chosen) == (bound, is_chosen))
         used, table = np.unique(self.request[:count], return_inverse=True)
         least = end = self.rows.k_end[:count]
         if is_chosen and self.selection is not None:

@@ -262,7 +262,10 @@ def _fresh(layout: Layout, plan: Plan, choice: Choice | None, layers: int) -> li
         chosen = sum(choice.keep) / sum(span.length for span in layout.images if span.state == "approximate")
     before = np.concatenate([[0], np.cumsum(np.minimum(plan.depth, layers))])
     return [
-        float((before[span.start + span.length] - before[span.start]) / span.length + chosen * (span.state == "approximate"))
+        float(
+            (before[span.start + span.length] - before[span.start]) / span.length
+            + chosen * (span.state == "approximate")
+        )
         / layers
         for span in layout.images
     ]

@@ -13,6 +13,7 @@ from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS
 from vlcache_jax.engine.ladder import round_up
 from vlcache_jax.engine.packed import pack
 from vlcache_jax.engine.runner import Runner
+from vlcache_jax.pallas_kernels import Work
 from vlcache_jax.reuse.selection import Selection
 from vlcache_jax.reuse.shift import Moves
 
@@ -40,9 +41,9 @@ class Passage:
         self._held = first = step.bounds[0]
         self._leaving = step.leaving
         most, shift = runner.ladder.max_rows, step.shift
-        works = step.works(runner.definitions.work_config)
+        self._works: dict[tuple[int, bool], Work] = {}
         shifted = None if shift is None else shift.pack(most, runner.definitions.moved)
-        self._rows, self._works, self._shifted = jax.device_put((pack(step.rows, most), works, shifted))
+        self._rows, self._shifted = jax.device_put((pack(step.rows, most), shifted))
         embeddings = runner.text["embed_tokens"]
         self.x, self._deepstack = runner.run(("embed", first), embeddings, runner.encoder_rows(), self._rows)
 
@@ -73,7 +74,7 @@ class Passage:
         active = np.array([self._active(i) for i in range(layers.start, layers.stop)], np.int32)
         moves = self._moves(layers)
         key = "layers", size, moves is not None, self.runner.definitions.like[layers]
-        work = self._works[size, False]
+        work = self._work(size, False)
         self.x, pool[layers], captured = self.runner.run(
             key, weights, self.x, pool[layers], self._rows, active, work, moves
         )
@@ -111,10 +112,17 @@ class Passage:
         self.x, *pool[:], values = run(
             ("layer", size, leaving, added is not None, moves is not None, like),
             weights, self.x, *pool, self._rows, np.array(self._active(layer), np.int32),
-            self._works[leaving, is_chosen], added, moves,
+            self._work(leaving, is_chosen), added, moves,
         )  # fmt: skip
         if self.step.captured:
             self.captured.append(values)
+
+    def _work(self, bound: int, is_chosen: bool) -> Work:
+        """The work list of layers with this bound; made when the first of them comes: the device computes meanwhile."""
+        if (bound, is_chosen) not in self._works:
+            config = self.runner.definitions.work_config(bound)
+            self._works[bound, is_chosen] = jax.device_put(self.step.work(bound, is_chosen, config))
+        return self._works[bound, is_chosen]
 
     def _active(self, layer: int) -> tuple[int, int]:
         """Rows that a layer computes, and those of them that the next one needs."""
