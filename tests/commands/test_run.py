@@ -44,6 +44,11 @@ def test_a_question_is_a_conversation():
     assert (row.error, row.name, row.kept, row.params.max_tokens) == (None, 3, {"id": 3, "metadata": [1]}, 5)
     assert parsed({"question": "?", "metadata": None}).kept == {"metadata": None}
     assert parsed({"image": "/a.jpg", "question": "?"}).conversation[0]["content"][0]["image"] == "/a.jpg"
+    [turn] = parsed({"image": "a.jpg", "video": "clip.mp4", "question": "?"}).conversation
+    assert turn["content"][:2] == [
+        {"type": "image", "image": "/data/a.jpg"},
+        {"type": "video", "video": "/data/clip.mp4"},
+    ]
     assert parsed({"question": "?"}).conversation[0]["content"] == [{"type": "text", "text": "?"}]
     assert parsed({"messages": HELLO}).conversation == HELLO
 
@@ -99,7 +104,7 @@ def test_a_row_of_openai():
         ("[1]", "must be a JSON object, got [1]"),
         ("[" * 100_000, "must be JSON"),
         ({}, "must hold messages, or a question and its images, got nothing"),
-        ({"prompt": "a"}, "must hold only id, metadata, messages, question, image, images, allowed_token_ids,"),
+        ({"prompt": "a"}, "must hold only id, metadata, messages, question, image, images, video, allowed_token_ids,"),
         ({"question": 3}, "question must be a string, got 3"),
         ({"question": "\ud800"}, "question must be text"),
         ({"question": "?", "messages": HELLO}, "must hold either messages or a question, got both: question"),

@@ -1,8 +1,8 @@
 """The lines of `vlcache run`: what a row asks, and the line that answers it.
 
 A row is JSON on a line, in one of two formats: a request of OpenAI's batch files, answered in the format of their
-output files; or a plain one, `{"messages": [...]}` or `{"images": [...], "question": ...}`, with the names of
-`SamplingParams` beside them.
+output files; or a plain one, `{"messages": [...]}` or `{"images": [...], "question": ...}` (also "image", "video"), with
+the names of `SamplingParams` beside them.
 """
 
 from __future__ import annotations
@@ -215,12 +215,13 @@ def _openai(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _plain(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The conversation and the sampling parameters of a plain row."""
-    own = ("id", "metadata", "messages", "question", "image", "images")
+    media = ("image", "images", "video")
+    own = ("id", "metadata", "messages", "question", *media)
     given = {key: value for key, value in row.items() if key not in own}
     _check_keys(given, sorted(_SAMPLING), own)
     given = _with_numbers(given)
     if "messages" in row:
-        if extra := {"question", "image", "images"} & set(row):
+        if extra := {"question", *media} & set(row):
             raise ValueError(f"must hold either messages or a question, got both: {', '.join(sorted(extra))}")
         return row["messages"], given
     if "question" not in row:
@@ -232,6 +233,8 @@ def _plain(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     if not isinstance(images, list):
         raise ValueError(f"images must be a list, got {short(images)}")
     parts = [{"type": "image", "image": image} for image in images]
+    if "video" in row:
+        parts.append({"type": "video", "video": row["video"]})
     return [{"role": "user", "content": [*parts, {"type": "text", "text": row["question"]}]}], given
 
 
