@@ -1,8 +1,8 @@
 """The lines of `vlcache run`: what a row asks, and the line that answers it.
 
 A row is JSON on a line, in one of two formats: a request of OpenAI's batch files, answered in the format of their
-output files; or a plain one, `{"messages": [...]}` or `{"images": [...], "question": ...}` (also "image", "video"), with
-the names of `SamplingParams` beside them.
+output files; or a plain one, `{"messages": [...]}` or `{"images": [...], "question": ...}` (also "image" and "video"),
+with the names of `SamplingParams` beside them.
 """
 
 from __future__ import annotations
