@@ -1,8 +1,6 @@
 """What it brings that moved keys keep their length: `shift` with and without, on the same questions about two images.
 
-    python -m vlcache_jax.benchmarks.key_lengths MODEL --questions 100 --out benchmarks/results/key_lengths.json
-
-Only models that norm their keys can be compared.
+python -m vlcache_jax.benchmarks.key_lengths MODEL --questions 100 --out benchmarks/results/key_lengths.json
 """
 
 from __future__ import annotations
@@ -46,16 +44,10 @@ def free_lengths() -> Iterator[None]:
 def answer(
     model: str, samples: Sequence[Sample], protocols: Sequence[accuracy.Protocol], dtype: str
 ) -> dict[accuracy.Protocol, dict[str, list[accuracy.Result]]]:
-    """Answers of an engine that is opened for it.
-
-    Raises:
-      ValueError: the model does not norm its keys.
-    """
+    """Answers of an engine that is opened for it."""
     from vlcache_jax import LLM, CacheConfig
 
     with LLM(model, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
-        if not llm._runner.config.text.qk_norm:
-            raise ValueError(f"model must norm its keys, got {model}")
         return accuracy.run(llm, samples, accuracy.name_settings(SETTINGS), protocols)
 
 

@@ -362,12 +362,17 @@ def dense_reference(llm, conversation, policy):
                 if fresh.any():
                     new = np.stack([part[span.tokens] for part in own])
                     raw_k, v_pool[layer][span.tokens] = old[layer] + (new - old[layer])[:, fresh].mean(1)[:, None]
+                    scale, bias = 1, 0
                     if config.qk_norm:
-                        # Before the weight, each head of a key has a mean square of 1, but for the norm's epsilon.
                         scale = module.self_attn.k_norm.scale[...]
-                        had, has = (np.square(keys / scale).mean(-1, keepdims=True) for keys in (old[layer, 0], raw_k))
+                    else:
+                        bias = np.asarray(module.self_attn.k_proj.bias[...]).reshape(raw_k.shape[1:])
+                    had, has = (
+                        np.square((keys - bias) / scale).mean(-1, keepdims=True) for keys in (old[layer, 0], raw_k)
+                    )
+                    if config.qk_norm:  # before the weight, each head of a key has a mean square of 1
                         np.testing.assert_allclose(had, 1, atol=1e-3)
-                        raw_k *= np.sqrt(had / has)
+                    raw_k = bias + (raw_k - bias) * np.sqrt(had / has)
                     rotation = decoder.rope.text_rotation(
                         jnp.asarray(layout.positions[:, span.tokens]),
                         config.rope_theta,

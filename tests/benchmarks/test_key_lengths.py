@@ -11,18 +11,13 @@ from vlcache_jax.study.accuracy import Protocol
 
 
 @pytest.mark.ladder  # opens two engines
-def test_both_are_compared_on_the_same_questions(checkpoints):
+@pytest.mark.parametrize("family", ["qwen3_vl-tied", "qwen2_5_vl"])
+def test_both_are_compared_on_the_same_questions(checkpoints, family):
     before = shift.length_kept
     samples = load_samples([], questions=1, split="profile", images=2)
-    rows = key_lengths.compare(str(checkpoints("qwen3_vl-tied")), samples, [Protocol("text_first", donors="apart")])
+    rows = key_lengths.compare(str(checkpoints(family)), samples, [Protocol("text_first", donors="apart")])
     assert shift.length_kept is before
     assert [row["reuse"] for row in rows] == list(key_lengths.SETTINGS)
     for row in rows:
         assert (row["donors"], row["images"], row["questions"]) == ("apart", "several", 5)
         assert 0 < row["kept MSE"] != row["free MSE"] > 0
-
-
-@pytest.mark.ladder
-def test_models_without_a_key_norm_are_refused(checkpoints):
-    with pytest.raises(ValueError, match="model must norm its keys"):
-        key_lengths.compare(str(checkpoints("qwen2_5_vl")), [])

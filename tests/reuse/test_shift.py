@@ -19,8 +19,11 @@ SLOTS = 12
 
 
 def make_attention(directory, weight=None):
-    """A layer's attention; `weight` is that of its key norm."""
+    """A layer's attention, with a bias where its family has one; `weight` is that of its key norm."""
     attention = SelfAttention(load_config(directory).text, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    if attention.config.qkv_bias:
+        bias = attention.k_proj.bias
+        bias[...] = 20 * jax.random.normal(jax.random.key(1), bias.shape)  # longer than all the rest, as published
     if weight is not None:
         attention.k_norm.scale[...] = jnp.asarray(weight)
     return attention
@@ -56,7 +59,7 @@ def test_keys_carry_what_is_not_finite_in_moved_values(checkpoints, monkeypatch,
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_moved_keys_keep_the_length_that_the_norm_gave_them(checkpoints, family):
+def test_moved_keys_keep_the_length_that_they_had(checkpoints, family):
     directory = checkpoints(family)
     text = load_config(directory).text
     rng = np.random.default_rng(1)
@@ -79,13 +82,43 @@ def test_moved_keys_keep_the_length_that_the_norm_gave_them(checkpoints, family)
     moved, moved_values = jax.jit(functools.partial(move, attention))(keys, values, (change, change), moves)
     np.testing.assert_array_equal(moved[::2], keys[::2])
     np.testing.assert_allclose(moved_values[1::2], values[1::2] + change[1], rtol=1e-6)
-    new = raw[1::2] + change[1]
+    bias = 0 if text.qk_norm else np.asarray(attention.k_proj.bias[...]).reshape(shape[1:])
+    new = raw[1::2] - bias + change[1]
     if text.qk_norm:
         normed = np.asarray(rope.rotate(moved, cos, -sin), np.float64) / weight
         np.testing.assert_allclose(np.square(normed).mean(-1), 1, rtol=1e-5)
         new /= np.sqrt(np.square(new / weight).mean(-1, keepdims=True))
+    else:
+        assert np.abs(bias).max() > 10
+        new *= np.linalg.norm(raw[1::2] - bias, axis=-1, keepdims=True) / np.linalg.norm(new, axis=-1, keepdims=True)
+    new += bias
     want = rope.rotate(jnp.asarray(new, jnp.float32), cos[1::2], sin[1::2])
     np.testing.assert_allclose(moved[1::2], want, rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_are_kept_beside_a_long_bias_in_bfloat16(checkpoints):
+    """What rounding to the pool's dtype leaves of a key beside a bias ten times as long."""
+    directory = checkpoints("qwen2_5_vl")
+    text = load_config(directory).text
+    attention = make_attention(directory)
+    rng = np.random.default_rng(3)
+    shape = SLOTS, text.num_kv_heads, text.head_dim
+    bias = np.asarray(attention.k_proj.bias[...]).reshape(shape[1:])
+    own = rng.normal(size=shape)
+    position = rng.integers(0, 50, (3, SLOTS)).astype(np.int32)
+    turn = functools.partial(rope.text_rotation, position, text.rope_theta, text.mrope_section, text.mrope_interleaved)
+    keys = rope.rotate(jnp.asarray(own + bias, jnp.bfloat16), *turn(jnp.bfloat16))
+    change = np.zeros((IMAGES, *shape[1:]), np.float32)
+    change[0] = 2 * rng.normal(size=shape[1:])
+    nothing = np.zeros(SLOTS, np.int32)
+    shift = Shift(nothing[:0], np.arange(SLOTS, dtype=np.int32), position, nothing, nothing)
+    moves = Moves(*shift.pack(0, SLOTS), np.int32(1), np.int32(SLOTS))
+    moved, _ = jax.jit(functools.partial(move, attention))(keys, keys, (change, change), moves)
+    cos, sin = turn(jnp.float32)
+    found = np.asarray(rope.rotate(moved.astype(jnp.float32), cos, -sin)) - bias
+    had, has, free = (np.linalg.norm(part, axis=-1) for part in (own, found, own + change[0]))
+    np.testing.assert_allclose(has, had, rtol=0.1)
+    assert (free > 1.2 * had).all()  # else nothing is shown
 
 
 def test_channels_without_weight_and_keys_without_length_stay_finite(checkpoints):

@@ -158,7 +158,7 @@ class Linker:
         """Lets go of what is not to be used of what was found; whether K, V are among it.
 
         Args:
-          fresh: see `Image`; of each image.
+          fresh: gives `Image.fresh` of each image; asked only where something may be passed over.
         """
         if self._links_all:
             return False

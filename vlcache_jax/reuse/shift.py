@@ -5,8 +5,9 @@ what is asked, is the same for all of them. So the mean difference between what 
 what they are now is added to the tokens that are not computed. Public work finds that what reuse loses is of low rank,
 and stores a patch for it (Kamera, arXiv 2606.23581); here the patch is of rank one, and nothing is stored.
 
-Models that norm their keys give each head of each key one length, which the sum would not have: moved keys are scaled
-back to the length that they had (docs/reuse_study.md).
+The sum is mostly longer than a key is: moved keys are scaled back to the length that they had, which is what a key norm
+would give them; without such a norm it helps less, but it helps (docs/reuse_study.md). The bias of the key projection
+is not scaled: it is the same for all tokens, and may be far longer than all the rest.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def move(
     """Adds each image's difference to those of its tokens that a layer does not compute.
 
     Args:
-      attention: the layer's; where it norms keys, moved ones keep their length.
+      attention: the layer's.
       k, v: its pool [S, K, D].
       difference: see `differences`.
       moves: which tokens these are.
@@ -208,22 +209,32 @@ def _moved(
 
     old_k, old_v = k[slot].astype(jnp.float32), v[slot].astype(jnp.float32)
     dk, dv = (part[image] for part in difference)
-    new_k = old_k + rope.rotate(dk, cos, sin)
-    if attention.config.qk_norm:
-        before = rope.rotate(old_k, cos, -sin)
-        new_k *= length_kept(before, before + dk, attention.k_norm.scale[...])
+    bias = _bias(attention)
+    own = rope.rotate(old_k, cos, -sin) - bias
+    weight = attention.k_norm.scale[...] if attention.config.qk_norm else jnp.ones(own.shape[-1])
+    factor = length_kept(own, own + dk, weight)
+    # Where nothing changes, no bit does: the factor is 1.
+    new_k = (old_k + rope.rotate(dk, cos, sin)) * factor + rope.rotate(bias * (1 - factor), cos, sin)
     new_k, new_v = carry_flaws(new_k.astype(k.dtype), (old_v + dv).astype(v.dtype))
     return write(k, new_k), write(v, new_v)
 
 
-def length_kept(before: jax.Array, after: jax.Array, weight: jax.Array) -> jax.Array:
-    """What moved keys are multiplied by, so that they have the length again that the key norm gave them.
+def _bias(attention: SelfAttention) -> jax.Array:
+    """Of the key projection, float32 [K, D]; 0 where there is none."""
+    shape = attention.config.num_kv_heads, attention.config.head_dim
+    if not attention.config.qkv_bias:
+        return jnp.zeros(shape)
+    return attention.k_proj.bias[...].astype(jnp.float32).reshape(shape)
 
-    Lengths are those of keys divided by the norm's weight; channels whose weight is 0 have none.
+
+def length_kept(before: jax.Array, after: jax.Array, weight: jax.Array) -> jax.Array:
+    """What moved keys are multiplied by, so that they have the length again that they had before.
+
+    Lengths are those of keys divided by the weight of the key norm; channels whose weight is 0 have none.
 
     Args:
-      before, after: keys without rotation [T, K, D].
-      weight: of the key norm [D].
+      before, after: keys without rotation and bias [T, K, D].
+      weight: of the key norm; ones where there is none [D].
 
     Returns:
       [T, K, 1] float32; 1 for keys that are not finite.
