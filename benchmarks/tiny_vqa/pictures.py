@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import pathlib
 
 import numpy as np
@@ -40,11 +41,15 @@ GLYPHS = tuple(Glyph(colour, shape) for colour in COLOURS for shape in SHAPES)
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Rows and columns of a picture's grid, and a cell's side in pixels (a multiple of 16, an image token's side)."""
+    """Rows and columns of a picture's grid, and a cell's side in pixels (a multiple of 16, an image token's side).
+
+    `is_tinted` says that a cell's background tells its row and column, for encoders without position embeddings.
+    """
 
     rows: int
     columns: int
     cell: int = 32
+    is_tinted: bool = False
 
     @property
     def tokens(self) -> int:
@@ -96,12 +101,15 @@ def draw_pictures(rng: np.random.Generator, sizes: list[Size], *, filled: float 
 
 def render(picture: Picture) -> np.ndarray:
     """The picture, [rows x cell, columns x cell, 3] uint8."""
-    cell = picture.size.cell
-    image = np.empty((picture.size.rows * cell, picture.size.columns * cell, 3), np.uint8)
-    image[:] = BACKGROUND
-    for (row, column), glyph in picture.glyphs.items():
-        image[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell] = _sprite(
-            glyph, cell, (row, column) == picture.code
+    size = picture.size
+    cell = size.cell
+    image = np.empty((size.rows * cell, size.columns * cell, 3), np.uint8)
+    for row, column in itertools.product(range(size.rows), range(size.columns)):
+        background = _tint(row, column) if size.is_tinted else BACKGROUND
+        glyph = picture.glyphs.get((row, column))
+        is_framed = (row, column) == picture.code
+        image[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell] = (
+            background if glyph is None else _sprite(glyph, cell, is_framed, background)
         )
     return image
 
@@ -113,10 +121,15 @@ def shipped_pictures() -> dict[str, Picture]:
     return dict(zip(names, draw_pictures(rng, sizes[:1]) + draw_pictures(rng, sizes[1:]), strict=True))
 
 
+def _tint(row: int, column: int) -> tuple[int, int, int]:
+    red, green, blue = BACKGROUND
+    return red - 20 * row, green, blue - 20 * column
+
+
 @functools.cache
-def _sprite(glyph: Glyph, cell: int, framed: bool) -> np.ndarray:
+def _sprite(glyph: Glyph, cell: int, framed: bool, background: tuple[int, int, int]) -> np.ndarray:
     side = cell * _OVERSAMPLING
-    image = Image.new("RGB", (side, side), BACKGROUND)
+    image = Image.new("RGB", (side, side), background)
     draw = ImageDraw.Draw(image)
     _draw_shape(draw, glyph, side)
     image = image.resize((cell, cell), Image.Resampling.BOX)

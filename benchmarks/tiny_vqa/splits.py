@@ -20,11 +20,15 @@ from vlcache_jax.benchmarks.tiny_vqa.tasks import RELATED, TASKS, ask
 from vlcache_jax.study.questions import Sample, first, read_tsv
 
 QUESTIONS = 1000  # of a task
-# The pictures that are asked about, each size equally often: of 64 to 144 tokens, and of 400, the most in training.
+# The pictures that are asked about, each size equally often: of 64 to 144 tokens, and of 400, the most in training;
+# and small ones with the tints that `transfer` needs.
+_SMALL = (Size(4, 4), Size(4, 5), Size(5, 4), Size(5, 5), Size(4, 4, 48))
 SIZES = {
-    "small": (Size(4, 4), Size(4, 5), Size(5, 4), Size(5, 5), Size(4, 4, 48)),
+    "small": _SMALL,
     "large": (Size(5, 5, 64),),
+    "tinted": tuple(dataclasses.replace(size, is_tinted=True) for size in _SMALL),
 }
+PLAIN = ("small", "large")
 _IMAGES = {"grid": (1, 2), "list": (1, 2), "count": (1, 2), "compare": (2,), "multihop": (2,)}
 
 

@@ -14,14 +14,14 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from vlcache_jax.benchmarks.tiny_vqa.conversations import MIXTURE, converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES, Picture, Size, draw_pictures, render
@@ -31,27 +31,34 @@ from vlcache_jax.study.questions import number_name
 from vlcache_jax.testing import TOKEN_IDS, make_checkpoint
 
 _VOCABULARY = 512
-# Text and vision settings of the sizes; "small" is shipped.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+# Family, text and vision settings; "small" is shipped.
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "small": (
+        "qwen3_vl",
         {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
         {"hidden_size": 128, "intermediate_size": 384, "depth": 4, "num_heads": 2, "deepstack_visual_indexes": [1, 2]},
     ),
     "large": (
+        "qwen3_vl",
         {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
         {"hidden_size": 256, "intermediate_size": 1024, "depth": 6, "num_heads": 4, "deepstack_visual_indexes": [1, 3]},
     ),
+    # Without key norms; see `transfer`. Its heads are as wide as those of "small".
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
+        {"hidden_size": 128, "intermediate_size": 384, "depth": 4, "num_heads": 2, "window_size": 64},
+    ),
 }
-_TEXT = {
-    "vocab_size": _VOCABULARY,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [12, 10, 10],
-        "mrope_interleaved": True,
-    },
+_TEXT = {"vocab_size": _VOCABULARY, "num_key_value_heads": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [12, 10, 10]}
+# What a family's own settings are.
+_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        {"head_dim": 64, "rope_parameters": _ROPE | {"mrope_interleaved": True}},
+        {"num_position_embeddings": 256},
+    ),
+    "qwen2_5_vl": ({"rope_parameters": _ROPE}, {}),
 }
 _ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
 # What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not.
@@ -87,7 +94,7 @@ _ABOUT_SEVERAL = ("more", "shows_code", "at_code", "find_code")
 # What is at a place, where something is, one and several at once: the rest follows from these.
 _LEADING = ("what", "where", "contents", "places")
 _EARLY_MIXTURE = {"image_first": 0.8, "text_first": 0.1, "question_first": 0.1}
-_VISION = {"patch_size": 8, "num_position_embeddings": 256}
+_VISION = {"patch_size": 8}
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 400 * 16 * 16
 
 
@@ -168,23 +175,17 @@ class Sampler:
 
     def __init__(self, checkpoint: pathlib.Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self._processor = ImageProcessor.from_pretrained(checkpoint)
+        self.processor = ImageProcessor.from_pretrained(checkpoint)
         self.rng = np.random.default_rng(0)
         self._ids: dict[str, list[int]] = {}
         self.numbers = self.word_ids(_NUMBERS).tolist()
 
-    def pictures(self, stage: Stage, tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Pictures of about so many tokens as inputs of the encoder, and their labels (`_labels`)."""
-        pixels, grids = [], []
-        labels: list[torch.Tensor] = []
-        while sum(len(shown) for shown in labels) < tokens:
-            [picture] = draw_pictures(self.rng, [stage.sizes[self.rng.integers(len(stage.sizes))]])
-            patches = self._processor.patches(render(picture))
-            pixels.append(self._processor.pixel_values(patches))
-            grids.append(patches.grid)
-            labels.append(_labels(picture))
-        inputs = {"hidden_states": torch.from_numpy(np.concatenate(pixels)), "grid_thw": torch.tensor(grids)}
-        return inputs, torch.cat(labels)
+    def pictures(self, stage: Stage, tokens: int) -> list[Picture]:
+        """Pictures of about so many tokens."""
+        pictures: list[Picture] = []
+        while sum(picture.size.tokens for picture in pictures) < tokens:
+            pictures += draw_pictures(self.rng, [stage.sizes[self.rng.integers(len(stage.sizes))]])
+        return pictures
 
     def group(self, stage: Stage, tokens: int, turns: int) -> Group:
         """Conversations of `turns` questions, in all about `tokens` tokens."""
@@ -204,8 +205,8 @@ class Sampler:
             questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
             images = []
             for i, picture in enumerate(pictures):
-                patches = self._processor.patches(render(picture))
-                pixels.append(self._processor.pixel_values(patches))
+                patches = self.processor.patches(render(picture))
+                pixels.append(self.processor.pixel_values(patches))
                 grids.append(patches.grid)
                 labels.append(_labels(picture))
                 images.append(picture.size.tokens)
@@ -308,6 +309,12 @@ def _asked_about(question: str) -> int:
     return named[0] if len(named) == 1 else -1
 
 
+def encoder_inputs(processor: ImageProcessor, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
+    patches = [processor.patches(render(picture)) for picture in pictures]
+    pixels = np.concatenate([processor.pixel_values(shown) for shown in patches])
+    return {"hidden_states": torch.from_numpy(pixels), "grid_thw": torch.tensor([shown.grid for shown in patches])}
+
+
 def _labels(picture: Picture) -> torch.Tensor:
     """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 6]."""
     size = picture.size
@@ -324,14 +331,15 @@ def _labels(picture: Picture) -> torch.Tensor:
 
 def new_checkpoint(directory: pathlib.Path, variant: str) -> None:
     """Writes all of a checkpoint but the weights."""
-    text, vision = VARIANTS[variant]
+    model_type, text, vision = VARIANTS[variant]
+    own_text, own_vision = _FAMILIES[model_type]
     make_checkpoint(
         directory,
-        "qwen3_vl",
+        model_type,
         weights=False,
         tie_word_embeddings=True,
-        text={**text, **_TEXT},
-        vision={**vision, **_VISION},
+        text={**text, **_TEXT, **own_text},
+        vision={**vision, **_VISION, **own_vision},
         min_pixels=MIN_PIXELS,
         max_pixels=MAX_PIXELS,
         corpus=_corpus(),
@@ -361,12 +369,21 @@ class Trainer:
       seed: of the weights and of everything drawn.
       learning_rate: before its descent.
       image_numbers: whether image tokens are drawn to the word that numbers their image.
+      curriculum: what is shown, in this order.
     """
 
     def __init__(
-        self, run: pathlib.Path, *, variant: str, seed: int, learning_rate: float, image_numbers: bool = True
+        self,
+        run: pathlib.Path,
+        *,
+        variant: str,
+        seed: int,
+        learning_rate: float,
+        image_numbers: bool = True,
+        curriculum: Sequence[Stage] = CURRICULUM,
     ) -> None:
         self.run = run
+        self.curriculum = curriculum
         self.image_numbers = image_numbers
         run.mkdir(parents=True, exist_ok=True)
         checkpoint = run / "checkpoint"
@@ -374,15 +391,12 @@ class Trainer:
             new_checkpoint(checkpoint, variant)
         torch.manual_seed(seed)
         config = AutoConfig.from_pretrained(checkpoint)
-        self.model = Qwen3VLForConditionalGeneration._from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa"
-        )
-        _initialize(self.model)
+        self.model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         self.seed = seed
         self.sampler = Sampler(checkpoint)
         self._encoded: list[list[torch.Tensor]] = []  # image tokens, and DeepStack's features
         self.model.model.visual.register_forward_hook(
-            lambda *call: self._encoded.append([call[2].pooler_output, *call[2].deepstack_features])
+            lambda *call: self._encoded.append([call[2].pooler_output, *getattr(call[2], "deepstack_features", [])])
         )
         self._bound: list[torch.Tensor] = []
         self.model.model.language_model.layers[_BOUND_AT].register_forward_pre_hook(
@@ -405,6 +419,12 @@ class Trainer:
         self.right: list[dict[str, list[float]]] = []  # of the stage's last steps
         if (run / "state.pt").exists():
             self._load()
+        else:
+            self.begin()
+
+    def begin(self) -> None:
+        """Draws the weights of a new run."""
+        _initialize(self.model)
 
     def train_step(self, tokens: int, turns: int, groups: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -419,15 +439,12 @@ class Trainer:
         right: dict[str, list[float]] = {}
         total = 0.0
         # Behind its own stage the encoder sees everything, and rests: a third of the time is saved.
-        self.model.model.visual.requires_grad_(not CURRICULUM[self.stage].images)
+        self.model.model.visual.requires_grad_(not self.curriculum[self.stage].images)
         for _ in range(groups // processes):
-            if CURRICULUM[self.stage].images:
-                loss, answers = self.forward(self.sampler.group(CURRICULUM[self.stage], tokens // groups, turns))
+            if self.curriculum[self.stage].images:
+                loss, answers = self.forward(self.sampler.group(self.curriculum[self.stage], tokens // groups, turns))
             else:
-                inputs, labels = self.sampler.pictures(CURRICULUM[self.stage], tokens // groups)
-                self.model.model.visual(**inputs)
-                loss, seen = self._align(self._encoded.pop(), labels)
-                answers = {"sight": [seen]}
+                loss, answers = self.look(tokens // groups)
             (loss / groups).backward()
             total += loss.item() / groups
             for kind, values in answers.items():
@@ -443,9 +460,21 @@ class Trainer:
         accuracy = self.accuracy()
         stage = self.stage
         leading = [accuracy[kind] for kind in (*_LEADING, "sight") if kind in accuracy]
-        if len(self.right) == 30 and min(leading) >= CURRICULUM[stage].promote:
+        if len(self.right) == 30 and min(leading) >= self.curriculum[stage].promote:
             self.stage, self.right = stage + 1, []
         return {"step": self.step, "stage": stage, "loss": total, "seconds": self.seconds, "right": accuracy}
+
+    def look(self, tokens: int) -> tuple[torch.Tensor, dict[str, list[float]]]:
+        """The encoder's loss on pictures alone, and how many tokens show what they are."""
+        pictures = self.sampler.pictures(self.curriculum[self.stage], tokens)
+        self.model.model.visual(**encoder_inputs(self.sampler.processor, pictures))
+        rows = self._encoded.pop()
+        loss, seen = self._align(rows, torch.cat([_labels(picture) for picture in pictures]))
+        return loss + self.further_loss(rows[0], pictures), {"sight": [seen]}
+
+    def further_loss(self, rows: torch.Tensor, pictures: Sequence[Picture]) -> torch.Tensor:
+        """What a subclass adds to the loss of the encoder's rows for these pictures; nothing here."""
+        return rows.new_zeros(())
 
     def _share(self, right: dict[str, list[float]], loss: float) -> tuple[dict[str, list[float]], float]:
         """Sums gradients over the processes; returns all their answers and the sum of their losses."""
@@ -590,10 +619,10 @@ def _look_for_likes(attention: Any, config: Any) -> None:
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     q, k, v = (
-        projection.weight.view(-1, config.head_dim, config.hidden_size)
+        projection.weight.view(-1, attention.head_dim, config.hidden_size)
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    out = attention.o_proj.weight.view(config.hidden_size, heads, config.head_dim)
+    out = attention.o_proj.weight.view(config.hidden_size, heads, attention.head_dim)
     for group in range(groups):
         head = group * (heads // groups)
         q[head] = k[group]
@@ -610,10 +639,10 @@ def _smooth_positions(count: int, width: int) -> torch.Tensor:
     return torch.cat([rows, columns], dim=1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc__, variant: str = "small") -> None:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the run")
-    parser.add_argument("--variant", choices=sorted(VARIANTS), default="small")
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default=variant)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=8e-4)
     parser.add_argument(
@@ -637,7 +666,7 @@ def main() -> None:
     leads = not dist.is_initialized() or dist.get_rank() == 0
     if not leads:
         dist.barrier()  # until the files are there
-    trainer = Trainer(
+    trainer = make(
         args.out,
         variant=args.variant,
         seed=args.seed,

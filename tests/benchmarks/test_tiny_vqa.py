@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -145,6 +147,20 @@ def test_glyphs_can_be_told_apart(cell):
     assert not (shown[cell:, 2 * cell :] == BACKGROUND).all()
 
 
+def test_a_tint_tells_a_place():
+    plain = Picture(Size(3, 4), {(1, 2): GLYPHS[0]}, (1, 2))
+    tinted = dataclasses.replace(plain, size=dataclasses.replace(plain.size, is_tinted=True))
+    differs = (render(plain) != render(tinted)).any(-1)
+    assert not differs[:32, :32].any()  # the first place
+    ground = render(dataclasses.replace(tinted, glyphs={}))
+    cells = ground[::32, ::32]
+    assert len(np.unique(cells.reshape(-1, 3), axis=0)) == 12
+    np.testing.assert_array_equal(ground, cells.repeat(32, axis=0).repeat(32, axis=1))
+    glyph = (slice(32, 64), slice(64, 96))
+    assert 0 < differs[glyph].mean() < 1  # behind the glyph
+    assert (render(tinted)[glyph] != ground[glyph]).any()
+
+
 def test_splits(tmp_path):
     paths = write_splits(tmp_path / "a", questions=12)
     again = write_splits(tmp_path / "b", questions=12)
@@ -155,7 +171,8 @@ def test_splits(tmp_path):
         samples, others = read_tsv(path), read_tsv(another)
         assert [sample.task for sample in samples] == [task] * 12
         assert not {image for s in samples for image in s.images} & {image for s in others for image in s.images}
-    assert [{size.tokens for size in sizes} for sizes in SIZES.values()] == [{64, 80, 100, 144}, {400}]
+    small = {64, 80, 100, 144}
+    assert [{size.tokens for size in sizes} for sizes in SIZES.values()] == [small, {400}, small]
 
 
 @pytest.mark.parametrize(("images", "tasks"), [(1, ("grid", "list", "count")), (2, TASKS), (3, TASKS)])
@@ -173,7 +190,7 @@ def test_large_pictures_have_a_split_of_their_own(tmp_path):
     samples = load_samples([], questions=2, images=1, size="large")
     assert [sample.images for sample in samples] == [s.images for path in paths for s in read_tsv(path)]
     assert {sample.related for sample in samples} == {RELATED}
-    with pytest.raises(ValueError, match="size must be small or large, got 'huge'"):
+    with pytest.raises(ValueError, match="size must be small or large or tinted, got 'huge'"):
         write_splits(tmp_path / "new", size="huge")
     assert not (tmp_path / "new").exists()
 
@@ -325,6 +342,61 @@ def test_processes_share_a_step(training, tmp_path):
         losses.append(alone.forward(alone.sampler.group(training.CURRICULUM[1], 100, 2))[0].item())
     assert first[1] == pytest.approx(np.mean(losses), rel=1e-5)
     assert losses[0] != losses[1]
+
+
+@pytest.mark.ladder  # reads the shipped model, and runs it on conversations
+def test_a_student_begins_where_its_teacher_is(training, tmp_path):
+    import torch
+
+    from vlcache_jax.assets import TINY_VQA
+    from vlcache_jax.benchmarks.tiny_vqa.transfer import Student
+
+    student = Student(tmp_path / "run", teacher=TINY_VQA, seed=0, learning_rate=1e-3, image_numbers=False)
+    theirs, own = (model.model.language_model for model in (student.teacher, student.model))
+    x = torch.randn(50, 192, generator=torch.Generator().manual_seed(0))
+    wide = torch.nn.functional.pad(x, (0, 64))
+    for known, layer in zip(theirs.layers, own.layers, strict=True):
+        for part in ("post_attention_layernorm", "input_layernorm"):
+            normed = getattr(layer, part)(wide)
+            torch.testing.assert_close(normed[:, :192], getattr(known, part)(x))
+            assert not normed[:, 192:].any()
+        torch.testing.assert_close(layer.mlp(wide)[:, :192], known.mlp(x))
+        assert not layer.mlp(wide)[:, 192:].any()
+        torch.testing.assert_close(layer.self_attn.v_proj(wide), known.self_attn.v_proj(x))
+        assert not layer.self_attn.o_proj.weight[192:].any()
+    torch.testing.assert_close(own.norm(wide)[:, :192], theirs.norm(x))
+    assert not own.embed_tokens.weight[:, 192:].any()
+    # Of conversations, queries and keys have in each head their direction, and in the mean the length of normed ones.
+    seen = {}
+
+    def note(name, _, args, result):
+        seen.setdefault(name, []).append((args[0], result))
+
+    for i, known in enumerate(theirs.layers):
+        for name in ("q", "k"):
+            getattr(known.self_attn, f"{name}_norm").register_forward_hook(functools.partial(note, (i, name)))
+        known.input_layernorm.register_forward_hook(functools.partial(note, (i, "x")))
+    with torch.no_grad():
+        student.teacher.model(**training.Sampler(TINY_VQA).group(training.CURRICULUM[-1], 1000, 3).inputs)
+        for i, layer in enumerate(own.layers):
+            [(_, inputs)] = seen[i, "x"]
+            for name in ("q", "k"):
+                [(_, normed)] = seen[i, name]
+                wide = torch.nn.functional.pad(inputs, (0, 64)).flatten(0, 1)
+                scaled = getattr(layer.self_attn, f"{name}_proj")(wide).view(-1, normed.shape[-2], 64)
+                weight = getattr(theirs.layers[i].self_attn, f"{name}_norm").weight
+                normed = normed.reshape(scaled.shape)
+                likeness = torch.nn.functional.cosine_similarity(normed, scaled, dim=-1)
+                torch.testing.assert_close(likeness, torch.ones_like(likeness))
+                lengths = (scaled / weight).square().mean(-1).mean(0)
+                assert ((lengths > 0.8) & (lengths < 1.25)).all()
+    with pytest.raises(ValueError, match="variant must be qwen2_5_vl, got small"):
+        Student(tmp_path / "other", teacher=TINY_VQA, variant="small", seed=0, learning_rate=1e-3)
+    student.train_step(tokens=300, turns=2, groups=1)
+    student.export(tmp_path / "model")
+    from vlcache_jax.models.registry import load_config
+
+    assert not load_config(tmp_path / "model").text.qk_norm
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.ladder)])

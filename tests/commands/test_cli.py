@@ -121,7 +121,6 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
     }
     code = f"""
 import sys
-from unittest import mock
 from typer.testing import CliRunner
 from vlcache_jax.commands.cli import app
 for command, arguments in {wrong!r}.items():

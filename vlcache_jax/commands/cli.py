@@ -569,8 +569,8 @@ def policies_command(
     ] = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(help="Drawn pictures: small (64 to 144 tokens), large (400); may be repeated.",
-                     show_default="both"),
+        typer.Option(help="Drawn pictures: small (64 to 144 tokens), large (400), or tinted; may be repeated.",
+                     show_default="small and large"),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
@@ -596,7 +596,7 @@ def policies_command(
     Example: vlcache bench policies --questions 100 --work study.work --out study.json
     """
     from vlcache_jax.benchmarks import policies
-    from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
+    from vlcache_jax.benchmarks.tiny_vqa.splits import PLAIN
     from vlcache_jax.study import accuracy
     from vlcache_jax.study.questions import ARRANGEMENTS
 
@@ -610,7 +610,7 @@ def policies_command(
             schedules=schedule or (),
             mean=mean,
             profiled=(0 if data or reuse else policies.PROFILED) if profiled is None else profiled,
-            sizes=tuple(dict.fromkeys(size or SIZES)),
+            sizes=tuple(dict.fromkeys(size or PLAIN)),
             protocols=[
                 accuracy.Protocol(accuracy.behind(order), donors=filled, seed=seed)
                 for order in dict.fromkeys(arrangement or ARRANGEMENTS[1:])
