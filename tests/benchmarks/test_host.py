@@ -17,5 +17,5 @@ def test_every_part_of_every_case_is_timed(tmp_path, monkeypatch, capsys):
         parts = [row[f"{part} ms"] for part in ("rows", "work lists", "handing over")]
         assert min(parts) > 0
         assert row["together ms"] == pytest.approx(sum(parts))
-        assert row["until the first launch ms"] > 0
+        assert row["until the first layer ms"] > 0
         assert row["arrays"] <= 12  # one of rows, and a work list for each bound

@@ -413,13 +413,14 @@ class PromptRenderer:
                 f"got a text of {len(text)} characters"
             )
         with self._tokenizing:  # a tokenizer takes one at a time
-            if not self.tokenizer.is_fast:
-                return np.asarray(self.tokenizer(text)["input_ids"], np.int32)
             backend = self.tokenizer.backend_tokenizer
-            # Whoever used it before may have left other settings; the library, too, sets them at each call.
-            backend.no_padding()
-            backend.no_truncation()
-            backend.encode_special_tokens = self.tokenizer.split_special_tokens
+            # Whoever used it before may have left other settings; the library, too, looks at them at each call.
+            if backend.padding is not None:
+                backend.no_padding()
+            if backend.truncation is not None:
+                backend.no_truncation()
+            if backend.encode_special_tokens != self.tokenizer.split_special_tokens:
+                backend.encode_special_tokens = self.tokenizer.split_special_tokens
             [encoding] = backend.encode_batch_fast([text])  # without offsets: half the time
             return np.asarray(encoding.ids, np.int32)
 
