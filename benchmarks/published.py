@@ -26,9 +26,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
 RESULTS = ROOT / "benchmarks" / "results"
-MODELS = ("unnumbered", "numbered")
+MODELS = ("unnumbered", "numbered", "without_key_norm")
 GOALS = ("goal_together.json", "goal_text_first.json", "goal_question_first.json")  # of many questions each
-LENGTHS = ("key_lengths_unnumbered.json", "key_lengths_unnumbered_test.json", "key_lengths_numbered.json")
+LENGTHS = tuple(
+    f"key_lengths_{name}.json"
+    for name in ("unnumbered", "unnumbered_test", "numbered", "without_key_norm", "without_key_norm_test")
+)
 # Of a table's columns: what stands before the images, how they were cached, and how many a question shows.
 CASES = (
     ("text_first", "together", "one"), ("question_first", "together", "one"),
@@ -225,6 +228,46 @@ def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
             yield [name, *cells, f"{row['times floor']:.1f}", f"{row['TTFT minus compute %']:.0f}"]
 
 
+def ttft_sizes(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Seconds to the first token by image tokens (`vlcache bench ttft --image-tokens 1024,2048`)."""
+    shown = ("cold", "encoder cached", "r = 0.1", "schedule, mean 0.0250", "shift, r = 0.03", "r = 0")
+    yield ["image tokens", *shown, "operations a second, of cold's: r = 0.1, schedule", "r = 0, times its floor"]
+    for tokens in dict.fromkeys(row["image tokens"] for row in rows):
+        found = {row["configuration"]: row for row in rows if row["image tokens"] == tokens}
+        rates = [f"{found[name]['GFLOP/s of cold']:.2f}" for name in ("r = 0.1", "schedule, mean 0.0250")]
+        cells = [f"{found[name]['TTFT ms'] / 1000:.3g}" for name in shown]
+        yield [str(tokens), *cells, ", ".join(rates), f"{found['r = 0']['times floor']:.1f}"]
+
+
+def ttft_first(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What README shows of `ttft`."""
+    names = {
+        "cold": "cold",
+        'encoder cached (`"exact"`)': "encoder cached",
+        '`"approximate"`': "shift, r = 0.03",
+        '`"full"`': "r = 0",
+    }
+    yield ["", *names]
+    found = {row["configuration"]: row for row in rows if row["K, V in"] != "disk"}
+    yield ["seconds", *(f"{found[name]['TTFT ms'] / 1000:.3g}" for name in names.values())]
+    yield ["times faster", *(f"{found[name]['over cold']:.3g}" for name in names.values())]
+
+
+def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Milliseconds of the host until the first launch of a hit (`python -m vlcache_jax.benchmarks.launched`)."""
+    yield ["", "median, ms", "least, ms"]
+    for row in rows:
+        yield [row["what"], f"{row['ms']:.3g}", f"{row['least ms']:.3g}"]
+
+
+def host(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Milliseconds that the host takes for a step (`python -m vlcache_jax.benchmarks.host`)."""
+    yield ["", "rows", "work lists", "handing over", "together", "of it before the first layer"]
+    for row in rows:
+        parts = ("rows", "work lists", "handing over", "together", "until the first layer")
+        yield [row["case"], *(f"{row[f'{part} ms']:.1f}" for part in parts)]
+
+
 def markdown(lines: Iterator[list[str]]) -> str:
     """A table, its first line the head."""
     head, *rest = lines
@@ -246,6 +289,11 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "lengths": lengths,
     "codecs": codecs,
     "ttft": functools.partial(_of, ttft, "ttft_cpu.json"),
+    "ttft first": functools.partial(_of, ttft_first, "ttft_cpu.json"),
+    "ttft bfloat16": functools.partial(_of, ttft, "ttft_bf16_cpu.json"),
+    "ttft sizes": functools.partial(_of, ttft_sizes, "ttft_sizes_cpu.json"),
+    "host": functools.partial(_of, host, "host.json"),
+    "launched": functools.partial(_of, launched, "launched_cpu.json"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:

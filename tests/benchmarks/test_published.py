@@ -95,6 +95,30 @@ def test_cold_answers_are_told_by_task():
     ]
 
 
+def test_times_are_told_by_configuration_and_size():
+    names = ("cold", "encoder cached", "r = 0.1", "r = 0", "schedule, mean 0.0250", "shift, r = 0.03")
+    rows = [
+        {"configuration": name, "K, V in": place, "image tokens": tokens, "TTFT ms": tokens + 1000 * i, "over cold": i,
+         "over encoder cached": 1.0, "rows a layer": 34.4, "GFLOP/s of cold": i / 10, "floor ms": 100.0,
+         "times floor": 2.0 + i, "TTFT minus compute %": 3.0}
+        for tokens in (1024, 2048) for place in ("disk", "host") for i, name in enumerate(names)
+    ]  # fmt: skip
+    host = [row for row in rows if row["K, V in"] == "host"]
+    _, small, large = published.ttft_sizes(host)
+    assert small == ["1024", "1.02", "2.02", "3.02", "5.02", "6.02", "4.02", "0.20, 0.40", "5.0"]
+    assert large[:2] == ["2048", "2.05"]
+    first = [row for row in rows if row["image tokens"] == 1024]
+    for row in first:
+        row["TTFT ms"] *= row["K, V in"] != "disk"  # those do not count
+    _, seconds, faster = published.ttft_first(first)
+    assert seconds == ["seconds", "1.02", "2.02", "6.02", "4.02"]
+    assert faster == ["times faster", "0", "1", "5", "3"]
+    assert list(published.launched([{"what": "plan", "ms": 732.39, "least ms": 1.0}]))[1] == ["plan", "732", "1"]
+    parts = ("rows", "work lists", "handing over", "together", "until the first layer")
+    row = {"case": "a step"} | {f"{part} ms": i + 0.25 for i, part in enumerate(parts)}
+    assert list(published.host([row]))[1] == ["a step", "0.2", "1.2", "2.2", "3.2", "4.2"]
+
+
 def test_pages_are_rewritten_between_their_marks(monkeypatch):
     monkeypatch.setitem(published.TABLES, "of a test", lambda: iter([["a", "b"], ["1", "2"]]))
     page = "Before.\n\n<!-- table of a test -->\nold\n<!-- end -->\n\nBehind.\n"
