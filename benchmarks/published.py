@@ -291,6 +291,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "ttft": functools.partial(_of, ttft, "ttft_cpu.json"),
     "ttft first": functools.partial(_of, ttft_first, "ttft_cpu.json"),
     "ttft bfloat16": functools.partial(_of, ttft, "ttft_bf16_cpu.json"),
+    "ttft shipped": functools.partial(_of, ttft, "ttft_tiny_vqa_cpu.json"),
+    "ttft 8b": functools.partial(_of, ttft, "ttft_8b_cpu.json"),
     "ttft sizes": functools.partial(_of, ttft_sizes, "ttft_sizes_cpu.json"),
     "host": functools.partial(_of, host, "host.json"),
     "launched": functools.partial(_of, launched, "launched_cpu.json"),
