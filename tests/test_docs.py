@@ -141,24 +141,11 @@ def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-RESULTS = ROOT / "benchmarks" / "results"
-
-
 def table_row(title):
     """The cells of the README's line that begins so."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [line] = re.findall(rf"^\| {re.escape(title)} \|(.*)\|$", readme, re.MULTILINE)
     return [cell.strip() for cell in line.split("|")]
-
-
-def test_the_readmes_times_are_those_of_the_file():
-    rows = json.loads((RESULTS / "ttft_cpu.json").read_text())["rows"]
-    row = {row["configuration"]: row for row in rows}
-    names = ("cold", "encoder cached", "shift, r = 0.03", "r = 0")
-    seconds = [f"{row[name]['TTFT ms'] / 1000:.3g}" for name in names]
-    faster = [f"{row['cold']['TTFT ms'] / row[name]['TTFT ms']:.2g}" for name in names]
-    assert table_row("seconds") == seconds
-    assert table_row("times faster") == faster
 
 
 def test_the_readmes_memory_is_what_is_counted():
