@@ -221,10 +221,8 @@ def _moved(
 
 def _bias(attention: SelfAttention) -> jax.Array:
     """Of the key projection, float32 [K, D]; 0 where there is none."""
-    shape = attention.config.num_kv_heads, attention.config.head_dim
-    if not attention.config.qkv_bias:
-        return jnp.zeros(shape)
-    return attention.k_proj.bias[...].astype(jnp.float32).reshape(shape)
+    shape, bias = (attention.config.num_kv_heads, attention.config.head_dim), attention.k_proj.bias
+    return jnp.zeros(shape) if bias is None else bias[...].astype(jnp.float32).reshape(shape)
 
 
 def length_kept(before: jax.Array, after: jax.Array, weight: jax.Array) -> jax.Array:
