@@ -62,6 +62,12 @@ def prefills(sequences: list[Sequence], runner: Any) -> list[Prefill[Sequence]]:
     return scheduler.next_turn(scheduler.prefilling)
 
 
+def work_lists(step: Any, config: Callable[[int], Any], count: int | None = None) -> list[Any]:
+    """The work lists of a step's layers, of the first `count` kinds of layers."""
+    kinds = dict.fromkeys((bound, is_chosen) for bound, _, is_chosen in step.leaving)
+    return [step.work(*kind, config(kind[0])) for kind in [*kinds][:count]]
+
+
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):  # the first fills caches
@@ -85,11 +91,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     for name, sequences in cases.items():
         turn = prefills(sequences, runner)
         step = prefill_steps(turn, runner.ladder, runner.num_slots, layers)[0]
-        kinds = [*dict.fromkeys((bound, is_chosen) for bound, _, is_chosen in step.leaving)]
-
-        def works(count: int | None = None, step: Any = step, kinds: Any = kinds) -> list[Any]:
-            return [step.work(*kind, definitions.work_config(kind[0])) for kind in kinds[:count]]
-
+        works = functools.partial(work_lists, step, definitions.work_config)
         made = works()
         packed = pack(step.rows, runner.ladder.max_rows)
         parts: dict[str, Callable[[], Any]] = {
@@ -98,12 +100,10 @@ def measure(repeats: int) -> list[dict[str, Any]]:
             "handing over ms": functools.partial(jax.device_put, (packed, made)),
         }
         took = {part: milliseconds(work, repeats) for part, work in parts.items()}
-        together, rows_ms = sum(took.values()), took["rows ms"]
-
-        def first(packed: Any = packed, works: Any = works) -> Any:
-            return jax.device_put((packed, works(1)))  # the other lists are made while the device computes
-
-        took |= {"together ms": together, "until the first layer ms": rows_ms + milliseconds(first, repeats)}
+        # The other lists are made while the device computes.
+        first = milliseconds(functools.partial(works, 1), repeats)
+        first += milliseconds(functools.partial(jax.device_put, (packed, made[:1])), repeats)
+        took |= {"together ms": sum(took.values()), "until the first layer ms": took["rows ms"] + first}
         rows.append({"case": name, "arrays": 1 + len(made), **took})
     count, config = 64, definitions.work_config(64, decode=True)
     pages = np.arange(1, 1 + count * 8, dtype=np.int32).reshape(count, 8)

@@ -1,6 +1,8 @@
 """What it brings that moved keys keep their length: `shift` with and without, on the same questions about two images.
 
-python -m vlcache_jax.benchmarks.key_lengths MODEL --questions 100 --out benchmarks/results/key_lengths.json
+    python -m vlcache_jax.benchmarks.key_lengths MODEL --questions 100 --out benchmarks/results/key_lengths.json
+
+The model is opened twice, one time after the other.
 """
 
 from __future__ import annotations

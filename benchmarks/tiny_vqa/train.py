@@ -193,7 +193,8 @@ class Sampler:
         count = 1 + int(rng.choice(len(stage.images), p=stage.images))
         sizes = [stage.sizes[i] for i in rng.integers(len(stage.sizes), size=count)]
         batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
-        rows, pixels, grids, labels, numbers = [], [], [], [], []
+        rows, numbers = [], []
+        shown: list[Picture] = []
         kinds: list[str] = []
         for _ in range(batch):
             pictures = draw_pictures(rng, sizes)
@@ -203,14 +204,9 @@ class Sampler:
                 # Every kind stands before pictures equally often. By their shares, places were not learnt there.
                 kinds_asked.insert(0, str(rng.choice(_possible(stage, count))))
             questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
-            images = []
-            for i, picture in enumerate(pictures):
-                patches = self.processor.patches(render(picture))
-                pixels.append(self.processor.pixel_values(patches))
-                grids.append(patches.grid)
-                labels.append(_labels(picture))
-                images.append(picture.size.tokens)
-                numbers.append(torch.full((picture.size.tokens,), i if count > 1 else -1))
+            shown += pictures
+            images = [picture.size.tokens for picture in pictures]
+            numbers += [torch.full((size,), i if count > 1 else -1) for i, size in enumerate(images)]
             messages = converse(rng, images, questions, arrangement)
             row, answers = self._encode(messages, first_answer=len(kinds))
             spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
@@ -223,17 +219,18 @@ class Sampler:
         for i, fields in enumerate(rows):
             for array, values in zip((ids, answer, about), fields, strict=True):
                 array[i, : len(values)] = values
+        encoded = encoder_inputs(self.processor, shown)
         inputs = {
             "input_ids": torch.from_numpy(ids),
-            "pixel_values": torch.from_numpy(np.concatenate(pixels)),
-            "image_grid_thw": torch.tensor(grids),
+            "pixel_values": encoded["hidden_states"],
+            "image_grid_thw": encoded["grid_thw"],
             "mm_token_type_ids": torch.from_numpy((ids == TOKEN_IDS["<|image_pad|>"]).astype(np.int32)),
         }
         return Group(
             inputs,
             torch.from_numpy(answer),
             kinds,
-            torch.cat(labels),
+            torch.cat([_labels(picture) for picture in shown]),
             torch.cat(numbers),
             torch.from_numpy(about),
         )
@@ -310,6 +307,7 @@ def _asked_about(question: str) -> int:
 
 
 def encoder_inputs(processor: ImageProcessor, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
+    """Pixels of the pictures' patches and their grids, as the library's towers take them."""
     patches = [processor.patches(render(picture)) for picture in pictures]
     pixels = np.concatenate([processor.pixel_values(shown) for shown in patches])
     return {"hidden_states": torch.from_numpy(pixels), "grid_thw": torch.tensor([shown.grid for shown in patches])}

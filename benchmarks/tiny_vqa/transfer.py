@@ -46,6 +46,7 @@ class Student(train.Trainer):
         if variant != VARIANT:
             raise ValueError(f"variant must be {VARIANT}, got {variant}")
         self.teacher = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32).eval()
+        self._teacher_checkpoint = teacher
         self._teacher_processor = ImageProcessor.from_pretrained(teacher)
         sight = dataclasses.replace(train.CURRICULUM[0], promote=0.98)  # from there on it takes hundreds of steps
         curriculum = tuple(_tinted(stage) for stage in (sight, train.CURRICULUM[-1]))
@@ -101,7 +102,7 @@ class Student(train.Trainer):
             for i, layer in enumerate(self.teacher.model.language_model.layers)
             for name in _NORMED
         ]
-        sampler = train.Sampler(TINY_VQA)
+        sampler = train.Sampler(self._teacher_checkpoint)
         stage = train.CURRICULUM[-1]
         for _ in range(4):
             self.teacher.model(**sampler.group(stage, 2048, 4).inputs, use_cache=False)

@@ -128,6 +128,10 @@ def test_pages_are_rewritten_between_their_marks(monkeypatch):
         published.rewrite(page.replace("of a test", "nothing"))
 
 
+def test_the_readmes_times_are_a_table():
+    assert "<!-- table ttft first -->\n|  | cold |" in (published.ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_pages_say_what_their_files_say():
     for page in published.PAGES:
         text = page.read_text(encoding="utf-8")

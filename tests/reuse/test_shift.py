@@ -23,7 +23,7 @@ def make_attention(directory, weight=None):
     attention = SelfAttention(load_config(directory).text, dtype=jnp.float32, rngs=nnx.Rngs(0))
     if attention.config.qkv_bias:
         bias = attention.k_proj.bias
-        bias[...] = 20 * jax.random.normal(jax.random.key(1), bias.shape)  # longer than all the rest, as published
+        bias[...] = 20 * jax.random.normal(jax.random.key(1), bias.shape)  # longer than all the rest, as it may be
     if weight is not None:
         attention.k_norm.scale[...] = jnp.asarray(weight)
     return attention

@@ -86,7 +86,7 @@ class Linker:
             layout = self._layout(request, handles)
             plan = make_plan(policy, layout, layers)
             choice = make_choice(policy, layout, layers)
-            if self._pass_over(layout, handles, lambda: _fresh(layout, plan, choice, layers)):
+            if not self._links_all and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
                 layout = self._layout(request, handles)
                 plan = make_plan(policy, layout, layers)
                 choice = make_choice(policy, layout, layers)
@@ -154,21 +154,20 @@ class Linker:
             request.moments,
         )
 
-    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: Callable[[], list[float]]) -> bool:
+    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> bool:
         """Lets go of what is not to be used of what was found; whether K, V are among it.
 
         Args:
-          fresh: gives `Image.fresh` of each image; asked only where something may be passed over.
+          fresh: see `Image`; of each image.
         """
-        if self._links_all:
-            return False
-        for span, handle, share in zip(layout.images, handles, fresh(), strict=False):
+        for span, handle, share in zip(layout.images, handles, fresh, strict=False):
             if (load := self._load(span, handle, share)) != "link":
                 handle.pass_over(encoder=load == "compute")
         return any(record.meta.context is not None for handle in handles for record in handle.passed_over)
 
     @property
     def _links_all(self) -> bool:
+        """Whether nothing that is found is passed over."""
         return self.store.config.load == "link" or (self.store.config.load == "auto" and self.rates is None)
 
     def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:

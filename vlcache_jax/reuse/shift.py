@@ -209,20 +209,23 @@ def _moved(
 
     old_k, old_v = k[slot].astype(jnp.float32), v[slot].astype(jnp.float32)
     dk, dv = (part[image] for part in difference)
-    bias = _bias(attention)
-    own = rope.rotate(old_k, cos, -sin) - bias
+    own, bias = rope.rotate(old_k, cos, -sin), _bias(attention)
+    if bias is not None:
+        own -= bias
     weight = attention.k_norm.scale[...] if attention.config.qk_norm else jnp.ones(own.shape[-1])
     factor = length_kept(own, own + dk, weight)
-    # Where nothing changes, no bit does: the factor is 1.
-    new_k = (old_k + rope.rotate(dk, cos, sin)) * factor + rope.rotate(bias * (1 - factor), cos, sin)
+    new_k = (old_k + rope.rotate(dk, cos, sin)) * factor  # where nothing changes, no bit does: the factor is 1
+    if bias is not None:
+        new_k += rope.rotate(bias * (1 - factor), cos, sin)
     new_k, new_v = carry_flaws(new_k.astype(k.dtype), (old_v + dv).astype(v.dtype))
     return write(k, new_k), write(v, new_v)
 
 
-def _bias(attention: SelfAttention) -> jax.Array:
-    """Of the key projection, float32 [K, D]; 0 where there is none."""
-    shape, bias = (attention.config.num_kv_heads, attention.config.head_dim), attention.k_proj.bias
-    return jnp.zeros(shape) if bias is None else bias[...].astype(jnp.float32).reshape(shape)
+def _bias(attention: SelfAttention) -> jax.Array | None:
+    """Of the key projection, float32 [K, D], if it has one."""
+    if (bias := attention.k_proj.bias) is None:
+        return None
+    return bias[...].astype(jnp.float32).reshape(attention.config.num_kv_heads, attention.config.head_dim)
 
 
 def length_kept(before: jax.Array, after: jax.Array, weight: jax.Array) -> jax.Array:
