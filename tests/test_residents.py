@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -121,6 +122,29 @@ def test_requests_of_one_call_share_before_any_has_run(llm, picture):
     assert len({output.metrics.wave for output in together}) == 1
     rows = [output.cache.rows[0] for output in together]
     assert rows == [n - output.num_cached_tokens for n, output in zip(lengths, together, strict=True)]
+
+
+def test_a_call_runs_together_while_the_one_before_it_ends(llm, monkeypatch):
+    loop, is_let_go = llm._loop, threading.Event()
+    step, submit = loop.engine.step, loop.submit
+
+    def step_and_stay():
+        step()
+        if not loop.engine.has_requests:  # the last answer has been told; the pass is not over yet
+            assert is_let_go.wait(60)
+
+    def submit_and_wait(sequences):
+        submit(sequences)
+        is_let_go.set()
+        with loop._changed:
+            loop._changed.wait_for(lambda: loop._thread is None, 5)
+
+    with monkeypatch.context() as context:
+        context.setattr(loop.engine, "step", step_and_stay)
+        chat(llm, user("Before."))
+        context.setattr(loop, "submit", submit_and_wait)
+        outputs = chat(llm, user("One?"), user("Two?"), user("Three?"))
+    assert len({output.metrics.wave for output in outputs}) == 1
 
 
 def test_who_neither_takes_nor_leaves(llm, directory, picture):

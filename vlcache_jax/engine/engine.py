@@ -104,7 +104,12 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
-        return not (self.scheduler.waiting or self.scheduler.running or self._flying or self._leaving)
+        return not (self.has_requests or self._flying or self._leaving)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any run or wait."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> None:
         """One pass.

@@ -25,6 +25,7 @@ class Loop:
         self.engine = engine
         self._changed = threading.Condition()
         self._arriving: list[Sequence] = []
+        self._has_begun = False  # all of them
         self._thread: threading.Thread | None = None
         self._passes = 0
         self._is_closed = False
@@ -46,6 +47,7 @@ class Loop:
     def begin(self) -> None:
         """What has been submitted runs."""
         with self._changed:
+            self._has_begun = bool(self._arriving)
             if self._thread is None and self._arriving:
                 # Progress is shown as whoever asks first wants it.
                 run = contextvars.copy_context().run
@@ -104,7 +106,9 @@ class Loop:
         while True:
             with self._changed:
                 self._passes += 1
-                arriving, self._arriving = self._arriving, []
+                arriving: list[Sequence] = []
+                if self._has_begun or engine.has_requests:
+                    arriving, self._arriving, self._has_begun = self._arriving, [], False
                 if not arriving and engine.is_idle:
                     self._thread = None
                     self._changed.notify_all()
