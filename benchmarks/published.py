@@ -27,7 +27,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ("unnumbered", "numbered", "without_key_norm")
-GOALS = ("goal_together.json", "goal_text_first.json", "goal_question_first.json")  # of many questions each
+GOALS = ("goal_together_text_first.json", "goal_together.json", "goal_text_first.json", "goal_question_first.json")
 LENGTHS = tuple(
     f"key_lengths_{name}.json"
     for name in ("unnumbered", "unnumbered_test", "numbered", "without_key_norm", "without_key_norm_test")
