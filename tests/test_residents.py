@@ -136,8 +136,8 @@ def test_a_call_runs_together_while_the_one_before_it_ends(llm, monkeypatch):
     def submit_and_wait(sequences):
         submit(sequences)
         is_let_go.set()
-        with loop._changed:
-            loop._changed.wait_for(lambda: loop._thread is None, 5)
+        with loop._changed:  # the pass ends, and the first row does not begin without the others
+            assert loop._changed.wait_for(lambda: loop._thread is None, 60)
 
     with monkeypatch.context() as context:
         context.setattr(loop.engine, "step", step_and_stay)

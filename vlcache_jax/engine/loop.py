@@ -25,7 +25,7 @@ class Loop:
         self.engine = engine
         self._changed = threading.Condition()
         self._arriving: list[Sequence] = []
-        self._has_begun = False  # all of them
+        self._has_begun = False  # whether these may run although nothing does
         self._thread: threading.Thread | None = None
         self._passes = 0
         self._is_closed = False
