@@ -564,8 +564,54 @@ def test_a_copy_is_as_old_as_what_it_is_of(record, tmp_path):
         house.settle()
     assert house.counted("disk").stored == 1
     clock.now += 11
-    assert disk.find(key(1)) == []
+    with house.bring(record, key(8)) as handle:
+        assert handle.kv is None
     house.movement.close()
+
+
+def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):
+    clock = Clock()
+    disk = DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock)
+    house = House(disk, ttl=60.0, admit="second")
+    house.clock = house.store.ages._clock = house.movement._clock = clock
+    house.bring(record)
+    house.compute(record)
+    clock.now += 50
+    house.bring(record)
+    house.settle()
+    [found] = disk.find(key(1))
+    assert found.written == 1000.0
+    house.store.evict(key(1))
+    clock.now += 11
+    assert house.bring(record).kv is None
+    house.movement.close()
+
+
+def test_what_is_too_old_is_deleted_too(record, tmp_path):
+    clock = Clock()
+    disk = filled(DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock), record)
+    house = House(disk, ttl=60.0)
+    house.clock = house.store.ages._clock = house.movement._clock = clock
+    clock.now += 61
+    assert house.bring(record).kv is None
+    assert house.movement.delete(key(1)) == {record.meta.name}
+    assert not list(tmp_path.rglob("*.safetensors"))
+    house.movement.close()
+
+
+def test_what_no_look_up_would_take_is_not_loaded(record):
+    """K, V of the same context that are not canonical, where canonical ones of another are in memory."""
+    record.meta = dataclasses.replace(record.meta, canonical=False)
+    disk = filled(DictTier(), record)
+    house = House(disk)
+    with house.bring(record, approximate=True) as handle:  # there is no other
+        house.settle()
+        assert handle.kv.is_ready
+    house.compute(make(1, key(8), padded=6))
+    with house.bring(record, approximate=True) as handle:
+        house.settle()
+        assert handle.kv.meta.context == key(8)
+    assert house.counted("disk").loaded == 1
 
 
 def test_what_is_pinned_on_the_disk_is_not_evicted(record, tmp_path):

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,15 +127,18 @@ class Faulty(Tier):
     Attributes:
       faults: what the next call of an operation raises.
       meanwhile: what happens while the next record is read.
-      kept: names of records that were stored and should be there.
+      age: of what is written, when it was computed.
+      kept: records that were stored and should be there, and when they were computed, by their names.
       staying: those of them that are pinned.
       taken: names of records that were there after they were written, since somebody looked last.
     """
 
-    def __init__(self, tier):
+    def __init__(self, tier, age: Callable[[Meta, bytes], float]):
         self.tier, self.label, self.is_local = tier, tier.label, tier.is_local
+        self.age = age
         self.faults, self.meanwhile = {}, lambda: None
-        self.kept, self.staying, self.taken = set(), set(), set()
+        self.kept: dict[str, float] = {}
+        self.staying, self.taken = set(), set()
 
     def _pass(self, operation):
         if error := self.faults.pop(operation, None):
@@ -155,7 +159,7 @@ class Faulty(Tier):
         self._pass("write")
         outcome = self.tier.write(meta, parts)
         if outcome == "stored":
-            self.kept.add(meta.name)
+            self.kept[meta.name] = self.age(meta, content(meta, parts.values()))
         if outcome != "refused":
             self.taken.add(meta.name)
         return outcome
@@ -167,7 +171,7 @@ class Faulty(Tier):
 
     def lose(self, name):
         """Nobody may rely on it any more."""
-        self.kept.discard(name)
+        self.kept.pop(name, None)
         self.staying.discard(name)
 
     def lines(self):
@@ -198,6 +202,10 @@ class Elsewhere(DictTier):
     label = "remote"
     is_local = False
 
+    def date(self, name, written):
+        meta, _, data = self.kept[name]
+        self.kept[name] = meta, written, data
+
 
 @dataclass(frozen=True)
 class Made:
@@ -218,9 +226,9 @@ class Asked:
     records: list[Record] = field(default_factory=list)
 
 
-def content(record):
+def content(meta, parts):
     """A record's bytes, without padding."""
-    return b"".join(rows.tobytes() for part in record.data for rows in blocks(record.meta, part))
+    return b"".join(rows.tobytes() for part in parts for rows in blocks(meta, part))
 
 
 class Machine(RuleBasedStateMachine):
@@ -257,19 +265,18 @@ class Machine(RuleBasedStateMachine):
         # A share of the disk, whose files have headers, is as many records.
         self.owner_bytes = None if share is None else share * FILE
         self.never_full = files == 500 and share is None
-        self.remote = Faulty(Elsewhere(now=self.clock))
-        self.kept: set[str] = set()
-        self.start(set(), set())
+        self.remote = Faulty(Elsewhere(now=self.clock), self.age)
+        self.start({}, set())
 
     def start(self, kept, pinned):
         """A process begins.
 
         Args:
-          kept, pinned: names on the disk.
+          kept, pinned: what is on the disk, as in `Faulty`.
         """
         capacity, ttl = int(self.config.disk_bytes), self.config.ttl
         disk = DiskTier(self.folder, capacity, owner_bytes=self.owner_bytes, ttl=ttl, clock=self.clock)
-        self.disk = Faulty(disk)
+        self.disk = Faulty(disk, self.age)
         self.disk.kept, self.disk.staying = kept, pinned
         self.store = Store(self.config, self.clock)
         self.hands.clear()
@@ -305,7 +312,10 @@ class Machine(RuleBasedStateMachine):
         seed = zlib.crc32(record.meta.name.encode()), self.generation
         record.data[:] = np.random.default_rng(seed).normal(size=record.meta.shape)
         own = self.made.setdefault(record.meta.name, {})
-        own[content(record)] = Made(record.meta.canonical, self.clock.now)
+        own[content(record.meta, record.data)] = Made(record.meta.canonical, self.clock.now)
+
+    def age(self, meta, its):
+        return self.made[meta.name][its].at
 
     def settle(self, record, fate):
         match fate:
@@ -427,7 +437,7 @@ class Machine(RuleBasedStateMachine):
             assert record.meta.entry == asked.image.entry
             assert record.meta.owner == owner_key(asked.image.salt)
             if record.is_ready:
-                made = self.made[record.meta.name][content(record)]
+                made = self.made[record.meta.name][content(record.meta, record.data)]
                 assert made.canonical == record.meta.canonical
                 assert made.at >= asked.oldest
 
@@ -461,9 +471,11 @@ class Machine(RuleBasedStateMachine):
         lost = written.skipped + written.failed + written.refused + written.gone
         for record in self.published if lost == self.lost_writes else ():
             name, entry = record.meta.name, record.meta.entry
+            if self.is_old(record.written):
+                continue
             if record.is_ready and self.never_full and self.config.admit == "always":
                 assert name in self.disk.taken
-            if record.is_ready and name in self.disk.taken & self.disk.kept:
+            if record.is_ready and name in self.disk.taken & self.disk.kept.keys():
                 there = [one.meta for one in self.disk.tier.find(entry) if one.meta.name == name]
                 assert all(meta.canonical or not record.meta.canonical for meta in there)
         self.lost_writes = lost
@@ -472,14 +484,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 2, 6, 30, 61]))
     def wait(self, seconds):
-        for hands in self.hands[1::2]:  # a tier takes the time when it writes for that of the record
-            while hands.jobs:
-                hands.work()
         self.clock.now += seconds
         self.movement.give_up_late()
         if self.config.ttl is not None:
-            for name in self.disk.kept.copy():
-                self.forget_if_old(name)
             self.ask_for_all()
 
     def ask_for_all(self):
@@ -488,10 +495,6 @@ class Machine(RuleBasedStateMachine):
                 asked = self.bring(image, context, True)
                 self.drain()
                 self.end(asked)
-
-    def forget_if_old(self, name):
-        if all(made.at < self.clock.now - self.config.ttl for made in self.made[name].values()):
-            self.disk.lose(name)
 
     # What users do.
 
@@ -516,7 +519,7 @@ class Machine(RuleBasedStateMachine):
         self.flush()
         self.store.evict(image.entry)
         pinned = {record.meta.name for record in self.store.records(image.entry)}
-        assert self.pinned.keys() & self.names(image) <= pinned
+        assert self.config.ttl is not None or self.pinned.keys() & self.names(image) <= pinned
         self.at_once = True
         self.movement.delete(image.entry, pinned)
         self.at_once = False
@@ -592,6 +595,7 @@ class Machine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(names))
         path = self.disk.tier.directory / file_name(name)
         self.disk.lose(name)
+        self.published = [record for record in self.published if record.meta.name != name]
         if how == "gone" or not path.exists():
             path.unlink(missing_ok=True)
             return
@@ -621,9 +625,10 @@ class Machine(RuleBasedStateMachine):
             self.movement.close()
             self.nothing_leaks()
         self.remote.faults.clear()
+        self.remote.meanwhile = lambda: None
         self.start(self.disk.kept, self.disk.staying)
         if self.never_full and self.config.admit == "always":
-            for name in sorted(self.disk.kept):
+            for name in sorted(self.expected()):
                 self.find_again(name)
 
     def find_again(self, name):
@@ -635,7 +640,7 @@ class Machine(RuleBasedStateMachine):
         handle = asked.handle
         # An image that is linked in its own context needs no encoder rows.
         assert handle.exact if not context and handle.encoder is None else handle.kv or handle.encoder
-        assert all(record.is_ready for record in asked.records)
+        assert all(record.is_ready for record in asked.records if record.meta.name in self.expected())
         asked.handle.release()
 
     # What always holds.
@@ -683,9 +688,16 @@ class Machine(RuleBasedStateMachine):
         for name, record in self.pinned.items() if self.config.ttl is None else ():
             assert self.store.tier.get(name) is record
         on_disk = {line.name for line in self.disk.lines()}
-        assert self.disk.staying <= on_disk
+        assert self.disk.staying & self.expected() <= on_disk
         if self.never_full:
-            assert self.disk.kept <= on_disk
+            assert self.expected() <= on_disk
+
+    def expected(self):
+        """What the disk has kept and may still be used."""
+        return {name for name, at in self.disk.kept.items() if not self.is_old(at)}
+
+    def is_old(self, at):
+        return self.config.ttl is not None and at < self.clock.now - self.config.ttl
 
     def nothing_leaks(self):
         """Nobody asks, nothing is under way."""

@@ -26,12 +26,16 @@ class Ages:
         """What was written before is not used any more; None: all is."""
         return None if self._ttl is None else self._clock() - self._ttl
 
-    def note(self, record: Record) -> None:
+    def date(self, record: Record) -> float:
         """A record has been filled: just now, unless it came from a tier that says when."""
         if record.written is None:
             record.written = self._clock()
-        before = self._born.get(record.meta.entry)
-        self._born.put(record.meta.entry, record.written if before is None else min(before, record.written))
+        return record.written
+
+    def note(self, record: Record) -> None:
+        """A record that has been filled is kept."""
+        written, before = self.date(record), self._born.get(record.meta.entry)
+        self._born.put(record.meta.entry, written if before is None else min(before, written))
 
     def end(self, entry: str) -> bool:
         """Whether an image has become too old; it begins anew then."""

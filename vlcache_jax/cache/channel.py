@@ -281,7 +281,7 @@ class Channel:
                 if outcome == "known" and self._is_outdated(meta):
                     self.tier.delete(meta.name)
                     outcome = self.tier.write(meta, parts)
-                if outcome == "stored" and record.is_loading and record.written is not None:
+                if outcome == "stored" and record.written is not None:  # it may have waited, or come from elsewhere
                     self.tier.date(meta.name, record.written)
             if not record.is_ready or record in self._unwanted:
                 self.tier.delete(meta.name)
@@ -296,10 +296,10 @@ class Channel:
 
     def _is_outdated(self, meta: Meta) -> bool:
         """Whether what a tier has of a record must not be used any more, or is not canonical where ours is."""
-        oldest = self._oldest()
         there = next((one for one in self.tier.find(meta.entry) if one.meta.name == meta.name), None)
-        if there is None:
-            return oldest is not None  # which the tier knows, too
+        if there is None:  # somebody else is writing it
+            return False
+        oldest = self._oldest()
         has_expired = oldest is not None and there.written < oldest
         return has_expired or (meta.canonical and not there.meta.canonical)
 

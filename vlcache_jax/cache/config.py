@@ -36,7 +36,7 @@ class CacheConfig:
       peer_token: that they ask for.
       admit: what is written to disk and remote: "always" is everything, "second" an image that is asked for again.
       ttl: seconds after which what is kept of an image is not used any more, pages of the KV pool included; None: it
-        always is.
+        always is. They count from when it was computed; in `remote`, from when it was written there.
       salt_bytes: that the records of one `cache_salt` take at most, in host memory and on the disk each; None: they
         have no limit of their own. Calls without a salt have none.
       timeout: seconds that a record may take to come from a tier before its image is computed; None: as long as

@@ -116,7 +116,7 @@ class Movement(Outside):
         there: dict[str, tuple[Channel, Found]] | None = None
         if known is None:
             there = self._find(entry)
-            if name in there and (approximate or there[name][1].meta.is_exact):
+            if name in there and self._is_of_use(there[name][1].meta, approximate):
                 wanted[name] = there[name]
             elif approximate and not self._store.has_variants(entry):
                 wanted |= _variant(there)
@@ -128,6 +128,11 @@ class Movement(Outside):
                 wanted[name] = there[name]
         self._touch({f"kv/{entry}/{context}", f"enc/{entry}"} - wanted.keys())
         return {name: channel.tier.label for name, (channel, found) in wanted.items() if self._begin(channel, found)}
+
+    def _is_of_use(self, meta: Meta, approximate: bool) -> bool:
+        """Whether `Store.lookup` in the context of K, V would take them."""
+        prefers_another = not meta.canonical and self._store.has_variants(meta.entry, canonical=True)
+        return meta.is_exact or (approximate and not prefers_another)
 
     def has_rows(self, entry: str) -> bool:
         """Whether some tier has an image's encoder rows."""
@@ -173,7 +178,7 @@ class Movement(Outside):
             channel.forget(entry)
             channel.hear(channel.ask([entry]), self._patience)
             there |= {one.meta.name for one in channel.found(entry)}
-            for name in there.difference(pinned, channel.pinned(entry)):
+            for name in sorted(there.difference(pinned, channel.pinned(entry))):
                 if channel.delete(name):
                     names.add(name)
             channel.forget(entry)

@@ -319,6 +319,7 @@ class Store:
         finite is withdrawn, so that nobody reuses what is damaged."""
         if checksums is None and not (record.is_settled or record.is_finite()):
             self.withdraw(record, Why.not_finite)
+        self.ages.date(record)
         record.settle(True, checksums)
         with self._lock:
             if self.tier.get(record.meta.name) is record:  # it may have had to go already
@@ -408,9 +409,10 @@ class Store:
             if self.config.passes_on and record.is_settled:
                 self.tier.remove(record, None)
 
-    def has_variants(self, entry: str) -> bool:
-        """Whether K, V of an image are kept, or being filled."""
-        return entry in self._variants
+    def has_variants(self, entry: str, *, canonical: bool = False) -> bool:
+        """Whether K, V of an image, or canonical ones, are kept, or being filled."""
+        with self._lock:
+            return any(record.meta.canonical or not canonical for record in self._variants.get(entry, ()))
 
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled, or can be brought in."""

@@ -95,8 +95,8 @@ class Tier:
         return set()
 
     def date(self, name: str, written: float) -> None:
-        """A record that was written just now is a copy of one that was written then: seconds since the epoch. What is
-        elsewhere is never such a copy."""
+        """What a record that was written just now holds was computed then: seconds since the epoch. Where others say
+        when something was written, nothing happens."""
 
     def prune(self, capacity: int, before: float | None = None) -> None:
         """Deletes the records that were not used for longest, until the others take a number of bytes at most.

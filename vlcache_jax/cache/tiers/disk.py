@@ -51,7 +51,8 @@ class DiskTier(Tier):
       directory: is made if it does not exist, for its owner alone.
       capacity: bytes of all files, at most.
       owner_bytes: of all files under one salt, at most; None: they have no limit of their own.
-      ttl: seconds after which a record is not used any more; None: it always is.
+      ttl: seconds after which a record leaves, with the next one that is written; None: it stays. Until then it is
+        found, and whoever finds it looks at when it was written.
       clock: seconds since the epoch.
 
     Raises:
@@ -93,7 +94,7 @@ class DiskTier(Tier):
         with self._reporting(entry):
             found = []
             for name, header, written in self._index.find(entry):
-                if name in self._gone or (self._oldest is not None and written < self._oldest):
+                if name in self._gone:
                     continue
                 try:
                     meta = read_header(header)
