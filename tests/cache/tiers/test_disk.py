@@ -324,6 +324,20 @@ def test_what_is_pinned_makes_no_room(tmp_path):
         assert names(tier) == [records[3].meta.name]
 
 
+def test_a_date_outlives_the_index_and_may_come_too_late(tmp_path):
+    with closing(tmp_path) as tier:
+        write(tier, make(1), make(2))
+        tier.date(make(1).meta.name, 50.0)
+        tier.delete(make(2).meta.name)
+        tier.date(make(2).meta.name, 50.0)  # of what has left
+        assert names(tier) == [make(1).meta.name]
+    for file in (tmp_path / FOLDER).glob("index.sqlite*"):
+        file.unlink()
+    with closing(tmp_path) as tier:
+        [one] = tier.find(make(1).meta.entry)
+        assert one.written == 50.0
+
+
 def test_what_is_too_old_leaves_with_the_next_record(tmp_path):
     now = [100.0]
     with closing(tmp_path, ttl=60.0, clock=lambda: now[0]) as tier:

@@ -156,7 +156,8 @@ class DiskTier(Tier):
 
     def date(self, name: str, written: float) -> None:
         with self._reporting(name), self._changing():
-            os.utime(self.directory / file_name(name), (written, written))
+            with contextlib.suppress(FileNotFoundError):  # it may have left again
+                os.utime(self.directory / file_name(name), (written, written))
             self._index.date(name, written)
 
     def counts(self) -> dict[str, int]:
