@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from vlcache_jax.assets import SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.files import PICTURES, check_readable, check_writable
+from vlcache_jax.files import PICTURES, check_all_readable, check_writable
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.study import pairs
 from vlcache_jax.study.accuracy import COLD, Protocol, name_settings, possible, run
@@ -50,8 +50,7 @@ def measure(
         settings = [*SETTINGS, *(map(str, SCHEDULES) if model is None else ())]
     check_writable("out", out)
     check_writable("figure", figure, PICTURES)
-    for path in data:
-        check_readable("data", path)
+    check_all_readable("data", data)
     WorkLog(work, "")  # refuses another kind of file before the work
     say("importing JAX")
     from vlcache_jax import LLM, CacheConfig

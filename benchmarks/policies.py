@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
-from vlcache_jax.files import check_readable, check_writable
+from vlcache_jax.files import check_all_readable, check_writable
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.schedule import UNITS, Schedule
 from vlcache_jax.study import accuracy, pairs
@@ -307,7 +307,7 @@ def _check(
     for name, values in (("ratio", ratios), ("share", shares)):
         for value in values:
             if not 0 < value < 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {value}")
+                raise ValueError(f"{name} must be above 0 and below 1, got {value}")
     if split not in ("profile", "test"):
         raise ValueError(f"split must be profile or test, got {split!r}")
     if profiled and not (_NUMBER.fullmatch(mean) and 0 < Fraction(mean) <= Fraction(MAX_LEVEL, UNITS)):
@@ -316,8 +316,7 @@ def _check(
         raise ValueError(
             f"profiled must be 0 with data, got {profiled}: a schedule of other questions can be given by schedule"
         )
-    for path in data:
-        check_readable("data", path)
+    check_all_readable("data", data)
 
 
 def _sizes(llm: LLM, samples: Sequence[Sample]) -> tuple[float, int]:

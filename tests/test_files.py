@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from vlcache_jax.files import PICTURES, check_writable, write_whole
+from vlcache_jax.files import PICTURES, check_all_readable, check_writable, write_whole
 from vlcache_jax.study.worklog import WorkLog
 
 
@@ -65,3 +65,16 @@ def test_a_work_log_goes_on_behind_a_line_that_was_cut_off(tmp_path):
     log.add("c", 3)
     again = WorkLog(tmp_path / "work", "mine")
     assert (again.get("a"), again.get("b"), again.get("c")) == ([1], None, 3)
+
+
+def test_files_to_read_are_there_and_named_once(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    check_all_readable("data", [tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ValueError, match=r"data must name each file once, got .*link twice"):
+        check_all_readable("data", [tmp_path / "a", tmp_path / "b", tmp_path / "link"])
+    with pytest.raises(ValueError, match=r"data must be a file that can be read, got .*nothing: no such file"):
+        check_all_readable("data", [tmp_path / "a", tmp_path / "nothing"])
+    with pytest.raises(ValueError, match=r"data must be a file that can be read, got .*: no file"):
+        check_all_readable("data", [tmp_path])

@@ -258,6 +258,8 @@ def test_what_is_kept_of_a_video(llm, film):
     assert llm.cache.keys(part) == [one.key for one in chat(llm, user(part, "?"))[0].cache.images]
     with pytest.raises(ValueError, match="`keys` gives those of a video's chunks"):
         llm.cache.key(part)
+    with pytest.raises(ValueError, match=r"image must be an image itself, a video's part .*, or an entry key, got \{"):
+        llm.cache.pin({"type": "image", "image": film[0]})
     assert llm.cache.pin(part) == 2 * count
     assert llm.cache.evict(part) == 0
     assert llm.cache.delete(part) == 2 * count

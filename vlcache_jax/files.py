@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+from collections.abc import Sequence
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -45,10 +46,22 @@ def check_readable(name: str, path: str | os.PathLike[str]) -> None:
     """
     try:
         if not pathlib.Path(path).is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file")
+            raise FileNotFoundError(errno.ENOENT, "no file" if pathlib.Path(path).exists() else "no such file")
         open(path, "rb").close()
     except OSError as error:
         raise ValueError(f"{name} must be a file that can be read, got {path}: {error.strerror}") from error
+
+
+def check_all_readable(name: str, paths: Sequence[str | os.PathLike[str]]) -> None:
+    """Sees that files can be read, and that each is named once.
+
+    Raises:
+      ValueError: one cannot, or is none, or comes twice.
+    """
+    for number, path in enumerate(paths):
+        check_readable(name, path)
+        if any(os.path.samefile(path, other) for other in paths[:number]):
+            raise ValueError(f"{name} must name each file once, got {path} twice")
 
 
 def check_free(name: str, path: pathlib.Path) -> None:

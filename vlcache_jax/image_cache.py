@@ -16,12 +16,13 @@ from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller, in_order
-from vlcache_jax.checks import check_flags, check_text
+from vlcache_jax.checks import check_flags, check_text, short
 from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
+from vlcache_jax.inputs.parts import VIDEO_TYPES
 from vlcache_jax.inputs.processor import Grid, check_limits
 from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.reuse.parse import parse_policy
@@ -241,8 +242,11 @@ class ImageCache:
         return list(found.items())
 
     def _images(self, image: Any, salt: Salt, limits: Mapping[str, int] | None) -> tuple[ImageRef, ...]:
-        if self._is_closed:
-            raise RuntimeError(CLOSED)
+        self._check_open()
+        if isinstance(image, Mapping) and image.get("type") not in VIDEO_TYPES:
+            raise ValueError(
+                f"image must be an image itself, a video's part of a message, or an entry key, got {short(image)}"
+            )
         [request] = self._identifier.identify([self._renderer.alone(image, limits)], salt)
         return request.images
 

@@ -61,7 +61,8 @@ class CacheReport:
 
     Attributes:
       images: one entry for each image of the request, and for each chunk of its videos.
-      exact: the answer is the one that a cold run gives.
+      exact: the answer is the one that a cold run gives, to rounding: in bfloat16 it may differ where two tokens are
+        nearly equal, as it may between two batches.
       policy: which rule chose the rows.
       rows: rows computed in each layer.
       approximate_tokens: image tokens reused behind another context than they were computed in, or kept by a codec,

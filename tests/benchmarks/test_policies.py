@@ -193,4 +193,4 @@ def test_a_mean_that_no_profile_reaches_is_refused(mean):
 def test_ratios_out_of_range_are_refused(name):
     result = CliRunner().invoke(app, ["bench", "policies", "nowhere", name, "1.5"])
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {name[2:]} must be between 0 and 1, got 1.5")
+    assert result.stderr.startswith(f"error: {name[2:]} must be above 0 and below 1, got 1.5")

@@ -587,6 +587,20 @@ def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):
     house.movement.close()
 
 
+def test_what_is_deleted_has_not_been_asked_for(record):
+    disk = DictTier()
+    house = House(disk, admit="second")
+    house.bring(record).release()
+    house.compute(record)
+    house.bring(record).release()
+    house.settle()
+    assert house.store.evict(key(1)) == house.movement.delete(key(1)) == {record.meta.name}
+    house.bring(record).release()
+    assert house.compute(record) is not None
+    house.settle()
+    assert disk.kept == {}
+
+
 def test_what_is_too_old_is_deleted_too(record, tmp_path):
     clock = Clock()
     disk = filled(DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock), record)

@@ -39,6 +39,17 @@ def test_where_nothing_differs_the_interval_says_how_many_were_asked():
     assert interval(few) == "+0.0 [-16.3, +16.3]"
 
 
+def test_an_interval_holds_its_own_difference():
+    """Few questions draw its middle to 0."""
+    few = paired([1, 1, 1, 1, 1], [0, 0, 0, 0, 0])
+    assert (few["difference"], few["low"]) == (-100, -100)
+    tasks = [few, few, few, paired([1], [1]), paired([1, 1], [1, 1])]
+    mean = mean_of(tasks)
+    assert mean["low"] <= mean["difference"] == -60
+    halves = paired([1], [0.5])
+    assert halves["low"] <= halves["difference"] == -50
+
+
 def test_intervals_hold_the_truth_as_often_as_they_say():
     """Questions of uneven difficulty, of which 4 % are lost and 1 % won; five auxiliary prompts each."""
     rng = np.random.default_rng(0)

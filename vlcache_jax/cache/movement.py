@@ -173,6 +173,7 @@ class Movement(Outside):
         """Removes an image's records from every tier, but not what is pinned there, and some names; returns those that
         it removed."""
         names: set[str] = set()
+        self._sighted.pop(entry)  # it has not been asked for yet
         for channel in (channel for channel in self.channels if not channel.tier.is_read_only):
             there = channel.to_write(entry)  # or written by the time of the look
             channel.forget(entry)

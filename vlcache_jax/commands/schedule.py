@@ -245,8 +245,10 @@ def open_model(model: str | pathlib.Path | None, dtype: str) -> LLM:
 def profile_samples(data: list[pathlib.Path] | None, count: int) -> list[Sample]:
     """`count` samples of files; without files, of splits drawn for the shipped model."""
     from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+    from vlcache_jax.files import check_all_readable
     from vlcache_jax.study.questions import spread
 
+    check_all_readable("data", data or [])
     with Progress("reading questions"):
         return spread(load_samples(data or [], questions=None if data else count, split="profile"), count)
 

@@ -95,7 +95,8 @@ def paired(reference: npt.ArrayLike, other: npt.ArrayLike) -> dict[str, float]:
     """Difference of accuracies in points, its interval of 95 % and the p of McNemar's test.
 
     With several auxiliary prompts, a question's mean difference is one observation. The interval is that of Agresti and
-    Min (2005): half a question more in each cell, so that it has a width where no answer differs. The test is exact
+    Min (2005): half a question more in each cell, so that it has a width where no answer differs; with so few questions
+    that it would leave out the difference itself, it ends there. The test is exact
     where every difference is -1, 0 or 1; with fractions between them it is the asymptotic form, their sum over the root
     of the sum of their squares.
 
@@ -116,8 +117,12 @@ def paired(reference: npt.ArrayLike, other: npt.ArrayLike) -> dict[str, float]:
         p = stats.binomtest(int((change > 0).sum()), int((change != 0).sum())).pvalue
     else:
         p = 2 * stats.norm.sf(abs(change.sum()) / np.sqrt(np.square(change).sum()))
-    low, high = max(-1.0, centre - width), min(1.0, centre + width)
-    return {"difference": 100 * float(change.mean()), "low": 100 * low, "high": 100 * high, "p": float(p)}
+    found = {"difference": 100 * float(change.mean()), "p": float(p)}
+    return _with_interval(found, max(-100.0, 100 * (centre - width)), min(100.0, 100 * (centre + width)))
+
+
+def _with_interval(found: dict[str, float], low: float, high: float) -> dict[str, float]:
+    return found | {"low": min(low, found["difference"]), "high": max(high, found["difference"])}
 
 
 def mean_of(tasks: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -129,7 +134,7 @@ def mean_of(tasks: Sequence[dict[str, float]]) -> dict[str, float]:
     centre = sum(task["low"] + task["high"] for task in tasks) / 2 / len(tasks)
     width = math.sqrt(sum(((task["high"] - task["low"]) / 2) ** 2 for task in tasks)) / len(tasks)
     difference = sum(task["difference"] for task in tasks) / len(tasks)
-    return {"difference": difference, "low": centre - width, "high": centre + width}
+    return _with_interval({"difference": difference}, centre - width, centre + width)
 
 
 def summarize(cases: Iterable[Case]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
