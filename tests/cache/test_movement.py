@@ -67,8 +67,8 @@ class Elsewhere(DictTier):
 class House:
     """A store, its tiers, and a clock."""
 
-    def __init__(self, *tiers, limit=5.0, **config):
-        self.clock = Clock()
+    def __init__(self, *tiers, limit=5.0, clock=None, **config):
+        self.clock = clock or Clock()
         self.store = Store(CacheConfig(**config), self.clock)
         self.movement = Movement(self.store, tiers, lambda tokens: tokens, limit=lambda meta: limit, clock=self.clock)
 
@@ -520,8 +520,7 @@ def test_without_host_memory_records_pass_through(record):
 def test_what_is_too_old_is_not_used_any_more(record):
     clock = Clock()
     disk = DictTier(now=clock)
-    house = House(disk, ttl=60.0)
-    house.clock = house.store.ages._clock = house.movement._clock = clock
+    house = House(disk, ttl=60.0, clock=clock)
     dropped = []
     house.store.expired = dropped.append
     house.compute(record)
@@ -543,8 +542,7 @@ def test_what_is_too_old_is_not_used_any_more(record):
 def test_what_comes_from_a_tier_is_as_old_as_it_was_there(record):
     clock = Clock()
     remote = filled(Elsewhere(now=clock), record)
-    house = House(remote, ttl=60.0)
-    house.clock = house.store.ages._clock = house.movement._clock = clock
+    house = House(remote, ttl=60.0, clock=clock)
     clock.now += 50
     with house.bring(record) as handle:
         house.settle()
@@ -557,8 +555,7 @@ def test_a_copy_is_as_old_as_what_it_is_of(record, tmp_path):
     clock = Clock()
     remote = filled(Elsewhere(now=clock), record)
     disk = DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock)
-    house = House(disk, remote, ttl=60.0)
-    house.clock = house.store.ages._clock = house.movement._clock = clock
+    house = House(disk, remote, ttl=60.0, clock=clock)
     clock.now += 50
     with house.bring(record):
         house.settle()
@@ -572,8 +569,7 @@ def test_a_copy_is_as_old_as_what_it_is_of(record, tmp_path):
 def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):
     clock = Clock()
     disk = DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock)
-    house = House(disk, ttl=60.0, admit="second")
-    house.clock = house.store.ages._clock = house.movement._clock = clock
+    house = House(disk, ttl=60.0, admit="second", clock=clock)
     house.bring(record)
     house.compute(record)
     clock.now += 50
@@ -604,8 +600,7 @@ def test_what_is_deleted_has_not_been_asked_for(record):
 def test_what_is_too_old_is_deleted_too(record, tmp_path):
     clock = Clock()
     disk = filled(DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock), record)
-    house = House(disk, ttl=60.0)
-    house.clock = house.store.ages._clock = house.movement._clock = clock
+    house = House(disk, ttl=60.0, clock=clock)
     clock.now += 61
     assert house.bring(record).kv is None
     assert house.movement.delete(key(1)) == {record.meta.name}
