@@ -25,6 +25,7 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
 from vlcache_jax.checks import check_flags, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
+from vlcache_jax.convert.source import locate
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
 from vlcache_jax.engine.costs import Rates, identity_of, time_limit
@@ -48,9 +49,9 @@ from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.films import import_decoders
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
 from vlcache_jax.inputs.processor import ImageProcessor, check_limits
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer
 from vlcache_jax.inputs.video_processor import VideoProcessor
-from vlcache_jax.models import ModelConfig
+from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
@@ -165,6 +166,9 @@ class BaseLLM:
         check_max_pixels(max_image_pixels)
         access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
+        directory = locate(model, revision).directory
+        load_config(directory)  # what small files tell to be wrong is said before anything takes time
+        check_tokenizer(directory)
         if implementation is None:
             first_contact.meet(CHECKS, show=use_tqdm)  # from here on jax may hold the device's memory
         device = jax.devices()[0]
@@ -172,7 +176,7 @@ class BaseLLM:
         use_compilation_cache()
         if dtype == "auto":
             dtype = "float32" if device.platform == "cpu" else "bfloat16"
-        self._checkpoint = open_checkpoint(model, dtype=dtype, revision=revision, verify_weights=verify_weights)
+        self._checkpoint = open_checkpoint(directory, dtype=dtype, verify_weights=verify_weights)
         config = self._checkpoint.config
         if implementation is not None:
             check_kernels(config, self._checkpoint.dtype, implementation)
