@@ -31,7 +31,7 @@ SHIPPED = {"tiny-vqa": TINY_VQA}  # models that come with the package, by name
 
 _POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that Git has in place of a large one
 _MOST_POINTER_BYTES = 1024
-_NO_GGUF = "GGUF files are not read: give the model as it was published, a directory or hub id with safetensors files"
+_NO_GGUF = "GGUF files are not read, give the model as it was published, with safetensors files"
 
 # "owner/name" or "name", of the characters that the hub allows; what begins with a dot or slash is a path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -63,7 +63,7 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
         _check_files(directory, weights)
         return Located(directory, _snapshot_commit(directory))
     if source != "" and directory.exists():
-        instead = {".gguf": f". {_NO_GGUF}", ".safetensors": f": give its folder, {directory.parent}"}
+        instead = {".gguf": f": {_NO_GGUF}", ".safetensors": f": give its folder, {directory.parent}"}
         raise NotADirectoryError(
             f"model must be a checkpoint directory, but {directory} is a file{instead.get(directory.suffix, '')}"
         )
@@ -71,7 +71,7 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
         return locate(shipped, revision)
     wrong = f"model must be a directory or the id of a model on the hub, got {str(source)!r}"
     if str(source).lower().endswith("gguf"):
-        raise FileNotFoundError(f"{wrong}. {_NO_GGUF}")
+        raise FileNotFoundError(f"{wrong}: {_NO_GGUF}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         raise FileNotFoundError(wrong)
     if "/" not in source and (meant := _meant(source)) is not None:  # such names are nobody's on the hub
@@ -94,7 +94,7 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
 def _check_files(directory: pathlib.Path, weights: bool) -> None:
     """Finds what a download has left undone, before anything is read."""
     if not (directory / "config.json").exists() and any(directory.glob("*.gguf")):
-        raise FileNotFoundError(f"model must be a checkpoint directory, but {directory} has no config.json. {_NO_GGUF}")
+        raise FileNotFoundError(f"model must be a checkpoint directory, but {directory} has no config.json: {_NO_GGUF}")
     shards = sorted(directory.glob("*.safetensors")) if weights else []
     for path in (*shards, *(directory / name for name in SIDE_FILES)):
         if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:

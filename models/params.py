@@ -105,7 +105,7 @@ def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
 
 
 def library_name(name: str) -> str:
-    """The library's name of a tensor of a checkpoint, whatever release of the library or of Qwen has named it."""
+    """The library's name of a tensor of a checkpoint, which an older release, of any family, may have named."""
     return name if name.startswith(("model.visual.", "model.language_model.")) else _rename(name, _BEGINNINGS)
 
 

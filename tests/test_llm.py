@@ -175,7 +175,7 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
 
 
 @each_decoder
-def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, monkeypatch):
+def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, monkeypatch, capsys):
     """Requests of random lengths and images, seen and new, every way of sampling: not one compilation, eager ones
     included; and no weights are hashed, and no pool is made."""
     rng = np.random.default_rng(0)
@@ -183,7 +183,10 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
     with open_llm(family_checkpoint, ladder=ladder, reuse="approximate") as llm:
         decoders = mock.Mock(wraps=base.import_decoders)
         monkeypatch.setattr(base, "import_decoders", decoders)
-        count, _ = llm.warmup(verbose=False)
+        count, _ = llm.warmup()
+        told = capsys.readouterr().err
+        assert "warming up: taking 0.01 GB for keys and values\n" in told
+        assert "fingerprinting the weights\n" in told
         decoders.assert_called_once_with()
         most = 60 + 20 * len(set(llm._runner.definitions.like))  # kinds of layers
         assert count == llm._runner.programs.num_programs <= most

@@ -99,7 +99,7 @@ class Engine:
     # From the thread that drives it.
 
     def prepare(self) -> None:
-        """Takes the device's memory for pool, lanes and copies, as the first request would."""
+        """Takes the device's memory for pool, lanes and copies, as the first request would. Or while nobody drives."""
         self._prefiller.prepare()
 
     def add(self, sequence: Sequence) -> None:
