@@ -54,6 +54,8 @@ QWEN3_TEMPLATE = """\
 {%- for part in content -%}
 {%- if 'image' in part or 'image_url' in part or part.type == 'image' -%}
 <|vision_start|><|image_pad|><|vision_end|>
+{%- elif 'video' in part or part.type == 'video' -%}
+<|vision_start|><|video_pad|><|vision_end|>
 {%- elif 'text' in part -%}
 {{ part.text }}
 {%- endif -%}
@@ -610,8 +612,9 @@ def prompt_with(count, images=(), **others):
             "multi_modal_uuids must be a dict with 'image' or 'video', got list",
         ),
         (
-            prompt_with(1, [FIRST], mm_processor_kwargs={"size": 5}),
-            "mm_processor_kwargs must hold only min_pixels and max_pixels, got 'size'",
+            prompt_with(1, [FIRST], mm_processor_kwargs={"sizes": 5}),
+            "mm_processor_kwargs must hold only min_pixels, max_pixels, size, fps, num_frames, min_frames, max_frames, "
+            "do_sample_frames, got 'sizes'",
         ),
         (
             prompt_with(1, [FIRST], mm_processor_kwargs={"max_pixels": 0}),

@@ -162,7 +162,8 @@ class Arrivals:
             if (error := next(wrong, None)) is not None:
                 self.errors[row] = error
             else:
-                self.lengths[row] = len(prompt.token_ids) + sum(len(task.medium.inset.ids) - 1 for task in own)
+                insets = [task.medium.inset for task in own]
+                self.lengths[row] = identifier.renderer.expander.length(prompt.token_ids, insets)
 
     def windows(self, *, keep_patches: bool = False) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
         """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
@@ -229,7 +230,7 @@ class Arrivals:
                 metrics.preprocess += task.preprocess
         refs = tuple(images[shared] for task in own for shared in task.shared)
         insets = [task.medium.inset for task in own]
-        token_ids, starts, _ = self._identifier.renderer.expand(prompt.token_ids, insets)
+        token_ids, starts, _ = self._identifier.renderer.expander.expand(prompt.token_ids, insets)
         moments: list[Moment | None] = []
         videos = 0
         for task in own:

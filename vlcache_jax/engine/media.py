@@ -169,7 +169,7 @@ class _Image:
         size = source.size(media.max_pixels) if known is None else (known.height, known.width)
         self.aliases = [alias]
         self.grid = media.grid(*size, limits, source.name)
-        self.inset = media.renderer.image_inset(media.processor.num_tokens(self.grid))
+        self.inset = media.renderer.expander.image_inset(media.processor.num_tokens(self.grid))
         self.settings = media.settings(limits)
 
     @property
@@ -205,7 +205,8 @@ class _Video:
         cut = self._cut = videos.cut(self._head, source.options, is_file=film.digest is not None, name=source.name)
         self.aliases = [alias_of(name) for name in film.names(cut.chunks)]
         self.grid = media.check_patches(cut.grid, "the options of the video", source.name)
-        self.inset = media.renderer.video_inset(videos.text(cut), media.processor.num_tokens(cut.grid))
+        tokens = media.processor.num_tokens(cut.grid)
+        self.inset = media.renderer.expander.video_inset(videos.text(cut), tokens, videos.family.markers)
         self.settings = tuple(videos.settings(cut.grid).items())
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from vlcache_jax.checks import check_text, short
-from vlcache_jax.inputs.videos import OPTIONS
+from vlcache_jax.inputs.videos import ALIASES, OPTIONS
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
@@ -95,8 +95,11 @@ def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
 
 def video_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any], Any]:
     """What `read_video` takes, from a video part of either shape: the video, its options and its metadata."""
-    said = ("type", "uuid", *OPTIONS, "video_metadata")
-    options = {key: part[key] for key in OPTIONS if key in part}
+    said = ("type", "uuid", *OPTIONS, *ALIASES, "video_metadata")
+    for alias, own in ALIASES.items():
+        if alias in part and own in part:
+            raise ValueError(f"{name} must hold {own} or {alias}, got both")
+    options = {ALIASES.get(key, key): part[key] for key in (*OPTIONS, *ALIASES) if key in part}
     if part["type"] == "video_url":
         check_keys(part, ("video_url", *said), name)
         value = part.get("video_url")
