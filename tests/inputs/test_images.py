@@ -24,6 +24,7 @@ from vlcache_jax.cache.keys import content_key, entry_key
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MOST_IMAGE_PIXELS, read_image
 from vlcache_jax.inputs.processor import ImageProcessor, Patches, check_limits, check_own_limits, overrule
+from vlcache_jax.inputs.videos import read_video
 from vlcache_jax.models import qwen2_vl
 
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -424,6 +425,18 @@ def test_files_and_pictures_are_turned_upright(orientation, suffix):
         )  # Pillow turns TIFF itself
 
 
+def test_frames_of_a_video_are_pictures_too():
+    """Turned, and painted white; so are the frames' heads."""
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    encoded = encode(Image.fromarray(textured(20, 30, 4)), exif=exif)
+    with Image.open(io.BytesIO(encoded)) as opened:
+        film = read_video([encoded, opened], metadata={"fps": 1}).film
+        assert film.head()[1:3] == (30, 20)
+        for rgb in film.decode([0, 1]):
+            np.testing.assert_array_equal(rgb, load_with_library(encoded))
+
+
 def test_exif_behind_the_pixels_is_seen_when_they_are():
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -749,12 +762,15 @@ def test_limits_are_checked(qwen3, limits, message):
 def test_a_limit_that_is_given_alone_is_kept(qwen3):
     """The other one gives way; the library would grow small pictures beyond `max_pixels`."""
     for limits, expected in (
-        ({"max_pixels": 60000}, (60000, 60000)),
+        ({"max_pixels": 60000}, (1, 60000)),
+        ({"max_pixels": 70000}, (65536, 70000)),
         ({"min_pixels": 2**25}, (2**25, 2**25)),
-        ({"max_pixels": 10}, (10, 10)),
     ):
         settings = qwen3.settings(limits)
         assert (settings["min_pixels"], settings["max_pixels"]) == expected
+    for height, width in itertools.product(range(20, 400, 37), repeat=2):
+        _, rows, columns = qwen3.grid(height, width, {"max_pixels": 60000})
+        assert rows * columns * 16**2 <= 60000
     for size in SIZES:
         assert qwen3.grid(*size, {"max_pixels": 10}) == (1, 2, 2)  # one token, as in the library
         assert smart_resize(*size, 32, 10, 10) == (32, 32)
@@ -828,7 +844,7 @@ def test_what_a_part_asks_of_its_image_is_checked(asked, message):
 
 def test_the_limits_of_an_image_come_before_those_of_its_request():
     assert overrule({"min_pixels": 5, "max_pixels": 9}, {}) == {"min_pixels": 5, "max_pixels": 9}
-    assert overrule({"min_pixels": 5}, {"max_pixels": 3}) == {"min_pixels": 3, "max_pixels": 3}
+    assert overrule({"min_pixels": 5}, {"max_pixels": 3}) == {"min_pixels": 1, "max_pixels": 3}
     assert overrule({"max_pixels": 5}, {"min_pixels": 7}) == {"min_pixels": 7, "max_pixels": 7}
     assert overrule({"max_pixels": 5}, {"min_pixels": 3}) == {"min_pixels": 3, "max_pixels": 5}
 

@@ -616,7 +616,7 @@ def prompt_with(count, images=(), **others):
         ),
         (
             prompt_with(1, [None]),
-            "images[0] must be a path, bytes, an open binary file, a data:, file: or http(s) URL, a PIL image or a uint8 array",
+            "images[0] must be a path, bytes, an open binary file, a data:, file: or http(s) URL, a PIL image or a ",
         ),
         (prompt_with(1, [b""]), "images[0] must not be empty"),
         (

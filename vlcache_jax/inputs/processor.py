@@ -108,10 +108,9 @@ def check_own_limits(limits: Mapping[str, Any], name: str) -> dict[str, int]:
 def overrule(limits: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
     """Limits with others in their place; a limit that contradicts what is said in `own` gives way to it."""
     both = {**limits, **own}
-    if "max_pixels" in own and own["max_pixels"] < both.get("min_pixels", 0) and "min_pixels" not in own:
-        both["min_pixels"] = own["max_pixels"]
-    if "min_pixels" in own and "max_pixels" not in own and own["min_pixels"] > both.get("max_pixels", math.inf):
-        both["max_pixels"] = own["min_pixels"]
+    if both.get("min_pixels", 0) > both.get("max_pixels", math.inf):
+        # Pictures grow by whole blocks, beyond the least area; if that were the greatest, too, beyond the greatest.
+        both |= {"min_pixels": 1} if "max_pixels" in own else {"max_pixels": own["min_pixels"]}
     return both
 
 
@@ -215,7 +214,8 @@ class ImageProcessor:
     def with_limits(self, limits: Mapping[str, int] | None) -> ImageProcessor:
         """This processor with `limits`, that is `mm_processor_kwargs`: min_pixels, max_pixels or both.
 
-        One that is given alone is kept: where it contradicts the other one of this processor, that gives way.
+        One that is given alone is kept: where it contradicts the other one of this processor, that gives way. (With a
+        least area above the greatest, the library would scale small pictures beyond the greatest.)
 
         Raises:
             ValueError: see `check_limits`.
