@@ -138,13 +138,8 @@ class Media:
           ValueError: it has more than the engine takes.
         """
         grid = self.processor.grid(height, width, limits, name=name)
-        is_resized = "resized_height" in limits
-        said = (
-            "resized_height or resized_width"
-            if is_resized
-            else "max_pixels (or min_pixels) beside it or in mm_processor_kwargs"
-        )
-        return self.check_patches(grid, said, name)
+        said = "max_pixels (or min_pixels) beside it or in mm_processor_kwargs"
+        return self.check_patches(grid, "resized_height or resized_width" if "resized_height" in limits else said, name)
 
     def check_patches(self, grid: Grid, said: str, name: str) -> Grid:
         """The grid.

@@ -29,7 +29,7 @@ _START_OF_SCAN, _END, _EXIF, _PHOTOSHOP, _COMMENT = 0xDA, 0xD9, 0xE1, 0xED, 0xFE
 _APPLICATION = range(0xE0, 0xF0)
 _BARE = (0x01, 0xC8, 0xD8, 0xD9, *range(0xF0, 0xFE))  # markers that nothing belongs to
 
-_BYTES_OR_TEXT = (1, 2, 7)  # types of tags; all others hold numbers
+_NUMBERS = (3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 16)  # types of tags; others hold bytes or text
 _POINTERS = (34665, 34853, 40965)  # tags that lead to more tags: EXIF, GPS, interoperability
 
 
@@ -116,7 +116,7 @@ def _tiff(data: bytes) -> Iterator[tuple[str, int]]:
             for i in range(tags):
                 where = place + struct.calcsize(count) + i * struct.calcsize(entry)
                 tag, kind, values, value = struct.unpack_from(entry, data, where)
-                if kind not in _BYTES_OR_TEXT and values <= len(data):  # Pillow skips what cannot be in the file
+                if kind in _NUMBERS and values <= len(data):  # Pillow skips what cannot be in the file
                     yield "numbers in tags", values
                 if tag in _POINTERS and kind in numbers:
                     [leads] = struct.unpack_from(numbers[kind], value)

@@ -42,7 +42,7 @@ MAX_ASPECT_RATIO = 200
 _MAX_RUN_PIXELS = 1 << 22  # which Pillow decodes in Python
 
 _ACCEPTED = "a path, bytes, an open binary file, a data:, file: or http(s) URL, a PIL image or a uint8 array"
-_BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]+=*\s*")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]+")
 # How PNG, JPEG, GIF, WebP, TIFF and mp4 begin in base64. Of what is longer than any path the letters are enough.
 _BASE64_BEGINS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkq", "TU0AK", "AAAA")
 _LONGEST_PATH = 4096

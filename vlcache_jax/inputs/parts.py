@@ -68,7 +68,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
 
 def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]]:
     """What `read_image` takes, from an image part of either shape, and the limits that stand beside it."""
-    limits = check_own_limits({key: part[key] for key in OWN_LIMITS if key in part}, name)
+    limits = check_own_limits(part, name)
     if part["type"] == "image_url":
         check_keys(part, ("type", "image_url", "uuid", *OWN_LIMITS), name)
         value = part.get("image_url")

@@ -83,17 +83,15 @@ def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwa
     return checked
 
 
-def check_own_limits(limits: Mapping[str, Any], name: str) -> dict[str, int]:
-    """Returns what is said of one image; None says nothing. Height and width that are asked for outdo limits.
+def check_own_limits(part: Mapping[str, Any], name: str) -> dict[str, int]:
+    """Returns what the part of a message says of its image: `OWN_LIMITS`, of which height and width outdo the others.
 
     Raises:
-        ValueError: another key; a value that is not a positive integer; a height without a width, or one of the two
+        ValueError: a value that is neither None nor a positive integer; a height without a width, or one of the two
             more than 200 times the other; min_pixels above max_pixels.
     """
-    given = {key: value for key, value in limits.items() if value is not None}
+    given = {key: part[key] for key in OWN_LIMITS if part.get(key) is not None}
     for key, value in given.items():
-        if key not in OWN_LIMITS:
-            raise ValueError(f"{name} must hold only {', '.join(OWN_LIMITS)}, got {key!r}")
         _check_positive(value, f"{name} {key}")
     resized = {key: given[key] for key in _RESIZED if key in given}
     if not resized:
