@@ -440,6 +440,17 @@ def test_frames_of_a_video_are_pictures_too():
             np.testing.assert_array_equal(rgb, load_with_library(encoded))
 
 
+@pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0no TIFF", b"Exif\0\0II*\0"])
+@pytest.mark.parametrize("suffix", ["JPEG", "PNG", "WEBP"])
+def test_exif_that_nobody_can_read_turns_nothing(exif, suffix):
+    encoded = encode(picture := Image.fromarray(textured(20, 30)), suffix, exif=exif)
+    expected = read_image(encode(picture, suffix)).decode()
+    with Image.open(io.BytesIO(encoded)) as opened:
+        for value in (encoded, opened, opened):
+            assert read_image(value).size() == (20, 30)
+            np.testing.assert_array_equal(read_image(value).decode(), expected)
+
+
 def test_exif_behind_the_pixels_is_seen_when_they_are():
     exif = Image.Exif()
     exif[0x0112] = 6

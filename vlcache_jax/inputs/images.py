@@ -11,9 +11,10 @@ import base64
 import math
 import re
 import string
+import struct
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
@@ -89,10 +90,8 @@ class ImageSource:
             return height, width
         image = self._opened(self.value, max_pixels)
         with self._explained():
-            exif = Image.Exif()  # the picture's own would be sought in all of the file
-            exif.load(image.info.get("exif", b""))
             width, height = image.size
-            return (width, height) if exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE else (height, width)
+            return (width, height) if _orientation(lambda: _first_exif(image)) in _ON_ITS_SIDE else (height, width)
 
     def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> npt.NDArray[np.uint8]:
         """Returns the picture as RGB, uint8 [H, W, 3], in memory of its own.
@@ -255,8 +254,23 @@ def _check_work(image: Image.Image, name: str, max_pixels: int) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-    return ImageOps.exif_transpose(image) if turned else image  # which else would copy it
+    # Where nothing is to be turned, Pillow would copy it.
+    return image if _orientation(image.getexif) == 1 else ImageOps.exif_transpose(image)
+
+
+def _first_exif(image: Image.Image) -> Image.Exif:
+    """What stands before the pixels; for the picture's own, Pillow may go through all of the file."""
+    exif = Image.Exif()
+    exif.load(image.info.get("exif", b""))
+    return exif
+
+
+def _orientation(read_exif: Callable[[], Image.Exif]) -> int:
+    """How a picture lies; EXIF that nobody can read says nothing."""
+    try:
+        return read_exif().get(ExifTags.Base.Orientation, 1)
+    except (SyntaxError, ValueError, TypeError, struct.error):
+        return 1
 
 
 def _load(image: Image.Image) -> None:
