@@ -8,21 +8,25 @@
 | seconds of a chunk that are no integers | 4.49 keeps them, 4.57 cuts them off | kept | today: absolute time is what was trained, and 4.49 did it |
 | `rope_theta` left out, Qwen3-VL | 5e6 | 5e5 | release: what the published files say |
 | `tie_word_embeddings` where levels disagree | that of the text | that of the top (Qwen2-VL, Qwen2.5-VL: any) | today: the library saves true in the text of untied experts; a file that does not fit is refused |
+| transparent pictures in files | black or white, as the hidden colours are | so too, painted on nothing | white: Qwen's utility and vLLM paint them so |
 | learned positions in bfloat16, Qwen3-VL | weights and sums rounded | float32, rounded once | today: nearer to float32 |
 """  # noqa: E501 -- a table
 
 from __future__ import annotations
 
+import io
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 
 from tests import release
 from vlcache_jax.convert.plan import PlanError
 from vlcache_jax.engine.checkpoint import open_checkpoint
+from vlcache_jax.inputs.images import read_image
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import PromptRenderer
 from vlcache_jax.inputs.video_processor import VideoProcessor
@@ -186,3 +190,13 @@ def test_learned_positions_in_bfloat16(directory):
     ours = np.asarray(tower(None, None, {**tables, "start": None, "end": None})[0], np.float64)
     assert np.abs(ours - exact).max() <= 2.0**-8 * np.abs(exact).max()
     assert np.linalg.norm(ours - exact) < np.linalg.norm(at_release - exact) / 1.5
+
+
+def test_transparent_pictures():
+    picture = Image.new("RGBA", (30, 20), (0, 0, 0, 0))
+    picture.paste((0, 0, 0, 255), (5, 5, 10, 10))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    for given in (picture, file.getvalue()):
+        rgb = read_image(given).decode()
+        assert (rgb[0, 0].tolist(), rgb[7, 7].tolist()) == ([255] * 3, [0] * 3)

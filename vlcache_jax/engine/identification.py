@@ -146,9 +146,10 @@ class Arrivals:
             self._prompts[row] = prompt
             self._tasks[row] = []
             for source, uuid in zip(prompt.sources, prompt.uuids, strict=True):
-                settings = tuple(sorted(prompt.mm_processor_kwargs.items()))
-                task = Task(identifier.recognizer, source, uuid, prompt.mm_processor_kwargs, salt, lookup)
-                self._tasks[row].append(tasks.setdefault((task.source_id, uuid, settings), task))
+                limits = prompt.limits(source)
+                task = Task(identifier.recognizer, source, uuid, limits, salt, lookup)
+                same = task.source_id, uuid, tuple(sorted(limits.items()))
+                self._tasks[row].append(tasks.setdefault(same, task))
         heads = identifier.read_heads(tasks.values())
         known = [image for task in tasks.values() if task.is_known for image in task.images]
         identifier.store.outside.look([key for image in known for key in image.keys])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -37,6 +37,7 @@ from vlcache_jax.inputs.parts import (
     read_message,
     video_value,
 )
+from vlcache_jax.inputs.processor import overrule
 from vlcache_jax.inputs.settings import MediaSettings, read_settings
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
@@ -117,6 +118,11 @@ class Prompt:
     uuids: tuple[str | None, ...] = ()
     mm_processor_kwargs: Mapping[str, int] = field(default_factory=dict)
     name: str = "prompt"
+
+    def limits(self, source: Source) -> Mapping[str, int]:
+        """Of the pixels of one of the sources: its own, and where it has none this request's."""
+        own = source.limits if isinstance(source, ImageSource) else {}
+        return overrule(self.mm_processor_kwargs, own)
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
@@ -230,9 +236,10 @@ class PromptRenderer:
                 list of parts `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
                 `{"type": "image", "image" | "url" | "path" | "base64": ...}`, `{"type": "image_pil", "image_pil":
                 ...}`, `{"type": "video_url", "video_url": {"url": ...}}`, `{"type": "video", "video" | "url" | "path" |
-                "base64": ...}`. Beside a video may stand what `videos.VideoOptions` names, and "video_metadata". An
-                image or video may have a "uuid", the caller's own id of it. The role developer is system. A message's
-                "name" and an image's "detail" are ignored, with a warning.
+                "base64": ...}`. Beside an image may stand "min_pixels" and "max_pixels", which come before those of
+                the request, or "resized_height" and "resized_width"; beside a video what `videos.VideoOptions` names,
+                and "video_metadata". An image or video may have a "uuid", the caller's own id of it. The role developer
+                is system. A message's "name" and an image's "detail" are ignored, with a warning.
             mm_processor_kwargs: of this request, see `settings.read_settings`.
             template: by which it is rendered.
             name: what error messages call the conversation, such as "conversations[2]".
@@ -337,7 +344,8 @@ class PromptRenderer:
         if is_video:
             source: Source = self.video(part, f"{name} videos[{number}]", defaults)
         else:
-            source = self.image(image_value(part, where), f"{name} images[{number}]")
+            value, limits = image_value(part, where)
+            source = replace(self.image(value, f"{name} images[{number}]"), limits=limits)
         found.append((source, part.get("uuid")))
 
     def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
