@@ -1,7 +1,9 @@
 """What several tests of the engine need."""
 
+import contextlib
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -39,6 +41,18 @@ def user(*parts):
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return [{"role": "user", "content": content}]
+
+
+@contextlib.contextmanager
+def compilations():
+    """Events of what is traced or compiled within, eager operations included."""
+    found = []
+    listener = lambda event, *_, **__: found.append(event) if event.startswith("/jax/core/compile") else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def spoil(llm, monkeypatch):

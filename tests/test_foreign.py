@@ -76,7 +76,7 @@ def test_what_has_another_name_here(checkpoints):
 
 def test_sizes_in_other_words(llm, checkpoints, monkeypatch):
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 24 * 2**30)  # whatever else runs on the machine
-    pages = -(-(8 * 2**20) // (128 * slot_bytes(llm._runner.config, np.dtype(np.float32))))
+    pages = memory_plan.round_pages(8 * 2**20 // (128 * slot_bytes(llm._runner.config, np.dtype(np.float32))))
     assert (llm._runner.num_slots, llm._runner.dtype) == (128 * (pages + 1), np.float32)
     settings = SETTINGS | {"kv_cache_bytes": None, "gpu_memory_utilization": 0.001, "max_num_seqs": 2, "dtype": "half"}
     with LLM(checkpoints("qwen3_vl-tied"), **settings) as small:

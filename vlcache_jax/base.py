@@ -25,6 +25,7 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
 from vlcache_jax.checks import check_flags, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
+from vlcache_jax.convert.source import locate
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
 from vlcache_jax.engine.costs import Rates, identity_of, time_limit
@@ -45,12 +46,13 @@ from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.foreign import ours
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
+from vlcache_jax.inputs.films import import_decoders
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
-from vlcache_jax.models import ModelConfig
+from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
@@ -107,9 +109,10 @@ class BaseLLM:
             "shift-R", R a ratio or a schedule file: so too, and what is not computed is moved by what was.
             "off": every image is computed and nothing is kept.
           cache: sizes and rules of the image cache.
-          kv_cache_bytes: size of the KV pool, rounded up to whole pages of 128 tokens (one page more is allocated,
-            which no request uses); a number or a string such as "4GiB". By default most of the memory that weights and
-            activations leave free.
+          kv_cache_bytes: size of the KV pool; a number or a string such as "4GiB". By default most of the memory that
+            weights and activations leave free. It is rounded down to whole pages of 128 tokens, above 32 pages to
+            sizes that are 1/32 to 1/16 apart, so that programs compiled for one size serve all that are nearly as
+            large. `stats().kv_cache_bytes` is what requests can use. (One page more is allocated.)
             It bounds prompt and answer of one request, and how many requests run together.
           gpu_memory_utilization: share of the free memory that weights, activations and pool may take, where
             `kv_cache_bytes` says nothing. By default the pool takes 0.9 of what the others leave, on a CPU a quarter.
@@ -167,6 +170,9 @@ class BaseLLM:
         check_max_pixels(max_image_pixels)
         access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
+        directory = locate(model, revision).directory
+        load_config(directory)  # what small files tell to be wrong is said before anything takes time
+        check_tokenizer(directory)
         if implementation is None:
             first_contact.meet(CHECKS, show=use_tqdm)  # from here on jax may hold the device's memory
         device = jax.devices()[0]
@@ -174,14 +180,14 @@ class BaseLLM:
         use_compilation_cache()
         if dtype == "auto":
             dtype = "float32" if device.platform == "cpu" else "bfloat16"
-        self._checkpoint = open_checkpoint(model, dtype=dtype, revision=revision, verify_weights=verify_weights)
+        self._checkpoint = open_checkpoint(directory, dtype=dtype, verify_weights=verify_weights)
         config = self._checkpoint.config
         if implementation is not None:
             check_kernels(config, self._checkpoint.dtype, implementation)
         codec = None if cache.codec == "auto" else CODECS[cache.codec]
         if codec is not None:
             codec.group(config.text.head_dim)  # before anything is loaded
-        fingerprint = functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm))
+        self._hash_weights = fingerprint = functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm))
         codec_name = str(self._checkpoint.dtype) + ("" if codec is None else f" {codec.name}")
         tiers = open_tiers(cache, fingerprint=fingerprint, codec=codec_name)
         self._policy = self._checkpoint.check_policy(policy)
@@ -267,11 +273,14 @@ class BaseLLM:
         )
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
-        """Compiles every program ahead, so that no request waits for a compilation.
+        """Does ahead what the first requests would wait for.
+
+        Every program is compiled. The memory of the KV pool is taken, weights of a directory of the hub are read and
+        hashed (keys of images name them), and the decoders of pictures and videos are imported.
 
         Args:
           reuse: what calls will ask for; None is what the engine was made with.
-          verbose: show a progress bar and, at the end, what was compiled; on stderr.
+          verbose: show what is done and, at the end, what was compiled; on stderr.
 
         Compiled programs are also kept on disk, so that the next process only loads them.
 
@@ -282,7 +291,13 @@ class BaseLLM:
         policy = self._parse_policy(reuse)
         self._loop.check_open()
         self._ahead.stop()
-        return _compile_all(self._runner.programs, policy, verbose)
+        compiled = _compile_all(self._runner.programs, policy, verbose)
+        with interruptible(), Progress("warming up", show=verbose):
+            with Progress(f"taking {self.stats().kv_cache_bytes / 1e9:.2f} GB for keys and values"):
+                self._loop.prepare()
+            self._hash_weights()
+            import_decoders()
+        return compiled
 
     @property
     def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:

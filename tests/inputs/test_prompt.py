@@ -431,7 +431,8 @@ def test_a_checkpoint_without_a_template_takes_prompts_only():
     renderer = PromptRenderer(make_tokenizer())
     assert renderer.from_prompt("Hello").text == "Hello"
     with pytest.raises(
-        ValueError, match="conversation must be given as a prompt: this checkpoint has no chat template"
+        ValueError,
+        match="conversation must be given as a prompt, or with chat_template: this checkpoint has no chat template",
     ):
         renderer.from_conversation(user(text("Hello")))
 

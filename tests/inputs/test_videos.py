@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import re
+import subprocess
 import sys
 import types
 
@@ -442,3 +443,25 @@ def test_access_holds_for_videos(tmp_path):
     for value in (tmp_path / "a.mp4", [tmp_path / "a.mp4"], "https://example.com/a.mp4"):
         with pytest.raises(ValueError, match=r"allowed_local_media_path|allow_remote_images"):
             read_video(value, access=Access(allowed_local_media_path=None))
+
+
+def test_decoders_are_imported_ahead(tmp_path, textured_image):
+    """What warm-up calls; after it no picture, and no video, imports anything."""
+    for name in ("a.png", "b.jpg", "c.webp", "d.gif", "e.bmp", "f.tiff"):
+        Image.fromarray(textured_image(30, 40)).save(tmp_path / name)
+    program = (
+        "import pathlib, sys\n"
+        "from vlcache_jax.inputs.films import import_decoders\n"
+        "from vlcache_jax.inputs.images import read_image\n"
+        "import_decoders()\n"
+        "before = set(sys.modules)\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
+        "    assert read_image(path).decode().shape == (30, 40, 3), path\n"
+        "try:\n"
+        "    import av\n"
+        "except ImportError:\n"
+        "    pass\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert found.stdout == "\n"

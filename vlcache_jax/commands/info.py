@@ -15,6 +15,7 @@ from vlcache_jax.engine.memory_plan import (
     devices_worth,
     limit_patches,
     limit_rows,
+    round_pages,
     slot_bytes,
 )
 from vlcache_jax.first_contact.chip import find_chip, memory
@@ -121,14 +122,14 @@ def _fit(
     activations = activation_bytes(config, dtype, ladder)
     rest = USABLE * total - count * dtype.itemsize - activations
     page = slot_bytes(config, dtype) * PAGE
-    pages = int(GPU_SHARE * rest // page) - 1
+    pages = round_pages(int(GPU_SHARE * rest // page) - 1)
     fits = pages > 0
     worth = devices_worth(count * dtype.itemsize + activations + 2 * page / GPU_SHARE, USABLE * total)
     return {
         "GPU": name,
         "weights": _gigabytes(count * dtype.itemsize),
         "activations": _gigabytes(activations),
-        "KV pool": _gigabytes(GPU_SHARE * rest) if fits else f"does not fit: {worth} such GPUs' worth",
+        "KV pool": _gigabytes(pages * page) if fits else f"does not fit: {worth} such GPUs' worth",
         "tokens": pages * PAGE if fits else None,
         "such images": pages * PAGE // tokens if fits else None,
     }

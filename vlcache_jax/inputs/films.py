@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, check_picture_size
 
@@ -178,3 +180,11 @@ class FilmFile:
             raise ValueError(
                 f"{self.name} must be a video that FFmpeg can read, got {len(self.encoded)} bytes: {error}"
             ) from error
+
+
+def import_decoders() -> None:
+    """Imports what decodes pictures and videos; the first of each would wait for it."""
+    Image.preinit()
+    importlib.import_module("PIL.WebPImagePlugin")  # without it, Pillow imports every plugin it has for a WebP
+    with suppress(ImportError):  # videos as files are optional
+        importlib.import_module("av")

@@ -184,7 +184,7 @@ class PromptRenderer:
         """
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {str(directory)!r}")
-        _check_tokenizer_files(Path(directory))
+        check_tokenizer(Path(directory))
         try:
             tokenizer = _tokenizer_class(Path(directory)).from_pretrained(directory, local_files_only=True)
         except Exception as error:  # the library and its parser raise nearly anything
@@ -254,7 +254,9 @@ class PromptRenderer:
             raise ValueError(f"{name} must hold at least one message, got none")
         chat_template = self.chat_template if template.chat_template is None else template.chat_template
         if chat_template is None:
-            raise ValueError(f"{name} must be given as a prompt: this checkpoint has no chat template")
+            raise ValueError(
+                f"{name} must be given as a prompt, or with chat_template: this checkpoint has no chat template"
+            )
         settings = read_settings(mm_processor_kwargs, f"{name} mm_processor_kwargs")
         found: list[tuple[Source, str | None]] = []
         add = partial(self._add, name=name, defaults=settings.videos, found=found)
@@ -445,7 +447,16 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def _check_tokenizer_files(directory: Path) -> None:
+def check_tokenizer(directory: Path) -> None:
+    """Looks at the files of a checkpoint's tokenizer, which takes no time.
+
+    Raises:
+        ValueError: there are none, or one is damaged.
+    """
+    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ValueError(
+            f"{directory} must hold a tokenizer, but has no tokenizer.json: copy it there from the model's page"
+        )
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (path := directory / name).exists():
             read_object(path)
