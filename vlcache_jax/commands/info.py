@@ -40,7 +40,7 @@ def describe(
     Args:
       model: a checkpoint, an id on the hub, the name of a shipped model, or a published size such as "qwen3-vl-8b",
         for which nothing is read or fetched; weights are never fetched.
-      dtype: of weights and K, V.
+      dtype: of weights and K, V; "auto" is bfloat16, as on a GPU.
       height, width: of the image to count for, in pixels.
       max_rows: of a prefill step.
       max_pixels: of an image, which is scaled down to it; None: the checkpoint's own.
@@ -48,7 +48,7 @@ def describe(
     Raises:
       FileNotFoundError, ValueError: there is no such model, it is of an unknown kind, or an argument is wrong.
     """
-    size = as_dtype(dtype)
+    size = as_dtype("bfloat16" if dtype == "auto" else dtype)
     source, config, processor = _find(model)
     processor = processor.with_limits(None if max_pixels is None else {"max_pixels": max_pixels})
     text, vision = config.text, config.vision

@@ -98,6 +98,13 @@ class Row:
         except ValueError as error:
             return dataclasses.replace(own, error=f"line {number}: {error}")
 
+    def behind(self, system: str) -> Row:
+        """The row with a system message, unless it has one or is wrong."""
+        asked = self.conversation
+        if not isinstance(asked, list) or any(isinstance(one, dict) and one.get("role") == "system" for one in asked):
+            return self
+        return dataclasses.replace(self, conversation=[{"role": "system", "content": system}, *asked])
+
     def failed(self, error: str) -> bytes:
         """The line that says what is wrong."""
         if not self.is_openai:
