@@ -1,3 +1,4 @@
+import hashlib
 import json
 import re
 import subprocess
@@ -11,8 +12,10 @@ from typer.testing import CliRunner
 
 import vlcache_jax
 from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.engine.memory_plan import slot_bytes
+from vlcache_jax.engine.programs import Programs
 
 
 @pytest.fixture
@@ -132,17 +135,51 @@ assert not {{"jax", "scipy", "transformers", "torch", "matplotlib"}} & set(sys.m
     assert done.returncode == 0, done.stderr
 
 
-def test_demo(run, tmp_path):
+@pytest.fixture
+def compiled(monkeypatch):
+    """Digests of the programs that are compiled, or read from disk."""
+    digests = set()
+    lower = Programs._lower
+
+    def noted(self, key):
+        lowered = lower(self, key)
+        digests.add(hashlib.sha256(lowered.as_text().encode()).hexdigest())
+        return lowered
+
+    monkeypatch.setattr(Programs, "_lower", noted)
+    return digests
+
+
+def test_demo(run, tmp_path, compiled):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
     assert re.search(r"compiled \d+ programs", result.stdout)
-    assert result.stderr.startswith("importing JAX\nloading weights of tiny_vqa (0.02 GB)\ncompiling\n")
+    assert result.stderr.startswith("importing JAX\nloading weights of tiny_vqa (0.02 GB)\n")
     assert "Right are 5 of 5 cold, 3 with full and 5 with approximate reuse" in " ".join(result.stdout.split())
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
-    assert page.count("<tr") == 1 + 5 * 5 + 1 + 3 * 5  # answers, then the times of all runs
-    assert page.count('wrong"') == 2
+    assert re.findall(r"<b>(\d) of 5 right", page) == ["5", "3", "5"]  # on top
+    rows = re.findall(r'<tr(?: class="(wrong)")?><td class="way">(.*?)<.*?"rows">(\d+)<.*?"seen in">(.*?)<', page)
+    assert [way for wrong, way, *_ in rows if wrong] == ["full", "full"]
+    assert [seen for *_, seen in rows] == ["-", *["same context"] * 2, *["-", *["other context"] * 2] * 4]
+    # None finds the prompt of another: what computes tokens anew computes more than what does not.
+    cold, full, approximate = (
+        [int(row[2]) for row in rows if row[1] == way] for way in ("cold", "full", "approximate")
+    )
+    assert full[0] == approximate[0] < cold[0]
+    assert all(a < b < c for a, b, c in zip(full[1:], approximate[1:], cold[1:], strict=True))
+    assert re.search(r"1.5rem repeat\(5,.*?>E</span>", page)  # columns of the widest picture
+    assert re.search(r"tiny-vqa on cpu, float32; .*, \d+ cores; vlcache-jax .*, jax .*; 20\d\d-", page)
+    assert "docs/guides/reuse.md" in page
     assert "http" not in page  # nothing is loaded from elsewhere
+    # What other commands ask alike runs the same programs, which are on disk now.
+    known = set(compiled)
+    assert run("ask", PICTURES / "picture.png", "What is at C2?").exit_code == 0
+    row = {"image": str(PICTURES / "picture.png"), "question": "What is at C2?"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert run("run", tmp_path / "rows.jsonl", tmp_path / "answers.jsonl", "--reuse", "approximate").exit_code == 0
+    assert len(compiled) > 20
+    assert compiled == known
 
 
 def test_ask(run, family_checkpoint, tmp_path, textured_image):
