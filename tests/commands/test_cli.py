@@ -79,11 +79,30 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert found["K, V"] == "147456 bytes a token"
     # 1088 x 1920 pixels, 32 x 32 a token
     assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
-    small = run("info", "qwen3-vl-8b", "--dtype", "float32")
-    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit: 3 such GPUs' worth +None +None$", small.stdout)
+    small = run("info", "-m", "qwen3-vl-8b", "--dtype", "float32")
+    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +- +-$", small.stdout)
+    assert "\n24 GB: too small, and one GPU is used\n" in small.stdout
     experts = run("info", "qwen3-vl-30b-a3b").stdout
     assert "128 x 768 in 48 layers, 8 of them for a token, which passes 3.89 billion parameters" in experts
-    assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit: 4 such GPUs' worth ", experts)
+    assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit ", experts)
+
+
+def test_info_says_how_a_model_fits(run):
+    """What it recommends fits, with the pool that it tells."""
+    told = run("info", "qwen3-vl-8b").stdout
+    assert re.search(r"(?m)^24 GB .* does not fit +- +-$", told)
+    assert "None" not in told
+    [(options, tokens)] = re.findall(r"(?m)^24 GB: fits with (.*), and a pool of (\d+) tokens$", told)
+    assert options == "--max-rows 2048 --max-pixels 4194304"
+    assert re.search(rf"(?m)^24 GB .* {tokens} ", run("info", "qwen3-vl-8b", *options.split()).stdout)
+    # Not where the image that is asked about would be scaled down for it.
+    assert "24 GB: too small" in run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout
+
+
+def test_info_names_the_published_sizes_to_who_names_none(run):
+    assert "Qwen3-VL-8B\n" in run("info").stdout
+    twice = run("info", "qwen3-vl-8b", "-m", "tiny-vqa")
+    assert twice.stderr == "error: MODEL must be named once, got qwen3-vl-8b and --model tiny-vqa\n"
 
 
 def test_info_names_the_published_sizes_to_who_misspells_one(run, monkeypatch):

@@ -137,11 +137,12 @@ def info_command(
         from vlcache_jax.commands.info import describe
         from vlcache_jax.study.report import show
 
-        findings, rows = describe(chosen, dtype, int(size[1]), int(size[2]), max_rows, max_pixels)
+        findings, rows, hints = describe(chosen, dtype, int(size[1]), int(size[2]), max_rows, max_pixels)
         width = 2 + max(len(name) for name, _ in findings)
         for name, found in findings:
             typer.echo(f"{name:<{width}}{found}")
         show("Room on a GPU, beside weights and activations", rows)
+        typer.echo("".join(f"\n{hint}" for hint in hints), nl=bool(hints))
 
 
 @app.command("calibrate")
