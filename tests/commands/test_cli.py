@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import typer
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -30,6 +31,38 @@ def test_help_teaches(run, command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert command == "demo" or "Example" in result.stdout
+
+
+def commands(group, path=()):
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name)) if hasattr(command, "commands") else [((*path, name), command)]
+
+
+def test_commands_call_the_same_things_alike():
+    """Names of arguments are capitals, types are not Python's, and a model is named by -m everywhere."""
+    found = dict(commands(typer.main.get_command(app)))
+    assert len(found) > 20
+    dtypes = {}
+    for path, command in found.items():
+        names = {option for parameter in command.params for option in parameter.opts}
+        arguments = {parameter.name for parameter in command.params if parameter.param_type_name == "argument"}
+        assert ("--model" in names) == ("-m" in names)
+        assert "model" not in arguments or "--model" in names, path
+        assert "--figure" not in names, path
+        context = typer.Context(command, info_name=path[-1])
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                assert parameter.display_name_raw.isupper(), (path, parameter.name)
+            else:
+                assert "[" not in parameter.display_type_rich(context), (path, parameter.name)
+                if parameter.name == "dtype":
+                    dtypes[path] = parameter.default
+    assert dtypes.pop(("bench", "batch")) == "float32"  # in which it compares answers
+    assert dtypes.pop(("convert",)) is None  # which casts none
+    assert set(dtypes.values()) == {"auto"}
+    shared = ("--system", "--seed", "--disk", "--kv-cache-bytes", "--max-model-len", "--top-p")
+    for name in ("ask", "run"):
+        assert {option for parameter in found[name,].params for option in parameter.opts} >= set(shared)
 
 
 def test_help_tells_what_holds_without_an_option(run):
@@ -207,16 +240,46 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     result = run("ask", *arguments, tmp_path / "a.png", "What is it?")
     assert result.exit_code == 0, result.output
     assert re.search(r"prompt tokens, \d+ of images; first token after .* s, [1-3] tokens", result.stderr)
+    [(first, compiling)] = re.findall(r"first token after (\S+) s, .* of which (\S+) s are compilation", result.stderr)
+    assert 0 < float(compiling) < float(first) + 1
     twice = run("ask", *arguments, "--twice", tmp_path / "a.png", "What is it?")
     assert twice.exit_code == 0, twice.output
     half = len(twice.stdout) // 2
     assert twice.stdout[:half] == twice.stdout[half:]
     assert re.search(r"(?s)miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
+    assert "compilation" not in twice.stderr  # both answers found their programs compiled
     assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
     assert "\nerror: reuse must be" in run("ask", *arguments, "--reuse", "most", "What?").stderr
     few = ("--max-pixels", "8000", "--max-rows", "64", "--host-bytes", "0")
     small = run("ask", *arguments, *few, tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output
+
+
+def test_ask_hands_its_options_on(run, checkpoints, tmp_path, textured_image, monkeypatch):
+    Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
+    asked = []
+    chat = LLM.chat
+
+    def noted(self, conversation, params, **options):
+        found = chat(self, conversation, params, **options)
+        asked.append((self.max_model_len, self.stats().pages, params, found[0].prompt, options.get("cache_salt")))
+        return found
+
+    monkeypatch.setattr(LLM, "chat", noted)
+    arguments = ("-m", checkpoints("qwen3_vl-tied"), "--max-tokens", "3", "--max-model-len", "200", "--top-p", "0.5")
+    arguments += ("--kv-cache-bytes", "1MB", "--system", "Be brief.", "--seed", "5", "--disk", tmp_path / "disk")
+    result = run("ask", *arguments, "--twice", tmp_path / "a.png", "What is it?")
+    assert result.exit_code == 0, result.output
+    assert {(length, params.top_p, params.seed) for length, _, params, *_ in asked} == {(200, 0.5, 5)}
+    assert max(pages for _, pages, *_ in asked) < 20
+    assert all("Be brief." in prompt for *_, prompt, _ in asked)
+    # What was rehearsed is not kept: the disk has what the answers computed, once.
+    assert [salt is None for *_, salt in asked[-2:]] == [True, True]
+    assert any(salt for *_, salt in asked[:-2])
+    assert len(list((tmp_path / "disk").rglob("*.safetensors"))) == 2
+    assert "\nerror: kv_cache_bytes" in "\n" + run("ask", "--kv-cache-bytes", "some", "What?").stderr
+    again = run("ask", *arguments, tmp_path / "a.png", "What is it?")
+    assert "images: exact" in again.stderr
 
 
 def test_ask_about_a_film(run, family_checkpoint, tmp_path):
