@@ -74,7 +74,7 @@ class AsyncLLM:
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
@@ -172,7 +172,7 @@ class AsyncLLM:
         await self.close()
 
     def _renders(
-        self, prompt: Any, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]
+        self, prompt: Any, limits: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
     ) -> tuple[str, Callable[..., Prompt]]:
         """What errors call the prompt, and what renders it."""
         if isinstance(prompt, (str, Mapping)):
