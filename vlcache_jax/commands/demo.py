@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -14,14 +13,14 @@ from rich.table import Table
 
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.commands.demo_page import make_page
+from vlcache_jax.commands.demo_page import Run, Turn, make_page
 from vlcache_jax.commands.shipped import SHIPPED
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.files import write_whole
 from vlcache_jax.llm import LLM
 from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.progress import Progress
-from vlcache_jax.study.questions import number_name, user_turn
+from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.report import environment
 
 REUSE = "approximate"
@@ -29,58 +28,6 @@ LINKED = "full"
 WAYS = {"cold": "off", LINKED: LINKED, REUSE: REUSE}  # what each is called, and its `reuse`
 REPEATS = 5
 _REHEARSALS = 4  # at most; the last one has nothing left to compile
-_FOUND = {"exact": "same context", "approximate": "other context"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """A question about shipped pictures, and the right answer; `before` is the text in front of them."""
-
-    pictures: tuple[str, ...]
-    before: str
-    question: str
-    answer: str
-
-    @property
-    def prompt(self) -> str:
-        """As a reader is shown it."""
-        names = self.pictures
-        shown = [f"[{name}]" for name in names]
-        if len(names) > 1:
-            shown = [f"Image {number_name(i + 1)}: {one}" for i, one in enumerate(shown)]
-        return " ".join([*filter(None, [self.before]), *shown, self.question])
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A turn answered in one way, the median of its repeats by the time to the first token."""
-
-    turn: Turn
-    output: RequestOutput
-
-    @property
-    def text(self) -> str:
-        return self.output.outputs[0].text
-
-    @property
-    def is_right(self) -> bool:
-        return self.text == self.turn.answer
-
-    @property
-    def rows(self) -> int:
-        return self.output.cache.rows[-1]
-
-    @property
-    def milliseconds(self) -> float:
-        return 1000 * self.output.metrics.ttft
-
-    @property
-    def found(self) -> str:
-        """In which context its pictures had been seen; empty: nobody looked."""
-        return " and ".join(
-            sorted({_FOUND[image.match] for image in self.output.cache.images if image.match in _FOUND})
-        )
-
 
 Runs = Mapping[str, Sequence[Run]]  # by way, one of each turn
 
@@ -116,9 +63,9 @@ def run_demo(report: pathlib.Path) -> None:
     start = time.perf_counter()
     with LLM(SHIPPED, cache=CacheConfig(load="link")) as llm:  # whether linking pays on this machine or not
         loaded = time.perf_counter() - start
-        for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
-            _ask(llm, Turn((name,), "", "What is the code?", ""), "exact")
         with Progress("compiling"):
+            for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
+                _ask(llm, Turn((name,), "", "What is the code?", ""), "exact")
             for _ in range(_REHEARSALS):
                 known = llm.stats().programs
                 _answer(llm)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 import vlcache_jax
 from vlcache_jax.assets import PICTURES
-
-if TYPE_CHECKING:
-    from vlcache_jax.commands.demo import Run
+from vlcache_jax.outputs import RequestOutput
+from vlcache_jax.study.questions import number_name
 
 _CELL = 32  # pixels of a glyph's square
 _DOCS = pathlib.Path(vlcache_jax.__file__).resolve().parents[1] / "docs"
@@ -71,6 +71,59 @@ td { padding: .1rem 0; } td.way, td.answer, td.time { grid-column: 1 / -1; } td.
 td[title]::before { content: attr(title) " "; color: #555; } dl { grid-template-columns: 1fr; }
 dd { margin: 0 0 .5rem; } }
 """
+
+
+_FOUND = {"exact": "same context", "approximate": "other context"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A question about shipped pictures, and the right answer; `before` is the text in front of them."""
+
+    pictures: tuple[str, ...]
+    before: str
+    question: str
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        """As a reader is shown it."""
+        names = self.pictures
+        shown = [f"[{name}]" for name in names]
+        if len(names) > 1:
+            shown = [f"Image {number_name(i + 1)}: {one}" for i, one in enumerate(shown)]
+        return " ".join([*filter(None, [self.before]), *shown, self.question])
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A turn answered in one way, the median of its repeats by the time to the first token."""
+
+    turn: Turn
+    output: RequestOutput
+
+    @property
+    def text(self) -> str:
+        return self.output.outputs[0].text
+
+    @property
+    def is_right(self) -> bool:
+        return self.text == self.turn.answer
+
+    @property
+    def rows(self) -> int:
+        return self.output.cache.rows[-1]
+
+    @property
+    def milliseconds(self) -> float:
+        return 1000 * self.output.metrics.ttft
+
+    @property
+    def found(self) -> str:
+        """In which context its pictures had been seen; empty: nobody looked."""
+        return " and ".join(
+            sorted({_FOUND[image.match] for image in self.output.cache.images if image.match in _FOUND})
+        )
 
 
 def make_page(runs: Mapping[str, Sequence[Run]], model: str, repeats: int, made_on: Mapping[str, Any]) -> str:

@@ -102,9 +102,11 @@ class Row:
     def behind(self, system: str) -> Row:
         """The row with a system message, unless it has one or is wrong."""
         asked = self.conversation
-        if not isinstance(asked, list) or any(isinstance(one, dict) and one.get("role") == "system" for one in asked):
+        messages = asked.get("messages") if isinstance(asked, dict) else asked
+        if not isinstance(messages, list) or any(isinstance(m, dict) and m.get("role") == "system" for m in messages):
             return self
-        return dataclasses.replace(self, conversation=[{"role": "system", "content": system}, *asked])
+        told = [{"role": "system", "content": system}, *messages]
+        return dataclasses.replace(self, conversation=asked | {"messages": told} if isinstance(asked, dict) else told)
 
     def failed(self, error: str) -> bytes:
         """The line that says what is wrong."""

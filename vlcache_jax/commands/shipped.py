@@ -28,7 +28,8 @@ def warn_of_others(conversation: Any) -> bool:
 
 def _shown(conversation: Any) -> Iterator[Any]:
     """What the parts of a conversation show; what is wrong with it is for others to say."""
-    for message in conversation if isinstance(conversation, list) else []:
+    messages = conversation.get("messages") if isinstance(conversation, Mapping) else conversation
+    for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else []:
             for shown in (part.get(key) for key in _MEDIA) if isinstance(part, Mapping) else ():
