@@ -128,6 +128,8 @@ def test_info_says_how_a_model_fits(run):
     [(options, tokens)] = re.findall(r"(?m)^24 GB: fits with (.*), and a pool of (\d+) tokens$", told)
     assert options == "--max-rows 2048 --max-pixels 4194304"
     assert re.search(rf"(?m)^24 GB .* {tokens} ", run("info", "qwen3-vl-8b", *options.split()).stdout)
+    limited = run("info", "qwen3-vl-32b", "--max-pixels", "70000", "--image", "32x32")  # below the least, halved
+    assert "24 GB: too small" in limited.stdout
     # Not where the image that is asked about would be scaled down for it.
     assert "24 GB: too small" in run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout
 

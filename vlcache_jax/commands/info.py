@@ -176,7 +176,7 @@ def _hint(
     """
     for part, fewer in itertools.product(_SMALLER_IMAGES, (rows, *(own for own in _SMALLER_ROWS if own < rows))):
         smaller = processor.max_pixels // part
-        if smaller < pixels and part > 1:
+        if part > 1 and smaller < max(pixels, processor.min_pixels):
             break
         limited = processor.with_limits({"max_pixels": smaller})
         activations = activation_bytes(config, dtype, _ladder(config, limited, fewer))
