@@ -1,4 +1,4 @@
-"""Serves Qwen vision-language models in JAX and never computes the same image twice."""
+"""Serves Qwen vision-language models in JAX and reuses the work done on images it has seen."""
 
 from typing import TYPE_CHECKING, Any
 

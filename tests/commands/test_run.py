@@ -13,8 +13,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.progress as progress
+from vlcache_jax import LLM
+from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.rows import Answer, Row
+from vlcache_jax.commands.shipped import warn_of_others
 
 URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -59,6 +62,15 @@ def test_what_a_row_does_not_say():
     own = int("01234567", 16) + 7  # of the row, and of its place, whenever it runs
     assert (row.params.seed, parsed({"question": "?", "seed": None}).params.seed) == (own, own)
     assert parsed({"question": "?", "seed": 4}).params.seed == 4
+
+
+def test_a_system_message_is_for_rows_without_one():
+    told = {"role": "system", "content": "Be brief."}
+    assert parsed({"messages": HELLO}).behind("Be brief.").conversation == [told, *HELLO]
+    own = [{"role": "system", "content": "Be long."}, *HELLO]
+    assert parsed({"messages": own}).behind("Be brief.").conversation == own
+    assert parsed(openai()).behind("Be brief.").conversation == [told, *HELLO]
+    assert parsed({"messages": "Hello"}).behind("Be brief.").conversation == "Hello"  # wrong as it is
 
 
 def test_images_lie_beside_the_file():
@@ -237,7 +249,10 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
     source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
     assert run(source, out).exit_code == 0
     before = out.read_bytes()
-    for change in (("--reuse", "approximate"), ("--temperature", "0"), ("--max-pixels", "8192")):
+    for change in (
+        ("--reuse", "approximate"), ("--temperature", "0"), ("--top-p", "0.5"), ("--max-pixels", "8192"),
+        ("--system", "Be brief."), ("--seed", "1"), ("--max-model-len", "64"),
+    ):  # fmt: skip
         result = run(source, out, *change)
         assert result.exit_code == 1
         assert (
@@ -252,6 +267,53 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
     assert out.read_bytes() != before
     out.write_bytes(out.read_bytes() * 2)
     assert "error: OUT line 4 must not answer line 1 of IN, which has an answer above" in run(source, out).stderr
+
+
+def test_options_reach_the_engine_and_the_rows(run, tmp_path, monkeypatch):
+    engines, outputs = [], []
+    iterate = LLM.chat_iter
+
+    def noted(self, conversations, params, **options):
+        engines.append((self.max_model_len, self.stats().pages))
+        for index, output in iterate(self, conversations, params, **options):
+            outputs.append(output)
+            yield index, output
+
+    monkeypatch.setattr(LLM, "chat_iter", noted)
+    (tmp_path / "in.jsonl").write_text('{"question": "Why?", "max_tokens": 40}\n')
+    texts = []
+    for seed in ("1", "2", "1"):
+        given = ("--seed", seed, "--temperature", "5", "--system", "Be brief.")
+        sizes = ("--max-model-len", "96", "--kv-cache-bytes", "1MB")
+        assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", *given, *sizes, "--overwrite").exit_code == 0
+        [(_, text, error)] = answers(tmp_path / "out.jsonl")
+        assert error is None
+        texts.append(text)
+    assert texts[0] == texts[2] != texts[1]
+    assert {length for length, _ in engines} == {96}
+    assert max(pages for _, pages in engines) < 20
+    assert all("Be brief." in output.prompt for output in outputs)
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--kv-cache-bytes", "some").stderr.startswith(
+        "error: kv_cache_bytes must be bytes"
+    )
+
+
+def test_the_shipped_model_is_told_to_know_no_photographs(tmp_path, textured_image):
+    """Once, where nobody named it, and not of the package's own pictures."""
+    Image.fromarray(textured_image(64, 64)).save(tmp_path / "photo.png")
+    own, photo = {"image": str(PICTURES / "left.png"), "question": "?"}, {"image": "photo.png", "question": "?"}
+    url = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}
+    warned = []
+    for rows in ([own, {"question": "?"}], [own, photo, photo], [url]):
+        conversations = [parsed(row).conversation for row in rows]
+        warned.append([warn_of_others(one) for one in conversations])
+    assert warned == [[False, False], [False, True, True], [True]]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (own, photo, photo)))
+    for model, count in (([], 1), (["-m", "tiny-vqa"], 0)):
+        words = ["run", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--max-tokens", 1, "--overwrite", *model]
+        result = CliRunner().invoke(app, list(map(str, words)))
+        assert result.exit_code == 0, result.output
+        assert result.stderr.count("warning: no model is named (-m), so tiny-vqa answers") == count
 
 
 def test_what_is_computed_is_kept_in_stores(run, tmp_path, textured_image):

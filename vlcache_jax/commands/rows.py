@@ -99,6 +99,15 @@ class Row:
         except ValueError as error:
             return dataclasses.replace(own, error=f"line {number}: {error}")
 
+    def behind(self, system: str) -> Row:
+        """The row with a system message, unless it has one or is wrong."""
+        asked = self.conversation
+        messages = asked.get("messages") if isinstance(asked, dict) else asked
+        if not isinstance(messages, list) or any(isinstance(m, dict) and m.get("role") == "system" for m in messages):
+            return self
+        told = [{"role": "system", "content": system}, *messages]
+        return dataclasses.replace(self, conversation=asked | {"messages": told} if isinstance(asked, dict) else told)
+
     def failed(self, error: str) -> bytes:
         """The line that says what is wrong."""
         if not self.is_openai:

@@ -44,6 +44,8 @@ class EngineStats(PageStats):
       decode_rows, padded_decode_rows: rows launched for these, and how many of these are padding.
       generated_tokens: of answers, as returned.
       launches: programs handed to the device.
+      programs: compiled so far, or read from disk.
+      compile_seconds: that requests waited for these; what is compiled while nobody waits is not in it.
       host_prefill_seconds, host_window_seconds: of the host's processor, to launch prefill steps and windows.
     """
 
@@ -60,6 +62,8 @@ class EngineStats(PageStats):
     padded_decode_rows: int = 0
     generated_tokens: int = 0
     launches: int = 0
+    programs: int = 0
+    compile_seconds: float = 0.0
     host_prefill_seconds: float = 0.0
     host_window_seconds: float = 0.0
 
@@ -163,6 +167,8 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
             launches=self.runner.programs.launches,
+            programs=self.runner.programs.num_programs,
+            compile_seconds=self.runner.programs.waited,
         )
 
     def close(self) -> None:
