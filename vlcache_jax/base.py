@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import inspect
 import os
@@ -42,7 +41,7 @@ from vlcache_jax.engine.recognition import Recognizer
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
-from vlcache_jax.foreign import ours
+from vlcache_jax.foreign import CALLS, ENGINE, ours, warn_ignored
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
@@ -77,10 +76,10 @@ class BaseLLM:
         max_rows: int | None = None,
         max_model_len: int | None = None,
         mm_processor_kwargs: Mapping[str, int] | None = None,
-        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         implementation: str | None = None,
         ladder: Ladder | None = None,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = True,
         allow_remote_images: bool = False,
         allowed_media_domains: Sequence[str] | None = None,
         allowed_local_media_path: str | os.PathLike[str] | None = "/",
@@ -88,7 +87,7 @@ class BaseLLM:
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         revision: str | None = None,
         verify_weights: bool = False,
-        seed: int = 0,
+        seed: int | None = 0,
         use_tqdm: bool = True,
         **foreign: Any,
     ):
@@ -118,7 +117,8 @@ class BaseLLM:
           max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
           mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first. (A
             video's are said beside it.)
-          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most. By default any number.
+          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most. By default any number. In place of n may
+            stand {"count": n, ...}, as vLLM has it; the rest of that is ignored, with a warning.
           implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
             "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
             on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the
@@ -138,9 +138,9 @@ class BaseLLM:
           revision: branch, tag or commit of a model on the hub.
           verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that
             were written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
-          seed: of answers whose sampling parameters name none.
+          seed: of answers whose sampling parameters name none; None is 0.
           use_tqdm: say on stderr what is loaded; calls have their own.
-          foreign: arguments of vLLM; those without a meaning here are ignored, with a warning.
+          foreign: arguments of vLLM; those on which no answer depends are ignored, with a warning.
 
         Raises:
           FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an argument is
@@ -149,9 +149,14 @@ class BaseLLM:
           NotImplementedError: the implementation asked for does not do this model, dtype or device.
           MemoryError: weights and pool do not fit. Nothing has been loaded then.
         """
-        translated = ours("LLM", foreign, inspect.signature(BaseLLM).parameters)
+        own = {"tokenizer": model, "tokenizer_revision": revision, "hf_config_path": model}
+        foreign = {name: value for name, value in foreign.items() if name not in own or str(value) != str(own[name])}
+        translated = ours("LLM", ENGINE, foreign, inspect.signature(BaseLLM).parameters)
         max_rows = translated.get("max_rows", max_rows)
         kv_cache_bytes = translated.get("kv_cache_bytes", kv_cache_bytes)
+        use_tqdm = translated.get("use_tqdm", use_tqdm)
+        enable_prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
+        seed = 0 if seed is None else seed
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
         check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=enable_prefix_caching)
@@ -351,10 +356,12 @@ class BaseLLM:
         self._loop.check_open()
         return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, **more)
 
-    def _renders(self, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]) -> Callable[..., Prompt]:
-        """What makes a prompt of a conversation."""
-        known = [field.name for field in dataclasses.fields(Template)]
-        ours("chat", {name: value for name, value in template.items() if name not in known}, known)
+    def _renders(
+        self, caller: str, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]
+    ) -> Callable[..., Prompt]:
+        """What makes a prompt of a conversation; `caller` is what was called."""
+        known = TemplateOptions.__annotations__
+        ours(caller, CALLS, {name: value for name, value in template.items() if name not in known}, known)
         own = Template(**{name: value for name, value in template.items() if name in known})  # type: ignore[arg-type]
         return partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(limits), template=own)
 
@@ -387,7 +394,7 @@ def _check_arguments(model: Any, dtype: Any, cache: Any, limits: Any, ladder: An
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
     if not (isinstance(dtype, str) and dtype == "auto"):
-        as_dtype(dtype)
+        as_dtype(dtype, "auto")
     if not isinstance(cache, CacheConfig):
         raise ValueError(f"cache must be a CacheConfig, got {cache!r}")
     check_limits(limits)
@@ -410,16 +417,27 @@ def _check_share(share: Any) -> None:
         raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
 
 
-def _check_limits_per_prompt(limits: Any) -> Mapping[str, int]:
+def _check_limits_per_prompt(limits: Any) -> dict[str, int]:
     """How many images and videos a request may have; any number of what is not in it."""
     if limits is None:
         return {}
     if not isinstance(limits, Mapping) or not set(limits) <= {"image", "video", "audio"}:
         raise ValueError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {limits!r}')
-    for kind, most in limits.items():
+    found: dict[str, int] = {}
+    idle: list[str] = []
+    for kind, given in limits.items():
+        most = given
+        if isinstance(given, Mapping):
+            most = given.get("count")
+            idle += [f"limit_mm_per_prompt[{kind!r}][{key!r}]" for key in given if key != "count"]
+            if most is None:
+                continue
         if isinstance(most, bool) or not isinstance(most, int) or most < 0:
             raise ValueError(f"limit_mm_per_prompt must be integers of at least 0, got {most!r} for {kind}")
-    return limits
+        found[kind] = most
+    if idle:
+        warn_ignored(idle)
+    return found
 
 
 def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from vlcache_jax.base import BaseLLM, Reuse
 from vlcache_jax.calls import Call, in_order
 from vlcache_jax.checks import check_flags, short
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.foreign import ours
+from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
 
@@ -80,11 +80,12 @@ class LLM(BaseLLM):
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        render = self._renders(mm_processor_kwargs, **template)
+        render = self._renders("chat", mm_processor_kwargs, **template)
         if messages is not None and conversations is not None:
             raise ValueError("conversations must be left out beside messages, got both")
-        listed = _listed_conversations(conversations if messages is None else messages)
-        call = self._call("conversations[{}]", listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
+        listed, name = _listed_conversations(given, kind)
+        call = self._call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def chat_iter(
@@ -123,7 +124,9 @@ class LLM(BaseLLM):
             raise ValueError(
                 f"sampling_params must be SamplingParams, an iterable of them or None, got {short(sampling_params)}"
             )
-        render = self._renders(mm_processor_kwargs, **template)
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
+        render = self._renders("chat_iter", mm_processor_kwargs, **template)
         call = self._call("conversations[{}]", [], render, reuse, cache_salt, on_error)
         size = self._runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
@@ -162,9 +165,9 @@ class LLM(BaseLLM):
           RequestError, ValueError: see `chat`.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        ours("generate", foreign, inspect.signature(self.generate).parameters)
-        listed, render = _listed_prompts(prompts), self._renderer.from_prompt
-        call = self._call("prompts[{}]", listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
+        (listed, name), render = _listed_prompts(prompts), self._renderer.from_prompt
+        call = self._call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def score(
@@ -195,9 +198,9 @@ class LLM(BaseLLM):
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
-        render = self._renders(mm_processor_kwargs, **template)
-        listed = _listed_conversations(conversations)
-        call = self._call("conversations[{}]", listed, render, reuse, cache_salt, on_error)
+        render = self._renders("score", mm_processor_kwargs, **template)
+        listed, name = _listed_conversations(conversations, "conversations")
+        call = self._call(name, listed, render, reuse, cache_salt, on_error)
         return in_order(self._caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
 
     def _answer(self, call: Call, verify: bool, show: bool) -> list[RequestOutput]:
@@ -232,15 +235,18 @@ def _batched(
         raise fault
 
 
-def _listed_conversations(conversations: Any) -> Sequence[Conversation]:
-    if isinstance(conversations, (str, Mapping)) or not isinstance(conversations, Sequence):
-        raise ValueError(f"conversations must be a list of conversations, got {type(conversations).__name__}")
-    is_one = bool(conversations) and isinstance(conversations[0], Mapping)
-    return cast(Sequence[Conversation], [conversations] if is_one else conversations)
+def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Conversation], str]:
+    """Conversations, and what errors call each of them; `kind` is the argument that they stand in."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        raise ValueError(f"{kind} must be a list of conversations, got {type(given).__name__}")
+    is_one = bool(given) and isinstance(given[0], Mapping) and "messages" not in given[0]
+    return ([given], "messages") if is_one else (given, f"{kind}[{{}}]")
 
 
-def _listed_prompts(prompts: Any) -> Sequence[PromptLike]:
-    listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-    if not isinstance(listed, Sequence):
+def _listed_prompts(prompts: Any) -> tuple[Sequence[PromptLike], str]:
+    """Prompts, and what errors call each of them."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts], "prompts"
+    if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a string, a dict or a list of these, got {type(prompts).__name__}")
-    return listed
+    return prompts, "prompts[{}]"

@@ -37,6 +37,7 @@ class Job:
       defaults: sampling parameters where a row names none.
       options: of the engine.
       memory: options that no answer depends on.
+      trusts_templates: whether rows may bring chat templates.
     """
 
     source: pathlib.Path
@@ -45,6 +46,7 @@ class Job:
     defaults: Mapping[str, Any]
     options: Mapping[str, Any]
     memory: Mapping[str, Any]
+    trusts_templates: bool = False
 
     def rows(self) -> Iterator[tuple[int, str, str]]:
         """The lines that are not empty: numbers from 1, digests of them and all settings, and what they hold."""
@@ -59,7 +61,9 @@ class Job:
                     yield number, digest[:16], line
 
     def parse(self, number: int, digest: str, line: str) -> Row:
-        return Row.parse(line, number, digest, self.defaults, self.source.parent)
+        return Row.parse(
+            line, number, digest, self.defaults, self.source.parent, trusts_templates=self.trusts_templates
+        )
 
 
 def run(job: Job, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
@@ -162,10 +166,7 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
         for index, output in llm.chat_iter(conversations, params, use_tqdm=False, reuse=job.reuse, on_error="return"):
             row = running.pop(index)
             if output.error is not None:
-                error = output.error
-                for name in ("conversations", "sampling_params"):
-                    error = error.replace(f"{name}[{index}]", f"line {row.number}", 1)
-                fail(row, error)
+                fail(row, row.named(output.error, index))
             else:
                 write(row, row.answered(output, job.model), sum(len(answer.token_ids) for answer in output.outputs))
 

@@ -212,11 +212,12 @@ class PromptRenderer:
 
     def from_conversation(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | Mapping[str, Any],
         *,
         mm_processor_kwargs: Mapping[str, int] | None = None,
         template: Template = OWN_TEMPLATE,
         name: str = "conversation",
+        image_name: str | None = None,
     ) -> Prompt:
         """Renders a conversation, by default up to where the assistant's next turn begins.
 
@@ -226,16 +227,27 @@ class PromptRenderer:
                 `{"type": "image", "image" | "url" | "path" | "base64": ...}`, `{"type": "image_pil", "image_pil":
                 ...}`, `{"type": "video_url", "video_url": {"url": ...}}`, `{"type": "video", "video" | "url" | "path" |
                 "base64": ...}`. Beside a video may stand what `videos.VideoOptions` names, and "video_metadata". An
-                image or video may have a "uuid", the caller's own id of it. The role developer is system. A message's
-                "name" and an image's "detail" are ignored, with a warning.
+                image or video may have a "uuid", the caller's own id of it. The role developer is system. What else a
+                message may hold, such as "tool_calls" and "reasoning_content", is the template's. An image's "detail"
+                is ignored, with a warning. Or a dict of "messages" and `TemplateOptions` that stand in place of
+                `template`.
             mm_processor_kwargs: pixel limits of this request.
             template: by which it is rendered.
             name: what error messages call the conversation, such as "conversations[2]".
+            image_name: what they call its one image; None: "images[i]" of the conversation.
 
         Raises:
             ValueError: an empty conversation, another role, key or type of part, an unreadable image or video, a text
                 that holds a placeholder, or a template that does not give every image and video its place.
         """
+        if isinstance(messages, Mapping) and "messages" in messages:
+            check_keys(messages, ("messages", *TemplateOptions.__annotations__), name)
+            own = {key: value for key, value in messages.items() if key != "messages"}
+            try:
+                template = Template(**own) if own else template
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from error
+            messages = messages["messages"]
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
         if not messages:
@@ -244,8 +256,9 @@ class PromptRenderer:
         if chat_template is None:
             raise ValueError(f"{name} must be given as a prompt: this checkpoint has no chat template")
         found: list[tuple[Source, str | None]] = []
-        add = partial(self._add, name=name, found=found)
-        rendered = [read_message(message, f"{name} messages[{i}]", add) for i, message in enumerate(messages)]
+        add = partial(self._add, name=name, image_name=image_name, found=found)
+        listed = name if name == "messages" else f"{name} messages"
+        rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         try:
             text = self.tokenizer.apply_chat_template(
                 rendered,
@@ -296,7 +309,7 @@ class PromptRenderer:
                     f"{name} must have one uuid for each {kind}, got {len(uuids)} for {len(media)} {kind}s"
                 )
             for i, (one, uuid) in enumerate(zip(media, uuids, strict=True)):
-                check_uuid(uuid, f"{name} uuids[{i}]")
+                check_uuid(uuid, f"{name} multi_modal_uuids {kind}[{i}]")
                 where = f"{name} {kind}s[{i}]"
                 if kind == "image":
                     found.append((self.image(one, where), uuid))
@@ -341,7 +354,14 @@ class PromptRenderer:
         """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens."""
         return Inset.of(self._tokenized(text, "video"), self.video_token_id, count)
 
-    def _add(self, part: Mapping[str, Any], where: str, name: str, found: list[tuple[Source, str | None]]) -> None:
+    def _add(
+        self,
+        part: Mapping[str, Any],
+        where: str,
+        name: str,
+        image_name: str | None,
+        found: list[tuple[Source, str | None]],
+    ) -> None:
         """Appends the image or video of a message's part to those before it."""
         is_video = part["type"] in VIDEO_TYPES
         number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
@@ -349,7 +369,7 @@ class PromptRenderer:
         if is_video:
             source: Source = self.video(part, f"{name} videos[{number}]")
         else:
-            source = self.image(image_value(part, where), f"{name} images[{number}]")
+            source = self.image(image_value(part, where), image_name or f"{name} images[{number}]")
         found.append((source, part.get("uuid")))
 
     def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
