@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vlcache_jax
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.engine import memory_plan
 from vlcache_jax.engine.memory_plan import slot_bytes
@@ -278,6 +279,11 @@ def test_calls_as_others_write_them(llm, textured_image):
 
 def messages_with(picture, uuid):
     return [{"role": "user", "content": [{"type": "image", "image": picture, "uuid": uuid}]}]
+
+
+def test_what_is_public_is_listed():
+    assert {"LLM", "AsyncLLM", "SamplingParams", "__version__"} <= set(dir(vlcache_jax))
+    assert all(hasattr(vlcache_jax, name) for name in dir(vlcache_jax))
 
 
 def test_errors_name_what_was_written(llm, textured_image):
