@@ -343,7 +343,9 @@ def test_a_conversation_with_a_template_of_its_own(llm):
         assert texts[given.index(asked)] == llm.chat(asked, GREEDY, False)[0].prompt
     with pytest.raises(ValueError, match=r"^conversations\[0\] chat_template must be a string, got 5$"):
         llm.chat([own | {"chat_template": 5}])
-    with pytest.raises(ValueError, match=r"^conversations\[0\] must hold only chat_template, .*, got 'tools'"):
+    with pytest.raises(
+        ValueError, match=r"^conversations\[0\] must hold only messages, chat_template, .*, got 'tools'"
+    ):
         llm.chat([own | {"tools": 5}])
 
 

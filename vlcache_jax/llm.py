@@ -17,6 +17,7 @@ from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
 
 Conversation = Sequence[Mapping[str, Any]]
+Asked = Conversation | Mapping[str, Any]
 PromptLike = str | Mapping[str, Any] | Sequence[int]
 
 
@@ -35,11 +36,11 @@ class LLM(BaseLLM):
 
     def chat(
         self,
-        conversations: Conversation | Sequence[Conversation] | None = None,
+        conversations: Conversation | Sequence[Asked] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        messages: Conversation | Sequence[Conversation] | None = None,
+        messages: Conversation | Sequence[Asked] | None = None,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
@@ -54,7 +55,9 @@ class LLM(BaseLLM):
             list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
             path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL; it may have a `uuid`,
             your own id of the picture. A part may also be a `video` or `video_url`: frames as a list or an array
-            [T, H, W, 3], or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`).
+            [T, H, W, 3], or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`). What
+            else a message holds, such as `tool_calls` and `reasoning_content`, is for the chat template. In a list, a
+            conversation may also be a dict, `{"messages": [...], "chat_template": ...}`, with a template of its own.
           sampling_params: for all, or one for each conversation; None is the checkpoint's own.
           use_tqdm: show a progress bar.
           messages: vLLM's name for conversations.
@@ -90,7 +93,7 @@ class LLM(BaseLLM):
 
     def chat_iter(
         self,
-        conversations: Iterable[Conversation],
+        conversations: Iterable[Asked],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -172,7 +175,7 @@ class LLM(BaseLLM):
 
     def score(
         self,
-        conversations: Conversation | Sequence[Conversation],
+        conversations: Conversation | Sequence[Asked],
         continuations: Sequence[str | Sequence[int]],
         *,
         reuse: Reuse | None = None,
@@ -208,8 +211,8 @@ class LLM(BaseLLM):
 
 
 def _batched(
-    conversations: Iterable[Conversation], params: SamplingParams | Iterable[SamplingParams] | None, size: int
-) -> Iterator[tuple[Sequence[Conversation], SamplingParams | Sequence[SamplingParams] | None]]:
+    conversations: Iterable[Asked], params: SamplingParams | Iterable[SamplingParams] | None, size: int
+) -> Iterator[tuple[Sequence[Asked], SamplingParams | Sequence[SamplingParams] | None]]:
     """So many conversations at a time, with their sampling parameters; what came before an error comes first.
 
     Raises:
@@ -218,7 +221,7 @@ def _batched(
     for_all = isinstance(params, SamplingParams | None)
     faults: list[Exception] = []
 
-    def pairs() -> Iterator[tuple[Conversation, Any]]:
+    def pairs() -> Iterator[tuple[Asked, Any]]:
         each: Iterator[Any] = itertools.repeat(None) if for_all else iter(cast(Iterable[Any], params))
         try:
             for row in conversations:
@@ -235,7 +238,7 @@ def _batched(
         raise fault
 
 
-def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Conversation], str]:
+def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Asked], str]:
     """Conversations, and what errors call each of them; `kind` is the argument that they stand in."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise ValueError(f"{kind} must be a list of conversations, got {type(given).__name__}")
