@@ -295,7 +295,7 @@ def test_errors_name_what_was_written(llm, textured_image):
         (lambda: llm.chat(robot), r"messages\[0\] must have the role"),
         (lambda: llm.chat(wrong), r"messages images\[0\] must be an image that Pillow can read"),
         (lambda: llm.chat([wrong]), r"conversations\[0\] images\[0\] must be an image"),
-        (lambda: llm.chat(messages=[robot]), r"messages\[0\] messages\[0\] must have the role"),
+        (lambda: llm.chat(messages=[robot]), r"messages\[0\]\[0\] must have the role"),
         (lambda: llm.generate({"prompt": 5}), r"prompts must hold a string as 'prompt'"),
         (lambda: llm.generate([{"prompt": 5}]), r"prompts\[0\] must hold a string as 'prompt'"),
         (lambda: llm.cache.precompute([b"no"]), r"images\[0\] must be an image that Pillow can read"),

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import jax
 
@@ -117,8 +117,7 @@ class BaseLLM:
           max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
           mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first. (A
             video's are said beside it.)
-          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most. By default any number. In place of n may
-            stand {"count": n, ...}, as vLLM has it; the rest of that is ignored, with a warning.
+          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most; n may be {"count": n}. By default any.
           implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
             "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
             on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the
@@ -149,17 +148,13 @@ class BaseLLM:
           NotImplementedError: the implementation asked for does not do this model, dtype or device.
           MemoryError: weights and pool do not fit. Nothing has been loaded then.
         """
-        own = {"tokenizer": model, "tokenizer_revision": revision, "hf_config_path": model}
-        foreign = {name: value for name, value in foreign.items() if name not in own or str(value) != str(own[name])}
-        translated = ours("LLM", ENGINE, foreign, inspect.signature(BaseLLM).parameters)
-        max_rows = translated.get("max_rows", max_rows)
+        translated = _translated(foreign, model, revision)
+        max_rows, use_tqdm = translated.get("max_rows", max_rows), translated.get("use_tqdm", use_tqdm)
         kv_cache_bytes = translated.get("kv_cache_bytes", kv_cache_bytes)
-        use_tqdm = translated.get("use_tqdm", use_tqdm)
-        enable_prefix_caching = True if enable_prefix_caching is None else enable_prefix_caching
-        seed = 0 if seed is None else seed
+        seed, keeps = 0 if seed is None else seed, True if enable_prefix_caching is None else enable_prefix_caching
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
-        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=enable_prefix_caching)
+        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=keeps)
         _check_arguments(model, dtype, cache, mm_processor_kwargs, ladder, revision, seed)
         _check_counts(max_rows=max_rows, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         pool = None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes, "kv_cache_bytes")
@@ -222,7 +217,7 @@ class BaseLLM:
         self._ahead = Ahead(self._runner.programs)
         tokenizer = self._renderer.tokenizer
         defaults = read_generation_config(self._checkpoint.directory, tokenizer, config.text.vocab_size)
-        self._sequences = SequenceBuilder(config, memory, tokenizer, *defaults, seed, enable_prefix_caching)
+        self._sequences = SequenceBuilder(config, memory, tokenizer, *defaults, seed, keeps)
         self._reporter = Reporter(config.text.num_layers, self._sequences.token_text)
         self._store = Store(cache)
         token_rungs = self._runner.token_rungs
@@ -356,17 +351,22 @@ class BaseLLM:
         self._loop.check_open()
         return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, **more)
 
-    def _renders(
-        self, caller: str, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]
-    ) -> Callable[..., Prompt]:
+    def _renders(self, caller: str, limits: Mapping[str, int] | None, **template: Any) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
         known = TemplateOptions.__annotations__
         ours(caller, CALLS, {name: value for name, value in template.items() if name not in known}, known)
-        own = Template(**{name: value for name, value in template.items() if name in known})  # type: ignore[arg-type]
+        own = Template(**{name: value for name, value in template.items() if name in known})
         return partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(limits), template=own)
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
+
+
+def _translated(foreign: Mapping[str, Any], model: Any, revision: str | None) -> dict[str, Any]:
+    """Arguments of vLLM in ours. Those that say once more what ours say already say nothing."""
+    again = {"tokenizer": model, "tokenizer_revision": revision, "hf_config_path": model}
+    given = {name: value for name, value in foreign.items() if name not in again or str(value) != str(again[name])}
+    return ours("LLM", ENGINE, given, inspect.signature(BaseLLM).parameters)
 
 
 def _fingerprint(checkpoint: Checkpoint, show: bool) -> str:

@@ -241,13 +241,7 @@ class PromptRenderer:
                 that holds a placeholder, or a template that does not give every image and video its place.
         """
         if isinstance(messages, Mapping) and "messages" in messages:
-            check_keys(messages, ("messages", *TemplateOptions.__annotations__), name)
-            own = {key: value for key, value in messages.items() if key != "messages"}
-            try:
-                template = Template(**own) if own else template
-            except ValueError as error:
-                raise ValueError(f"{name} {error}") from error
-            messages = messages["messages"]
+            messages, template = _with_template(messages, template, name)
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
         if not messages:
@@ -256,8 +250,8 @@ class PromptRenderer:
         if chat_template is None:
             raise ValueError(f"{name} must be given as a prompt: this checkpoint has no chat template")
         found: list[tuple[Source, str | None]] = []
-        add = partial(self._add, name=name, image_name=image_name, found=found)
-        listed = name if name == "messages" else f"{name} messages"
+        add = partial(self._add, shown=image_name or f"{name} {{}}s[{{}}]", found=found)
+        listed = name if name.startswith("messages") else f"{name} messages"
         rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         try:
             text = self.tokenizer.apply_chat_template(
@@ -354,22 +348,15 @@ class PromptRenderer:
         """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens."""
         return Inset.of(self._tokenized(text, "video"), self.video_token_id, count)
 
-    def _add(
-        self,
-        part: Mapping[str, Any],
-        where: str,
-        name: str,
-        image_name: str | None,
-        found: list[tuple[Source, str | None]],
-    ) -> None:
+    def _add(self, part: Mapping[str, Any], where: str, shown: str, found: list[tuple[Source, str | None]]) -> None:
         """Appends the image or video of a message's part to those before it."""
         is_video = part["type"] in VIDEO_TYPES
         number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
         check_uuid(part.get("uuid"), f"{where} uuid")
         if is_video:
-            source: Source = self.video(part, f"{name} videos[{number}]")
+            source: Source = self.video(part, shown.format("video", number))
         else:
-            source = self.image(image_value(part, where), image_name or f"{name} images[{number}]")
+            source = self.image(image_value(part, where), shown.format("image", number))
         found.append((source, part.get("uuid")))
 
     def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
@@ -458,6 +445,16 @@ class PromptRenderer:
             got = f"two {pair[0]}" if pair[0] == pair[1] else " and ".join(pair)
             raise ValueError(f"{name} must have a token between two images, got {got} side by side")
         return places
+
+
+def _with_template(given: Mapping[str, Any], template: Template, name: str) -> tuple[Any, Template]:
+    """Messages that stand in a dict, and the template that stands beside them, if there is one."""
+    check_keys(given, ("messages", *TemplateOptions.__annotations__), name)
+    own = {key: value for key, value in given.items() if key != "messages"}
+    try:
+        return given["messages"], Template(**own) if own else template
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
 def _tokenizer_class(directory: Path) -> Any:
