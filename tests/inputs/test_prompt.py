@@ -195,7 +195,7 @@ CONVERSATIONS = {
 }
 
 
-PARTS = "input_image, image, image_url, image_pil, video or video_url"
+PARTS = "input_image, image, image_url, image_pil, video or video_url, or a string"
 
 # --- parity with the library -----------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ def user(*parts):
         ([{"role": "user"}], "messages[0] must have a string or a non-empty list of parts as content, got None"),
         ([{"role": "user", "content": []}], "messages[0] must have a string or a non-empty list of parts as content"),
         ([{"role": "user", "content": image(FIRST)}], "messages[0] must have a string or a non-empty list of parts as"),
-        (user(5), "messages[0] content[0] must be a string or a dict of type text, input_text, "),
+        (user(5), "messages[0] content[0] must be a dict of type text, input_text, "),
         (user({"text": "a"}), f"{PARTS}, got type None"),
         (user(text("a"), {"type": "video", "video": "a.mp4"}), "videos[0] must be the path of a readable file"),
         (user({"type": "video_url", "video_url": {"url": "a"}}), "videos[0] must be the path of a readable file"),

@@ -79,7 +79,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
         else:
             got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
             known = ", ".join((*_TEXT_KEYS, "input_image", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
-            raise ValueError(f"{where} must be a string or a dict of type {known} or {VIDEO_TYPES[-1]}, got {got}")
+            raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, or a string, got {got}")
     return told | {"content": parts}
 
 
