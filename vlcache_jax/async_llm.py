@@ -75,7 +75,7 @@ class AsyncLLM:
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
@@ -174,7 +174,7 @@ class AsyncLLM:
         await self.close()
 
     def _renders(
-        self, prompt: Any, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]
+        self, prompt: Any, limits: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
     ) -> Callable[..., Prompt]:
         """What renders the prompt."""
         if isinstance(prompt, (str, Mapping)):

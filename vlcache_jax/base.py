@@ -45,8 +45,9 @@ from vlcache_jax.foreign import CALLS, ENGINE, ours, warn_ignored
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
-from vlcache_jax.inputs.processor import ImageProcessor, check_limits
+from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions
+from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import Reporter
@@ -75,7 +76,7 @@ class BaseLLM:
         max_num_seqs: int | None = None,
         max_rows: int | None = None,
         max_model_len: int | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         implementation: str | None = None,
         ladder: Ladder | None = None,
@@ -115,8 +116,10 @@ class BaseLLM:
           max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
             what the ladder says.
           max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
-          mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first. (A
-            video's are said beside it.)
+          mm_processor_kwargs: min_pixels and max_pixels of images, or `size={"shortest_edge": ..., "longest_edge":
+            ...}`, which says the same; fps, num_frames, min_frames, max_frames and do_sample_frames of videos. For all
+            requests; what a request says, or what stands beside a video, comes first. (How large a video's frames are
+            is said beside it.)
           limit_mm_per_prompt: {"image": n, "video": n}: of a request at most; n may be {"count": n}. By default any.
           implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
             "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
@@ -155,7 +158,8 @@ class BaseLLM:
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
         check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=keeps)
-        _check_arguments(model, dtype, cache, mm_processor_kwargs, ladder, revision, seed)
+        _check_arguments(model, dtype, cache, ladder, revision, seed)
+        settings = read_settings(mm_processor_kwargs)
         _check_counts(max_rows=max_rows, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         pool = None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         _check_share(gpu_memory_utilization)
@@ -182,7 +186,8 @@ class BaseLLM:
         tiers = open_tiers(cache, fingerprint=fingerprint, codec=codec_name)
         self._policy = self._checkpoint.check_policy(policy)
         self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
-        self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
+        self._renderer.video_options = settings.videos
+        self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(settings.limits)
         _check_processor(self._processor, self._renderer, config)
         videos = VideoProcessor.from_pretrained(self._checkpoint.directory, config, self._processor)
         memory = plan_memory(
@@ -251,15 +256,9 @@ class BaseLLM:
         )  # fmt: skip
         self._caller = Caller(self._identifier, self._linker, self._loop, self._sequences, self._reporter, self._ahead)
         self.cache = ImageCache(
-            self._store,
-            self._movement,
-            self._tier,
-            self._writer,
-            self._pages,
-            self._identifier,
-            self._renderer,
-            self._caller,
-        )
+            self._store, self._movement, self._tier, self._writer, self._pages,
+            self._identifier, self._renderer, self._caller,
+        )  # fmt: skip
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Compiles every program ahead, so that no request waits for a compilation.
@@ -351,12 +350,13 @@ class BaseLLM:
         self._loop.check_open()
         return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, **more)
 
-    def _renders(self, caller: str, limits: Mapping[str, int] | None, **template: Any) -> Callable[..., Prompt]:
+    def _renders(self, caller: str, settings: Mapping[str, Any] | None, **template: Any) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
+        read_settings(settings)  # wrong ones are the call's, not a row's
         known = TemplateOptions.__annotations__
         ours(caller, CALLS, {name: value for name, value in template.items() if name not in known}, known)
         own = Template(**{name: value for name, value in template.items() if name in known})
-        return partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(limits), template=own)
+        return partial(self._renderer.from_conversation, mm_processor_kwargs=settings, template=own)
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
@@ -390,14 +390,13 @@ def _say_kernels(choices: Iterable[dispatch.Choice]) -> None:
         say(f"{kernel}: {implementation} in {number} cases ({why})")
 
 
-def _check_arguments(model: Any, dtype: Any, cache: Any, limits: Any, ladder: Any, revision: Any, seed: Any) -> None:
+def _check_arguments(model: Any, dtype: Any, cache: Any, ladder: Any, revision: Any, seed: Any) -> None:
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
     if not (isinstance(dtype, str) and dtype == "auto"):
         as_dtype(dtype, "auto")
     if not isinstance(cache, CacheConfig):
         raise ValueError(f"cache must be a CacheConfig, got {cache!r}")
-    check_limits(limits)
     if not isinstance(ladder, Ladder | None):
         raise ValueError(f"ladder must be a Ladder or None, got {ladder!r}")
     if not isinstance(revision, str | None):

@@ -22,8 +22,9 @@ from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.parts import VIDEO_TYPES
-from vlcache_jax.inputs.processor import Grid, check_limits
+from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.reuse.parse import parse_policy
 
 
@@ -61,7 +62,7 @@ class ImageCache:
         *,
         shared: bool = False,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Computes and keeps images as the first thing of a user's turn, so that prompts that begin so hit exactly.
 
@@ -90,11 +91,11 @@ class ImageCache:
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
         self._check_open()
-        limits = check_limits(mm_processor_kwargs)
+        read_settings(mm_processor_kwargs)  # wrong ones are the call's, not an image's
 
         def render(conversation: Sequence[Mapping[str, Any]], *, name: str) -> Prompt:
             return self._renderer.from_conversation(
-                conversation, mm_processor_kwargs=limits, name=name, image_name=name
+                conversation, mm_processor_kwargs=mm_processor_kwargs, name=name, image_name=name
             )
 
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -106,7 +107,7 @@ class ImageCache:
         return keys
 
     def key(
-        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None
     ) -> str:
         """The image's entry key. Decodes it if it was not seen before."""
         if isinstance(image, Mapping):
@@ -115,7 +116,7 @@ class ImageCache:
         return key
 
     def keys(
-        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None
     ) -> list[str]:
         """The entry keys of an image, which has one, or of a video, which has one for each chunk."""
         return [one.key for one in self._images(image, cache_salt, mm_processor_kwargs)]
@@ -126,7 +127,7 @@ class ImageCache:
         context: str | None = None,
         *,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Handle:
         """Finds and pins what is kept for an image, to be used in a `with`. Takes an image or its entry key, which
         chunks of videos have, too.
@@ -269,7 +270,7 @@ class ImageCache:
         self,
         image: Any,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> list[tuple[str, Grid | None]]:
         """The entry keys of an image or of a video's chunks, and their grids; or an entry key as it came, unless it
@@ -282,13 +283,13 @@ class ImageCache:
         found = {one.key: one.grid for one in self._images(image, salt, mm_processor_kwargs)}
         return list(found.items())
 
-    def _images(self, image: Any, salt: Salt, limits: Mapping[str, int] | None) -> tuple[ImageRef, ...]:
+    def _images(self, image: Any, salt: Salt, mm_processor_kwargs: Mapping[str, Any] | None) -> tuple[ImageRef, ...]:
         self._check_open()
         if isinstance(image, Mapping) and image.get("type") not in VIDEO_TYPES:
             raise ValueError(
                 f"image must be an image itself, a video's part of a message, or an entry key, got {short(image)}"
             )
-        [request] = self._identifier.identify([self._renderer.alone(image, limits)], salt)
+        [request] = self._identifier.identify([self._renderer.alone(image, mm_processor_kwargs)], salt)
         return request.images
 
 

@@ -44,7 +44,7 @@ class LLM(BaseLLM):
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
@@ -64,7 +64,7 @@ class LLM(BaseLLM):
           reuse: see the class; None is what the engine was made with.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
-          mm_processor_kwargs: min_pixels and max_pixels for the images of this call.
+          mm_processor_kwargs: of the images and videos of this call, see `LLM`.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
           template: `chat_template`, a Jinja text in place of the checkpoint's; `chat_template_kwargs`, names that it
@@ -99,7 +99,7 @@ class LLM(BaseLLM):
         *,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> Iterator[tuple[int, RequestOutput]]:
@@ -180,7 +180,7 @@ class LLM(BaseLLM):
         *,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         keep_logits: bool = False,
         use_tqdm: bool = True,
         on_error: str = "raise",

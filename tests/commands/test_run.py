@@ -465,3 +465,11 @@ def test_paths_of_videos_begin_in_the_folder_of_rows(tmp_path):
     assert whole == {"type": "video", "video": str(tmp_path / "a.mp4"), "fps": 2}
     assert frames["video"] == [str(tmp_path / "1.png"), "data:;base64,AA=="]
     assert url["video_url"] == {"url": str(tmp_path / "b.mp4")}
+
+
+def test_paths_of_images_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    coded = "iVBORw0KGgo" + "A" * 99  # which is no path, as its error will say
+    row = Row.parse(json.dumps({"images": ["~/a.png", "b.png", coded], "question": "?"}), 1, "0" * 16, {}, tmp_path)
+    values = [part["image"] for part in row.conversation[0]["content"][:3]]
+    assert values == ["/home/me/a.png", str(tmp_path / "b.png"), coded]

@@ -2,6 +2,7 @@ import base64
 import copy
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -54,6 +55,8 @@ QWEN3_TEMPLATE = """\
 {%- for part in content -%}
 {%- if 'image' in part or 'image_url' in part or part.type == 'image' -%}
 <|vision_start|><|image_pad|><|vision_end|>
+{%- elif 'video' in part or part.type == 'video' -%}
+<|vision_start|><|video_pad|><|vision_end|>
 {%- elif 'text' in part -%}
 {{ part.text }}
 {%- endif -%}
@@ -254,6 +257,29 @@ def test_limits_of_a_request_change_its_tokens(family):
     assert few * area <= 8000 < many * area
 
 
+def test_what_stands_beside_an_image_changes_its_tokens(family):
+    """In the words of `qwen_vl_utils`; it comes before what the request says."""
+    side = 2 * family.processor.patch_size
+    wishes = [{}, {"max_pixels": 8000}, {"min_pixels": 10**6}, {"resized_height": 5 * side, "resized_width": 3 * side}]
+    url = "data:image/png;base64," + base64.b64encode(png(FIRST)).decode()
+    for shown in (image(FIRST), {"type": "image_url", "image_url": url}):
+        content = [{**shown, **wish, "uuid": None} for wish in wishes]
+        messages = [{"role": "user", "content": content}]
+        prompt = family.renderer.from_conversation(messages, mm_processor_kwargs={"max_pixels": 40000})
+        limits = [prompt.limits(source) for source in prompt.sources]
+        assert limits == [
+            {"max_pixels": 40000},
+            {"max_pixels": 8000},
+            {"min_pixels": 10**6, "max_pixels": 10**6},
+            {"max_pixels": 40000, **wishes[3]},
+        ]
+        plain, few, many, exact = (
+            math.prod(family.processor.grid(FIRST.height, FIRST.width, one)) // 4 for one in limits
+        )
+        assert few * side**2 <= 8000 < plain * side**2 <= 40000 < 10**6 <= many * side**2
+        assert exact == 15
+
+
 # --- shapes of messages ----------------------------------------------------------------------------------------------
 
 
@@ -365,8 +391,14 @@ def user(*parts):
         (user({"type": "text", "text": 5}), "messages[0] content[0] must have a string as text, got int"),
         (user({"type": "text", "text": "a", "b": 1}), "messages[0] content[0] must hold only type, text, got 'b'"),
         (
-            user({**image(FIRST), "max_pixels": 5}),
-            "must hold only type, uuid, image, image_pil, url, path, base64, got 'max_pixels'",
+            user({**image(FIRST), "max_pixel": 5}),
+            "must hold only type, uuid, image, image_pil, url, path, base64, min_pixels, max_pixels, resized_height, "
+            "resized_width, got 'max_pixel'",
+        ),
+        (user({**image(FIRST), "max_pixels": 0}), "content[0] max_pixels must be a positive integer, got 0"),
+        (
+            user({**image(FIRST), "resized_width": 9}),
+            "content[0] must hold resized_height and resized_width, got resiz",
         ),
         (user({"type": "image"}), "must hold exactly one of image, image_pil, url, path, base64, got none"),
         (
@@ -380,7 +412,7 @@ def user(*parts):
             "image_url must hold only url, detail, got 'si",
         ),
         (user({"type": "image_url", "image_url": {}}), "must have a string as image_url or as its url, got NoneType"),
-        (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, uuid, got 'url'"),
+        (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, uuid, min_pixels, max_pi"),
         (user(image(FIRST), image("no/file.png")), "images[1] must be the path of a readable file, got 'no/file.png'"),
         (
             user(image("https://host/a.png")),
@@ -633,7 +665,7 @@ def prompt_with(count, images=(), **others):
         ),
         (
             prompt_with(1, [None]),
-            "images[0] must be a path, bytes, a data:, file: or http(s) URL, a PIL image or a uint8 array",
+            "images[0] must be a path, bytes, an open binary file, a data:, file: or http(s) URL, a PIL image or a ",
         ),
         (prompt_with(1, [b""]), "images[0] must not be empty"),
         (
@@ -657,8 +689,9 @@ def prompt_with(count, images=(), **others):
             "multi_modal_uuids must be a dict with 'image' or 'video', got list",
         ),
         (
-            prompt_with(1, [FIRST], mm_processor_kwargs={"size": 5}),
-            "mm_processor_kwargs must hold only min_pixels and max_pixels, got 'size'",
+            prompt_with(1, [FIRST], mm_processor_kwargs={"sizes": 5}),
+            "mm_processor_kwargs must hold only min_pixels, max_pixels, size, fps, num_frames, min_frames, max_frames, "
+            "do_sample_frames, got 'sizes'",
         ),
         (
             prompt_with(1, [FIRST], mm_processor_kwargs={"max_pixels": 0}),

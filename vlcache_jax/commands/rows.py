@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlcache_jax.checks import check_text, short, shorten
 from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.inputs.images import is_base64
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, Logprob, RequestOutput
@@ -276,7 +277,7 @@ def _placed(conversation: Any, folder: pathlib.Path) -> Any:
         is_path = isinstance(value, str) and not value[:8].lower().startswith(
             ("data:", "http://", "https://", "file://")
         )
-        return os.path.join(folder, value) if is_path else value
+        return os.path.join(folder, os.path.expanduser(value)) if is_path and not is_base64(value) else value
 
     def part(one: Any) -> Any:
         if not isinstance(one, dict):

@@ -238,7 +238,7 @@ class Sequence:
         images = [
             (Picture(span.start, span.image.key, span.image.grid, span.time), span.length) for span in layout.images
         ]
-        return Chain.of(self.owner, layout.token_ids, images, skipped=layout.skipped, generated=layout.generated)
+        return Chain.of(self.owner, layout.token_ids, images)
 
     def exact(self, num_layers: int) -> int:
         """How many tokens at the beginning have exact K, V."""

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from vlcache_jax.checks import check_text, short
-from vlcache_jax.inputs.videos import OPTIONS
+from vlcache_jax.inputs.processor import OWN_LIMITS, check_own_limits
+from vlcache_jax.inputs.videos import ALIASES, OPTIONS
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
@@ -129,10 +130,11 @@ def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}, "uuid": part.get("uuid")}
 
 
-def image_value(part: Mapping[str, Any], name: str) -> Any:
-    """What `read_image` takes, from an image part of either shape."""
+def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]]:
+    """What `read_image` takes, from an image part of either shape, and the limits that stand beside it."""
+    limits = check_own_limits(part, name)
     if part["type"] == "image_url":
-        check_keys(part, ("type", "image_url", "uuid"), name)
+        check_keys(part, ("type", "image_url", "uuid", *OWN_LIMITS), name)
         value = part.get("image_url")
         if isinstance(value, Mapping):
             check_keys(value, ("url", "detail"), f"{name} image_url")
@@ -141,9 +143,9 @@ def image_value(part: Mapping[str, Any], name: str) -> Any:
             value = value.get("url")
         if not isinstance(value, str):
             raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
-        return value
-    check_keys(part, ("type", "uuid", *_IMAGE_KEYS), name)
-    return _only(part, _IMAGE_KEYS, name)
+        return value, limits
+    check_keys(part, ("type", "uuid", *_IMAGE_KEYS, *OWN_LIMITS), name)
+    return _only(part, _IMAGE_KEYS, name), limits
 
 
 def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
@@ -159,8 +161,11 @@ def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
 
 def video_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any], Any]:
     """What `read_video` takes, from a video part of either shape: the video, its options and its metadata."""
-    said = ("type", "uuid", *OPTIONS, "video_metadata")
-    options = {key: part[key] for key in OPTIONS if key in part}
+    said = ("type", "uuid", *OPTIONS, *ALIASES, "video_metadata")
+    for alias, own in ALIASES.items():
+        if alias in part and own in part:
+            raise ValueError(f"{name} must hold {own} or {alias}, got both")
+    options = {ALIASES.get(key, key): part[key] for key in (*OPTIONS, *ALIASES) if key in part}
     if part["type"] == "video_url":
         check_keys(part, ("video_url", *said), name)
         value = part.get("video_url")
