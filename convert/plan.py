@@ -228,14 +228,18 @@ def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:
     return as_dtype(config.dtype)
 
 
-def as_dtype(dtype: Any) -> np.dtype:
-    """A supported dtype from a name, a scalar type or a dtype; "half" and "float" are names, too."""
+def as_dtype(dtype: Any, *besides: str) -> np.dtype:
+    """A supported dtype from a name, a scalar type or a dtype; "half" and "float" are names, too.
+
+    Raises:
+      ValueError: it is none; the error also lists the names that are taken `besides`.
+    """
     supported = {dtype.name: dtype for dtype in DTYPES.values()}
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         return supported[{"half": "float16", "float": "float32"}.get(name, name)]
     except (KeyError, TypeError):
-        raise ValueError(f"dtype must be one of {', '.join(supported)}, got {dtype!r}") from None
+        raise ValueError(f"dtype must be one of {', '.join((*besides, *supported))}, got {dtype!r}") from None
 
 
 def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:

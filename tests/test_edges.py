@@ -273,7 +273,7 @@ def test_a_refused_picture_is_not_decoded_again(llm, pictures, monkeypatch):
     [output] = llm.generate(
         {"prompt": "<|image_pad|>a", "multi_modal_data": {"image": pictures[1][:-600]}}, GREEDY, on_error="return"
     )
-    assert output.error.startswith("prompts[0] images[0] must be an image that Pillow")
+    assert output.error.startswith("prompts images[0] must be an image that Pillow")
     assert len(decoded) == 1
     with pytest.raises(RequestError):  # another tenant learns nothing from it
         chat(llm, [broken], cache_salt="other")

@@ -569,7 +569,7 @@ def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
             ("/etc/passwd", "allowed_local_media_path"),
             (tmp_path / "a.png", "at most 5 bytes"),
         ]:
-            with pytest.raises(ValueError, match=rf"conversations\[0\] images\[0\] must .*{message}"):
+            with pytest.raises(ValueError, match=rf"messages images\[0\] must .*{message}"):
                 llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 

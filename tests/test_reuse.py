@@ -683,7 +683,7 @@ def test_uuids(llm, directory, a, b, monkeypatch):
     assert generate(llm, a, "one").match == "miss"
     assert generate(llm, a, "one").match == "exact"
     stored = llm.cache.stats()
-    with pytest.raises(ValueError, match=r"uuid of prompts\[0\] images\[0\] must stay with one picture, but 'one'"):
+    with pytest.raises(ValueError, match=r"uuid of prompts images\[0\] must stay with one picture, but 'one'"):
         generate(llm, b, "one")
     assert llm.cache.stats() == stored
     assert not llm.cache.release_uuid("one", cache_salt="tenant")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import inspect
 import os
@@ -11,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import jax
 
@@ -43,7 +42,7 @@ from vlcache_jax.engine.recognition import Recognizer
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
-from vlcache_jax.foreign import ours
+from vlcache_jax.foreign import CALLS, ENGINE, ours, warn_ignored
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.films import import_decoders
@@ -80,10 +79,10 @@ class BaseLLM:
         max_rows: int | None = None,
         max_model_len: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
-        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         implementation: str | None = None,
         ladder: Ladder | None = None,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = True,
         allow_remote_images: bool = False,
         allowed_media_domains: Sequence[str] | None = None,
         allowed_local_media_path: str | os.PathLike[str] | None = "/",
@@ -91,7 +90,7 @@ class BaseLLM:
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         revision: str | None = None,
         verify_weights: bool = False,
-        seed: int = 0,
+        seed: int | None = 0,
         use_tqdm: bool = True,
         **foreign: Any,
     ):
@@ -124,7 +123,7 @@ class BaseLLM:
             ...}`, which says the same; fps, num_frames, min_frames, max_frames and do_sample_frames of videos. For all
             requests; what a request says, or what stands beside a video, comes first. (How large a video's frames are
             is said beside it.)
-          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most. By default any number.
+          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most; n may be {"count": n}. By default any.
           implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
             "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
             on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the
@@ -144,9 +143,9 @@ class BaseLLM:
           revision: branch, tag or commit of a model on the hub.
           verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that
             were written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
-          seed: of answers whose sampling parameters name none.
+          seed: of answers whose sampling parameters name none; None is 0.
           use_tqdm: say on stderr what is loaded; calls have their own.
-          foreign: arguments of vLLM; those without a meaning here are ignored, with a warning.
+          foreign: arguments of vLLM; those on which no answer depends are ignored, with a warning.
 
         Raises:
           FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an argument is
@@ -155,12 +154,13 @@ class BaseLLM:
           NotImplementedError: the implementation asked for does not do this model, dtype or device.
           MemoryError: weights and pool do not fit. Nothing has been loaded then.
         """
-        translated = ours("LLM", foreign, inspect.signature(BaseLLM).parameters)
-        max_rows = translated.get("max_rows", max_rows)
+        translated = _translated(foreign, model, revision)
+        max_rows, use_tqdm = translated.get("max_rows", max_rows), translated.get("use_tqdm", use_tqdm)
         kv_cache_bytes = translated.get("kv_cache_bytes", kv_cache_bytes)
+        seed, keeps = 0 if seed is None else seed, True if enable_prefix_caching is None else enable_prefix_caching
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
-        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=enable_prefix_caching)
+        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=keeps)
         _check_arguments(model, dtype, cache, ladder, revision, seed)
         settings = read_settings(mm_processor_kwargs)
         _check_counts(max_rows=max_rows, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
@@ -228,7 +228,7 @@ class BaseLLM:
         self._ahead = Ahead(self._runner.programs)
         tokenizer = self._renderer.tokenizer
         defaults = read_generation_config(self._checkpoint.directory, tokenizer, config.text.vocab_size)
-        self._sequences = SequenceBuilder(config, memory, tokenizer, *defaults, seed, enable_prefix_caching)
+        self._sequences = SequenceBuilder(config, memory, tokenizer, *defaults, seed, keeps)
         self._reporter = Reporter(config.text.num_layers, self._sequences.token_text)
         self._store = Store(cache)
         token_rungs = self._runner.token_rungs
@@ -262,15 +262,9 @@ class BaseLLM:
         )  # fmt: skip
         self._caller = Caller(self._identifier, self._linker, self._loop, self._sequences, self._reporter, self._ahead)
         self.cache = ImageCache(
-            self._store,
-            self._movement,
-            self._tier,
-            self._writer,
-            self._pages,
-            self._identifier,
-            self._renderer,
-            self._caller,
-        )
+            self._store, self._movement, self._tier, self._writer, self._pages,
+            self._identifier, self._renderer, self._caller,
+        )  # fmt: skip
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Does ahead what the first requests would wait for.
@@ -371,18 +365,23 @@ class BaseLLM:
         self._loop.check_open()
         return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, **more)
 
-    def _renders(
-        self, mm_processor_kwargs: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
-    ) -> Callable[..., Prompt]:
-        """What makes a prompt of a conversation."""
-        read_settings(mm_processor_kwargs)  # wrong ones are the call's, not a row's
-        known = [field.name for field in dataclasses.fields(Template)]
-        ours("chat", {name: value for name, value in template.items() if name not in known}, known)
-        own = Template(**{name: value for name, value in template.items() if name in known})  # type: ignore[arg-type]
-        return partial(self._renderer.from_conversation, mm_processor_kwargs=mm_processor_kwargs, template=own)
+    def _renders(self, caller: str, settings: Mapping[str, Any] | None, **template: Any) -> Callable[..., Prompt]:
+        """What makes a prompt of a conversation; `caller` is what was called."""
+        read_settings(settings)  # wrong ones are the call's, not a row's
+        known = TemplateOptions.__annotations__
+        ours(caller, CALLS, {name: value for name, value in template.items() if name not in known}, known)
+        own = Template(**{name: value for name, value in template.items() if name in known})
+        return partial(self._renderer.from_conversation, mm_processor_kwargs=settings, template=own)
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
+
+
+def _translated(foreign: Mapping[str, Any], model: Any, revision: str | None) -> dict[str, Any]:
+    """Arguments of vLLM in ours. Those that say once more what ours say already say nothing."""
+    again = {"tokenizer": model, "tokenizer_revision": revision, "hf_config_path": model}
+    given = {name: value for name, value in foreign.items() if name not in again or str(value) != str(again[name])}
+    return ours("LLM", ENGINE, given, inspect.signature(BaseLLM).parameters)
 
 
 def _fingerprint(checkpoint: Checkpoint, show: bool) -> str:
@@ -410,7 +409,7 @@ def _check_arguments(model: Any, dtype: Any, cache: Any, ladder: Any, revision: 
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
     if not (isinstance(dtype, str) and dtype == "auto"):
-        as_dtype(dtype)
+        as_dtype(dtype, "auto")
     if not isinstance(cache, CacheConfig):
         raise ValueError(f"cache must be a CacheConfig, got {cache!r}")
     if not isinstance(ladder, Ladder | None):
@@ -432,16 +431,27 @@ def _check_share(share: Any) -> None:
         raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
 
 
-def _check_limits_per_prompt(limits: Any) -> Mapping[str, int]:
+def _check_limits_per_prompt(limits: Any) -> dict[str, int]:
     """How many images and videos a request may have; any number of what is not in it."""
     if limits is None:
         return {}
     if not isinstance(limits, Mapping) or not set(limits) <= {"image", "video", "audio"}:
         raise ValueError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {limits!r}')
-    for kind, most in limits.items():
+    found: dict[str, int] = {}
+    idle: list[str] = []
+    for kind, given in limits.items():
+        most = given
+        if isinstance(given, Mapping):
+            most = given.get("count")
+            idle += [f"limit_mm_per_prompt[{kind!r}][{key!r}]" for key in given if key != "count"]
+            if most is None:
+                continue
         if isinstance(most, bool) or not isinstance(most, int) or most < 0:
             raise ValueError(f"limit_mm_per_prompt must be integers of at least 0, got {most!r} for {kind}")
-    return limits
+        found[kind] = most
+    if idle:
+        warn_ignored(idle)
+    return found
 
 
 def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -24,7 +23,7 @@ from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.parts import VIDEO_TYPES
 from vlcache_jax.inputs.processor import Grid
-from vlcache_jax.inputs.prompt import PromptRenderer
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.reuse.parse import parse_policy
 
@@ -82,13 +81,23 @@ class ImageCache:
         salt = _salt(cache_salt, shared)
         if isinstance(images, (str, bytes)) or not isinstance(images, Sequence):
             raise ValueError(f"images must be a list of images, got {type(images).__name__}")
+        for i, image in enumerate(images):
+            if image is None:
+                raise ValueError(f"images[{i}] must be an image, got None")
+        if system is not None:
+            check_text(system, "system")
         before = [] if system is None else [{"role": "system", "content": system}]
         conversations = [
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
         self._check_open()
         read_settings(mm_processor_kwargs)  # wrong ones are the call's, not an image's
-        render = partial(self._renderer.from_conversation, mm_processor_kwargs=mm_processor_kwargs)
+
+        def render(conversation: Sequence[Mapping[str, Any]], *, name: str) -> Prompt:
+            return self._renderer.from_conversation(
+                conversation, mm_processor_kwargs=mm_processor_kwargs, name=name, image_name=name
+            )
+
         params = SamplingParams(temperature=0, max_tokens=1)
         call = Call("images[{}]", conversations, render, parse_policy("exact"), salt, "raise", params)
         outputs = in_order(self._caller.answers([call], total=len(images), show=False))
@@ -138,7 +147,14 @@ class ImageCache:
         self._movement.wait()
         return self._store.lookup(entry, context or "", grid=grid, approximate=True)
 
-    def pin(self, image: Any, **identity: Any) -> int:
+    def pin(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Keeps an image's present records until `unpin` or until all are forgotten. Takes an image or its entry key.
 
         On the disk they stay until `unpin`, also after this process.
@@ -151,35 +167,59 @@ class ImageCache:
         """
         self.flush()
         count = 0
-        for entry, _ in self._entries(image, **identity):
+        for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             count += self._store.keep(entry, True)
             self._movement.pin(entry, True)
         return count
 
-    def unpin(self, image: Any, **identity: Any) -> int:
+    def unpin(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Takes `pin` back; returns of how many records."""
         count = 0
-        for entry, _ in self._entries(image, **identity):
+        for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             self._movement.pin(entry, False)
             count += self._store.keep(entry, False)
         return count
 
-    def evict(self, image: Any, **identity: Any) -> int:
+    def evict(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key.
 
         Prompts that show the image leave the KV pool, too.
         """
         self.flush()
         names: set[str] = set()
-        for entry, _ in self._entries(image, **identity):
+        for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             self._pages.drop(entry)
             names |= self._store.evict(entry)
             pinned = {record.meta.name for record in self._store.records(entry)}
             names |= self._movement.delete(entry, pinned)
         return len(names)
 
-    def delete(self, image: Any, **identity: Any) -> int:
+    def delete(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Removes an image's records everywhere, pinned ones too; returns how many. Takes an image or its entry key."""
+        identity: dict[str, Any] = {
+            "cache_salt": cache_salt, "mm_processor_kwargs": mm_processor_kwargs, "shared": shared,
+        }  # fmt: skip
         self.unpin(image, **identity)
         return self.evict(image, **identity)
 

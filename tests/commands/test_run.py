@@ -23,9 +23,10 @@ URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def parsed(row, **defaults):
+def parsed(row, *, trusts_templates=False, **defaults):
     line = row if isinstance(row, str) else json.dumps(row)
-    return Row.parse(line, 7, "0123456789abcdef", defaults, pathlib.Path("/data"))
+    folder = pathlib.Path("/data")
+    return Row.parse(line, 7, "0123456789abcdef", defaults, folder, trusts_templates=trusts_templates)
 
 
 def openai(**body):
@@ -61,7 +62,21 @@ def test_what_a_row_does_not_say():
     assert (row.params.max_tokens, row.params.temperature) == (9, 1)
     own = int("01234567", 16) + 7  # of the row, and of its place, whenever it runs
     assert (row.params.seed, parsed({"question": "?", "seed": None}).params.seed) == (own, own)
-    assert parsed({"question": "?", "seed": 4}).params.seed == 4
+    assert parsed({"question": "?", "seed": -1}).params.seed == own
+    assert parsed({"question": "?", "seed": 4, "min_p": None}).params.seed == 4
+
+
+def test_a_row_says_how_it_becomes_text():
+    """But a template is a program, which is taken only from files that are trusted."""
+    more = {"chat_template_kwargs": {"thinks": False}, "continue_final_message": True}
+    for row in ({"messages": HELLO} | more, openai(**more)):
+        assert parsed(row).conversation == {"messages": HELLO, **more}
+        mine = openai(**row["body"], chat_template="a") if "body" in row else row | {"chat_template": "a"}
+        assert parsed(mine, trusts_templates=True).conversation == {"messages": HELLO, "chat_template": "a", **more}
+        assert parsed(mine).error == (
+            "line 7: chat_template must be left out, as a template can run without end; --trust-request-chat-template "
+            "takes those of a file that you trust"
+        )
 
 
 def test_a_system_message_is_for_rows_without_one():
@@ -220,7 +235,7 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
         assert (error is not None) == (number - 1 in wrong), (number, text, error)
     [missing] = [error for number, _, error in whole if number == 3]
     path = tmp_path / "missing.png"
-    assert missing == f"line 3 images[0] must be the path of a readable file, got '{path}': no such file"
+    assert missing == f"line 3 image must be the path of a readable file, got '{path}': no such file"
     lines = out.read_bytes().splitlines(keepends=True)
     told = json.loads(lines[0])
     assert (told["line"], told["id"], told["finish_reason"], told["completion_tokens"]) == (1, 0, "length", 4)
@@ -243,6 +258,17 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     again = answers(out)
     assert again[2][2] is None
     assert [one for one in again if one[0] != 3] == [one for one in whole if one[0] != 3]
+
+
+def test_templates_are_taken_from_trusted_files(run, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"messages": HELLO}, {"messages": HELLO, "chat_template": "x"}, {"messages": HELLO, "chat_template": 5}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(source, out).exit_code == 0
+    assert [error is None for *_, error in answers(out)] == [True, False, False]
+    assert run(source, out, "--retry-errors", "--trust-request-chat-template").exit_code == 0
+    assert [error for *_, error in answers(out)] == [None, None, "line 3 chat_template must be a string, got 5"]
+    assert [json.loads(line).get("prompt_tokens") for line in out.read_text().splitlines()][1] == 1
 
 
 def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):

@@ -198,7 +198,7 @@ CONVERSATIONS = {
 }
 
 
-PARTS = "text, image, image_url, image_pil, video or video_url"
+PARTS = "input_image, image, image_url, image_pil, video or video_url, or a string"
 
 # --- parity with the library -----------------------------------------------------------------------------------------
 
@@ -362,13 +362,29 @@ def user(*parts):
         ),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [1], "refusal": None}],
-            "messages[0] must hold only role, content, name, tool_call_id, got 'tool_calls'",
+            "messages[0] tool_calls[0] must be a dict that holds a function, got 1",
+        ),
+        (
+            [{"role": "assistant", "content": "a", "audio": {"id": "x"}}],
+            "messages[0] must hold only role, content, name, tool_call_id, tool_calls, reasoning, reasoning_content, "
+            "refusal, got 'audio'",
+        ),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0] tool_calls must be a list, got 'x'"),
+        ([{"role": "assistant", "reasoning": 5}], "messages[0] reasoning must be a string, got 5"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": ["<|image_pad|>"]}}}]}],
+            "messages[0] tool_calls must not contain <|image_pad|>, which marks the place of an image or video",
+        ),
+        ([{"role": "user", "content": None, "name": "ann"}], "messages[0] must have a string or a non-empty list"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": {"url": "a"}}]}],
+            "messages[0] content[0] must have a string as image_url, got dict",
         ),
         ([{"role": "user"}], "messages[0] must have a string or a non-empty list of parts as content, got None"),
         ([{"role": "user", "content": []}], "messages[0] must have a string or a non-empty list of parts as content"),
         ([{"role": "user", "content": image(FIRST)}], "messages[0] must have a string or a non-empty list of parts as"),
-        (user("Hello"), f"messages[0] content[0] must be a dict of type {PARTS}, got str"),
-        (user({"text": "a"}), f"content[0] must be a dict of type {PARTS}, got type None"),
+        (user(5), "messages[0] content[0] must be a dict of type text, input_text, "),
+        (user({"text": "a"}), f"{PARTS}, got type None"),
         (user(text("a"), {"type": "video", "video": "a.mp4"}), "videos[0] must be the path of a readable file"),
         (user({"type": "video_url", "video_url": {"url": "a"}}), "videos[0] must be the path of a readable file"),
         (user({"type": "input_audio", "input_audio": {}}), f"{PARTS}, got type 'input_audio'"),
@@ -446,11 +462,42 @@ def test_openais_extra_keys_are_ignored_with_a_warning(renderer):
     shown = {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
     with pytest.warns(UserWarning, match="^the detail of an image is ignored$"):
         assert renderer.from_conversation(user(shown, text("a"))).text == plain.text
-    named = [{"role": "user", "name": "ann", "content": [image(FIRST), text("a")]}]
-    with pytest.warns(UserWarning, match="^the name of a message is ignored$"):
-        assert renderer.from_conversation(named).text == plain.text
     unset = {"type": "image_url", "image_url": {"url": url, "detail": None}}
-    assert renderer.from_conversation(user(unset, text("a"))).text == plain.text
+    newer = {"type": "input_image", "image_url": url, "detail": "auto", "file_id": None, "uuid": "one"}
+    for same in (user(unset, text("a")), user(newer, "a"), user(newer, {"type": "input_text", "text": "a"})):
+        assert renderer.from_conversation(same).text == plain.text
+    assert renderer.from_conversation(user(newer, "a")).uuids == ("one",)
+    refused = [*user(text("a")), {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
+    spoken = [*user(text("a")), {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]}]
+    assert renderer.from_conversation(refused).text == renderer.from_conversation(spoken).text
+
+
+def test_the_template_gets_what_else_a_message_holds(renderer):
+    """A replayed chat, as OpenAI's clients and servers write it."""
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"where": ["C2"], "n": 2}'}}
+    bad = {"type": "function", "function": {"name": "look", "arguments": "{"}}
+    bare = {"type": "function", "function": {"name": "look", "arguments": None}}
+    chat = [
+        {"role": "user", "name": "ann", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare], "reasoning_content": "hm", "refusal": None},
+        {"role": "tool", "content": "42", "tool_call_id": "x"},
+        {"role": "assistant", "content": [], "tool_calls": [bad], "audio": None},
+        {"role": "assistant", "content": None, "reasoning": "hm", "refusal": "No."},
+    ]
+    show = Template("{% for m in messages %}{{ m | tojson }}\n{% endfor %}", add_generation_prompt=False)
+    with pytest.warns(UserWarning, match=r"^the text of conversation messages\[3\] tool_calls\[0\] arguments, which"):
+        lines = renderer.from_conversation(chat, template=show).text.splitlines()
+    meant = call | {"function": {"name": "look", "arguments": {"where": ["C2"], "n": 2}}}
+    empty = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    both = {"reasoning": "hm", "reasoning_content": "hm", "thinking": "hm"}  # the last one is the library's
+    assert [json.loads(line) for line in lines] == [
+        chat[0],
+        {"role": "assistant", "content": "", "tool_calls": [meant, empty], **both},
+        chat[2],
+        {"role": "assistant", "content": "", "tool_calls": [empty]},
+        {"role": "assistant", "content": "", "refusal": "No.", **both},
+    ]
+    assert call["function"]["arguments"].startswith("{")  # the caller's stays as it is
 
 
 def test_a_developer_is_the_system_and_a_tool_passes(renderer):
@@ -632,11 +679,11 @@ def prompt_with(count, images=(), **others):
         ),
         (
             prompt_with(1, [FIRST], multi_modal_uuids={"image": [5]}),
-            "uuids[0] must be a non-empty string or None, got 5",
+            "multi_modal_uuids image[0] must be a non-empty string or None, got 5",
         ),
         (
             prompt_with(1, [FIRST], multi_modal_uuids={"image": [""]}),
-            "uuids[0] must be a non-empty string or None, got ''",
+            "multi_modal_uuids image[0] must be a non-empty string or None, got ''",
         ),
         (
             prompt_with(1, [FIRST], multi_modal_uuids=["one"]),

@@ -205,6 +205,10 @@ def run_command(
     allow_remote_images: Annotated[
         bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")
     ] = False,
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option("--trust-request-chat-template", help="Take chat templates of rows, which can run without end."),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Also answer the rows again that had an error.")
@@ -237,7 +241,7 @@ def run_command(
             peers=peer or (), peer_token=os.environ.get("VLCACHE_PEER_TOKEN") if peer else None, codec=codec,
         )  # fmt: skip
         memory = {"max_rows": max_rows, "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes), "cache": cache}
-        job = Job(source, model, reuse, system, defaults, options, memory)
+        job = Job(source, model, reuse, system, defaults, options, memory, trust_request_chat_template)
         run(job, out, overwrite=overwrite, retry=retry_errors)
 
 

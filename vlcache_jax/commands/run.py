@@ -39,6 +39,7 @@ class Job:
       defaults: sampling parameters where a row names none.
       options: of the engine.
       memory: options that no answer depends on.
+      trusts_templates: whether rows may bring chat templates.
     """
 
     source: pathlib.Path
@@ -48,6 +49,7 @@ class Job:
     defaults: Mapping[str, Any]
     options: Mapping[str, Any]
     memory: Mapping[str, Any]
+    trusts_templates: bool = False
 
     @property
     def name(self) -> str:
@@ -67,7 +69,8 @@ class Job:
                     yield number, digest[:16], line
 
     def parse(self, number: int, digest: str, line: str) -> Row:
-        row = Row.parse(line, number, digest, self.defaults, self.source.parent)
+        trusts = self.trusts_templates
+        row = Row.parse(line, number, digest, self.defaults, self.source.parent, trusts_templates=trusts)
         return row if self.system is None else row.behind(self.system)
 
 
@@ -174,10 +177,7 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
         for index, output in llm.chat_iter(conversations, params, use_tqdm=False, reuse=job.reuse, on_error="return"):
             row = running.pop(index)
             if output.error is not None:
-                error = output.error
-                for name in ("conversations", "sampling_params"):
-                    error = error.replace(f"{name}[{index}]", f"line {row.number}", 1)
-                fail(row, error)
+                fail(row, row.named(output.error, index))
             else:
                 write(row, row.answered(output, job.name), sum(len(answer.token_ids) for answer in output.outputs))
 

@@ -223,11 +223,12 @@ class PromptRenderer:
 
     def from_conversation(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | Mapping[str, Any],
         *,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         template: Template = OWN_TEMPLATE,
         name: str = "conversation",
+        image_name: str | None = None,
     ) -> Prompt:
         """Renders a conversation, by default up to where the assistant's next turn begins.
 
@@ -239,15 +240,20 @@ class PromptRenderer:
                 "base64": ...}`. Beside an image may stand "min_pixels" and "max_pixels", which come before those of
                 the request, or "resized_height" and "resized_width"; beside a video what `videos.VideoOptions` names,
                 and "video_metadata". An image or video may have a "uuid", the caller's own id of it. The role developer
-                is system. A message's "name" and an image's "detail" are ignored, with a warning.
+                is system. What else a message may hold, such as "tool_calls", is the template's. An image's "detail" is
+                ignored, with a warning. Or a dict of "messages" and `TemplateOptions` that stand in place of
+                `template`.
             mm_processor_kwargs: of this request, see `settings.read_settings`.
             template: by which it is rendered.
             name: what error messages call the conversation, such as "conversations[2]".
+            image_name: what they call its one image; None: "images[i]" of the conversation.
 
         Raises:
             ValueError: an empty conversation, another role, key or type of part, an unreadable image or video, a text
                 that holds a placeholder, or a template that does not give every image and video its place.
         """
+        if isinstance(messages, Mapping) and "messages" in messages:
+            messages, template = _with_template(messages, template, name)
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
         if not messages:
@@ -259,8 +265,10 @@ class PromptRenderer:
             )
         settings = read_settings(mm_processor_kwargs, f"{name} mm_processor_kwargs")
         found: list[tuple[Source, str | None]] = []
-        add = partial(self._add, name=name, defaults=settings.videos, found=found)
-        rendered = [read_message(message, f"{name} messages[{i}]", add) for i, message in enumerate(messages)]
+        shown = image_name or f"{name} {{}}s[{{}}]"
+        add = partial(self._add, shown=shown, defaults=settings.videos, found=found)
+        listed = name if name.startswith("messages") else f"{name} messages"
+        rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         try:
             text = self.tokenizer.apply_chat_template(
                 rendered,
@@ -312,7 +320,7 @@ class PromptRenderer:
                     f"{name} must have one uuid for each {kind}, got {len(uuids)} for {len(media)} {kind}s"
                 )
             for i, (one, uuid) in enumerate(zip(media, uuids, strict=True)):
-                check_uuid(uuid, f"{name} uuids[{i}]")
+                check_uuid(uuid, f"{name} multi_modal_uuids {kind}[{i}]")
                 where = f"{name} {kind}s[{i}]"
                 if kind == "image":
                     found.append((self.image(one, where), uuid))
@@ -335,7 +343,7 @@ class PromptRenderer:
         part: Mapping[str, Any],
         where: str,
         *,
-        name: str,
+        shown: str,
         defaults: VideoOptions,
         found: list[tuple[Source, str | None]],
     ) -> None:
@@ -344,10 +352,10 @@ class PromptRenderer:
         number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
         check_uuid(part.get("uuid"), f"{where} uuid")
         if is_video:
-            source: Source = self.video(part, f"{name} videos[{number}]", defaults)
+            source: Source = self.video(part, shown.format("video", number), defaults)
         else:
             value, limits = image_value(part, where)
-            source = replace(self.image(value, f"{name} images[{number}]"), limits=limits)
+            source = replace(self.image(value, shown.format("image", number)), limits=limits)
         found.append((source, part.get("uuid")))
 
     def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
@@ -421,6 +429,16 @@ class PromptRenderer:
     def _longest_token(self) -> int:
         """Characters that a token can stand for; added tokens may be longer than all others."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+
+def _with_template(given: Mapping[str, Any], template: Template, name: str) -> tuple[Any, Template]:
+    """Messages that stand in a dict, and the template that stands beside them, if there is one."""
+    check_keys(given, ("messages", *TemplateOptions.__annotations__), name)
+    own = {key: value for key, value in given.items() if key != "messages"}
+    try:
+        return given["messages"], Template(**own) if own else template
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
 def _tokenizer_class(directory: Path) -> Any:
