@@ -455,7 +455,7 @@ def test_many_that_are_put_back(request, engine, reference, pictures, monkeypatc
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_many_of_other_families_that_are_put_back(others, pictures, monkeypatch, seed):
     assert_put_back(*others, pictures, monkeypatch, seed)
 
@@ -465,7 +465,7 @@ def assert_put_back(llm, reference, pictures, monkeypatch, seed):
     rng = np.random.default_rng(seed)
     requests = random_requests(rng, pictures, ["exact", "exact", "0.3", "shift-0.2", "off"], 8, 20)
     for one in requests:
-        one.conversation = user(random_text(rng), pictures[rng.integers(2)], "x" * int(rng.integers(20, 50)))
+        one.conversation = user("See ", pictures[rng.integers(2)], "x" * int(rng.integers(20, 50)))
         one.params = dataclasses.replace(one.params, max_tokens=240, ignore_eos=True, stop=(), n=1, logprobs=1)
     renew(llm, pages=4)
     spoil(llm, monkeypatch)
