@@ -366,7 +366,7 @@ def others(request, checkpoints):
 
 
 @pytest.mark.ladder
-@pytest.mark.parametrize("seed", range(300, 318))
+@pytest.mark.parametrize("seed", range(300, 312))
 def test_other_families_together_as_one_by_one(others, pictures, monkeypatch, seed):
     assert_together_as_one_by_one(*others, pictures, monkeypatch, seed)
 
@@ -455,6 +455,7 @@ def test_many_that_are_put_back(request, engine, reference, pictures, monkeypatc
 
 
 @pytest.mark.ladder
+# Of seed 0 two tokens of almost one logit change places when they are computed again, and a draw is of a place.
 @pytest.mark.parametrize("seed", [1, 2])
 def test_many_of_other_families_that_are_put_back(others, pictures, monkeypatch, seed):
     assert_put_back(*others, pictures, monkeypatch, seed)

@@ -40,7 +40,7 @@ _KEPT = "another process keeps it: try again when that has ended"
 # What SQLite says when the index may be whole, and what to do then. Anything else, and it is to be made anew.
 _PASSING = {sqlite3.SQLITE_BUSY: _KEPT, sqlite3.SQLITE_LOCKED: _KEPT, sqlite3.SQLITE_PROTOCOL: _KEPT} | {
     sqlite3.SQLITE_FULL: "make room on its disk",
-    sqlite3.SQLITE_CANTOPEN: "see that its folder and this process may have one file more",
+    sqlite3.SQLITE_CANTOPEN: "let this process open more files",
     sqlite3.SQLITE_IOERR: "see whether its disk is well",
     sqlite3.SQLITE_NOMEM: "give this process more memory",
     sqlite3.SQLITE_PERM: "let this user read and write it",
@@ -187,11 +187,11 @@ class Index:
         return self._execute(told, meta.name).fetchone() == (make_header(meta), file_bytes(meta), meta.owner)
 
     def set_right(self, now: float) -> None:
-        """Times that are still to come are those of a clock that was ahead, and count as now."""
-        self._execute("UPDATE records SET written = ? WHERE written > ?", now, now)
-        # What was used in their order leaves in their order.
-        ahead = "(SELECT MAX(used) FROM records) - ?"
-        self._execute(f"UPDATE records SET used = used - ({ahead}) WHERE used > ?", now, now)
+        """Times that are still to come, of a clock that was ahead, count as now; the order of use stays."""
+        query = """UPDATE records SET written = MIN(written, ?),
+          used = CASE WHEN used > ? THEN used - ((SELECT MAX(used) FROM records) - ?) ELSE used END
+        WHERE written > ? OR used > ?"""
+        self._execute(query, now, now, now, now, now)
 
     def leaving(
         self, size: int, capacity: int, owner: str | None = None, before: float | None = None
