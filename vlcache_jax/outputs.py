@@ -119,7 +119,8 @@ class RequestOutput:
     Attributes:
       outputs: `n` answers; none if the request was wrong.
       num_cached_tokens: prompt tokens, text or image, whose K, V were reused exactly.
-      prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts.
+      prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts. A request
+        that was aborted or failed has those of the tokens that had been computed: they may be fewer than the prompt's.
       verification: if asked for.
       request_id: as given, or as drawn; in `LLM` the request's number in its call.
       finished: whether all answers have ended.
