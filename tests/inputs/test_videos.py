@@ -161,7 +161,9 @@ def test_a_video_in_a_prompt(checkpoints):
     for name, family in families.items():
         videos = FAMILIES[family].VIDEO
         inset = renderer.expander.video_inset(videos.text([0.25, 1.5]), 3, videos.markers)
-        ids, starts, lengths = renderer.expand(np.array(renderer.tokenizer(text)["input_ids"], np.int32), [inset])
+        ids, starts, lengths = renderer.expander.expand(
+            np.array(renderer.tokenizer(text)["input_ids"], np.int32), [inset]
+        )
         replaced = VIDEO_TOKEN if name == "qwen2_5_vl" else f"<|vision_start|>{VIDEO_TOKEN}<|vision_end|>"
         assert ids.tolist() == renderer.tokenizer(text.replace(replaced, expected[name]))["input_ids"]
         assert lengths.tolist() == [3, 3]
