@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vlcache_jax.checks import check_text, short, shorten
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.images import is_base64
+from vlcache_jax.inputs.prompt import TemplateOptions
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, Logprob, RequestOutput
@@ -46,8 +47,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "reasoning_effort": (None,),
 }
-# How messages become text.
-_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_TEMPLATE = tuple(TemplateOptions.__annotations__)
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
 _TOKENS = ("max_tokens", "max_completion_tokens")
 
