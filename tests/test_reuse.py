@@ -22,27 +22,19 @@ import vlcache_jax.cache.memory
 import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
-from tests.helper import user
+from tests.helper import SIZES, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
 
-LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FORCED = "the quick brown fox"
 
 
 def open_llm(directory, **changes):
-    settings = {
-        "ladder": LADDER,
-        "max_rows": 256,
-        "max_model_len": 1024,
-        "kv_cache_bytes": 16 * 2**20,
-        "dtype": "float32",
-    }
-    return LLM(directory, **settings | changes)
+    return LLM(directory, **SIZES | changes)
 
 
 def png(array, **options):
