@@ -15,24 +15,15 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import each_decoder, each_family, user
+from tests.helper import LADDER, SIZES, each_decoder, each_family, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.pallas_kernels import PAGE
 
-LADDER = Ladder(rows=(64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 def open_llm(directory, **changes):
-    settings = {
-        "ladder": LADDER,
-        "max_rows": 256,
-        "max_model_len": 512,
-        "kv_cache_bytes": 8 * 2**20,
-        "dtype": "float32",
-        "reuse": "off",
-    }
-    return LLM(directory, **settings | changes)
+    return LLM(directory, **SIZES | {"reuse": "off"} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +110,9 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
 
     alone = [logits(llm, [conversation])[0] for conversation in conversations]
     eight = conversations * 2
-    for rows, sequences in (((64, 128, 256), (1, 4, 8)), ((32, 96, 512), (2, 8)), ((48,), (3,))):
+    for rows, sequences in ((LADDER.rows, LADDER.sequences), ((32, 96, 256), (2, 8)), ((48,), (3,))):
         ladder = Ladder(rows=rows, patches=LADDER.patches, sequences=sequences)
-        with open_llm(family_checkpoint, ladder=ladder, max_rows=rows[-1]) as engine:
+        with open_llm(family_checkpoint, ladder=ladder) as engine:
             for got, expected in zip(logits(engine, eight), alone * 2, strict=True):
                 # 1e-5 at a scale of 4; these logits reach 9.
                 np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max() / 4, rtol=0)
