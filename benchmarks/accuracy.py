@@ -34,7 +34,7 @@ def measure(
     dtype: str,
     work: pathlib.Path | None,
     out: pathlib.Path | None,
-    figure: pathlib.Path | None,
+    picture: pathlib.Path | None,
 ) -> None:
     """Evaluates a model, prints the tables and writes them.
 
@@ -44,12 +44,12 @@ def measure(
       settings: `reuse` of the engine; None is `SETTINGS`, with the schedules that ship for the shipped model.
       questions: of each file at most.
       work: file of finished parts.
-      out, figure: JSON and picture to write.
+      out, picture: JSON and picture to write.
     """
     if settings is None:
         settings = [*SETTINGS, *(map(str, SCHEDULES) if model is None else ())]
     check_writable("out", out)
-    check_writable("figure", figure, PICTURES)
+    check_writable("picture", picture, PICTURES)
     check_all_readable("data", data)
     WorkLog(work, "")  # refuses another kind of file before the work
     say("importing JAX")
@@ -86,6 +86,6 @@ def measure(
     }
     if out is not None:
         write("Accuracy under reuse", details, head, out)
-    if figure is not None:
-        pairs.draw(details, figure)
-        print(f"written to {figure}")
+    if picture is not None:
+        pairs.draw(details, picture)
+        print(f"written to {picture}")

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 RATIOS = (0.03, 0.1)
 SHARES = (0.6,)
-MEAN = "0.025"  # of the schedules that are profiled
 PROFILED = 20  # questions that each is profiled on
 OWN, CROSS = "schedule", "schedule-of-{}"
 FULL = ("full", "full-two-pass")

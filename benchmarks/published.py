@@ -1,7 +1,8 @@
 """Tables that the docs quote, made of results: `python -m vlcache_jax.benchmarks.published`.
 
-A page has `<!-- table NAME -->` before a table and `<!-- end -->` behind it; what stands between is written anew. A
-test fails where a page says something else than its files.
+A page has `<!-- table NAME -->` before a table and `<!-- end -->` behind it, or `<!-- figure NAME -->` and
+`<!-- end -->` around a figure within a line; what stands between is written anew. A test fails where a page says
+something else than its files.
 """
 
 from __future__ import annotations
@@ -39,13 +40,19 @@ CASES = (
     ("text_first", "apart", "several"), ("question_first", "apart", "several"),
 )  # fmt: skip
 _TABLE = re.compile(r"(<!-- table (\w[\w -]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(r"(<!-- figure (\w[\w -]*) -->).*?(<!-- end -->)")
 
 Row = dict[str, Any]
 
 
 def _rows(name: str) -> list[Row]:
-    rows: list[Row] = json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
+    rows: list[Row] = _file(name)["rows"]
     return rows
+
+
+def _file(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return content
 
 
 def _case(row: Row) -> tuple[str, str, str]:
@@ -132,11 +139,12 @@ def _tasks(row: Row) -> list[str]:
 
 def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
     """How many of 100 answers are right cold and under the ways to reuse: one image, and two that were seen apart."""
-    yield ["images that come again", "cold", '`"approximate"`', '`"full"`']
+    yield ["images that come again", "questions", "cold", '`"approximate"`', '`"full"`']
     for case in CASES[:2] + CASES[4:]:
-        own = {row["reuse"]: f"{row['mean']:.1f}" for row in rows if _case(row) == case}
+        own = {row["reuse"]: row for row in rows if _case(row) == case}
         if own:
-            yield [_title(case), own[COLD], own[APPROXIMATE], own["full"]]
+            right = [f"{own[reuse]['mean']:.1f}" for reuse in (COLD, APPROXIMATE, "full")]
+            yield [_title(case), str(own[COLD]["questions"]), *right]
 
 
 def _title(case: tuple[str, str, str]) -> str:
@@ -155,6 +163,11 @@ def inside() -> Iterator[list[str]]:
     attention = [report["error of attention outputs, by answer token"] for report in found]
     for setting in attention[0]:
         yield [f"error of attention outputs, {setting}", *(f"{np.nanmean(of[setting]):.2f}" for of in attention)]
+    halves = [np.array_split(np.array(of["r = 0"], float), 2) for of in attention]
+    yield [
+        "r = 0, first and second half of the answer",
+        *(" ".join(f"{np.nanmean(x):.2f}" for x in of) for of in halves),
+    ]
     logits = [report["error of the logits, by layer"] for report in found]
     before, behind = "reused in a layer and all before", "reused in a layer and all behind"
     layers = len(logits[0][before])
@@ -215,15 +228,15 @@ def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Times to the first token of known images behind new text (`vlcache bench ttft --disk DIR`)."""
     of_disk = {row["configuration"]: row for row in rows if row["K, V in"] == "disk"}
     yield [
-        "", "first token, s", "from disk, s", "times faster than cold", "than encoder cached", "rows a layer",
+        "", "first token, s", "spread", "from disk, s", "times faster than cold", "than encoder cached", "rows a layer",
         "operations a second, of cold's", "floor, s", "times its floor", "but for computing, %",
     ]  # fmt: skip
     for row in rows:
         if row["K, V in"] != "disk":
             name = row["configuration"]
             disk = f"{of_disk[name]['TTFT ms'] / 1000:.3g}" if name in of_disk else ""
-            cells = [f"{row['TTFT ms'] / 1000:.3g}", disk]
-            cells += [f"{row[of]:.3g}" for of in ("over cold", "over encoder cached")]
+            cells = [f"{row[of] / 1000:.3g}" for of in ("TTFT ms", "spread ms")] + [disk]
+            cells += [_times(row[of]) for of in ("over cold", "over encoder cached")]
             cells += [f"{row['rows a layer']:.0f}", f"{row['GFLOP/s of cold']:.2f}", f"{row['floor ms'] / 1000:.3g}"]
             yield [name, *cells, f"{row['times floor']:.1f}", f"{row['TTFT minus compute %']:.0f}"]
 
@@ -249,8 +262,120 @@ def ttft_first(rows: Sequence[Row]) -> Iterator[list[str]]:
     }
     yield ["", *names]
     found = {row["configuration"]: row for row in rows if row["K, V in"] != "disk"}
-    yield ["seconds", *(f"{found[name]['TTFT ms'] / 1000:.3g}" for name in names.values())]
-    yield ["times faster", *(f"{found[name]['over cold']:.3g}" for name in names.values())]
+    yield ["seconds", *(f"{found[name]['TTFT ms'] / 1000:.2g}" for name in names.values())]
+    yield ["slowest less fastest", *(f"{found[name]['spread ms'] / 1000:.2g}" for name in names.values())]
+    yield ["times faster", *(_times(found[name]["over cold"]) for name in names.values())]
+
+
+def _times(ratio: float) -> str:
+    """A ratio of times, which are not known to more than two digits."""
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
+def prefill(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Cold runs beside torch (`python -m vlcache_jax.benchmarks.prefill`)."""
+    yield ["dtype", "tokens", "prefill, s", "torch", "encoder, s", "torch", "together, torch's of ours"]
+    for row in rows:
+        parts = [row[f"{part} ms, {who}"] for part in ("prefill", "encode") for who in ("vlcache", "torch")]
+        yield [row["dtype"], str(row["slots"]), *(f"{ms / 1000:.3g}" for ms in parts), f"{_torch_share(row):.2f}"]
+
+
+def _torch_share(row: Row) -> float:
+    """What torch takes of our time for pictures and prompt."""
+    ours, torch = (sum(row[f"{part} ms, {who}"] for part in ("prefill", "encode")) for who in ("vlcache", "torch"))
+    return float(torch / ours)
+
+
+def torch_speed(dtype: str) -> str:
+    """How many times as fast as ours torch's cold runs are, encoder and prefill together: "1.35 to 1.40"."""
+    found = sorted(1 / _torch_share(row) for row in _rows("prefill_cpu.json") if row["dtype"] == dtype)
+    return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+
+def starts(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Seconds of a fresh process to its first answer (`python -m vlcache_jax.benchmarks.start`)."""
+    parts = ("import", "open", "first answer", "to the first answer", "first repeat")
+    yield ["", *parts, "spread"]
+    for row in rows:
+        cells = [f"{row[f'{part} s']:.2f}" for part in parts]
+        yield [row["start"], *cells, f"{row['spread s']:.2f}" if row["spread s"] else "one run"]
+
+
+BEFORE = {"throughput_cpu_96.json": "96", "throughput_cpu.json": "192"}
+
+
+def before() -> Iterator[list[str]]:
+    """Throughput beside the engine before the step loop (`vlcache bench batch --against`)."""
+    yield [
+        "requests", "tokens/s, before", "spread", "now", "spread", "times", "decode steps, before", "now",
+        "rows whose token is returned", "counted for 8B on an H200",
+    ]  # fmt: skip
+    for name, requests in BEFORE.items():
+        found = _file(name)
+        now, old = found["rows"]
+        speeds = [cell for row in (old, now) for cell in (f"{row['tokens/s']:.0f}", f"{row['spread %']:.0f} %")]
+        yield [
+            f"[{requests}](../benchmarks/results/{name})", *speeds, f"{now['tokens/s'] / old['tokens/s']:.1f}",
+            *(f"{row['decode steps']:.0f}" for row in (old, now)), f"{now['rows returned %']:.0f} %",
+            f"{found['floor'][1]['over this checkout']:.1f} times",
+        ]  # fmt: skip
+
+
+def variants() -> Iterator[list[str]]:
+    """Throughput of 96 requests in other ways of serving them (`vlcache bench batch`)."""
+    yield ["", "tokens/s", "spread", "runs", "decode steps", "launches a token", "same answers, %"]
+    for title, name, place in (
+        ("`\"off\"`", "reuse", 0), ("`\"exact\"`", "reuse", 1), ("`0.1`", "reuse", 2), ("`\"shift-0.02\"`", "reuse", 3),
+        ("admitted one by one", "waves", 0), ("admitted in waves", "waves", 1),
+        ("windows of eight tokens", "window1", 0), ("windows of one token", "window1", 1),
+        ("this engine", "transformers", 0), ("transformers + torch", "transformers", 1),
+    ):  # fmt: skip
+        row = _rows(f"throughput_{name}_cpu_96.json")[place]
+        launches = "" if row["launches a token"] is None else f"{row['launches a token']:.3f}"
+        yield [
+            title, f"{row['tokens/s']:.0f}", f"{row['spread %']:.0f} %", str(len(row["runs"])),
+            f"{row['decode steps']:.0f}", launches, f"{row['equal answers %']:.0f}",
+        ]  # fmt: skip
+
+
+PROGRAMS = (
+    "layer 8192 -> 8192", "layer 512 -> 512", "encode 4096 patches", "link 4096 tokens, all layers",
+    "prefill 4096 rows",
+)  # fmt: skip
+
+
+def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
+    yield ["", "into memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
+    written = {
+        row["store"]: f"{row['ms']:.0f} ms" for row in rows if (row["what"], row["codec"]) == ("write", "bfloat16")
+    }
+    loads = [row for row in rows if row["what"] == "read" and "not possible" not in row["page cache"]]
+    for memory, where in (("new", "that is mapped anew"), ("old", "that was mapped before")):
+        for store, page_cache in dict.fromkeys((row["store"], row["page cache"]) for row in loads):
+            case = (store, page_cache, memory)
+            own = [row for row in loads if (row["store"], row["page cache"], row["memory"]) == case]
+            cells = [f"{row['ms']:.0f} ms, {row['ratio %']:.0f} %" for row in own]
+            is_first = memory == "new" and page_cache != "cold"
+            title = f"{store}, cold" if page_cache == "cold" else store
+            yield [title, where, written.get(store, "") if is_first else "", *cells]
+
+
+def programs(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Programs of Qwen3-VL-8B as compiled for an H200 (`python -m vlcache_jax.benchmarks.compile_report --full`)."""
+    yield ["program", "updated in place", "temporaries", "operations"]
+    found = {row["program"]: row for row in rows if row["model"] == "Qwen3-VL-8B"}
+    for name in PROGRAMS:
+        row = found[name]
+        yield [name, f"{row['in place MB']:.0f} MB", f"{row['temporary MB']:.0f} MB", str(row["operations"])]
+
+
+def modelled(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Time of attention of Qwen3-VL-8B by a model of the chip, of the kernel's before the work list."""
+    yield ["attention", "of the kernel before"]
+    for row in rows:
+        if row["model"] == "Qwen3-VL-8B":
+            yield [row["case"], f"{row['ratio']:.2f}"]
 
 
 def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -296,6 +421,13 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "ttft sizes": functools.partial(_of, ttft_sizes, "ttft_sizes_cpu.json"),
     "host": functools.partial(_of, host, "host.json"),
     "launched": functools.partial(_of, launched, "launched_cpu.json"),
+    "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
+    "start": functools.partial(_of, starts, "start_cpu.json"),
+    "stores": functools.partial(_of, stores, "stores_cpu.json"),
+    "throughput before": before,
+    "throughput": variants,
+    "programs": functools.partial(_of, programs, "compile_h200_jax0.12.0.1.json"),
+    "attention by model": functools.partial(_of, modelled, "attention_model.json"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:
@@ -306,11 +438,27 @@ for _model in MODELS:
         TABLES[f"{_name} {_model} {_size}"] = functools.partial(_of, _make, f"study_{_model}_{_size}.json")
 
 
+def _apart(reused: bool) -> str:
+    """Right answers of 100 about two images seen apart, behind another question, in the largest sample."""
+    case = ("question_first", "apart", "several")
+    [row] = [row for row in _rows("goal_question_first.json") if _case(row) == case and row["reuse"] == APPROXIMATE]
+    return f"{row['mean'] - (0 if reused else row['difference']):.2f}"
+
+
+# Figures within a line.
+FIGURES: dict[str, Callable[[], str]] = {
+    "torch float32": functools.partial(torch_speed, "float32"),
+    "torch bfloat16": functools.partial(torch_speed, "bfloat16"),
+    "apart cold": functools.partial(_apart, False),
+    "apart approximate": functools.partial(_apart, True),
+}
+
+
 def rewrite(text: str) -> str:
-    """A page with its tables as the files say.
+    """A page with its tables and figures as the files say.
 
     Raises:
-      ValueError: there is no such table.
+      ValueError: there is no such table, or figure.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -319,7 +467,13 @@ def rewrite(text: str) -> str:
             raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name}")
         return f"{begin}{markdown(TABLES[name]())}{end}"
 
-    return _TABLE.sub(fill, text)
+    def fill_in(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        if name not in FIGURES:
+            raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {name}")
+        return f"{begin}{FIGURES[name]()}{end}"
+
+    return _FIGURE.sub(fill_in, _TABLE.sub(fill, text))
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python -m vlcache_jax.benchmarks.start --out benchmarks/results/start_cpu.json
 
-Each run is a process of its own, one after the other. The first has no programs on disk and stands in a row of its
-own; of the others the medians count. The repeat comes at once: what is compiled in the background has had no time.
+Each run is a process of its own, one after the other: some with nothing on disk, as many with programs on disk. The
+repeat comes at once: what is compiled in the background has had no time. Medians.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 from vlcache_jax.progress import Progress
 from vlcache_jax.study.report import environment, publish
@@ -47,18 +48,20 @@ def run_parts() -> None:
 
 def measure(processes: int, out: pathlib.Path | None) -> None:
     """Prints the table and writes it to `out`, if given."""
-    runs = []
-    with tempfile.TemporaryDirectory(prefix="vlcache-start-") as cache, Progress("starting", 1 + processes) as bar:
-        settings = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        command = [sys.executable, "-c", f"from {__spec__.name} import run_parts; run_parts()"]
-        for _ in range(1 + processes):
-            done = subprocess.run(
-                command, env=settings | {"XDG_CACHE_HOME": cache}, stdout=subprocess.PIPE, text=True, check=True
-            )
-            runs.append(json.loads(done.stdout))
-            bar.update()
+    groups: dict[str, list[dict[str, Any]]] = {"nothing on disk": [], "programs on disk": []}
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", f"from {__spec__.name} import run_parts; run_parts()"]
+    with Progress("starting", 2 * processes) as bar:
+        for _ in range(processes):
+            with tempfile.TemporaryDirectory(prefix="vlcache-start-") as cache:
+                for group in groups.values():
+                    done = subprocess.run(
+                        command, env=settings | {"XDG_CACHE_HOME": cache}, stdout=subprocess.PIPE, text=True, check=True
+                    )
+                    group.append(json.loads(done.stdout))
+                    bar.update()
     rows = []
-    for name, group in (("nothing on disk", runs[:1]), ("programs on disk", runs[1:])):
+    for name, group in groups.items():
         parts = [statistics.median(run["seconds"][part] for run in group) for part in range(len(PARTS))]
         total = [sum(run["seconds"][:3]) for run in group]
         rows.append(

@@ -1,6 +1,6 @@
 """What work lists cost on the host, and what they give XLA on its CPU.
 
-    python -m vlcache_jax.benchmarks.work --out benchmarks/results/work_cpu.json
+    python -m vlcache_jax.benchmarks.work --out work.json
 
 First the time of `make_work` for a step of Qwen3-VL-8B. Then attention of decoding requests, one row each, in pages
 against the plain contract, in which their slots lie one after the other; and a step of 64 requests that share their

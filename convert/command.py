@@ -47,17 +47,13 @@ def convert_command(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
-    """Convert a Hugging Face checkpoint into one that loads fast.
+    """Converts a Hugging Face checkpoint into one that loads fast.
 
-    SOURCE is a directory, or a model of the hub, which is fetched first.
-    Tensors go through memory one by one, so a model of any size can be
-    converted. All that is wrong with them is said before anything is
-    written. DESTINATION appears when it is complete: a run that was
-    stopped leaves nothing that opens.
+    SOURCE is a directory, or a model of the hub, which is fetched first. Tensors go through memory one by one, so a
+    model of any size can be converted. All that is wrong with them is said before anything is written. DESTINATION
+    appears when it is complete: a run that was stopped leaves nothing that opens.
 
-    Example:
-
-        vlcache convert Qwen/Qwen3-VL-2B-Instruct ./qwen3-vl-2b --verify
+    Example: vlcache convert Qwen/Qwen3-VL-2B-Instruct ./qwen3-vl-2b --verify
 
     Then: vlcache ask photo.jpg "What is this?" --model ./qwen3-vl-2b
 

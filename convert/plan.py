@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,8 +56,55 @@ class StoredTensor:
         flat = np.frombuffer(self.mapping, np.uint8, self.nbytes, self.begin)
         return flat.view(self.dtype).reshape(self.shape)
 
+    def matrices(self) -> Iterator[np.ndarray]:
+        """Those that it is a stack of."""
+        return iter(self.view())
+
     def sha256(self) -> str:
         return sha256(self.view())
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Matrices of experts that are stored one by one, as if they were one tensor, as the library saves it.
+
+    Attributes:
+      name, shape: of that tensor, [E, out, in].
+      experts: what each expert's matrix is made of, one above the other; all of one dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    experts: tuple[tuple[StoredTensor, ...], ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.experts[0][0].dtype
+
+    @property
+    def file(self) -> pathlib.Path:
+        """One of those that it is in."""
+        return self.experts[0][0].file
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in self.experts for part in parts)
+
+    def view(self) -> np.ndarray:
+        """All of it, in memory of its own."""
+        return np.stack(list(self.matrices()))
+
+    def matrices(self) -> Iterator[np.ndarray]:
+        """Of one expert after the other, each in memory of its own."""
+        return (np.concatenate([part.view() for part in parts]) for parts in self.experts)
+
+    def sha256(self) -> str:
+        """That of the one tensor."""
+        digest = hashlib.sha256()
+        for parts in self.experts:
+            for part in parts:
+                digest.update(part.view().reshape(-1).view(np.uint8))
+        return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +112,7 @@ class Source:
     """One parameter and the stored tensor it is made from."""
 
     parameter: Parameter
-    tensor: StoredTensor
+    tensor: StoredTensor | Stack
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         """The parameter in `dtype`, in memory of its own.
@@ -73,16 +120,16 @@ class Source:
         The copy goes block by block: numpy's transposing copy of a whole matrix misses the cache at every element and
         is several times slower, and a cast of the whole would be a second copy.
         """
-        stored = self.tensor.view()
         out = aligned_empty(self.parameter.shape, dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # the conversion tells what is not finite, by name
-            if self.parameter.is_kernel:
-                _transpose(stored.reshape(len(stored), -1), out)
-            elif self.parameter.is_turned:
-                for matrix, turned in zip(stored, out, strict=True):
+            if self.parameter.is_turned:
+                for matrix, turned in zip(self.tensor.matrices(), out, strict=True):
                     _transpose(matrix, turned)
+            elif self.parameter.is_kernel:
+                stored = self.tensor.view()
+                _transpose(stored.reshape(len(stored), -1), out)
             else:
-                np.copyto(out, stored, casting="unsafe")
+                np.copyto(out, self.tensor.view(), casting="unsafe")
         return out
 
 
@@ -107,7 +154,7 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     stored, problems = _stored_tensors(directory)
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:
-        name = library_name(config, tensor.name)
+        name = library_name(tensor.name)
         if name in tensors:
             problems.append(("twice", f"{tensor.name} in {tensor.file.name} and as {tensors[name].name}"))
         tensors[name] = tensor
@@ -115,6 +162,9 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     plan = []
     for parameter in _as_stored(parameters(config), tensors):
         found = tensors.pop(parameter.tensor, None)
+        if found is None and parameter.is_stack and (stack := _stack(parameter, tensors, problems)):
+            plan.append(Source(parameter.turned(), stack))
+            continue
         if found is None:
             problems.append(("missing", f"{parameter.tensor} {list(parameter.tensor_shape)}"))
             continue
@@ -132,6 +182,28 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     if problems:
         raise PlanError(_report(directory, problems))
     return plan
+
+
+def _stack(parameter: Parameter, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> Stack | None:
+    """What a stack is made from where experts are stored one by one; None: nothing of it is there."""
+    wanted = parameter.singles
+    first = next((tensors[name] for names in wanted for name in names if name in tensors), None)
+    if first is None:
+        return None
+    experts = []
+    for names in wanted:
+        parts = []
+        for name, shape in names.items():
+            if (part := tensors.pop(name, None)) is None:
+                problems.append(("missing", f"{name} {list(shape)}"))
+            elif part.shape != shape:
+                problems.append(("of another shape", f"{part.name} must be {list(shape)}, got {list(part.shape)}"))
+            elif part.dtype != first.dtype:
+                problems.append(("of another dtype", f"{part.name} must be {first.dtype}, got {part.dtype}"))
+            else:
+                parts.append(part)
+        experts.append(tuple(parts))
+    return Stack(parameter.tensor, parameter.turned().tensor_shape, tuple(experts))
 
 
 def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> list[Parameter]:
@@ -156,14 +228,18 @@ def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:
     return as_dtype(config.dtype)
 
 
-def as_dtype(dtype: Any) -> np.dtype:
-    """A supported dtype from a name, a scalar type or a dtype; "half" and "float" are names, too."""
+def as_dtype(dtype: Any, *besides: str) -> np.dtype:
+    """A supported dtype from a name, a scalar type or a dtype; "half" and "float" are names, too.
+
+    Raises:
+      ValueError: it is none; the error also lists the names that are taken `besides`.
+    """
     supported = {dtype.name: dtype for dtype in DTYPES.values()}
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         return supported[{"half": "float16", "float": "float32"}.get(name, name)]
     except (KeyError, TypeError):
-        raise ValueError(f"dtype must be one of {', '.join(supported)}, got {dtype!r}") from None
+        raise ValueError(f"dtype must be one of {', '.join((*besides, *supported))}, got {dtype!r}") from None
 
 
 def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:
@@ -215,8 +291,9 @@ def _no_weights(directory: pathlib.Path) -> str:
     message = f"{directory} must hold {WEIGHTS_FILE} or {INDEX_FILE}, but has neither"
     if shards := sorted(path.name for path in directory.glob("*.safetensors")):
         return f"{message} (there is {_some(shards)})"
-    if any(directory.glob("*.bin")):
-        return f"{message} (there are .bin files: only safetensors is read)"
+    for suffix in (".bin", ".gguf"):
+        if any(directory.glob(f"*{suffix}")):
+            return f"{message} (there are {suffix} files: only safetensors is read)"
     return message
 
 
@@ -250,7 +327,10 @@ def _read_header(path: pathlib.Path) -> list[StoredTensor]:
 def _entry(path: pathlib.Path, mapping: mmap.mmap, data: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     if entry["dtype"] not in DTYPES:
         expected = ", ".join(DTYPES)
-        raise PlanError(f"tensors must be stored as one of {expected}, got {entry['dtype']} for {name} in {path}")
+        advice = ": take the model as it was published in bfloat16" if str(entry["dtype"]).startswith("F8") else ""
+        raise PlanError(
+            f"tensors must be stored as one of {expected}, got {entry['dtype']} for {name} in {path}{advice}"
+        )
     dtype = DTYPES[entry["dtype"]]
     shape = tuple(int(n) for n in entry["shape"])
     begin, end = (int(n) for n in entry["data_offsets"])
@@ -274,7 +354,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _same(a: StoredTensor, b: StoredTensor) -> bool:
+def _same(a: StoredTensor, b: StoredTensor | Stack) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.sha256() == b.sha256()
 
 

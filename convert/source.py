@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import pathlib
 import re
 
@@ -28,6 +29,10 @@ SIDE_FILES = (
 _FETCHED = [*SIDE_FILES, "additional_chat_templates/*", "*.safetensors", "*.safetensors.index.json"]
 SHIPPED = {"tiny-vqa": TINY_VQA}  # models that come with the package, by name
 
+_POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that Git has in place of a large one
+_MOST_POINTER_BYTES = 1024
+_NO_GGUF = "GGUF files are not read, give the model as it was published, with safetensors files"
+
 # "owner/name" or "name", of the characters that the hub allows; what begins with a dot or slash is a path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -49,19 +54,28 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
 
     Raises:
       FileNotFoundError: it is neither a directory nor a model of the hub that can be fetched.
-      ValueError: `revision` is given for what is not on the hub.
+      ValueError: `revision` is given for what is not on the hub, or a file is a pointer of Git LFS.
     """
     directory = pathlib.Path(source).expanduser()
-    if directory.is_dir():
+    if source != "" and directory.is_dir():
         if revision is not None:
             raise ValueError(f"revision must be None for a local directory, got {revision!r} for {directory}")
+        _check_files(directory, weights)
         return Located(directory, _snapshot_commit(directory))
-    if directory.exists():
-        raise NotADirectoryError(f"model must be a checkpoint directory, but {directory} is a file")
+    if source != "" and directory.exists():
+        instead = {".gguf": f": {_NO_GGUF}", ".safetensors": f": give its folder, {directory.parent}"}
+        raise NotADirectoryError(
+            f"model must be a checkpoint directory, but {directory} is a file{instead.get(directory.suffix, '')}"
+        )
     if (shipped := SHIPPED.get(str(source))) is not None:
         return locate(shipped, revision)
+    wrong = f"model must be a directory or the id of a model on the hub, got {str(source)!r}"
+    if str(source).lower().endswith("gguf"):
+        raise FileNotFoundError(f"{wrong}: {_NO_GGUF}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise FileNotFoundError(f"model must be a directory or the id of a model on the hub, got {str(source)!r}")
+        raise FileNotFoundError(wrong)
+    if "/" not in source and (meant := _meant(source)) is not None:  # such names are nobody's on the hub
+        raise FileNotFoundError(f"{wrong}: write {meant!r}")
 
     import huggingface_hub  # only here: who serves a local directory needs no network
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -75,6 +89,29 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
             f"and the hub could not be asked for it ({str(error).partition(chr(10))[0]}). {_advice(error)}"
         ) from error
     return Located(pathlib.Path(fetched), _snapshot_commit(pathlib.Path(fetched)))
+
+
+def _check_files(directory: pathlib.Path, weights: bool) -> None:
+    """Finds what a download has left undone, before anything is read."""
+    if not (directory / "config.json").exists() and any(directory.glob("*.gguf")):
+        raise FileNotFoundError(f"model must be a checkpoint directory, but {directory} has no config.json: {_NO_GGUF}")
+    shards = sorted(directory.glob("*.safetensors")) if weights else []
+    for path in (*shards, *(directory / name for name in SIDE_FILES)):
+        if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+            continue
+        if path.read_bytes().startswith(_POINTER):
+            raise ValueError(
+                f"{path} must be the file itself, got a pointer of Git LFS: run `git lfs pull` in its folder"
+            )
+
+
+def _meant(name: str) -> str | None:
+    """What is to be written for a model that is known by nearly this name; None: there is none."""
+    from vlcache_jax.models.published import SIZES
+
+    known = {shipped: shipped for shipped in SHIPPED} | {size.lower(): f"Qwen/{size}-Instruct" for size in SIZES}
+    plain = name.lower().replace("_", "-").removesuffix("-instruct")
+    return next((known[one] for one in difflib.get_close_matches(plain, known, 1, 0.9)), None)
 
 
 def _advice(error: Exception) -> str:

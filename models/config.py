@@ -180,7 +180,7 @@ class Fields:
 
     Attributes:
       text, vision: what the library takes for keys that are left out.
-      rope_theta: likewise.
+      rope_theta: likewise, at the release of the family's models.
       own_text, own_vision: the keys that this family alone reads, and what they may hold.
     """
 

@@ -53,6 +53,18 @@ class Parameter:
         return dataclasses.replace(self, tensor_shape=(count, columns, rows), is_turned=True)
 
     @property
+    def singles(self) -> list[dict[str, tuple[int, int]]]:
+        """Of a stack: the tensors of each expert where these are stored one by one, with their shapes, [out, in].
+
+        An expert's matrix holds them one above the other.
+        """
+        folder, _, name = self.tensor.rpartition(".")
+        parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+        count, columns, rows = self.shape
+        shape = rows // len(parts), columns
+        return [{f"{folder}.{i}.{part}.weight": shape for part in parts} for i in range(count)]
+
+    @property
     def is_kernel(self) -> bool:
         return self.path[-1] == "kernel"
 
@@ -92,10 +104,9 @@ def abstract_params(config: ModelConfig, dtype: Any) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.split(abstract_model(config, dtype))[1])
 
 
-def library_name(config: ModelConfig, name: str) -> str:
-    """The library's name of a tensor of a checkpoint, which may bear its published name."""
-    published = _names(config).published
-    return name if name.startswith(tuple(published.values())) else _rename(name, published)
+def library_name(name: str) -> str:
+    """The library's name of a tensor of a checkpoint, which an older release, of any family, may have named."""
+    return name if name.startswith(("model.visual.", "model.language_model.")) else _rename(name, _BEGINNINGS)
 
 
 def published_name(config: ModelConfig, name: str) -> str:
@@ -103,6 +114,13 @@ def published_name(config: ModelConfig, name: str) -> str:
     return _rename(name, {library: published for published, library in _names(config).published.items()})
 
 
+_BEGINNINGS = {
+    "visual.": "model.visual.",
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.language_model.",
+    "model.": "model.language_model.",
+}
 _STACKS = ("gate_up_proj", "down_proj")  # a matrix of each expert
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 

@@ -45,7 +45,10 @@ def read_config(raw: dict[str, Any], path: str | pathlib.Path) -> ModelConfig:
     family = FAMILIES[model_type]
     check_config(raw, family.FIELDS, path)
     if any("quantization_config" in part for part in (raw, raw.get("text_config") or {})):
-        raise ValueError(f"quantized checkpoints are not supported, but {path} has a quantization_config")
+        raise ValueError(
+            f"quantized checkpoints are not supported, but {path} has a quantization_config: "
+            "take the model as it was published in bfloat16"
+        )
     try:
         return family.read_config(library_config(raw, family.FIELDS), raw)
     except Exception as error:  # whatever the fields together lead to

@@ -1,10 +1,12 @@
 """Rotary positions: M-RoPE triples on the host, angles and rotation on the device.
 
 A text token has the triple (p, p, p). An image that starts at position p with a merged grid of h x w tokens has
-(p, p + y, p + x) for its token (y, x), and the text after it goes on at p + max(h, w). All positions of an image shift
-together with its start, which is why keys stored before rotation can be placed anywhere. A video is a sequence of
-images; those that follow each other without a token between them begin at the same p, each later by its time on the
-first axis.
+(p, p + y, p + x) for its token (y, x). All positions of an image shift together with its start, which is why keys
+stored before rotation can be placed anywhere. A video is a sequence of images; those that follow each other without a
+token between them begin at the same p, each later by its time on the first axis. What comes behind an image or a video
+begins at the greatest position before it plus one, over all three axes: behind an image at p + max(h, w), behind a
+video that lasts longer than its frames are wide, behind its last time. So it says in the paper of Qwen2-VL, and so did
+the code that the weights were trained with. The library of today lets text begin at p + max(h, w) behind a video, too.
 """
 
 from __future__ import annotations
@@ -29,11 +31,10 @@ def mrope_positions(
       times: what is added to each image's positions on the first axis; None: nothing.
 
     Returns:
-      positions [3, n] int32, and delta: the position of the i-th generated token is n + i + delta on all axes. The
-      text behind a video does not wait for the end of its times, but what is generated does, as in the library.
+      positions [3, n] int32, and delta: the position of the i-th generated token is n + i + delta on all axes.
     """
     positions = np.empty((3, num_tokens), np.int32)
-    token = position = begin = furthest = 0
+    token = position = begin = 0
     for start, (h, w), time in zip(starts, grids, times or [0] * len(starts), strict=True):
         if start > token or not token:  # else it goes on with the images before it
             positions[:, token:start] = np.arange(position, position + start - token)
@@ -41,9 +42,9 @@ def mrope_positions(
         token = start + h * w
         np.add(_grid_positions(h, w), begin, out=positions[:, start:token])
         positions[0, start:token] += time
-        position, furthest = begin + max(h, w), max(furthest, begin + time + 1)
+        position = max(position, begin + max(h, w), begin + time + 1)
     positions[:, token:] = np.arange(position, position + num_tokens - token)
-    return positions, max(position + num_tokens - token, furthest) - num_tokens
+    return positions, position - token
 
 
 @functools.lru_cache(64)

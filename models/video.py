@@ -20,6 +20,8 @@ class Videos:
     Attributes:
       processor: the library's class of its video processor, which samples frames and sets their size.
       chunk: what stands in the prompt for a chunk seen at `seconds`, its one placeholder included.
+      markers: the tokens before and behind a video's placeholder that are replaced with it; a placeholder without them
+        is replaced alone. None: only placeholders are replaced.
       time_step: (configuration of the tower, seconds from chunk to chunk) -> how far apart chunks that follow each
         other lie on the first axis of positions.
     """
@@ -27,6 +29,7 @@ class Videos:
     processor: str
     chunk: str
     time_step: Callable[[Any, float], float]
+    markers: tuple[str, str] | None = None
 
     def text(self, seconds: Sequence[float]) -> str:
         """What stands in the prompt for a video whose chunks were seen at `seconds`."""

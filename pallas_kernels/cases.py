@@ -16,7 +16,6 @@ from vlcache_jax.pallas_kernels.flaws import carry_flaws
 from vlcache_jax.pallas_kernels.link import link, recall
 from vlcache_jax.pallas_kernels.link.codec import CODECS
 
-ATOL = {"float32": 2e-6, "bfloat16": 1e-2}
 TOLERANCE = {"bfloat16": 0.04, "float16": 0.01}  # of `relative_error` where weights, too, are rounded to the dtype
 
 Intervals = tuple[np.ndarray, np.ndarray]

@@ -1,7 +1,9 @@
 """What several tests of the engine need."""
 
+import contextlib
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,6 +16,7 @@ from vlcache_jax.pallas_kernels import PAGE
 LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(1, 4, 8))
 SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
 WITHIN = 60  # seconds, for what would hang otherwise
+ATOL = {"float32": 2e-6, "bfloat16": 1e-2}  # of attention, against float64
 
 
 # For a test that depends on the vision tower: `family_checkpoint` of every family. Those whose decoder another family
@@ -44,6 +47,18 @@ def user(*parts):
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return [{"role": "user", "content": content}]
+
+
+@contextlib.contextmanager
+def compilations():
+    """Events of what is traced or compiled within, eager operations included."""
+    found = []
+    listener = lambda event, *_, **__: found.append(event) if event.startswith("/jax/core/compile") else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def spoil(llm, monkeypatch):

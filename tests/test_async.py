@@ -312,11 +312,11 @@ def test_a_bad_argument_is_named(engine, options, message):
     [
         (user("w " * 600), GREEDY, r"must fit in max_model_len = 512 tokens"),
         (user("a", b"%!PS-Adobe-3.0"), GREEDY, r"images\[0\] must be an image that Pillow can read"),
-        ([], GREEDY, "conversation"),
-        ([{"role": "robot", "content": "x"}], GREEDY, r"messages\[0\] must have the role"),
+        ([], GREEDY, "^prompt must hold at least one message"),
+        ([{"role": "robot", "content": "x"}], GREEDY, r"^prompt messages\[0\] must have the role"),
         ("\ud800", GREEDY, "must be text"),
-        (b"bytes", GREEDY, "conversation"),
-        ([user("a"), user("b")], GREEDY, "conversation"),
+        (b"bytes", GREEDY, "^prompt must be a list of messages, got bytes"),
+        ([user("a"), user("b")], GREEDY, r"^prompt messages\[0\] must be a dict"),
     ],
 )
 def test_a_wrong_request_is_told(engine, prompt, params, message):
@@ -430,6 +430,25 @@ def test_an_abort_while_it_waits_for_room(engine, slow, monkeypatch):
 
     [answer] = run(ask()).outputs
     assert (answer.finish_reason, answer.token_ids) == ("abort", ())
+
+
+def test_a_request_takes_its_parameters_when_it_comes(engine, slow, monkeypatch):
+    monkeypatch.setattr(engine, "_room", async_llm._Room(1, raises=False))
+    params = GREEDY.clone()
+
+    async def ask():
+        running = engine.generate(user("a"), LONG)
+        await first(running)
+        waiting = engine.generate("b", params, tools=None, lora_request=None)
+        task = asyncio.create_task(anext(waiting))
+        await asyncio.sleep(0)
+        params.max_tokens = 1
+        await running.aclose()
+        return [await task, *[output async for output in waiting]][-1]
+
+    assert len(run(ask()).outputs[0].token_ids) == 10
+    with pytest.raises(TypeError, match=r"^generate cannot do what vLLM's tools asks for: give chat_template_kwargs"):
+        run(stream(engine, "b", tools=[{}]))
 
 
 def test_an_abort_of_nobody_is_none(engine):

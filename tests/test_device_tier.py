@@ -301,7 +301,7 @@ def test_repeats_are_compiled_ahead(checkpoints, pictures, codec):
         ("1KB", ValueError, r"device_bytes must be 0 or at least \d+, a page of 128 tokens, got 1000"),
         (-1, ValueError, "device_bytes must be bytes of at least 0"),
         ("much", ValueError, "device_bytes must be bytes of at least 0"),
-        ("900TB", MemoryError, "device_bytes 838190"),
+        ("900TB", MemoryError, "device_bytes 811008"),
     ],
 )
 def test_sizes_that_are_wrong(checkpoints, value, error, message):

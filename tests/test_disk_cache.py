@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import pathlib
+import random
+import subprocess
+import sys
 import time
 
+import numpy as np
 import pytest
 
+from tests.cache.records import verified_read
 from tests.helper import SIZES, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.tier import DamagedError, Tier, TierError
+from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.outputs import Why
 
@@ -406,3 +415,146 @@ def expected(fault, site):
     if fault == "mixed" or (fault, site) == ("cut", "read"):
         return set()
     return {COUNTER[fault]}
+
+
+# A disk that is full, and engines that are killed.
+
+
+def noise(number):
+    return np.random.default_rng(number).integers(0, 256, (60, 90, 3), np.uint8)
+
+
+ABOUT_NOISE = [user("See ", noise(number), " what?") for number in range(6)]
+
+
+class Limited:
+    """A disk that has room for nothing more, as far as a tier can tell that is open there."""
+
+    def __init__(self, tier, monkeypatch):
+        self.tier, self.is_full = tier, False
+        allocate = os.posix_fallocate
+        monkeypatch.setattr(os, "posix_fallocate", lambda *args: self.fail() if self.is_full else allocate(*args))
+
+    def fail(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def take(self):
+        self.is_full = True
+        self.tier._index._index.execute("PRAGMA max_page_count = 1")  # the index grows no further either
+
+    def give(self):
+        self.is_full = False
+        self.tier._index._index.execute(f"PRAGMA max_page_count = {2**30}")
+
+
+class Filled:
+    """A file system of its own that is filled."""
+
+    def __init__(self, tier, monkeypatch):
+        self.tier, self.filler = tier, tier.directory.parent / "filler"
+
+    def take(self):
+        with open(self.filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+    def give(self):
+        self.filler.unlink()
+
+
+MOUNT = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs"]
+
+
+@pytest.fixture(params=[Limited, pytest.param(Filled, marks=pytest.mark.ladder)])
+def room(request, tmp_path, monkeypatch):
+    with contextlib.ExitStack() as stack:
+        if request.param is Filled:
+            if subprocess.run([*MOUNT, tmp_path], capture_output=True).returncode:
+                pytest.skip("nothing can be mounted here")
+            stack.callback(subprocess.run, ["umount", tmp_path], check=True)
+        tier = DiskTier(tmp_path, 10**9)
+        stack.callback(tier.close)
+        yield request.param(tier, monkeypatch)
+
+
+def test_a_full_disk_changes_no_answer(llm, room, monkeypatch, caplog):
+    """What it has no room for is counted; when there is some, it is used again."""
+    channel, now = channel_of(llm), [0.0]
+    cold = tokens(chat(llm, *ABOUT_NOISE, reuse="off"))
+    monkeypatch.setattr(channel, "tier", room.tier)
+    monkeypatch.setattr(channel._breaker, "_clock", lambda: now[0])
+
+    def ask(conversations=ABOUT_NOISE):
+        """One by one, as after a restart; where each was found."""
+        found = []
+        for conversation, expected in zip(conversations, cold, strict=False):
+            forget(llm)
+            now[0] += 120  # a store that has failed is left alone no longer
+            [output] = chat(llm, conversation)
+            assert output.outputs[0].token_ids == expected
+            found += where(output)
+        llm.cache.flush()
+        return found
+
+    before = disk(llm)
+    assert ask(ABOUT_NOISE[:2]) == [("none", "computed")] * 2
+    room.take()
+    with caplog.at_level("CRITICAL"):
+        for _ in range(2):
+            assert ask() == [("disk", "none")] * 2 + [("none", "computed")] * 4
+    full = disk(llm)
+    assert full.stored - before.stored == 4
+    assert full.failed - before.failed >= 16
+    assert not list(room.tier.directory.rglob("*.part"))
+    room.give()
+    assert ask() == [("disk", "none")] * 2 + [("none", "computed")] * 4
+    assert ask() == [("disk", "none")] * 6
+    assert (disk(llm).stored - full.stored, disk(llm).failed, disk(llm).damaged) == (8, full.failed, before.damaged)
+    assert_nothing_left(llm)
+
+
+SERVING = """
+import itertools, pathlib, sys
+sys.path.insert(0, sys.argv[3])
+from tests.test_disk_cache import ABOUT_NOISE, PARAMS, open_llm
+with open_llm(pathlib.Path(sys.argv[1]), sys.argv[2]) as llm:
+    for number in itertools.cycle(range(len(ABOUT_NOISE))):
+        llm.reset_mm_cache()
+        [output] = llm.chat(ABOUT_NOISE[number], PARAMS, use_tqdm=False)
+        print(number, *output.outputs[0].token_ids, flush=True)
+"""
+
+
+@pytest.mark.ladder
+def test_an_engine_that_is_killed_while_it_serves(llm, checkpoints, tmp_path, request, monkeypatch):
+    """At any point: what it said was right, what it kept is whole, and the next one goes on with it."""
+    rng = random.Random(0)
+    cold = tokens(chat(llm, *ABOUT_NOISE, reuse="off"))
+    command = [sys.executable, "-P", "-c", SERVING, checkpoints("qwen3_vl"), tmp_path, request.config.rootpath]
+    for answers in (1, 3, 7, 2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            said = [process.stdout.readline() for _ in range(answers)]
+            time.sleep(rng.uniform(0, 0.02))
+            process.kill()
+            said += process.stdout.readlines()
+        for line in filter(lambda line: line.endswith("\n"), said):
+            number, *answer = map(int, line.split())
+            assert tuple(answer) == cold[number]
+        tier = DiskTier(tmp_path, 10**9)
+        assert not list(tmp_path.rglob("*.part"))
+        assert len(list(tmp_path.rglob("*.writer"))) == 1  # our own
+        for line in tier.lines():
+            [meta] = [one.meta for one in tier.find(line.name.split("/")[1]) if one.meta.name == line.name]
+            verified_read(tier, meta)
+        tier.close()
+    tier = DiskTier(tmp_path, 10**9)
+    monkeypatch.setattr(channel_of(llm), "tier", tier)
+    forget(llm)
+    before = disk(llm)
+    outputs = chat(llm, *ABOUT_NOISE)
+    assert tokens(outputs) == cold
+    assert ("disk", "none") in [place for output in outputs for place in where(output)]
+    assert (disk(llm).damaged, disk(llm).failed) == (before.damaged, before.failed)
+    llm.cache.flush()
+    monkeypatch.undo()
+    tier.close()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.commands.cli import app
+from vlcache_jax.commands.info import NOTHING, describe
 from vlcache_jax.engine.memory_plan import slot_bytes
 from vlcache_jax.models.params import parameters
 
@@ -24,6 +25,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What these do is done elsewhere: by CI, in every fresh clone of it.
 BY_CI = ("uv run --group test pytest", ".ci/run")
+
+
+# To docs/questions.jsonl: what is drawn, not only what the model says.
+RIGHT = [
+    "red triangle",
+    "star red green blue: 3",
+    "image one ring orange: 1, image two ring red green blue purple: 4, so image two",
+    "red circle B1",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +99,13 @@ def test_commands_run(block, folder):
         if words[1] == "run":
             answers = [json.loads(line) for line in pathlib.Path(words[3]).read_text().splitlines()]
             assert not any(answer["error"] for answer in answers)
+            assert list(map(text_of, answers)) == RIGHT
+
+
+def text_of(answer):
+    if "response" in answer:
+        return answer["response"]["body"]["choices"][0]["message"]["content"]
+    return answer["text"]
 
 
 def test_commands_are_there():
@@ -157,3 +174,12 @@ def test_the_readmes_memory_is_what_is_counted():
         kept = tokens * (slot + 2 * (1 + config.vision.num_deepstack) * config.text.hidden_size)
         expected = [f"{weights / 1e9:.1f} GB", f"{slot / 1e3:.0f} KB", f"{tokens} tokens", f"{kept / 1e6:.0f} MB"]
         assert table_row(name)[:4] == expected
+
+
+def test_the_readmes_gpus_are_those_that_info_counts():
+    for name in re.findall(r"(?m)^\| (Qwen\S+) \|", (ROOT / "README.md").read_text(encoding="utf-8")):
+        _, fits, hints = describe(name, "auto", 1024, 1024)
+        sizes = [fit["GPU"] for fit in fits]
+        least = next(i for i, fit in enumerate(fits) if fit["tokens"] != NOTHING)
+        found = re.match(r"(\d+ GB): fits with (.*), and", hints[least - 1]) if least else None
+        assert table_row(name)[4] == sizes[least] + (f"; {found[1]} with `{found[2]}`" if found else "")

@@ -160,10 +160,55 @@ def test_what_all_rows_share_is_no_row(llm, options):
     assert not isinstance(caught.value, RequestError)
 
 
-def test_limits_that_contradict_the_engine_name_the_image(llm, pictures):
-    limits = {"min_pixels": 2**40}
-    with pytest.raises(RequestError, match=r"mm_processor_kwargs for conversations\[1\] images\[0\] must suit"):
-        chat(llm, [user("a"), user(pictures[0])], mm_processor_kwargs=limits)
+def test_limits_that_ask_for_too_much_name_the_image(llm, pictures):
+    with pytest.raises(
+        RequestError, match=r"conversations\[1\] images\[0\] must .* or in mm_processor_kwargs, or open"
+    ):
+        chat(llm, [user("a"), user(pictures[0])], mm_processor_kwargs={"min_pixels": 2**40})
+    huge = {"type": "image", "image": pictures[0], "resized_height": 9000, "resized_width": 9000}
+    with pytest.raises(
+        RequestError, match=r"conversations\[0\] images\[0\] must .* lower resized_height or resized_wid"
+    ):
+        chat(llm, [[{"role": "user", "content": [huge]}]])
+
+
+def test_one_picture_in_several_sizes_has_a_key_for_each(llm, pictures):
+    """Limits that stand beside an image are its own, and part of its key where its pixels change."""
+
+    def shown(**asked):
+        return {"type": "image", "image": pictures[0], **asked}
+
+    block = 2 * llm._processor.patch_size
+    sizes = [
+        {},
+        {"max_pixels": 6 * block**2},
+        {"resized_height": 2 * block, "resized_width": 3 * block},
+        {"max_pixels": 1},
+    ]
+    content = [*(shown(**size) for size in sizes), shown()]
+    [output] = chat(llm, [[{"role": "user", "content": content}]])
+    images = output.cache.images
+    assert [image.tokens for image in images][2:] == [6, 1, images[0].tokens]
+    assert len({image.key for image in images}) == 4
+    assert images[0].key == images[4].key == llm.cache.key(pictures[0])
+    alone = chat(llm, [[{"role": "user", "content": [one]}] for one in content])
+    assert [one.cache.images[0].key for one in alone] == [image.key for image in images]
+    off = chat(llm, [[{"role": "user", "content": content}]], reuse="off")
+    assert tokens(off) == tokens([output])
+
+
+def test_what_a_transparent_file_was_taken_for_before_is_not_found(llm):
+    """A record of it lies under the key of other pixels."""
+    ink = np.zeros((64, 96, 4), np.uint8)
+    ink[20:40, 20:60, 3] = 255
+    file = png(ink)
+    [black, white] = chat(llm, [user(np.zeros((64, 96, 3), np.uint8)), user(ink)])
+    [seen] = chat(llm, [user(file)])
+    assert seen.cache.images[0].key == white.cache.images[0].key != black.cache.images[0].key
+    assert seen.cache.images[0].match == "exact"
+    assert tokens([seen]) == tokens([white])
+    with Image.open(io.BytesIO(file)) as opened:
+        assert llm.cache.key(opened) == llm.cache.key(ink) == llm.cache.key(file)
 
 
 def test_a_text_that_is_too_long_for_sure_is_not_tokenised(llm, monkeypatch):
@@ -226,7 +271,7 @@ def test_a_refused_picture_is_not_decoded_again(llm, pictures, monkeypatch):
     [output] = llm.generate(
         {"prompt": "<|image_pad|>a", "multi_modal_data": {"image": pictures[1][:-600]}}, GREEDY, on_error="return"
     )
-    assert output.error.startswith("prompts[0] images[0] must be an image that Pillow")
+    assert output.error.startswith("prompts images[0] must be an image that Pillow")
     assert len(decoded) == 1
     with pytest.raises(RequestError):  # another tenant learns nothing from it
         chat(llm, [broken], cache_salt="other")

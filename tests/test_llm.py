@@ -10,13 +10,17 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from tests.helper import LADDER, SIZES, each_decoder, each_family, user
-from vlcache_jax import LLM, Ladder, SamplingParams
+from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, user
+from vlcache_jax import LLM, Ladder, SamplingParams, base
+from vlcache_jax.engine import checkpoint
+from vlcache_jax.engine.memory_plan import slot_bytes
+from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import PAGE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -24,6 +28,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 def open_llm(directory, **changes):
     return LLM(directory, **SIZES | {"reuse": "off"} | changes)
+
+
+def page_bytes(directory):
+    return PAGE * slot_bytes(load_config(directory), np.dtype(np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +130,7 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
 def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conversations):
     """Several waves: the same answers, in the same order."""
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
-    text = llm._checkpoint.config.text
-    slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 4
-    with open_llm(family_checkpoint, kv_cache_bytes=304 * slot, max_model_len=304) as engine:
+    with open_llm(family_checkpoint, kv_cache_bytes=3 * page_bytes(family_checkpoint), max_model_len=304) as engine:
         outputs = engine.chat(conversations, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == expected
     waves = [o.metrics.wave for o in outputs]
@@ -160,45 +166,79 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
 
 
 @each_decoder
-def test_nothing_compiles_after_warmup(family_checkpoint, textured_image):
-    """50 requests of random lengths and images, every way of sampling: not one compilation, eager ones included."""
-    compiled = []
+def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, monkeypatch, capsys):
+    """Requests of random lengths and images, seen and new, every way of sampling: not one compilation, eager ones
+    included; and no weights are hashed, and no pool is made."""
     rng = np.random.default_rng(0)
-    with open_llm(family_checkpoint) as llm:
-        count, _ = llm.warmup(verbose=False)
+    ladder = Ladder(rows=(64, 256), patches=(64, 256), sequences=(1, 4, 8))
+    with open_llm(family_checkpoint, ladder=ladder, reuse="approximate") as llm:
+        decoders = mock.Mock(wraps=base.import_decoders)
+        monkeypatch.setattr(base, "import_decoders", decoders)
+        count, _ = llm.warmup()
+        told = capsys.readouterr().err
+        assert "warming up: taking 0.01 GB for keys and values\n" in told
+        assert "fingerprinting the weights\n" in told
+        decoders.assert_called_once_with()
         most = 60 + 20 * len(set(llm._runner.definitions.like))  # kinds of layers
-        assert count <= most
+        assert count == llm._runner.programs.num_programs <= most
         with open_llm(family_checkpoint, ladder=None, max_rows=8192, max_model_len=None) as default:
             assert len(default._runner.programs.keys()) <= most
-        listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
-        jax.monitoring.register_event_duration_secs_listener(listener)
-        try:
-            requests, params = [], []
-            for i in range(50):
-                parts = []
-                for _ in range(rng.integers(0, 4)):
-                    parts.append("x" * int(rng.integers(1, 40)))
-                    parts.append(textured_image(*rng.integers(30, 200, 2), seed=i))
-                requests.append(user(*parts, "y" * int(rng.integers(1, 60))))
-                params.append(
-                    SamplingParams(
-                        max_tokens=int(rng.integers(1, 6)),
-                        temperature=float(rng.integers(0, 2)),
-                        repetition_penalty=1.0 + float(rng.integers(0, 2)),
-                        logprobs=[None, 3][rng.integers(0, 2)],
-                    )
+        monkeypatch.setattr(checkpoint, "tensor_digests", lambda plan: pytest.fail("weights were hashed"))
+        ran, run = set(), llm._runner.run
+        monkeypatch.setattr(llm._runner, "run", lambda key, *args: ran.add(key) or run(key, *args))
+        requests, params = [], []
+        for i in range(50):
+            parts = []
+            for _ in range(rng.integers(0, 4)):
+                parts.append("x" * int(rng.integers(1, 40)))
+                parts.append(textured_image(*rng.integers(30, 180, 2), seed=i))
+            requests.append(user(*parts, "y" * int(rng.integers(1, 60))))
+            params.append(
+                SamplingParams(
+                    max_tokens=int(rng.integers(1, 6)),
+                    temperature=float(rng.integers(0, 2)),
+                    repetition_penalty=1.0 + float(rng.integers(0, 2)),
+                    logprobs=[None, 3][rng.integers(0, 2)],
                 )
+            )
+        a, b = textured_image(90, 130, 1), textured_image(150, 70, 2)
+        film = {"type": "video", "video": [textured_image(56, 84, i) for i in range(4)], "video_metadata": {"fps": 2}}
+        prefix = [{"role": "system", "content": "Be terse."}]
+        with compilations() as compiled:
+            for request in (
+                user(a, "What?"), user(a, "What?"), user(a, "Where, then?"), prefix + user(a, "What?"),
+                user("See ", b, " and ", a, " and ", textured_image(64, 64, 3)),
+                [{"role": "user", "content": [film, {"type": "text", "text": "What?"}]}],
+            ):  # fmt: skip
+                for reuse in ("approximate", "exact", "full", "off"):
+                    llm.chat(request, GREEDY, reuse=reuse, use_tqdm=False)
             llm.chat(requests[:25], params[:25], use_tqdm=False)
             for request, own in zip(requests[25:], params[25:], strict=True):
                 llm.chat(request, own, use_tqdm=False)
             llm.score(requests[:5], ["abc"] * 5, use_tqdm=False)
             llm.chat([requests[0]] * 5, params[0], use_tqdm=False)
-            assert not compiled
-            jax.jit(lambda x: x + len(compiled))(np.arange(1237))  # the listener does listen
-            assert compiled
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listener)
+        assert not compiled
+        assert {"encode", "link", "stage", "window"} <= {key[0] for key in ran}
+        assert not ran & {("pool",), ("lanes",), ("encoder_rows",)}
         assert llm._runner.programs.num_programs == count
+    with compilations() as compiled:
+        jax.jit(lambda x: x + len(compiled))(np.arange(1237))
+    assert compiled  # it does listen
+
+
+def test_nearly_equal_pools_have_the_same_programs(family_checkpoint):
+    """So that what was compiled for one, and is kept on disk, serves the other."""
+    texts = []
+    for pages in (40, 41, 42):
+        with open_llm(family_checkpoint, kv_cache_bytes=pages * page_bytes(family_checkpoint)) as llm:
+            programs, keys = llm._runner.programs, llm._runner.programs.keys()
+            assert llm.stats().pages == pages // 2 * 2
+            assert llm.stats().kv_cache_bytes == pages // 2 * 2 * page_bytes(family_checkpoint)
+            layer = next(key for key in keys if key[0] == "layer")
+            defined = [programs.definitions.define(key) for key in (("pool",), ("copy", 1), layer)]
+            texts.append([jax.jit(one, donate_argnums=n).lower(*args).as_text() for one, args, n in defined])
+    assert texts[0] == texts[1]
+    assert all(one != other for one, other in zip(texts[1], texts[2], strict=True))
 
 
 def test_bf16(llm, family_checkpoint, conversations):
@@ -363,16 +403,15 @@ def test_other_bad_arguments(llm, conversations, textured_image):
             chat(conversations[0], params)
 
 
-def test_a_pool_too_small_names_the_figures(llm, family_checkpoint):
-    text = llm._checkpoint.config.text
-    slot = 2 * text.num_layers * text.num_kv_heads * text.head_dim * 4
+def test_a_pool_too_small_names_the_figures(family_checkpoint):
+    size = page_bytes(family_checkpoint)
     with (
-        open_llm(family_checkpoint, kv_cache_bytes=104 * slot, max_model_len=None) as engine,
+        open_llm(family_checkpoint, kv_cache_bytes=size, max_model_len=None) as engine,
         pytest.raises(ValueError, match="max_model_len = 128"),  # a page
     ):
         engine.chat([{"role": "user", "content": "long " * 40}], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="max_model_len must be at most 128"):
-        open_llm(family_checkpoint, kv_cache_bytes=104 * slot, max_model_len=200)
+        open_llm(family_checkpoint, kv_cache_bytes=size, max_model_len=200)
 
 
 def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):
@@ -521,7 +560,7 @@ def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
             ("/etc/passwd", "allowed_local_media_path"),
             (tmp_path / "a.png", "at most 5 bytes"),
         ]:
-            with pytest.raises(ValueError, match=rf"conversations\[0\] images\[0\] must .*{message}"):
+            with pytest.raises(ValueError, match=rf"messages images\[0\] must .*{message}"):
                 llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import vlcache_jax.engine.linker as linker
 import vlcache_jax.engine.prefilling as prefilling
+import vlcache_jax.inputs.layout as layout
+from tests import release
 from tests.inputs.test_videos import encoded
 from tests.test_llm import open_llm as open_plain_llm
 from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_records, logits, open_llm, tokens
+from vlcache_jax.cache import keys
 from vlcache_jax.inputs.films import FilmFile
 from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.reuse.policies import Scheduled
 
 
@@ -95,13 +101,13 @@ def matches(output):
 @pytest.mark.ladder_for("qwen2_vl", "qwen3_vl_moe")
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl-flat-tied", "qwen3_vl-tied", "qwen3_vl_moe-every"])
 def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture):
-    """Two videos of other rates, with an odd number of frames and with times that reach beyond the text, and a picture:
-    tower, positions, logits, and what is said."""
+    """Videos with times that reach beyond their size and with an odd number of frames, and a picture and text behind:
+    tower, logits, and what is said, at the positions of the release."""
     torch = pytest.importorskip("torch")
     model = load_oracle(checkpoints(name))
     config = model.config
-    other = [frame[:60, :88] for frame in film[:4]]
-    conversation = user("See ", video(film[:5], 3.0), picture, " and ", video(other, 0.3), "? Tell.")
+    other = [frame[:60, :58] for frame in film[:6]]
+    conversation = user("See ", video(other, 0.3), picture, " and ", video(film[:5], 3.0), "? Tell.")
     with open_plain_llm(checkpoints(name)) as llm:
         [output] = chat(llm, conversation, reuse="off", params=GREEDY)
         answer = output.outputs[0].token_ids
@@ -115,19 +121,23 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
         pixels = [
             torch.tensor(np.concatenate([values(i.patches) for i, m in images if (m is None) == p])) for p in (1, 0)
         ]
-        layout = llm._linker.plan(request, llm._policy).layout
-    assert [(m.video, m.chunk) for _, m in images if m] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+        planned = llm._linker.plan(request, llm._policy).layout
+    assert [(m.video, m.chunk) for _, m in images if m] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     [chunk, *_, last] = [one.grid for one, moment in images if moment]
-    grids = torch.tensor([[3, *chunk[1:]], [2, *last[1:]]])
+    grids = torch.tensor([[3, *chunk[1:]], [3, *last[1:]]])
     still = torch.tensor([one.grid for one, moment in images if moment is None])
     ids = torch.tensor(request.token_ids.astype(np.int64))[None]
     kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
     inputs = {"mm_token_type_ids": kinds, "image_grid_thw": still, "video_grid_thw": grids}
-    if hasattr(config.vision_config, "tokens_per_second"):
-        inputs["second_per_grid_ts"] = [2 / 3.0, 2 / 0.3]
-    positions, delta = model.model.get_rope_index(ids, **inputs)
-    np.testing.assert_array_equal(layout.positions, positions[:, 0])
-    assert layout.delta == int(delta)
+    merged = [(t, h // 2, w // 2) for t, h, w in (*grids[:1].tolist(), *still.tolist(), *grids[1:].tolist())]
+    second = getattr(config.vision_config, "tokens_per_second", None)
+    steps = [1, 0, 1] if second is None else [second * 2 / 0.3, 0, second * 2 / 3.0]
+    if "qwen3" in name:  # text between chunks
+        merged, steps = [(1, h, w) for t, h, w in merged for _ in range(t)], [0] * 7
+    positions, delta = release.rope_index((kinds == 0).numpy()[0], merged, steps)
+    np.testing.assert_array_equal(planned.positions, positions)
+    assert planned.delta == delta
+    inputs["position_ids"] = torch.tensor(positions)[:, None]
     with torch.no_grad():
         features = model.model.get_video_features(pixels[1], grids)
         levels = [features.pooler_output, *(getattr(features, "deepstack_features", None) or [])]
@@ -140,7 +150,7 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
         for i in range(len(answer)):
             found.append(out.logits[0, -1].numpy())
             said.append(int(found[-1].argmax()))
-            place = torch.full((3, 1, 1), ids.shape[1] + layout.delta + i)
+            place = torch.full((3, 1, 1), ids.shape[1] + planned.delta + i)
             cache = {"cache" if hasattr(out, "cache") else "past_key_values": out.past_key_values}
             out = model(input_ids=torch.tensor([said[-1:]]), position_ids=place, **cache)
     assert tuple(said) == answer
@@ -237,9 +247,40 @@ def test_time_is_a_part_of_the_context(llm, film):
         seen.add(fps)
 
 
-def test_what_is_generated_is_not_taken_for_a_prompt(llm, film):
-    """Where a video's times reach beyond its text, what is generated behind it has positions that the same tokens as
-    text of a prompt do not have."""
+def todays_positions(num_tokens, starts, grids, times):
+    """What the library of today does, and this package did: text begins behind a video's size, not behind its end."""
+    positions, _ = mrope_positions(num_tokens, starts, grids)
+    for start, (h, w), time in zip(starts, grids, times, strict=True):
+        positions[0, start : start + h * w] += time
+    return positions, int(positions.max()) + 1 - num_tokens
+
+
+def contexts_with_bare_times(parts):
+    """The digests under which K, V of such positions were kept."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            yield digest.hexdigest()
+        for piece in keys._frame(part.astype("<i4").tobytes() if isinstance(part, np.ndarray) else part):
+            digest.update(piece)
+
+
+@pytest.mark.usefixtures("from_records")
+def test_what_was_kept_by_another_rule_of_positions_is_not_found(llm, film, picture, monkeypatch):
+    """Behind the end of a video; what stands before one, and chunks that no time stands before, are found."""
+    target = user(picture, " One ", video(film[:6], 0.3), " two ", picture, " three")
+    with monkeypatch.context() as before:
+        before.setattr(layout, "mrope_positions", todays_positions)
+        before.setattr(linker, "context_keys", contexts_with_bare_times)
+        chat(llm, target)
+        assert {one.match for one in chat(llm, target)[0].cache.images} == {"exact"}
+    expected = ["exact"] * 5 if llm._checkpoint.config.model_type == "qwen3_vl" else ["exact"] * 2 + ["miss"] * 3
+    assert [one.match for one in chat(llm, target)[0].cache.images] == expected
+    assert_close(logits(llm, target), logits(llm, target, reuse="off"))
+
+
+def test_a_turn_goes_on_behind_what_was_said_about_a_video(llm, film):
+    """What is generated stands where the same tokens of a prompt do, and is found as these."""
     shown = user("x" * 100, video(film[:4], 0.05), ".")
     answer = {"role": "assistant", "content": FORCED}
     turn = [*shown, answer, *user("And?")]
@@ -249,6 +290,12 @@ def test_what_is_generated_is_not_taken_for_a_prompt(llm, film):
     [output] = chat(llm, turn)
     assert output.num_cached_tokens >= 128
     assert_close(logits(llm, turn), cold)
+
+
+def test_rows_of_a_call_may_show_the_same_frames_at_other_rates(llm, film):
+    rows = [user("See ", video(film[:4], fps), ".") for fps in (2.0, 0.3)]
+    expected = [logits(llm, row, reuse="off") for row in rows]
+    assert_close(logits(llm, *rows, reuse="off"), np.concatenate(expected))
 
 
 def test_what_is_kept_of_a_video(llm, film):

@@ -1,4 +1,4 @@
-"""Serves Qwen vision-language models in JAX and never computes the same image twice."""
+"""Serves Qwen vision-language models in JAX and reuses the work done on images it has seen."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -52,3 +52,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -18,6 +18,7 @@ from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.serving import Job, RequestError
+from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.llm import LLM, Conversation, PromptLike, Reuse
@@ -74,7 +75,7 @@ class AsyncLLM:
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
@@ -100,9 +101,10 @@ class AsyncLLM:
             raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
         if not isinstance(sampling_params, SamplingParams | None):
             raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
-        name, render = self._renders(prompt, mm_processor_kwargs, **template)
+        params = None if sampling_params is None else sampling_params.clone()  # the caller's may be set meanwhile
+        render = self._renders(prompt, mm_processor_kwargs, **template)
         call = self._llm._call(
-            name, [prompt], render, reuse, cache_salt, "return", params=sampling_params, priority=priority
+            "prompt", [prompt], render, reuse, cache_salt, "return", params=params, priority=priority
         )
         with self._lock:
             if request_id in self._jobs:
@@ -172,20 +174,20 @@ class AsyncLLM:
         await self.close()
 
     def _renders(
-        self, prompt: Any, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]
-    ) -> tuple[str, Callable[..., Prompt]]:
-        """What errors call the prompt, and what renders it."""
+        self, prompt: Any, limits: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
+    ) -> Callable[..., Prompt]:
+        """What renders the prompt."""
         if isinstance(prompt, (str, Mapping)):
             if limits is not None:
                 raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
-            if template:
-                raise ValueError(
-                    f"{next(iter(template))} must be left out, got it beside a prompt that has no messages"
-                )
-            return "prompt", self._llm._renderer.from_prompt
+            options = TemplateOptions.__annotations__
+            ours("generate", CALLS, {name: value for name, value in template.items() if name not in options}, options)
+            if beside := [name for name in template if name in options]:
+                raise ValueError(f"{beside[0]} must be left out, got it beside a prompt that has no messages")
+            return self._llm._renderer.from_prompt
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
-        return "conversation", self._llm._renders(limits, **template)
+        return self._llm._renders("generate", limits, **template)
 
     async def _stream(self, call: Call, request_id: str) -> AsyncGenerator[RequestOutput]:
         events = asyncio.get_running_loop()

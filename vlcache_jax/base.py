@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import inspect
 import os
@@ -11,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import jax
 
@@ -25,6 +24,7 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller
 from vlcache_jax.checks import check_flags, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
+from vlcache_jax.convert.source import locate
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
 from vlcache_jax.engine.costs import Rates, identity_of, time_limit
@@ -42,14 +42,16 @@ from vlcache_jax.engine.recognition import Recognizer
 from vlcache_jax.engine.runner import Runner, check_kernels
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
-from vlcache_jax.foreign import ours
+from vlcache_jax.foreign import CALLS, ENGINE, ours, warn_ignored
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
+from vlcache_jax.inputs.films import import_decoders
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, check_max_pixels
-from vlcache_jax.inputs.processor import ImageProcessor, check_limits
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions
+from vlcache_jax.inputs.processor import ImageProcessor
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer
+from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
-from vlcache_jax.models import ModelConfig
+from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
@@ -76,11 +78,11 @@ class BaseLLM:
         max_num_seqs: int | None = None,
         max_rows: int | None = None,
         max_model_len: int | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
-        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         implementation: str | None = None,
         ladder: Ladder | None = None,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = True,
         allow_remote_images: bool = False,
         allowed_media_domains: Sequence[str] | None = None,
         allowed_local_media_path: str | os.PathLike[str] | None = "/",
@@ -88,7 +90,7 @@ class BaseLLM:
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         revision: str | None = None,
         verify_weights: bool = False,
-        seed: int = 0,
+        seed: int | None = 0,
         use_tqdm: bool = True,
         **foreign: Any,
     ):
@@ -106,9 +108,10 @@ class BaseLLM:
             "shift-R", R a ratio or a schedule file: so too, and what is not computed is moved by what was.
             "off": every image is computed and nothing is kept.
           cache: sizes and rules of the image cache.
-          kv_cache_bytes: size of the KV pool, rounded up to whole pages of 128 tokens (one page more is allocated,
-            which no request uses); a number or a string such as "4GiB". By default most of the memory that weights and
-            activations leave free.
+          kv_cache_bytes: size of the KV pool; a number or a string such as "4GiB". By default most of the memory that
+            weights and activations leave free. It is rounded down to whole pages of 128 tokens, above 32 pages to
+            sizes that are 1/32 to 1/16 apart, so that programs compiled for one size serve all that are nearly as
+            large. `stats().kv_cache_bytes` is what requests can use. (One page more is allocated.)
             It bounds prompt and answer of one request, and how many requests run together.
           gpu_memory_utilization: share of the free memory that weights, activations and pool may take, where
             `kv_cache_bytes` says nothing. By default the pool takes 0.9 of what the others leave, on a CPU a quarter.
@@ -116,9 +119,11 @@ class BaseLLM:
           max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
             what the ladder says.
           max_model_len: tokens of prompt and answer at most. By default what the model and the pool allow.
-          mm_processor_kwargs: min_pixels and max_pixels of images, for all requests; a request's own come first. (A
-            video's are said beside it.)
-          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most. By default any number.
+          mm_processor_kwargs: min_pixels and max_pixels of images, or `size={"shortest_edge": ..., "longest_edge":
+            ...}`, which says the same; fps, num_frames, min_frames, max_frames and do_sample_frames of videos. For all
+            requests; what a request says, or what stands beside a video, comes first. (How large a video's frames are
+            is said beside it.)
+          limit_mm_per_prompt: {"image": n, "video": n}: of a request at most; n may be {"count": n}. By default any.
           implementation: of the kernels for attention and linking: "xla", "mosaic_gpu" (Hopper GPUs),
             "mosaic_gpu_interpreted" (the same, interpreted on a CPU, for tests); None is the best for each case. Opened
             on a Hopper GPU for the first time, it checks the kernels in a process of its own, before jax takes the
@@ -138,9 +143,9 @@ class BaseLLM:
           revision: branch, tag or commit of a model on the hub.
           verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that
             were written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
-          seed: of answers whose sampling parameters name none.
+          seed: of answers whose sampling parameters name none; None is 0.
           use_tqdm: say on stderr what is loaded; calls have their own.
-          foreign: arguments of vLLM; those without a meaning here are ignored, with a warning.
+          foreign: arguments of vLLM; those on which no answer depends are ignored, with a warning.
 
         Raises:
           FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an argument is
@@ -149,13 +154,15 @@ class BaseLLM:
           NotImplementedError: the implementation asked for does not do this model, dtype or device.
           MemoryError: weights and pool do not fit. Nothing has been loaded then.
         """
-        translated = ours("LLM", foreign, inspect.signature(BaseLLM).parameters)
-        max_rows = translated.get("max_rows", max_rows)
+        translated = _translated(foreign, model, revision)
+        max_rows, use_tqdm = translated.get("max_rows", max_rows), translated.get("use_tqdm", use_tqdm)
         kv_cache_bytes = translated.get("kv_cache_bytes", kv_cache_bytes)
+        seed, keeps = 0 if seed is None else seed, True if enable_prefix_caching is None else enable_prefix_caching
         policy = parse_policy(reuse)
         cache = CacheConfig() if cache is None else cache
-        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=enable_prefix_caching)
-        _check_arguments(model, dtype, cache, mm_processor_kwargs, ladder, revision, seed)
+        check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=keeps)
+        _check_arguments(model, dtype, cache, ladder, revision, seed)
+        settings = read_settings(mm_processor_kwargs)
         _check_counts(max_rows=max_rows, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         pool = None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         _check_share(gpu_memory_utilization)
@@ -163,6 +170,9 @@ class BaseLLM:
         check_max_pixels(max_image_pixels)
         access = Access(allow_remote_images, allowed_media_domains, allowed_local_media_path, max_image_bytes)
         dispatch.check_name(implementation)
+        directory = locate(model, revision).directory
+        load_config(directory)  # what small files tell to be wrong is said before anything takes time
+        check_tokenizer(directory)
         if implementation is None:
             first_contact.meet(CHECKS, show=use_tqdm)  # from here on jax may hold the device's memory
         device = jax.devices()[0]
@@ -170,19 +180,20 @@ class BaseLLM:
         use_compilation_cache()
         if dtype == "auto":
             dtype = "float32" if device.platform == "cpu" else "bfloat16"
-        self._checkpoint = open_checkpoint(model, dtype=dtype, revision=revision, verify_weights=verify_weights)
+        self._checkpoint = open_checkpoint(directory, dtype=dtype, verify_weights=verify_weights)
         config = self._checkpoint.config
         if implementation is not None:
             check_kernels(config, self._checkpoint.dtype, implementation)
         codec = None if cache.codec == "auto" else CODECS[cache.codec]
         if codec is not None:
             codec.group(config.text.head_dim)  # before anything is loaded
-        fingerprint = functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm))
+        self._hash_weights = fingerprint = functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm))
         codec_name = str(self._checkpoint.dtype) + ("" if codec is None else f" {codec.name}")
         tiers = open_tiers(cache, fingerprint=fingerprint, codec=codec_name)
         self._policy = self._checkpoint.check_policy(policy)
         self._renderer = PromptRenderer.from_pretrained(self._checkpoint.directory, access=access)
-        self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(mm_processor_kwargs)
+        self._renderer.video_options = settings.videos
+        self._processor = ImageProcessor.from_pretrained(self._checkpoint.directory).with_limits(settings.limits)
         _check_processor(self._processor, self._renderer, config)
         videos = VideoProcessor.from_pretrained(self._checkpoint.directory, config, self._processor)
         memory = plan_memory(
@@ -217,7 +228,7 @@ class BaseLLM:
         self._ahead = Ahead(self._runner.programs)
         tokenizer = self._renderer.tokenizer
         defaults = read_generation_config(self._checkpoint.directory, tokenizer, config.text.vocab_size)
-        self._sequences = SequenceBuilder(config, memory, tokenizer, *defaults, seed, enable_prefix_caching)
+        self._sequences = SequenceBuilder(config, memory, tokenizer, *defaults, seed, keeps)
         self._reporter = Reporter(config.text.num_layers, self._sequences.token_text)
         self._store = Store(cache)
         token_rungs = self._runner.token_rungs
@@ -251,22 +262,19 @@ class BaseLLM:
         )  # fmt: skip
         self._caller = Caller(self._identifier, self._linker, self._loop, self._sequences, self._reporter, self._ahead)
         self.cache = ImageCache(
-            self._store,
-            self._movement,
-            self._tier,
-            self._writer,
-            self._pages,
-            self._identifier,
-            self._renderer,
-            self._caller,
-        )
+            self._store, self._movement, self._tier, self._writer, self._pages,
+            self._identifier, self._renderer, self._caller,
+        )  # fmt: skip
 
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
-        """Compiles every program ahead, so that no request waits for a compilation.
+        """Does ahead what the first requests would wait for.
+
+        Every program is compiled. The memory of the KV pool is taken, weights of a directory of the hub are read and
+        hashed (keys of images name them), and the decoders of pictures and videos are imported.
 
         Args:
           reuse: what calls will ask for; None is what the engine was made with.
-          verbose: show a progress bar and, at the end, what was compiled; on stderr.
+          verbose: show what is done and, at the end, what was compiled; on stderr.
 
         Compiled programs are also kept on disk, so that the next process only loads them.
 
@@ -277,7 +285,13 @@ class BaseLLM:
         policy = self._parse_policy(reuse)
         self._loop.check_open()
         self._ahead.stop()
-        return _compile_all(self._runner.programs, policy, verbose)
+        compiled = _compile_all(self._runner.programs, policy, verbose)
+        with interruptible(), Progress("warming up", show=verbose):
+            with Progress(f"taking {self.stats().kv_cache_bytes / 1e9:.2f} GB for keys and values"):
+                self._loop.prepare()
+            self._hash_weights()
+            import_decoders()
+        return compiled
 
     @property
     def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:
@@ -351,15 +365,23 @@ class BaseLLM:
         self._loop.check_open()
         return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, **more)
 
-    def _renders(self, limits: Mapping[str, int] | None, **template: Unpack[TemplateOptions]) -> Callable[..., Prompt]:
-        """What makes a prompt of a conversation."""
-        known = [field.name for field in dataclasses.fields(Template)]
-        ours("chat", {name: value for name, value in template.items() if name not in known}, known)
-        own = Template(**{name: value for name, value in template.items() if name in known})  # type: ignore[arg-type]
-        return partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(limits), template=own)
+    def _renders(self, caller: str, settings: Mapping[str, Any] | None, **template: Any) -> Callable[..., Prompt]:
+        """What makes a prompt of a conversation; `caller` is what was called."""
+        read_settings(settings)  # wrong ones are the call's, not a row's
+        known = TemplateOptions.__annotations__
+        ours(caller, CALLS, {name: value for name, value in template.items() if name not in known}, known)
+        own = Template(**{name: value for name, value in template.items() if name in known})
+        return partial(self._renderer.from_conversation, mm_processor_kwargs=settings, template=own)
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
+
+
+def _translated(foreign: Mapping[str, Any], model: Any, revision: str | None) -> dict[str, Any]:
+    """Arguments of vLLM in ours. Those that say once more what ours say already say nothing."""
+    again = {"tokenizer": model, "tokenizer_revision": revision, "hf_config_path": model}
+    given = {name: value for name, value in foreign.items() if name not in again or str(value) != str(again[name])}
+    return ours("LLM", ENGINE, given, inspect.signature(BaseLLM).parameters)
 
 
 def _fingerprint(checkpoint: Checkpoint, show: bool) -> str:
@@ -383,14 +405,13 @@ def _say_kernels(choices: Iterable[dispatch.Choice]) -> None:
         say(f"{kernel}: {implementation} in {number} cases ({why})")
 
 
-def _check_arguments(model: Any, dtype: Any, cache: Any, limits: Any, ladder: Any, revision: Any, seed: Any) -> None:
+def _check_arguments(model: Any, dtype: Any, cache: Any, ladder: Any, revision: Any, seed: Any) -> None:
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
     if not (isinstance(dtype, str) and dtype == "auto"):
-        as_dtype(dtype)
+        as_dtype(dtype, "auto")
     if not isinstance(cache, CacheConfig):
         raise ValueError(f"cache must be a CacheConfig, got {cache!r}")
-    check_limits(limits)
     if not isinstance(ladder, Ladder | None):
         raise ValueError(f"ladder must be a Ladder or None, got {ladder!r}")
     if not isinstance(revision, str | None):
@@ -410,16 +431,27 @@ def _check_share(share: Any) -> None:
         raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
 
 
-def _check_limits_per_prompt(limits: Any) -> Mapping[str, int]:
+def _check_limits_per_prompt(limits: Any) -> dict[str, int]:
     """How many images and videos a request may have; any number of what is not in it."""
     if limits is None:
         return {}
     if not isinstance(limits, Mapping) or not set(limits) <= {"image", "video", "audio"}:
         raise ValueError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {limits!r}')
-    for kind, most in limits.items():
+    found: dict[str, int] = {}
+    idle: list[str] = []
+    for kind, given in limits.items():
+        most = given
+        if isinstance(given, Mapping):
+            most = given.get("count")
+            idle += [f"limit_mm_per_prompt[{kind!r}][{key!r}]" for key in given if key != "count"]
+            if most is None:
+                continue
         if isinstance(most, bool) or not isinstance(most, int) or most < 0:
             raise ValueError(f"limit_mm_per_prompt must be integers of at least 0, got {most!r} for {kind}")
-    return limits
+        found[kind] = most
+    if idle:
+        warn_ignored(idle)
+    return found
 
 
 def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:

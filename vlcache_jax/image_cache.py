@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -23,8 +22,9 @@ from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.parts import VIDEO_TYPES
-from vlcache_jax.inputs.processor import Grid, check_limits
-from vlcache_jax.inputs.prompt import PromptRenderer
+from vlcache_jax.inputs.processor import Grid
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.reuse.parse import parse_policy
 
 
@@ -62,7 +62,7 @@ class ImageCache:
         *,
         shared: bool = False,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Computes and keeps images as the first thing of a user's turn, so that prompts that begin so hit exactly.
 
@@ -81,12 +81,23 @@ class ImageCache:
         salt = _salt(cache_salt, shared)
         if isinstance(images, (str, bytes)) or not isinstance(images, Sequence):
             raise ValueError(f"images must be a list of images, got {type(images).__name__}")
+        for i, image in enumerate(images):
+            if image is None:
+                raise ValueError(f"images[{i}] must be an image, got None")
+        if system is not None:
+            check_text(system, "system")
         before = [] if system is None else [{"role": "system", "content": system}]
         conversations = [
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
         self._check_open()
-        render = partial(self._renderer.from_conversation, mm_processor_kwargs=check_limits(mm_processor_kwargs))
+        read_settings(mm_processor_kwargs)  # wrong ones are the call's, not an image's
+
+        def render(conversation: Sequence[Mapping[str, Any]], *, name: str) -> Prompt:
+            return self._renderer.from_conversation(
+                conversation, mm_processor_kwargs=mm_processor_kwargs, name=name, image_name=name
+            )
+
         params = SamplingParams(temperature=0, max_tokens=1)
         call = Call("images[{}]", conversations, render, parse_policy("exact"), salt, "raise", params)
         outputs = in_order(self._caller.answers([call], total=len(images), show=False))
@@ -96,7 +107,7 @@ class ImageCache:
         return keys
 
     def key(
-        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None
     ) -> str:
         """The image's entry key. Decodes it if it was not seen before."""
         if isinstance(image, Mapping):
@@ -105,7 +116,7 @@ class ImageCache:
         return key
 
     def keys(
-        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, int] | None = None
+        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None
     ) -> list[str]:
         """The entry keys of an image, which has one, or of a video, which has one for each chunk."""
         return [one.key for one in self._images(image, cache_salt, mm_processor_kwargs)]
@@ -116,7 +127,7 @@ class ImageCache:
         context: str | None = None,
         *,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Handle:
         """Finds and pins what is kept for an image, to be used in a `with`. Takes an image or its entry key, which
         chunks of videos have, too.
@@ -136,7 +147,14 @@ class ImageCache:
         self._movement.wait()
         return self._store.lookup(entry, context or "", grid=grid, approximate=True)
 
-    def pin(self, image: Any, **identity: Any) -> int:
+    def pin(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Keeps an image's present records until `unpin` or until all are forgotten. Takes an image or its entry key.
 
         On the disk they stay until `unpin`, also after this process.
@@ -149,35 +167,59 @@ class ImageCache:
         """
         self.flush()
         count = 0
-        for entry, _ in self._entries(image, **identity):
+        for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             count += self._store.keep(entry, True)
             self._movement.pin(entry, True)
         return count
 
-    def unpin(self, image: Any, **identity: Any) -> int:
+    def unpin(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Takes `pin` back; returns of how many records."""
         count = 0
-        for entry, _ in self._entries(image, **identity):
+        for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             self._movement.pin(entry, False)
             count += self._store.keep(entry, False)
         return count
 
-    def evict(self, image: Any, **identity: Any) -> int:
+    def evict(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key.
 
         Prompts that show the image leave the KV pool, too.
         """
         self.flush()
         names: set[str] = set()
-        for entry, _ in self._entries(image, **identity):
+        for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             self._pages.drop(entry)
             names |= self._store.evict(entry)
             pinned = {record.meta.name for record in self._store.records(entry)}
             names |= self._movement.delete(entry, pinned)
         return len(names)
 
-    def delete(self, image: Any, **identity: Any) -> int:
+    def delete(
+        self,
+        image: Any,
+        *,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, int] | None = None,
+        shared: bool = False,
+    ) -> int:
         """Removes an image's records everywhere, pinned ones too; returns how many. Takes an image or its entry key."""
+        identity: dict[str, Any] = {
+            "cache_salt": cache_salt, "mm_processor_kwargs": mm_processor_kwargs, "shared": shared,
+        }  # fmt: skip
         self.unpin(image, **identity)
         return self.evict(image, **identity)
 
@@ -228,7 +270,7 @@ class ImageCache:
         self,
         image: Any,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> list[tuple[str, Grid | None]]:
         """The entry keys of an image or of a video's chunks, and their grids; or an entry key as it came, unless it
@@ -241,13 +283,13 @@ class ImageCache:
         found = {one.key: one.grid for one in self._images(image, salt, mm_processor_kwargs)}
         return list(found.items())
 
-    def _images(self, image: Any, salt: Salt, limits: Mapping[str, int] | None) -> tuple[ImageRef, ...]:
+    def _images(self, image: Any, salt: Salt, mm_processor_kwargs: Mapping[str, Any] | None) -> tuple[ImageRef, ...]:
         self._check_open()
         if isinstance(image, Mapping) and image.get("type") not in VIDEO_TYPES:
             raise ValueError(
                 f"image must be an image itself, a video's part of a message, or an entry key, got {short(image)}"
             )
-        [request] = self._identifier.identify([self._renderer.alone(image, limits)], salt)
+        [request] = self._identifier.identify([self._renderer.alone(image, mm_processor_kwargs)], salt)
         return request.images
 
 

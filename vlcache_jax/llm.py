@@ -12,11 +12,12 @@ from vlcache_jax.base import BaseLLM, Reuse
 from vlcache_jax.calls import Call, in_order
 from vlcache_jax.checks import check_flags, short
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.foreign import ours
+from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
 
 Conversation = Sequence[Mapping[str, Any]]
+Asked = Conversation | Mapping[str, Any]
 PromptLike = str | Mapping[str, Any] | Sequence[int]
 
 
@@ -35,15 +36,15 @@ class LLM(BaseLLM):
 
     def chat(
         self,
-        conversations: Conversation | Sequence[Conversation] | None = None,
+        conversations: Conversation | Sequence[Asked] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        messages: Conversation | Sequence[Conversation] | None = None,
+        messages: Conversation | Sequence[Asked] | None = None,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
@@ -54,14 +55,16 @@ class LLM(BaseLLM):
             list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
             path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL; it may have a `uuid`,
             your own id of the picture. A part may also be a `video` or `video_url`: frames as a list or an array
-            [T, H, W, 3], or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`).
+            [T, H, W, 3], or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`). What
+            else a message holds, such as `tool_calls` and `reasoning_content`, is for the chat template. In a list, a
+            conversation may also be a dict, `{"messages": [...], "chat_template": ...}`, with a template of its own.
           sampling_params: for all, or one for each conversation; None is the checkpoint's own.
           use_tqdm: show a progress bar.
           messages: vLLM's name for conversations.
           reuse: see the class; None is what the engine was made with.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
-          mm_processor_kwargs: min_pixels and max_pixels for the images of this call.
+          mm_processor_kwargs: of the images and videos of this call, see `LLM`.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
           template: `chat_template`, a Jinja text in place of the checkpoint's; `chat_template_kwargs`, names that it
@@ -80,22 +83,23 @@ class LLM(BaseLLM):
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        render = self._renders(mm_processor_kwargs, **template)
+        render = self._renders("chat", mm_processor_kwargs, **template)
         if messages is not None and conversations is not None:
             raise ValueError("conversations must be left out beside messages, got both")
-        listed = _listed_conversations(conversations if messages is None else messages)
-        call = self._call("conversations[{}]", listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
+        listed, name = _listed_conversations(given, kind)
+        call = self._call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def chat_iter(
         self,
-        conversations: Iterable[Conversation],
+        conversations: Iterable[Asked],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
     ) -> Iterator[tuple[int, RequestOutput]]:
@@ -123,7 +127,9 @@ class LLM(BaseLLM):
             raise ValueError(
                 f"sampling_params must be SamplingParams, an iterable of them or None, got {short(sampling_params)}"
             )
-        render = self._renders(mm_processor_kwargs, **template)
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
+        render = self._renders("chat_iter", mm_processor_kwargs, **template)
         call = self._call("conversations[{}]", [], render, reuse, cache_salt, on_error)
         size = self._runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
@@ -162,19 +168,19 @@ class LLM(BaseLLM):
           RequestError, ValueError: see `chat`.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        ours("generate", foreign, inspect.signature(self.generate).parameters)
-        listed, render = _listed_prompts(prompts), self._renderer.from_prompt
-        call = self._call("prompts[{}]", listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
+        (listed, name), render = _listed_prompts(prompts), self._renderer.from_prompt
+        call = self._call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def score(
         self,
-        conversations: Conversation | Sequence[Conversation],
+        conversations: Conversation | Sequence[Asked],
         continuations: Sequence[str | Sequence[int]],
         *,
         reuse: Reuse | None = None,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         keep_logits: bool = False,
         use_tqdm: bool = True,
         on_error: str = "raise",
@@ -195,9 +201,9 @@ class LLM(BaseLLM):
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
-        render = self._renders(mm_processor_kwargs, **template)
-        listed = _listed_conversations(conversations)
-        call = self._call("conversations[{}]", listed, render, reuse, cache_salt, on_error)
+        render = self._renders("score", mm_processor_kwargs, **template)
+        listed, name = _listed_conversations(conversations, "conversations")
+        call = self._call(name, listed, render, reuse, cache_salt, on_error)
         return in_order(self._caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
 
     def _answer(self, call: Call, verify: bool, show: bool) -> list[RequestOutput]:
@@ -205,8 +211,8 @@ class LLM(BaseLLM):
 
 
 def _batched(
-    conversations: Iterable[Conversation], params: SamplingParams | Iterable[SamplingParams] | None, size: int
-) -> Iterator[tuple[Sequence[Conversation], SamplingParams | Sequence[SamplingParams] | None]]:
+    conversations: Iterable[Asked], params: SamplingParams | Iterable[SamplingParams] | None, size: int
+) -> Iterator[tuple[Sequence[Asked], SamplingParams | Sequence[SamplingParams] | None]]:
     """So many conversations at a time, with their sampling parameters; what came before an error comes first.
 
     Raises:
@@ -215,7 +221,7 @@ def _batched(
     for_all = isinstance(params, SamplingParams | None)
     faults: list[Exception] = []
 
-    def pairs() -> Iterator[tuple[Conversation, Any]]:
+    def pairs() -> Iterator[tuple[Asked, Any]]:
         each: Iterator[Any] = itertools.repeat(None) if for_all else iter(cast(Iterable[Any], params))
         try:
             for row in conversations:
@@ -232,15 +238,18 @@ def _batched(
         raise fault
 
 
-def _listed_conversations(conversations: Any) -> Sequence[Conversation]:
-    if isinstance(conversations, (str, Mapping)) or not isinstance(conversations, Sequence):
-        raise ValueError(f"conversations must be a list of conversations, got {type(conversations).__name__}")
-    is_one = bool(conversations) and isinstance(conversations[0], Mapping)
-    return cast(Sequence[Conversation], [conversations] if is_one else conversations)
+def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Asked], str]:
+    """Conversations, and what errors call each of them; `kind` is the argument that they stand in."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        raise ValueError(f"{kind} must be a list of conversations, got {type(given).__name__}")
+    is_one = bool(given) and isinstance(given[0], Mapping) and "messages" not in given[0]
+    return ([given], "messages") if is_one else (given, f"{kind}[{{}}]")
 
 
-def _listed_prompts(prompts: Any) -> Sequence[PromptLike]:
-    listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-    if not isinstance(listed, Sequence):
+def _listed_prompts(prompts: Any) -> tuple[Sequence[PromptLike], str]:
+    """Prompts, and what errors call each of them."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts], "prompts"
+    if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a string, a dict or a list of these, got {type(prompts).__name__}")
-    return listed
+    return prompts, "prompts[{}]"

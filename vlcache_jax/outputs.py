@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from vlcache_jax.cache.why import Why as Why
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics
+from vlcache_jax.engine.request import TokenLogprob as TokenLogprob
 from vlcache_jax.engine.verification import Verification as Verification
 from vlcache_jax.reuse.plan import Plan, active_rows
 
@@ -102,6 +103,14 @@ class CompletionOutput:
     logprobs: tuple[Logprob, ...] | None = None
     cumulative_logprob: float | None = None
 
+    # vLLM's, of what there is not here.
+    lora_request: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
+
+    def finished(self) -> bool:
+        """Whether it has ended; vLLM has this method."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -110,7 +119,8 @@ class RequestOutput:
     Attributes:
       outputs: `n` answers; none if the request was wrong.
       num_cached_tokens: prompt tokens, text or image, whose K, V were reused exactly.
-      prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts.
+      prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts. A request
+        that was aborted or failed has those of the tokens that had been computed: they may be fewer than the prompt's.
       verification: if asked for.
       request_id: as given, or as drawn; in `LLM` the request's number in its call.
       finished: whether all answers have ended.
@@ -128,6 +138,12 @@ class RequestOutput:
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
     request_id: str = ""
     finished: bool = True
+
+    # vLLM's, of what there is not here.
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    lora_request: ClassVar[None] = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, as `json.dumps` takes them."""

@@ -49,9 +49,9 @@ class Progress:
 
     @property
     def rate(self) -> str:
-        """Tokens a second so far, if there are any."""
+        """Tokens a second so far, if there are any. Of one request it would tell how long the first token took."""
         seconds = time.monotonic() - self._begin
-        return f", {self._tokens / seconds:.3g} tokens/s" if self._tokens and seconds else ""
+        return f", {self._tokens / seconds:.3g} tokens/s" if self._tokens and seconds and self.total != 1 else ""
 
     def __enter__(self) -> Self:
         self.open()

@@ -96,23 +96,20 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN3_VISION,
 }
 
-# The published templates without tools. Some put in a system turn where there is none.
-_SYSTEM_TURN = """\
-{%%- if messages[0].role != 'system' %%}{{ '<|im_start|>system\\n%s<|im_end|>\\n' }}{%% endif %%}
-"""
-_CHAT_TEMPLATE = """\
+# The forms of the published templates, without the descriptions of tools. Markers stand around a video as around an
+# image. Where a family puts in a system turn of its own, all turns are alike.
+_PARTS = """\
 {%- set images, videos = namespace(count=0), namespace(count=0) %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
+{%- macro shown(content, media) %}
+    {%- if content is string %}
+        {{- content }}
     {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+        {%- for part in content %}
+            {%- if media and (part.type == 'image' or 'image' in part or 'image_url' in part) %}
                 {%- set images.count = images.count + 1 %}
                 {%- if add_vision_id %}{{ 'Picture ' ~ images.count ~ ': ' }}{% endif %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif part.type == 'video' or 'video' in part %}
+            {%- elif media and (part.type == 'video' or 'video' in part) %}
                 {%- set videos.count = videos.count + 1 %}
                 {%- if add_vision_id %}{{ 'Video ' ~ videos.count ~ ': ' }}{% endif %}
                 {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
@@ -121,8 +118,26 @@ _CHAT_TEMPLATE = """\
             {%- endif %}
         {%- endfor %}
     {%- endif %}
-    {{- '<|im_end|>\\n' }}
+{%- endmacro %}
+"""
+_TURNS_ALIKE = """\
+{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\n' + system_turn + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + shown(message.content, true) + '<|im_end|>\\n' }}
 {%- endfor %}
+"""
+_TURNS_BY_ROLE = """\
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and loop.first) or message.role == 'assistant' %}
+        {{- '<|im_start|>' + message.role + '\\n' + shown(message.content, message.role == 'user') + '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + shown(message.content, true) + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- endif %}
+{%- endfor %}
+"""
+_ANSWER = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 
@@ -252,8 +267,14 @@ def _tokenizer(system_turn: str | None, corpus: Iterable[str], vocab_size: int) 
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=list(SPECIAL_TOKENS),
-        chat_template=("" if system_turn is None else _SYSTEM_TURN % system_turn) + _CHAT_TEMPLATE,
+        chat_template=_chat_template(system_turn),
     )
+
+
+def _chat_template(system_turn: str | None) -> str:
+    if system_turn is None:
+        return _PARTS + _TURNS_BY_ROLE + _ANSWER
+    return f"{{%- set system_turn = {system_turn!r} %}}\n" + _PARTS + _TURNS_ALIKE + _ANSWER
 
 
 def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, *, published: bool) -> None:

@@ -37,7 +37,7 @@ FIELDS = base.Fields(
         "num_position_embeddings": 2304,
         "deepstack_visual_indexes": [8, 16, 24],
     },
-    rope_theta=500000.0,
+    rope_theta=5e6,  # as at the release; the library of today has 5e5
     own_vision={"num_position_embeddings": whole(1, 1 << 24), "deepstack_visual_indexes": base.INDICES},
 )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 
 import pytest
 
@@ -71,7 +73,7 @@ def test_answers_have_a_line_for_each_case():
     rows = [*ROWS, ROW | {"reuse": published.APPROXIMATE, "mean": 98.96}]
     rows = [row for row in rows if row["donors"] == "together"]
     _, line = published.answers(rows)
-    assert line == ["one, behind other text", "99.0", "99.0", "95.0"]
+    assert line == ["one, behind other text", "300", "99.0", "99.0", "95.0"]
 
 
 def test_a_choice_is_told_with_losses_and_errors():
@@ -98,7 +100,8 @@ def test_cold_answers_are_told_by_task():
 def test_times_are_told_by_configuration_and_size():
     names = ("cold", "encoder cached", "r = 0.1", "r = 0", "schedule, mean 0.0250", "shift, r = 0.03")
     rows = [
-        {"configuration": name, "K, V in": place, "image tokens": tokens, "TTFT ms": tokens + 1000 * i, "over cold": i,
+        {"configuration": name, "K, V in": place, "image tokens": tokens, "TTFT ms": tokens + 1000 * i,
+             "spread ms": 227, "over cold": 11.2 * i,
          "over encoder cached": 1.0, "rows a layer": 34.4, "GFLOP/s of cold": i / 10, "floor ms": 100.0,
          "times floor": 2.0 + i, "TTFT minus compute %": 3.0}
         for tokens in (1024, 2048) for place in ("disk", "host") for i, name in enumerate(names)
@@ -110,13 +113,33 @@ def test_times_are_told_by_configuration_and_size():
     first = [row for row in rows if row["image tokens"] == 1024]
     for row in first:
         row["TTFT ms"] *= row["K, V in"] != "disk"  # those do not count
-    _, seconds, faster = published.ttft_first(first)
-    assert seconds == ["seconds", "1.02", "2.02", "6.02", "4.02"]
-    assert faster == ["times faster", "0", "1", "5", "3"]
+    _, seconds, spread, faster = published.ttft_first(first)
+    assert seconds == ["seconds", "1", "2", "6", "4"]
+    assert spread == ["slowest less fastest", *["0.23"] * 4]
+    assert faster == ["times faster", "0", "11", "56", "34"]  # no more digits than the times have
+    assert next(itertools.islice(published.ttft(first), 2, None))[:5] == ["encoder cached", "2.02", "0.227", "0", "11"]
     assert list(published.launched([{"what": "plan", "ms": 732.39, "least ms": 1.0}]))[1] == ["plan", "732", "1"]
     parts = ("rows", "work lists", "handing over", "together", "until the first layer")
     row = {"case": "a step"} | {f"{part} ms": i + 0.25 for i, part in enumerate(parts)}
     assert list(published.host([row]))[1] == ["a step", "0.2", "1.2", "2.2", "3.2", "4.2"]
+
+
+def test_torch_is_told_with_the_encoder(tmp_path, monkeypatch):
+    both = {
+        "dtype": "float32",
+        "prefill ms, vlcache": 2000.0,
+        "prefill ms, torch": 1900.0,
+        "encode ms, vlcache": 5000.0,
+    }
+    rows = [both | {"slots": slots, "encode ms, torch": ms} for slots, ms in ((1, 3100.0), (2, 3000.0))]
+    (tmp_path / "prefill_cpu.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    assert list(published.prefill(rows))[1] == ["float32", "1", "2", "1.9", "5", "3.1", "0.71"]
+    assert published.rewrite("a <!-- figure torch float32 -->0<!-- end --> b") == (
+        "a <!-- figure torch float32 -->1.40 to 1.43<!-- end --> b"
+    )
+    with pytest.raises(ValueError, match=r"figure must be one of .*, got vllm"):
+        published.rewrite("<!-- figure vllm --><!-- end -->")
 
 
 def test_pages_are_rewritten_between_their_marks(monkeypatch):
@@ -128,8 +151,24 @@ def test_pages_are_rewritten_between_their_marks(monkeypatch):
         published.rewrite(page.replace("of a test", "nothing"))
 
 
-def test_the_readmes_times_are_a_table():
-    assert "<!-- table ttft first -->\n|  | cold |" in (published.ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_readmes_times_are_of_files():
+    readme = (published.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!-- table ttft first -->\n|  | cold |" in readme
+    assert re.search(r"torch is\n?<!-- figure torch float32 -->", readme)
+
+
+def test_what_is_told_of_stores_leaves_no_load_out():
+    """Nor what stays below 70 % where the memory that is loaded into was mapped before."""
+    _, *lines = published.stores(published._rows("stores_cpu.json"))
+    names = ["disk", "disk, cold", "object store (file://)", "peer (loopback)", "Redis (loopback)"]
+    assert [line[0] for line in lines] == names * 2
+    assert lines[5] == ["disk", "that was mapped before", "", "36 ms, 41 %", "19 ms, 47 %", "17 ms, 37 %"]
+
+
+def test_who_ran_once_has_no_spread():
+    parts = ("import", "open", "first answer", "to the first answer", "first repeat")
+    row = {"start": "nothing on disk", "spread s": 0.0} | {f"{part} s": 1.0 for part in parts}
+    assert list(published.starts([row]))[1][-1] == "one run"
 
 
 def test_pages_say_what_their_files_say():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cache.records import DictTier, key, make
+from vlcache_jax.cache.ages import Ages
 from vlcache_jax.cache.channel import Breaker
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
@@ -564,6 +565,60 @@ def test_a_copy_is_as_old_as_what_it_is_of(record, tmp_path):
     with house.bring(record, key(8)) as handle:
         assert handle.kv is None
     house.movement.close()
+
+
+def test_a_clock_that_was_ahead_makes_nothing_younger(record, tmp_path):
+    """What was kept by it, in memory, on the disk or elsewhere, counts as kept now, from when that is met first."""
+    clock, steady = Clock(), Clock()
+    ahead = 10 * 365 * 86400.0
+    clock.now += ahead
+    remote = filled(Elsewhere(now=clock), make(3, CONTEXT, padded=6))
+    disk = DiskTier(tmp_path, 10**6, ttl=60.0, clock=clock)
+    house = House(disk, remote, ttl=60.0, clock=clock)
+    house.store.ages._steady = steady
+    house.compute(record)
+    house.settle()
+    late = make(2, CONTEXT, padded=6)
+    house.compute(late)
+    clock.now -= ahead
+    house.settle()
+    house.store.evict(key(2))
+    elsewhere = make(3, CONTEXT, padded=6)
+    for passed, is_found in ((0, True), (59, True), (2, False), (ahead + 59, False)):
+        clock.now += passed
+        steady.now += passed
+        for one in (record, late, elsewhere):
+            with house.bring(one) as handle:
+                house.settle()
+                assert (handle.kv is not None) is is_found, (passed, one.meta.entry)
+    house.movement.close()
+
+
+def test_a_clock_that_is_wrong_for_a_moment_changes_no_age():
+    clock, steady = Clock(), Clock()
+    ages = Ages(60.0, clock, steady)
+    ages.note(make(1))
+    said = clock.now
+    for wrong in (-900.0, 900.0):
+        clock.now += wrong
+        assert ages.since("a", said) == min(said, clock.now)
+        clock.now -= wrong
+        assert ages.since("a", said) == said
+    clock.now -= 900.0
+    assert not ages.end(key(1))
+    clock.now += 900.0
+    assert not ages.end(key(1))
+    steady.now += 61  # the clock stands still
+    assert ages.since("a", said) == said - 61
+    assert ages.end(key(1))
+
+
+def test_rests_and_limits_go_by_a_clock_that_nobody_sets():
+    """By one that was ahead for a moment, a store would be left alone, and what it said hold, for years."""
+    movement = Movement(Store(CacheConfig()), [DictTier()], int)
+    [channel] = movement.channels
+    assert movement._clock is channel._clock is channel._breaker._clock is time.monotonic
+    movement.close()
 
 
 def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):

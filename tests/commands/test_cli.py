@@ -1,3 +1,4 @@
+import hashlib
 import json
 import re
 import subprocess
@@ -6,13 +7,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import typer
 from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax
 from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.engine.memory_plan import slot_bytes
+from vlcache_jax.engine.programs import Programs
 
 
 @pytest.fixture
@@ -27,6 +31,38 @@ def test_help_teaches(run, command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert command == "demo" or "Example" in result.stdout
+
+
+def commands(group, path=()):
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name)) if hasattr(command, "commands") else [((*path, name), command)]
+
+
+def test_commands_call_the_same_things_alike():
+    """Names of arguments are capitals, types are not Python's, and a model is named by -m everywhere."""
+    found = dict(commands(typer.main.get_command(app)))
+    assert len(found) > 20
+    dtypes = {}
+    for path, command in found.items():
+        names = {option for parameter in command.params for option in parameter.opts}
+        arguments = {parameter.name for parameter in command.params if parameter.param_type_name == "argument"}
+        assert ("--model" in names) == ("-m" in names)
+        assert "model" not in arguments or "--model" in names, path
+        assert "--figure" not in names, path
+        context = typer.Context(command, info_name=path[-1])
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                assert parameter.display_name_raw.isupper(), (path, parameter.name)
+            else:
+                assert "[" not in parameter.display_type_rich(context), (path, parameter.name)
+                if parameter.name == "dtype":
+                    dtypes[path] = parameter.default
+    assert dtypes.pop(("bench", "batch")) == "float32"  # in which it compares answers
+    assert dtypes.pop(("convert",)) is None  # which casts none
+    assert set(dtypes.values()) == {"auto"}
+    shared = ("--system", "--seed", "--disk", "--kv-cache-bytes", "--max-model-len", "--top-p")
+    for name in ("ask", "run"):
+        assert {option for parameter in found[name,].params for option in parameter.opts} >= set(shared)
 
 
 def test_help_tells_what_holds_without_an_option(run):
@@ -76,11 +112,32 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert found["K, V"] == "147456 bytes a token"
     # 1088 x 1920 pixels, 32 x 32 a token
     assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
-    small = run("info", "qwen3-vl-8b", "--dtype", "float32")
-    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit: 3 such GPUs' worth +None +None$", small.stdout)
+    small = run("info", "-m", "qwen3-vl-8b", "--dtype", "float32")
+    assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +- +-$", small.stdout)
+    assert "\n24 GB: too small, and one GPU is used\n" in small.stdout
     experts = run("info", "qwen3-vl-30b-a3b").stdout
     assert "128 x 768 in 48 layers, 8 of them for a token, which passes 3.89 billion parameters" in experts
-    assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit: 4 such GPUs' worth ", experts)
+    assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit ", experts)
+
+
+def test_info_says_how_a_model_fits(run):
+    """What it recommends fits, with the pool that it tells."""
+    told = run("info", "qwen3-vl-8b").stdout
+    assert re.search(r"(?m)^24 GB .* does not fit +- +-$", told)
+    assert "None" not in told
+    [(options, tokens)] = re.findall(r"(?m)^24 GB: fits with (.*), and a pool of (\d+) tokens$", told)
+    assert options == "--max-rows 2048 --max-pixels 4194304"
+    assert re.search(rf"(?m)^24 GB .* {tokens} ", run("info", "qwen3-vl-8b", *options.split()).stdout)
+    limited = run("info", "qwen3-vl-32b", "--max-pixels", "70000", "--image", "32x32")  # below the least, halved
+    assert "24 GB: too small" in limited.stdout
+    # Not where the image that is asked about would be scaled down for it.
+    assert "24 GB: too small" in run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout
+
+
+def test_info_names_the_published_sizes_to_who_names_none(run):
+    assert "Qwen3-VL-8B\n" in run("info").stdout
+    twice = run("info", "qwen3-vl-8b", "-m", "tiny-vqa")
+    assert twice.stderr == "error: MODEL must be named once, got qwen3-vl-8b and --model tiny-vqa\n"
 
 
 def test_info_names_the_published_sizes_to_who_misspells_one(run, monkeypatch):
@@ -132,17 +189,51 @@ assert not {{"jax", "scipy", "transformers", "torch", "matplotlib"}} & set(sys.m
     assert done.returncode == 0, done.stderr
 
 
-def test_demo(run, tmp_path):
+@pytest.fixture
+def compiled(monkeypatch):
+    """Digests of the programs that are compiled, or read from disk."""
+    digests = set()
+    lower = Programs._lower
+
+    def noted(self, key):
+        lowered = lower(self, key)
+        digests.add(hashlib.sha256(lowered.as_text().encode()).hexdigest())
+        return lowered
+
+    monkeypatch.setattr(Programs, "_lower", noted)
+    return digests
+
+
+def test_demo(run, tmp_path, compiled):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
     assert re.search(r"compiled \d+ programs", result.stdout)
-    assert result.stderr.startswith("importing JAX\nloading weights of tiny_vqa (0.02 GB)\ncompiling\n")
+    assert result.stderr.startswith("importing JAX\nloading weights of tiny_vqa (0.02 GB)\n")
     assert "Right are 5 of 5 cold, 3 with full and 5 with approximate reuse" in " ".join(result.stdout.split())
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
-    assert page.count("<tr") == 1 + 5 * 5 + 1 + 3 * 5  # answers, then the times of all runs
-    assert page.count('wrong"') == 2
+    assert re.findall(r"<b>(\d) of 5 right", page) == ["5", "3", "5"]  # on top
+    rows = re.findall(r'<tr(?: class="(wrong)")?><td class="way">(.*?)<.*?"rows">(\d+)<.*?"seen in">(.*?)<', page)
+    assert [way for wrong, way, *_ in rows if wrong] == ["full", "full"]
+    assert [seen for *_, seen in rows] == ["-", *["same context"] * 2, *["-", *["other context"] * 2] * 4]
+    # None finds the prompt of another: what computes tokens anew computes more than what does not.
+    cold, full, approximate = (
+        [int(row[2]) for row in rows if row[1] == way] for way in ("cold", "full", "approximate")
+    )
+    assert full[0] == approximate[0] < cold[0]
+    assert all(a < b < c for a, b, c in zip(full[1:], approximate[1:], cold[1:], strict=True))
+    assert re.search(r"1.5rem repeat\(5,.*?>E</span>", page)  # columns of the widest picture
+    assert re.search(r"tiny-vqa on cpu, float32; .*, \d+ cores; vlcache-jax .*, jax .*; 20\d\d-", page)
+    assert "docs/guides/reuse.md" in page
     assert "http" not in page  # nothing is loaded from elsewhere
+    # What other commands ask alike runs the same programs, which are on disk now.
+    known = set(compiled)
+    assert run("ask", PICTURES / "picture.png", "What is at C2?").exit_code == 0
+    row = {"image": str(PICTURES / "picture.png"), "question": "What is at C2?"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert run("run", tmp_path / "rows.jsonl", tmp_path / "answers.jsonl", "--reuse", "approximate").exit_code == 0
+    assert len(compiled) > 20
+    assert compiled == known
 
 
 def test_ask(run, family_checkpoint, tmp_path, textured_image):
@@ -151,16 +242,46 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     result = run("ask", *arguments, tmp_path / "a.png", "What is it?")
     assert result.exit_code == 0, result.output
     assert re.search(r"prompt tokens, \d+ of images; first token after .* s, [1-3] tokens", result.stderr)
+    [(first, compiling)] = re.findall(r"first token after (\S+) s, .* of which (\S+) s are compilation", result.stderr)
+    assert 0 < float(compiling) < float(first) + 1
     twice = run("ask", *arguments, "--twice", tmp_path / "a.png", "What is it?")
     assert twice.exit_code == 0, twice.output
     half = len(twice.stdout) // 2
     assert twice.stdout[:half] == twice.stdout[half:]
     assert re.search(r"(?s)miss \(unknown_image\).* 0 reused\]\n.*exact; .* [1-9]\d* reused\]", twice.stderr)
+    assert "compilation" not in twice.stderr  # both answers found their programs compiled
     assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
     assert "\nerror: reuse must be" in run("ask", *arguments, "--reuse", "most", "What?").stderr
     few = ("--max-pixels", "8000", "--max-rows", "64", "--host-bytes", "0")
     small = run("ask", *arguments, *few, tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output
+
+
+def test_ask_hands_its_options_on(run, checkpoints, tmp_path, textured_image, monkeypatch):
+    Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
+    asked = []
+    chat = LLM.chat
+
+    def noted(self, conversation, params, **options):
+        found = chat(self, conversation, params, **options)
+        asked.append((self.max_model_len, self.stats().pages, params, found[0].prompt, options.get("cache_salt")))
+        return found
+
+    monkeypatch.setattr(LLM, "chat", noted)
+    arguments = ("-m", checkpoints("qwen3_vl-tied"), "--max-tokens", "3", "--max-model-len", "200", "--top-p", "0.5")
+    arguments += ("--kv-cache-bytes", "1MB", "--system", "Be brief.", "--seed", "5", "--disk", tmp_path / "disk")
+    result = run("ask", *arguments, "--twice", tmp_path / "a.png", "What is it?")
+    assert result.exit_code == 0, result.output
+    assert {(length, params.top_p, params.seed) for length, _, params, *_ in asked} == {(200, 0.5, 5)}
+    assert max(pages for _, pages, *_ in asked) < 20
+    assert all("Be brief." in prompt for *_, prompt, _ in asked)
+    # What was rehearsed is not kept: the disk has what the answers computed, once.
+    assert [salt is None for *_, salt in asked[-2:]] == [True, True]
+    assert any(salt for *_, salt in asked[:-2])
+    assert len(list((tmp_path / "disk").rglob("*.safetensors"))) == 2
+    assert "\nerror: kv_cache_bytes" in "\n" + run("ask", "--kv-cache-bytes", "some", "What?").stderr
+    again = run("ask", *arguments, tmp_path / "a.png", "What is it?")
+    assert "images: exact" in again.stderr
 
 
 def test_ask_about_a_film(run, family_checkpoint, tmp_path):

@@ -13,16 +13,20 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.progress as progress
+from vlcache_jax import LLM
+from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.rows import Answer, Row
+from vlcache_jax.commands.shipped import warn_of_others
 
 URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def parsed(row, **defaults):
+def parsed(row, *, trusts_templates=False, **defaults):
     line = row if isinstance(row, str) else json.dumps(row)
-    return Row.parse(line, 7, "0123456789abcdef", defaults, pathlib.Path("/data"))
+    folder = pathlib.Path("/data")
+    return Row.parse(line, 7, "0123456789abcdef", defaults, folder, trusts_templates=trusts_templates)
 
 
 def openai(**body):
@@ -58,7 +62,30 @@ def test_what_a_row_does_not_say():
     assert (row.params.max_tokens, row.params.temperature) == (9, 1)
     own = int("01234567", 16) + 7  # of the row, and of its place, whenever it runs
     assert (row.params.seed, parsed({"question": "?", "seed": None}).params.seed) == (own, own)
-    assert parsed({"question": "?", "seed": 4}).params.seed == 4
+    assert parsed({"question": "?", "seed": -1}).params.seed == own
+    assert parsed({"question": "?", "seed": 4, "min_p": None}).params.seed == 4
+
+
+def test_a_row_says_how_it_becomes_text():
+    """But a template is a program, which is taken only from files that are trusted."""
+    more = {"chat_template_kwargs": {"thinks": False}, "continue_final_message": True}
+    for row in ({"messages": HELLO} | more, openai(**more)):
+        assert parsed(row).conversation == {"messages": HELLO, **more}
+        mine = openai(**row["body"], chat_template="a") if "body" in row else row | {"chat_template": "a"}
+        assert parsed(mine, trusts_templates=True).conversation == {"messages": HELLO, "chat_template": "a", **more}
+        assert parsed(mine).error == (
+            "line 7: chat_template must be left out, as a template can run without end; --trust-request-chat-template "
+            "takes those of a file that you trust"
+        )
+
+
+def test_a_system_message_is_for_rows_without_one():
+    told = {"role": "system", "content": "Be brief."}
+    assert parsed({"messages": HELLO}).behind("Be brief.").conversation == [told, *HELLO]
+    own = [{"role": "system", "content": "Be long."}, *HELLO]
+    assert parsed({"messages": own}).behind("Be brief.").conversation == own
+    assert parsed(openai()).behind("Be brief.").conversation == [told, *HELLO]
+    assert parsed({"messages": "Hello"}).behind("Be brief.").conversation == "Hello"  # wrong as it is
 
 
 def test_images_lie_beside_the_file():
@@ -208,7 +235,7 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
         assert (error is not None) == (number - 1 in wrong), (number, text, error)
     [missing] = [error for number, _, error in whole if number == 3]
     path = tmp_path / "missing.png"
-    assert missing == f"line 3 images[0] must be the path of a readable file, got '{path}': no such file"
+    assert missing == f"line 3 image must be the path of a readable file, got '{path}': no such file"
     lines = out.read_bytes().splitlines(keepends=True)
     told = json.loads(lines[0])
     assert (told["line"], told["id"], told["finish_reason"], told["completion_tokens"]) == (1, 0, "length", 4)
@@ -233,11 +260,25 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     assert [one for one in again if one[0] != 3] == [one for one in whole if one[0] != 3]
 
 
+def test_templates_are_taken_from_trusted_files(run, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"messages": HELLO}, {"messages": HELLO, "chat_template": "x"}, {"messages": HELLO, "chat_template": 5}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(source, out).exit_code == 0
+    assert [error is None for *_, error in answers(out)] == [True, False, False]
+    assert run(source, out, "--retry-errors", "--trust-request-chat-template").exit_code == 0
+    assert [error for *_, error in answers(out)] == [None, None, "line 3 chat_template must be a string, got 5"]
+    assert [json.loads(line).get("prompt_tokens") for line in out.read_text().splitlines()][1] == 1
+
+
 def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
     source, out = write_rows(tmp_path, textured_image, 3), tmp_path / "out.jsonl"
     assert run(source, out).exit_code == 0
     before = out.read_bytes()
-    for change in (("--reuse", "approximate"), ("--temperature", "0"), ("--max-pixels", "8192")):
+    for change in (
+        ("--reuse", "approximate"), ("--temperature", "0"), ("--top-p", "0.5"), ("--max-pixels", "8192"),
+        ("--system", "Be brief."), ("--seed", "1"), ("--max-model-len", "64"),
+    ):  # fmt: skip
         result = run(source, out, *change)
         assert result.exit_code == 1
         assert (
@@ -252,6 +293,53 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
     assert out.read_bytes() != before
     out.write_bytes(out.read_bytes() * 2)
     assert "error: OUT line 4 must not answer line 1 of IN, which has an answer above" in run(source, out).stderr
+
+
+def test_options_reach_the_engine_and_the_rows(run, tmp_path, monkeypatch):
+    engines, outputs = [], []
+    iterate = LLM.chat_iter
+
+    def noted(self, conversations, params, **options):
+        engines.append((self.max_model_len, self.stats().pages))
+        for index, output in iterate(self, conversations, params, **options):
+            outputs.append(output)
+            yield index, output
+
+    monkeypatch.setattr(LLM, "chat_iter", noted)
+    (tmp_path / "in.jsonl").write_text('{"question": "Why?", "max_tokens": 40}\n')
+    texts = []
+    for seed in ("1", "2", "1"):
+        given = ("--seed", seed, "--temperature", "5", "--system", "Be brief.")
+        sizes = ("--max-model-len", "96", "--kv-cache-bytes", "1MB")
+        assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", *given, *sizes, "--overwrite").exit_code == 0
+        [(_, text, error)] = answers(tmp_path / "out.jsonl")
+        assert error is None
+        texts.append(text)
+    assert texts[0] == texts[2] != texts[1]
+    assert {length for length, _ in engines} == {96}
+    assert max(pages for _, pages in engines) < 20
+    assert all("Be brief." in output.prompt for output in outputs)
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--kv-cache-bytes", "some").stderr.startswith(
+        "error: kv_cache_bytes must be bytes"
+    )
+
+
+def test_the_shipped_model_is_told_to_know_no_photographs(tmp_path, textured_image):
+    """Once, where nobody named it, and not of the package's own pictures."""
+    Image.fromarray(textured_image(64, 64)).save(tmp_path / "photo.png")
+    own, photo = {"image": str(PICTURES / "left.png"), "question": "?"}, {"image": "photo.png", "question": "?"}
+    url = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}
+    warned = []
+    for rows in ([own, {"question": "?"}], [own, photo, photo], [url]):
+        conversations = [parsed(row).conversation for row in rows]
+        warned.append([warn_of_others(one) for one in conversations])
+    assert warned == [[False, False], [False, True, True], [True]]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (own, photo, photo)))
+    for model, count in (([], 1), (["-m", "tiny-vqa"], 0)):
+        words = ["run", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--max-tokens", 1, "--overwrite", *model]
+        result = CliRunner().invoke(app, list(map(str, words)))
+        assert result.exit_code == 0, result.output
+        assert result.stderr.count("warning: no model is named (-m), so tiny-vqa answers") == count
 
 
 def test_what_is_computed_is_kept_in_stores(run, tmp_path, textured_image):
@@ -439,3 +527,11 @@ def test_paths_of_videos_begin_in_the_folder_of_rows(tmp_path):
     assert whole == {"type": "video", "video": str(tmp_path / "a.mp4"), "fps": 2}
     assert frames["video"] == [str(tmp_path / "1.png"), "data:;base64,AA=="]
     assert url["video_url"] == {"url": str(tmp_path / "b.mp4")}
+
+
+def test_paths_of_images_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    coded = "iVBORw0KGgo" + "A" * 99  # which is no path, as its error will say
+    row = Row.parse(json.dumps({"images": ["~/a.png", "b.png", coded], "question": "?"}), 1, "0" * 16, {}, tmp_path)
+    values = [part["image"] for part in row.conversation[0]["content"][:3]]
+    assert values == ["/home/me/a.png", str(tmp_path / "b.png"), coded]

@@ -21,7 +21,7 @@ import typer
 import typer.testing
 from safetensors.numpy import load_file, save_file
 
-from vlcache_jax.benchmarks.convert_memory import TEXT, make_source
+from tests.convert.sources import TEXT, make_source
 from vlcache_jax.convert import convert, stream, verify_weights
 from vlcache_jax.convert.command import convert_command
 from vlcache_jax.convert.memory import PeakMemory

@@ -5,20 +5,24 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from vlcache_jax.convert import convert
 from vlcache_jax.convert.plan import (
     PlanError,
     as_dtype,
     make_plan,
+    sha256,
     source_digest,
     stored_dtype,
     tensor_digests,
 )
+from vlcache_jax.engine.checkpoint import open_checkpoint
 from vlcache_jax.models.params import library_name, parameters
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint
@@ -30,9 +34,8 @@ def plan_of(directory):
 
 def tensors_of(directory):
     """Library name -> tensor, as safetensors reads them."""
-    config = load_config(directory)
     files = directory.glob("*.safetensors")
-    return {library_name(config, name): tensor for file in files for name, tensor in load_file(file).items()}
+    return {library_name(name): tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture
@@ -87,6 +90,89 @@ def test_digest_does_not_depend_on_names_and_shards(tmp_path, names):
         digests.append(source_digest(plan, tensor_digests(plan)))
     reference = plan_of(make_checkpoint(tmp_path / "reference", "qwen2_5_vl"))
     assert set(digests) == {source_digest(reference, tensor_digests(reference))}
+
+
+SAVED_AS = [  # beginnings of the tower, the decoder and the head
+    ("visual.", "model.", "lm_head."),
+    ("visual.", "language_model.", "lm_head."),
+    ("visual.", "language_model.model.", "language_model.lm_head."),
+    ("model.visual.", "model.language_model.", "lm_head."),
+]
+
+
+def rename(directory, tower, decoder, head, *, singles=False):
+    """Saves a checkpoint's tensors under names that begin so, and its experts one by one."""
+    tensors = tensors_of(directory)
+    for parameter in parameters(load_config(directory)) if singles else []:
+        if parameter.is_stack:
+            stack = tensors.pop(parameter.tensor)  # [E, in, out]
+            if stack.shape != parameter.shape:
+                stack = stack.swapaxes(1, 2)
+            for expert, names in zip(stack, parameter.singles, strict=True):
+                halves = np.split(expert.T, len(names))
+                tensors |= {name: np.ascontiguousarray(half) for name, half in zip(names, halves, strict=True)}
+    beginnings = {"model.visual.": tower, "model.language_model.": decoder, "lm_head.": head}
+    for path in directory.glob("model*.safetensors*"):
+        path.unlink()
+    new = {to + name.removeprefix(own): tensor for name, tensor in tensors.items() for own, to in beginnings.items()
+           if name.startswith(own)}  # fmt: skip
+    assert len(new) == len(tensors)
+    save_file(new, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("beginnings", SAVED_AS)
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe-sharded"])
+def test_names_of_every_release_are_read(checkpoints, copy, name, beginnings):
+    reference, found = plan_of(checkpoints(name)), plan_of(rename(copy(name), *beginnings))
+    assert source_digest(found, tensor_digests(found)) == source_digest(reference, tensor_digests(reference))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe-tied", "qwen3_vl_moe-sharded"])
+@pytest.mark.parametrize("beginnings", SAVED_AS[2:])
+def test_experts_that_are_stored_one_by_one(checkpoints, copy, tmp_path, name, beginnings):
+    """As FP8 files have them: the same parameters, bit for bit, one expert at a time."""
+    directory = rename(copy(name), *beginnings, singles=True)
+    plan = plan_of(directory)
+    stacks = 0
+    for source, same in zip(plan, plan_of(checkpoints(name)), strict=True):
+        assert source.parameter.path == same.parameter.path
+        for dtype in map(np.dtype, (np.float32, ml_dtypes.bfloat16)):
+            np.testing.assert_array_equal(source.read(dtype), same.read(dtype))
+        if source.parameter.is_stack:
+            stacks += 1
+            assert source.tensor.nbytes == same.tensor.nbytes
+            assert source.tensor.sha256() == sha256(source.tensor.view())
+            if same.parameter.is_turned:  # the library saves what these are together
+                assert source.tensor.sha256() == same.tensor.sha256()
+            tracemalloc.start()
+            parameter = source.read(np.dtype(np.float32))
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < parameter.nbytes + 3 * parameter[0].nbytes + 20_000
+    assert stacks == 2 * len(load_config(checkpoints(name)).text.experts.layers)
+    report = convert(directory, tmp_path / "out", verify=True)
+    assert report.fingerprint == open_checkpoint(directory).fingerprint
+
+
+def test_what_is_wrong_with_single_experts_is_said(copy):
+    directory = rename(copy("qwen3_vl_moe-tied"), *SAVED_AS[-1], singles=True)
+    tensors = load_file(directory / "model.safetensors")
+    experts = "model.language_model.layers.0.mlp.experts"
+    del tensors[f"{experts}.6.up_proj.weight"]
+    tensors[f"{experts}.0.down_proj.weight"] = np.ones((3, 3), np.float32)
+    tensors[f"{experts}.1.down_proj.weight"] = tensors[f"{experts}.1.down_proj.weight"].astype(np.float16)
+    tensors[f"{experts}.7.up_proj.weight"] = np.ones((24, 56), np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(PlanError, match="4 are not") as caught:
+        plan_of(directory)
+    for line in (
+        f"missing (1):\n  {experts}.6.up_proj.weight [24, 56]",
+        f"of another shape (1):\n  {experts}.0.down_proj.weight must be [56, 24], got [3, 3]",
+        f"of another dtype (1):\n  {experts}.1.down_proj.weight must be float32, got float16",
+        f"unused (1):\n  {experts}.7.up_proj.weight [24, 56]",
+    ):
+        assert line in str(caught.value)
 
 
 def test_digest_depends_on_every_tensor(checkpoints):
@@ -193,6 +279,13 @@ def test_other_dtypes_are_an_error(copy, dtype):
     directory = copy("qwen3_vl")
     edit_header(directory / "model.safetensors", lambda header: header["lm_head.weight"].update(dtype=dtype))
     with pytest.raises(PlanError, match=f"F32, BF16, F16, got {dtype} for lm_head.weight"):
+        plan_of(directory)
+
+
+def test_weights_of_8_bits_come_with_advice(copy):
+    directory = copy("qwen3_vl")
+    edit_header(directory / "model.safetensors", lambda header: header["lm_head.weight"].update(dtype="F8_E4M3"))
+    with pytest.raises(PlanError, match=r"got F8_E4M3 .*: take the model as it was published in bfloat16$"):
         plan_of(directory)
 
 

@@ -211,6 +211,55 @@ def test_the_shipped_model_has_a_name(checkpoints, tmp_path, monkeypatch):
     assert open_checkpoint("tiny-vqa").directory.resolve() == checkpoints("qwen3_vl").resolve()  # one's own comes first
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "got ''$"),
+        ("tiny_vqa", "got 'tiny_vqa': write 'tiny-vqa'$"),
+        ("Tiny-VQA", "write 'tiny-vqa'$"),
+        ("qwen3-vl-8b", "got 'qwen3-vl-8b': write 'Qwen/Qwen3-VL-8B-Instruct'$"),
+        ("Qwen2.5-VL-7B-Instruct", "write 'Qwen/Qwen2.5-VL-7B-Instruct'$"),
+        ("qwen3_vl_30b_a3b", "write 'Qwen/Qwen3-VL-30B-A3B-Instruct'$"),
+        ("someone/Qwen3-VL-8B-Instruct-GGUF", "GGUF': GGUF files are not read, give the model as it was published"),
+        ("models/q4.gguf", "q4.gguf': GGUF files are not read"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_told_at_once(monkeypatch, name, message):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("the device was taken"))
+    for ask in (open_checkpoint, LLM):
+        with pytest.raises(FileNotFoundError, match=f"model must be a directory or the id .* on the hub, .*{message}"):
+            ask(name)
+
+
+def test_files_that_a_download_has_left_undone(checkpoints, tmp_path, monkeypatch):
+    """Said by opening before anything is read or taken, a checkpoint's small files included."""
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("the device was taken"))
+    directory = shutil.copytree(checkpoints("qwen3_vl-sharded"), tmp_path / "copy")
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 4976698672\n"
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    for path in (shard, directory / "tokenizer.json"):
+        whole = path.read_bytes()
+        path.write_text(pointer)
+        with pytest.raises(ValueError, match=f"{path} must be the file itself, got a pointer .* `git lfs pull` in its"):
+            LLM(directory)
+        path.write_bytes(whole)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"{directory} must hold a tokenizer, but has no tokenizer.json: copy it"):
+        LLM(directory)
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"has no config.json: GGUF files are not read, give the model as"):
+        LLM(tmp_path / "gguf")
+    with pytest.raises(NotADirectoryError, match=r"model.gguf is a file: GGUF files are not read"):
+        LLM(tmp_path / "gguf" / "model.gguf")
+    with pytest.raises(NotADirectoryError, match=f"is a file: give its folder, {directory}$"):
+        LLM(shard)
+    shutil.copy(directory / "config.json", tmp_path / "gguf")
+    with pytest.raises(FileNotFoundError, match=r"there are .gguf files: only safetensors is read"):
+        open_checkpoint(tmp_path / "gguf")
+
+
 def test_damaged_converted_checkpoints(copy):
     files = sorted((path for path in (copy / "weights").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
     content = files[-1].read_bytes()

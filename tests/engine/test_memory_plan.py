@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 
 from vlcache_jax import Ladder
-from vlcache_jax.engine.memory_plan import plan_memory, slot_bytes
+from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.engine import memory_plan
+from vlcache_jax.engine.memory_plan import kept_token_bytes, plan_memory, round_pages, slot_bytes
 from vlcache_jax.models import load_config
+from vlcache_jax.pallas_kernels import PAGE
 
 
 @pytest.fixture
@@ -16,17 +21,17 @@ def plan(checkpoints):
     config, dtype = load_config(checkpoints("qwen3_vl")), np.dtype(np.float32)
     slot = slot_bytes(config, dtype)
 
-    def plan(slots=128.0, max_patches=1024):
+    def plan(slots=128, max_patches=1024, sequences=1, **changes):
         return plan_memory(
             config,
             dtype,
             jax.devices()[0],
-            Ladder(rows=(64,), patches=(64, 256, 1024), sequences=(1,)),
+            Ladder(rows=(64,), patches=(64, 256, 1024), sequences=(sequences,)),
             weights=0,
             max_rows=None,
             max_patches=max_patches,
-            max_model_len=None,
-            kv_cache_bytes=int(slots * slot),
+            kv_cache_bytes=slots and slots * slot,
+            **{"max_model_len": None} | changes,
         )
 
     return plan, slot
@@ -34,14 +39,34 @@ def plan(checkpoints):
 
 def test_a_pool_too_small_to_serve_anybody(plan):
     plan, slot = plan
-    assert plan(slots=64).num_slots == 128  # a page
-    assert plan(slots=128).num_slots == 128
-    assert plan(slots=129).num_slots == plan(slots=129).max_model_len == 256
+    assert [plan(slots=slots).num_slots for slots in (128, 255, 256)] == [128, 128, 256]  # whole pages
+    assert plan(slots=256).max_model_len == 256
     message = (
-        rf"kv_cache_bytes must hold at least 64 slots, that is {64 * slot} bytes \({slot} a slot\), got {63 * slot}"
+        rf"kv_cache_bytes must hold at least a page of 128 tokens, that is {128 * slot} bytes \({slot} a token\), "
+        rf"got {127 * slot}"
     )
     with pytest.raises(ValueError, match=message):
-        plan(slots=63)
+        plan(slots=127)
+
+
+def test_nearly_equal_pools_are_equal(plan, checkpoints, monkeypatch):
+    """So that programs of an earlier run serve, though free memory is never the same twice."""
+    plan, config = plan[0], load_config(checkpoints("qwen3_vl"))
+    rungs = sorted({round_pages(pages) for pages in range(5000)})
+    assert rungs[:34] == [*range(33), 34]
+    assert all(a < b <= a + max(1, a / 16) for a, b in itertools.pairwise(rungs))
+    assert [round_pages(pages) for pages in rungs] == [round_pages(pages, up=True) for pages in rungs] == rungs
+    assert (round_pages(2047), round_pages(2047, up=True)) == (1984, 2048)
+    assert plan(slots=1000 * PAGE).num_slots == plan(slots=1020 * PAGE).num_slots == 992 * PAGE
+    page = PAGE_TOKENS * kept_token_bytes(config, np.dtype(np.float32), None)
+    assert plan(device_bytes=1000 * page).kept_pages == 992
+    found = []
+    for free in (40.5, 41):
+        monkeypatch.setattr(memory_plan, "free_bytes", lambda device, free=free: int(free * 2**20))
+        found.append(plan(slots=None, sequences=64))
+    assert found[0] == found[1]
+    # What fits, and can be used, is not rounded away.
+    assert plan(slots=None, sequences=3, max_model_len=11 * PAGE).num_slots == 34 * PAGE
 
 
 def test_a_pool_that_does_not_fit(plan):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import types
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +58,21 @@ def test_the_example_of_the_specification():
     assert run(pages, tokens, [(5, 5, "other")]) == 4  # never beyond the place of an image exchanged under equal text
     assert run(pages, tokens, [(5, 5, "one")]) == 11
     assert run(pages, tokens, [(5, 5, "one")], owner="you") == 0
+
+
+def test_images_whose_digests_begin_alike_are_told_apart(monkeypatch):
+    """Seven bytes of a digest stand for an image among the tokens; others can have the same."""
+    monkeypatch.setattr("vlcache_jax.engine.pages.hashlib", types.SimpleNamespace(sha256=lambda key: hashlib.sha256()))
+    pages = Pages(40, size=4)
+    tokens = range(20)  # the image begins in the second page, and fills two more
+    assert chain(tokens, [(5, 11, "one")]).ids == chain(tokens, [(5, 11, "other")]).ids
+    assert run(pages, tokens, [(5, 11, "one")]) == 0
+    assert run(pages, tokens, [(5, 11, "other")]) == 4
+    assert run(pages, tokens, [(4, 12, "one")]) == 4  # where the page begins
+    assert run(pages, tokens, [(5, 11, "one")]) == 19
+    pages = Pages(40, size=4)
+    assert run(pages, tokens, [(1, 9, "one"), (10, 9, "one")]) == 0
+    assert run(pages, tokens, [(1, 9, "one"), (10, 9, "other")]) == 10  # from the middle of a page
 
 
 def test_the_log_of_lmcache():

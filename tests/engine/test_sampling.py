@@ -19,21 +19,22 @@ NUMBERS = (
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 0), ("n", None), ("n", True), ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")),
-        ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5), ("seed", -1), ("seed", 2**32), ("max_tokens", 0),
-        ("min_tokens", None), ("min_tokens", 257), ("min_tokens", -1), ("stop", [""]), ("stop", [3]),
+        ("n", 0), ("n", "two"), ("n", True), ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")),
+        ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5), ("max_tokens", 0),
+        ("seed", -(2**63) - 1), ("seed", 2**64), ("min_tokens", 257), ("min_tokens", -1), ("stop", [""]), ("stop", [3]),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1), ("repetition_penalty", 0),
         ("stop", 5), ("stop_token_ids", 5), ("n", 1025), ("logprobs", 21), ("logprobs", -1), ("logprobs", True),
         ("stop", ["a"] * 65), ("stop", ["a" * 1025]), ("stop", np.array("a")), ("stop", itertools.repeat("a")),
         ("stop_token_ids", range(4097)), ("stop_token_ids", itertools.count()), ("stop_token_ids", [-(10**5000)]),
         ("temperature", Decimal("0.5")), ("temperature", Fraction(10**400)), ("top_p", float("nan")),
         ("top_p", Fraction(1, 10**400)), ("repetition_penalty", np.float32("nan")),
-        ("min_p", -0.1), ("min_p", 1.1), ("min_p", None), ("min_p", float("nan")), ("presence_penalty", 2.1),
-        ("presence_penalty", None), ("frequency_penalty", -2.1), ("frequency_penalty", "much"),
+        ("min_p", -0.1), ("min_p", 1.1), ("min_p", float("nan")), ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1), ("frequency_penalty", "much"),
         ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("prompt_logprobs", True),
         ("include_stop_str_in_output", 1), ("skip_special_tokens", None), ("skip_special_tokens", "no"),
-        ("logit_bias", 5), ("logit_bias", [5]), ("logit_bias", "ab"), ("logit_bias", {"5": 1.0}),
-        ("logit_bias", {-1: 1.0}), ("logit_bias", {True: 1.0}), ("logit_bias", {5: None}), ("logit_bias", {5: True}),
+        ("logit_bias", 5), ("logit_bias", [5]), ("logit_bias", "ab"), ("logit_bias", {"five": 1.0}),
+        ("logit_bias", {-1: 1.0}), ("logit_bias", {"9" * 5000: 1.0}),
+        ("logit_bias", {True: 1.0}), ("logit_bias", {5: None}), ("logit_bias", {5: True}),
         ("logit_bias", {5: float("nan")}), ("logit_bias", {5: -float("inf")}), ("logit_bias", {5: 10**5000}),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("logit_bias", itertools.repeat((5, 1.0))),
         ("bad_words", "cat"), ("bad_words", [""]), ("bad_words", [3]), ("bad_words", ["a"] * 33), ("bad_words", 5),
@@ -65,15 +66,14 @@ def test_numbers_of_numpy_and_no_stop():
 
 
 def test_what_lists_and_mappings_become():
-    """Parameters are the same after they were resolved, and can be keys."""
+    """Parameters are the same after they were resolved."""
     params = SamplingParams(
         logit_bias={7: 1000, np.int64(3): Fraction(-1, 2)}, bad_words=["a", "b"], allowed_token_ids=range(3), top_k=-1
     )
     assert params.logit_bias == ((3, -0.5), (7, 100.0))
     assert (params.bad_words, params.allowed_token_ids, params.top_k) == (("a", "b"), (0, 1, 2), 0)
     resolved = params.resolve({})
-    assert resolved.resolve({}) == resolved
-    assert {resolved: 1}[params.resolve({"top_k": 9})] == 1
+    assert resolved.resolve({}) == resolved == params.resolve({"top_k": 9})
     nothing = SamplingParams()
     assert (nothing.logit_bias, nothing.bad_words, nothing.allowed_token_ids) == ((), (), None)
     assert SamplingParams(bad_words=None, logit_bias=None) == SamplingParams(bad_words=[], logit_bias={}) == nothing
@@ -83,16 +83,37 @@ def test_an_answer_as_long_as_the_context_allows():
     assert SamplingParams(max_tokens=None, min_tokens=1000).max_tokens is None
 
 
+def test_what_is_left_open_is_what_it_is_without():
+    nothing = dict.fromkeys(NUMBERS)
+    assert SamplingParams(**nothing) == SamplingParams.from_optional(**nothing) == SamplingParams(max_tokens=None)
+    assert SamplingParams(seed=-1, logit_bias={"5": 1.0, 7: 2}) == SamplingParams(logit_bias={5: 1.0, 7: 2.0})
+    assert [SamplingParams(seed=seed).seed for seed in (-(2**63), 2**64 - 1)] == [-(2**63), 2**64 - 1]
+
+
+def test_attributes_can_be_set_and_are_checked():
+    params = SamplingParams(stop=["a"])
+    other = params.clone()
+    params.max_tokens, params.stop, params.top_k, params.min_p = 64, "x", -1, None
+    assert params == SamplingParams(max_tokens=64, stop=["x"], top_k=0)
+    assert other == SamplingParams(stop="a")
+    with pytest.raises(ValueError, match=r"^temperature must be a number from 0"):
+        params.temperature = "hot"
+    with pytest.raises(TypeError, match=r"^SamplingParams has no argument max_token; is it max_tokens\?$"):
+        params.max_token = 3
+    params.min_tokens = 65  # in whatever order they are set
+    with pytest.raises(ValueError, match=r"^min_tokens must be at most max_tokens = 64, got 65"):
+        params.resolve({})
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(params)
+
+
 def test_unknown_parameters():
-    with pytest.raises(TypeError, match=r"^SamplingParams has no argument best_of$"):
-        SamplingParams(best_of=2)
     with pytest.raises(TypeError, match=r"^SamplingParams has no argument temprature; is it temperature\?$"):
         SamplingParams(temprature=0)
     with pytest.raises(TypeError, match=r"^structured_outputs must be None, as nothing else is supported here"):
         SamplingParams(structured_outputs={"json": {}})
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)
-    assert SamplingParams(temperature=1, detokenize=True, structured_outputs=None) == SamplingParams(temperature=1)
     assert copy.copy(pickle.loads(pickle.dumps(SamplingParams(n=2)))) == SamplingParams(n=2)
     assert list(inspect.signature(SamplingParams).parameters)[:2] == ["n", "temperature"]
 

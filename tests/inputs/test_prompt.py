@@ -2,6 +2,7 @@ import base64
 import copy
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -54,6 +55,8 @@ QWEN3_TEMPLATE = """\
 {%- for part in content -%}
 {%- if 'image' in part or 'image_url' in part or part.type == 'image' -%}
 <|vision_start|><|image_pad|><|vision_end|>
+{%- elif 'video' in part or part.type == 'video' -%}
+<|vision_start|><|video_pad|><|vision_end|>
 {%- elif 'text' in part -%}
 {{ part.text }}
 {%- endif -%}
@@ -195,7 +198,7 @@ CONVERSATIONS = {
 }
 
 
-PARTS = "text, image, image_url, image_pil, video or video_url"
+PARTS = "input_image, image, image_url, image_pil, video or video_url, or a string"
 
 # --- parity with the library -----------------------------------------------------------------------------------------
 
@@ -252,6 +255,29 @@ def test_limits_of_a_request_change_its_tokens(family):
     area = (2 * family.processor.patch_size) ** 2
     few, many = (family.expanded(p)[2].item() for p in (prompt, family.renderer.from_conversation(messages)))
     assert few * area <= 8000 < many * area
+
+
+def test_what_stands_beside_an_image_changes_its_tokens(family):
+    """In the words of `qwen_vl_utils`; it comes before what the request says."""
+    side = 2 * family.processor.patch_size
+    wishes = [{}, {"max_pixels": 8000}, {"min_pixels": 10**6}, {"resized_height": 5 * side, "resized_width": 3 * side}]
+    url = "data:image/png;base64," + base64.b64encode(png(FIRST)).decode()
+    for shown in (image(FIRST), {"type": "image_url", "image_url": url}):
+        content = [{**shown, **wish, "uuid": None} for wish in wishes]
+        messages = [{"role": "user", "content": content}]
+        prompt = family.renderer.from_conversation(messages, mm_processor_kwargs={"max_pixels": 40000})
+        limits = [prompt.limits(source) for source in prompt.sources]
+        assert limits == [
+            {"max_pixels": 40000},
+            {"max_pixels": 8000},
+            {"min_pixels": 10**6, "max_pixels": 10**6},
+            {"max_pixels": 40000, **wishes[3]},
+        ]
+        plain, few, many, exact = (
+            math.prod(family.processor.grid(FIRST.height, FIRST.width, one)) // 4 for one in limits
+        )
+        assert few * side**2 <= 8000 < plain * side**2 <= 40000 < 10**6 <= many * side**2
+        assert exact == 15
 
 
 # --- shapes of messages ----------------------------------------------------------------------------------------------
@@ -336,21 +362,43 @@ def user(*parts):
         ),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [1], "refusal": None}],
-            "messages[0] must hold only role, content, name, tool_call_id, got 'tool_calls'",
+            "messages[0] tool_calls[0] must be a dict that holds a function, got 1",
+        ),
+        (
+            [{"role": "assistant", "content": "a", "audio": {"id": "x"}}],
+            "messages[0] must hold only role, content, name, tool_call_id, tool_calls, reasoning, reasoning_content, "
+            "refusal, got 'audio'",
+        ),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0] tool_calls must be a list, got 'x'"),
+        ([{"role": "assistant", "reasoning": 5}], "messages[0] reasoning must be a string, got 5"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": ["<|image_pad|>"]}}}]}],
+            "messages[0] tool_calls must not contain <|image_pad|>, which marks the place of an image or video",
+        ),
+        ([{"role": "user", "content": None, "name": "ann"}], "messages[0] must have a string or a non-empty list"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": {"url": "a"}}]}],
+            "messages[0] content[0] must have a string as image_url, got dict",
         ),
         ([{"role": "user"}], "messages[0] must have a string or a non-empty list of parts as content, got None"),
         ([{"role": "user", "content": []}], "messages[0] must have a string or a non-empty list of parts as content"),
         ([{"role": "user", "content": image(FIRST)}], "messages[0] must have a string or a non-empty list of parts as"),
-        (user("Hello"), f"messages[0] content[0] must be a dict of type {PARTS}, got str"),
-        (user({"text": "a"}), f"content[0] must be a dict of type {PARTS}, got type None"),
+        (user(5), "messages[0] content[0] must be a dict of type text, input_text, "),
+        (user({"text": "a"}), f"{PARTS}, got type None"),
         (user(text("a"), {"type": "video", "video": "a.mp4"}), "videos[0] must be the path of a readable file"),
         (user({"type": "video_url", "video_url": {"url": "a"}}), "videos[0] must be the path of a readable file"),
         (user({"type": "input_audio", "input_audio": {}}), f"{PARTS}, got type 'input_audio'"),
         (user({"type": "text", "text": 5}), "messages[0] content[0] must have a string as text, got int"),
         (user({"type": "text", "text": "a", "b": 1}), "messages[0] content[0] must hold only type, text, got 'b'"),
         (
-            user({**image(FIRST), "max_pixels": 5}),
-            "must hold only type, uuid, image, image_pil, url, path, base64, got 'max_pixels'",
+            user({**image(FIRST), "max_pixel": 5}),
+            "must hold only type, uuid, image, image_pil, url, path, base64, min_pixels, max_pixels, resized_height, "
+            "resized_width, got 'max_pixel'",
+        ),
+        (user({**image(FIRST), "max_pixels": 0}), "content[0] max_pixels must be a positive integer, got 0"),
+        (
+            user({**image(FIRST), "resized_width": 9}),
+            "content[0] must hold resized_height and resized_width, got resiz",
         ),
         (user({"type": "image"}), "must hold exactly one of image, image_pil, url, path, base64, got none"),
         (
@@ -364,7 +412,7 @@ def user(*parts):
             "image_url must hold only url, detail, got 'si",
         ),
         (user({"type": "image_url", "image_url": {}}), "must have a string as image_url or as its url, got NoneType"),
-        (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, uuid, got 'url'"),
+        (user({"type": "image_url", "url": "a"}), "must hold only type, image_url, uuid, min_pixels, max_pi"),
         (user(image(FIRST), image("no/file.png")), "images[1] must be the path of a readable file, got 'no/file.png'"),
         (
             user(image("https://host/a.png")),
@@ -399,7 +447,8 @@ def test_a_checkpoint_without_a_template_takes_prompts_only():
     renderer = PromptRenderer(make_tokenizer())
     assert renderer.from_prompt("Hello").text == "Hello"
     with pytest.raises(
-        ValueError, match="conversation must be given as a prompt: this checkpoint has no chat template"
+        ValueError,
+        match="conversation must be given as a prompt, or with chat_template: this checkpoint has no chat template",
     ):
         renderer.from_conversation(user(text("Hello")))
 
@@ -413,11 +462,42 @@ def test_openais_extra_keys_are_ignored_with_a_warning(renderer):
     shown = {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
     with pytest.warns(UserWarning, match="^the detail of an image is ignored$"):
         assert renderer.from_conversation(user(shown, text("a"))).text == plain.text
-    named = [{"role": "user", "name": "ann", "content": [image(FIRST), text("a")]}]
-    with pytest.warns(UserWarning, match="^the name of a message is ignored$"):
-        assert renderer.from_conversation(named).text == plain.text
     unset = {"type": "image_url", "image_url": {"url": url, "detail": None}}
-    assert renderer.from_conversation(user(unset, text("a"))).text == plain.text
+    newer = {"type": "input_image", "image_url": url, "detail": "auto", "file_id": None, "uuid": "one"}
+    for same in (user(unset, text("a")), user(newer, "a"), user(newer, {"type": "input_text", "text": "a"})):
+        assert renderer.from_conversation(same).text == plain.text
+    assert renderer.from_conversation(user(newer, "a")).uuids == ("one",)
+    refused = [*user(text("a")), {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
+    spoken = [*user(text("a")), {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]}]
+    assert renderer.from_conversation(refused).text == renderer.from_conversation(spoken).text
+
+
+def test_the_template_gets_what_else_a_message_holds(renderer):
+    """A replayed chat, as OpenAI's clients and servers write it."""
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"where": ["C2"], "n": 2}'}}
+    bad = {"type": "function", "function": {"name": "look", "arguments": "{"}}
+    bare = {"type": "function", "function": {"name": "look", "arguments": None}}
+    chat = [
+        {"role": "user", "name": "ann", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare], "reasoning_content": "hm", "refusal": None},
+        {"role": "tool", "content": "42", "tool_call_id": "x"},
+        {"role": "assistant", "content": [], "tool_calls": [bad], "audio": None},
+        {"role": "assistant", "content": None, "reasoning": "hm", "refusal": "No."},
+    ]
+    show = Template("{% for m in messages %}{{ m | tojson }}\n{% endfor %}", add_generation_prompt=False)
+    with pytest.warns(UserWarning, match=r"^the text of conversation messages\[3\] tool_calls\[0\] arguments, which"):
+        lines = renderer.from_conversation(chat, template=show).text.splitlines()
+    meant = call | {"function": {"name": "look", "arguments": {"where": ["C2"], "n": 2}}}
+    empty = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    both = {"reasoning": "hm", "reasoning_content": "hm", "thinking": "hm"}  # the last one is the library's
+    assert [json.loads(line) for line in lines] == [
+        chat[0],
+        {"role": "assistant", "content": "", "tool_calls": [meant, empty], **both},
+        chat[2],
+        {"role": "assistant", "content": "", "tool_calls": [empty]},
+        {"role": "assistant", "content": "", "refusal": "No.", **both},
+    ]
+    assert call["function"]["arguments"].startswith("{")  # the caller's stays as it is
 
 
 def test_a_developer_is_the_system_and_a_tool_passes(renderer):
@@ -586,7 +666,7 @@ def prompt_with(count, images=(), **others):
         ),
         (
             prompt_with(1, [None]),
-            "images[0] must be a path, bytes, a data:, file: or http(s) URL, a PIL image or a uint8 array",
+            "images[0] must be a path, bytes, an open binary file, a data:, file: or http(s) URL, a PIL image or a ",
         ),
         (prompt_with(1, [b""]), "images[0] must not be empty"),
         (
@@ -599,19 +679,20 @@ def prompt_with(count, images=(), **others):
         ),
         (
             prompt_with(1, [FIRST], multi_modal_uuids={"image": [5]}),
-            "uuids[0] must be a non-empty string or None, got 5",
+            "multi_modal_uuids image[0] must be a non-empty string or None, got 5",
         ),
         (
             prompt_with(1, [FIRST], multi_modal_uuids={"image": [""]}),
-            "uuids[0] must be a non-empty string or None, got ''",
+            "multi_modal_uuids image[0] must be a non-empty string or None, got ''",
         ),
         (
             prompt_with(1, [FIRST], multi_modal_uuids=["one"]),
             "multi_modal_uuids must be a dict with 'image' or 'video', got list",
         ),
         (
-            prompt_with(1, [FIRST], mm_processor_kwargs={"size": 5}),
-            "mm_processor_kwargs must hold only min_pixels and max_pixels, got 'size'",
+            prompt_with(1, [FIRST], mm_processor_kwargs={"sizes": 5}),
+            "mm_processor_kwargs must hold only min_pixels, max_pixels, size, fps, num_frames, min_frames, max_frames, "
+            "do_sample_frames, got 'sizes'",
         ),
         (
             prompt_with(1, [FIRST], mm_processor_kwargs={"max_pixels": 0}),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import importlib
 import io
 import itertools
 import json
 import re
+import subprocess
 import sys
 import types
 
@@ -19,8 +21,9 @@ from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.films import FilmFile, Head
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import VIDEO_TOKEN, PromptRenderer
+from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import KINDS, VideoProcessor
-from vlcache_jax.inputs.videos import VideoOptions, read_video
+from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, read_video
 from vlcache_jax.models import load_config
 
 FPS = {"fps": 2.0}
@@ -100,7 +103,8 @@ def test_sizes_are_the_librarys(library, processor):
     for frames, height, width in itertools.product((2, 3, 4, 9, 30), (20, 70, 333, 1080), (33, 84, 640, 1920)):
         given = {"num_frames": frames} if counts else {}
         expected = module.smart_resize(height=height, width=width, factor=block, **given, **limits)
-        cut = processor.cut(head(frames, 1.0, height, width), VideoOptions(**limits), is_file=False)
+        own = dataclasses.replace(processor, **limits)
+        cut = own.cut(head(frames, 1.0, height, width), NO_OPTIONS, is_file=False)
         side = processor.image.patch_size
         assert cut.grid == (1, expected[0] // side, expected[1] // side), (frames, height, width)
 
@@ -155,9 +159,11 @@ def test_a_video_in_a_prompt(checkpoints):
         "qwen3_vl": "".join(f"<{t} seconds><|vision_start|>{VIDEO_TOKEN * 3}<|vision_end|>" for t in ("0.2", "1.5")),
     }
     for name, family in families.items():
-        inset = renderer.video_inset(FAMILIES[family].VIDEO.text([0.25, 1.5]), 3)
+        videos = FAMILIES[family].VIDEO
+        inset = renderer.expander.video_inset(videos.text([0.25, 1.5]), 3, videos.markers)
         ids, starts, lengths = renderer.expand(np.array(renderer.tokenizer(text)["input_ids"], np.int32), [inset])
-        assert ids.tolist() == renderer.tokenizer(text.replace(VIDEO_TOKEN, expected[name]))["input_ids"]
+        replaced = VIDEO_TOKEN if name == "qwen2_5_vl" else f"<|vision_start|>{VIDEO_TOKEN}<|vision_end|>"
+        assert ids.tolist() == renderer.tokenizer(text.replace(replaced, expected[name]))["input_ids"]
         assert lengths.tolist() == [3, 3]
         assert [ids[start : start + 3].tolist() for start in starts] == [[renderer.video_token_id] * 3] * 2
 
@@ -165,12 +171,139 @@ def test_a_video_in_a_prompt(checkpoints):
 def test_pairs_with_metadata(checkpoints):
     """As vLLM has them, alone and in a list; numbers of frames may be an array."""
     renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
-    pair = noise(4), {"fps": 2.0, "frames_indices": np.arange(4) * 15, "total_num_frames": 60}
+    told = {"duration": 2.0, "video_backend": "opencv", "do_sample_frames": False}
+    pair = noise(4), {"fps": 2.0, "frames_indices": np.arange(4) * 15, "total_num_frames": np.int64(60), **told}
     for data, count in ((pair, 1), ([pair, pair], 2)):
         text = count * f"<|vision_start|>{VIDEO_TOKEN}"
         prompt = renderer.from_prompt({"prompt": text, "multi_modal_data": {"video": data}})
         heads = [source.film.head() for source in prompt.videos]
         assert heads == [Head(4, 40, 60, 2.0, (0, 15, 30, 45), 60)] * count
+        assert [source.options for source in prompt.videos] == [VideoOptions(do_sample_frames=False)] * count
+    asked = {"mm_processor_kwargs": {"do_sample_frames": True}}  # comes before what the metadata say, as in vLLM
+    prompt = renderer.from_prompt({"prompt": VIDEO_TOKEN, "multi_modal_data": {"video": pair}, **asked})
+    assert prompt.videos[0].options == VideoOptions(do_sample_frames=True)
+
+
+def part_of(value, **said):
+    return {"type": "video", "video": value, **said}
+
+
+def cut_of(processor, checkpoints, value, **said):
+    source = PromptRenderer.from_pretrained(checkpoints("qwen3_vl")).video(part_of(value, **said))
+    return processor.cut(source.film.head(), source.options, is_file=source.film.digest is not None)
+
+
+def test_the_rate_of_frames(processor, checkpoints):
+    """As Qwen's utility has it: beside frames `fps` is theirs, as `sample_fps` is, unless their metadata say it."""
+    frames = list(noise(8))
+    for said in ({"fps": 4}, {"sample_fps": 4.0}, {"video_metadata": {"fps": 4}}):
+        cut = cut_of(processor, checkpoints, frames, **said)
+        assert (len(cut.chunks), cut.step, cut.seconds[-1]) == (4, 0.5, 1.625)
+    for said in ({"sample_fps": 4.0}, {"video_metadata": {"fps": 4}}):
+        cut = cut_of(processor, checkpoints, frames, fps=2, **said)
+        assert (len(cut.chunks), cut.step) == (2, 1.0)
+
+
+def test_the_same_frames_at_other_rates_are_other_videos(checkpoints):
+    renderer, frames = PromptRenderer.from_pretrained(checkpoints("qwen3_vl")), noise(4)
+    films = [renderer.video(part_of(frames, fps=fps)).film for fps in (1, 2, 2)]
+    assert films[0].same != films[1].same == films[2].same
+
+
+def test_frames_of_a_longer_film_are_sampled_by_its_seconds(processor, checkpoints):
+    """20 frames, one a second."""
+    metadata = {"fps": 30, "frames_indices": [30 * i for i in range(20)], "total_num_frames": 600}
+    cut = cut_of(processor, checkpoints, noise(20), fps=0.5, video_metadata=metadata)
+    assert (len(cut.chunks), cut.step) == (5, 4.0)
+
+
+@pytest.mark.parametrize(("height", "width"), [(333, 640), (75, 103), (1080, 1920)])
+def test_areas_are_those_of_qwens_utility(processor, height, width):
+    """Limits beside a video are of each frame, in every family."""
+    block = processor.image.patch_size * processor.image.merge_size
+    side = processor.image.patch_size
+    for frames, given in itertools.product(
+        (4, 5, 20),
+        (
+            {"min_pixels": 4 * block**2, "max_pixels": 30 * block**2},
+            {"min_pixels": 90 * block**2, "max_pixels": 100 * block**2},
+            {"min_pixels": 4 * block**2, "max_pixels": 60 * block**2, "total_pixels": 200 * block**2},
+            {"min_pixels": 20 * block**2, "max_pixels": 60 * block**2, "total_pixels": 20 * block**2},
+            {"max_pixels": 2 * block**2},
+            {"resized_height": 100, "resized_width": 213},
+        ),
+    ):
+        cut = processor.cut(head(frames, 1.0, height, width), VideoOptions(**given), is_file=False)
+        if "resized_height" in given:
+            expected = 100 / block, 213 / block
+        else:
+            least, most = given.get("min_pixels", 0), given["max_pixels"]
+            if "total_pixels" in given:
+                most = min(most, max(given["total_pixels"] / frames * 2, int(least * 1.05)))
+            expected = height / block, width / block
+            if (area := np.prod(np.round(expected)) * block**2) > most:
+                expected = np.floor(np.array(expected) / np.sqrt(height * width / most))
+            elif area < least:
+                expected = np.ceil(np.array(expected) * np.sqrt(least / (height * width)))
+        rows, columns = np.round(expected).astype(int).tolist()
+        assert cut.grid == (1, rows * block // side, columns * block // side), (frames, given)
+
+
+def test_a_part_of_a_file(processor, checkpoints, tmp_path):
+    """Seconds, from the first frame at or after the start to the last one at or before the end."""
+    data = encoded(np.repeat(noise(2), 10, axis=0))  # 5 a second
+    told = {"video_start": 0.5, "video_end": 2.1}
+    cut = cut_of(processor, checkpoints, data, do_sample_frames=False, **told)
+    assert cut.chunks == ((3, 4), (5, 6), (7, 8), (9, 10))
+    assert (cut.seconds[0], cut.step) == (pytest.approx(0.7), pytest.approx(0.4))
+    cut = cut_of(processor, checkpoints, data, nframes=4, **told)
+    chosen = [i for chunk in cut.chunks for i in chunk]
+    assert (len(chosen), chosen[0]) == (4, 3)
+    assert max(chosen) <= 10
+    assert cut.step == pytest.approx(2 / (4 / 8 * 5))
+
+
+def test_settings_of_a_request(checkpoints):
+    """`mm_processor_kwargs` of the engine, the request and beside the video: the nearest counts."""
+    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
+    renderer.video_options = VideoOptions(fps=1, max_frames=9)
+    data = encoded(noise(4))
+
+    def options(asked, **said):
+        prompt = {"prompt": VIDEO_TOKEN, "multi_modal_data": {"video": [part_of(data, **said)]}}
+        found = renderer.from_prompt(prompt | {"mm_processor_kwargs": asked})
+        told = renderer.from_conversation(
+            [{"role": "user", "content": [part_of(data, **said)]}], mm_processor_kwargs=asked
+        )
+        assert found.videos[0].options == told.videos[0].options
+        assert found.mm_processor_kwargs == told.mm_processor_kwargs == {}
+        return found.videos[0].options
+
+    assert options(None) == VideoOptions(fps=1, max_frames=9)
+    assert options({"fps": 3}) == VideoOptions(fps=3, max_frames=9)
+    assert options({"fps": 3, "max_frames": None}, fps=5, max_frames=4) == VideoOptions(fps=5, max_frames=4)
+    assert options({"fps": 3}, num_frames=2) == VideoOptions(num_frames=2, max_frames=9)
+    assert options({"num_frames": 2}) == VideoOptions(num_frames=2, max_frames=9)
+
+
+def test_size_is_another_spelling_of_the_limits():
+    size = {"shortest_edge": 28 * 28, "longest_edge": 1280 * 28 * 28}
+    assert read_settings({"size": size, "fps": 1}) == read_settings(
+        {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28, "fps": 1}
+    )
+    assert read_settings({"size": {"longest_edge": 5}}).limits == {"max_pixels": 5}
+    for given, message in (
+        ({"size": {"height": 3}}, "size must be a dict with shortest_edge and longest_edge, in pixels of area, got"),
+        ({"size": 3}, "size must be a dict with shortest_edge and longest_edge"),
+        ({"size": size, "max_pixels": 5}, "must hold size or min_pixels and max_pixels, got both"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 5}}, "min_pixels must be at most max_pixels 5, got 9"),
+        ({"fps": "fast"}, "fps must be a finite number"),
+        ({"fps": 1, "num_frames": 2}, "must hold fps or num_frames, got both"),
+        ({"total_pixels": 1}, "must hold only min_pixels, max_pixels, size, fps, num_frames, min_frames, max_frames"),
+        (3, "must be a dict with min_pixels, max_pixels, size, fps"),
+    ):
+        with pytest.raises(ValueError, match=f"^mm_processor_kwargs {re.escape(message)}"):
+            read_settings(given)
 
 
 def encoded(frames, container="mp4", codec="mpeg4"):
@@ -252,6 +385,25 @@ BAD = {
         {"video_metadata": {"fps": 1, "frames_indices": [3, 1]}},
         "must be 2 ascending numbers below",
     ),
+    "one side": (noise(4), {"resized_height": 56}, "must hold resized_height and resized_width, got one of them"),
+    "two names": (noise(4), {"nframes": 2, "num_frames": 2}, "must hold num_frames or nframes, got both"),
+    "start of frames": (noise(4), {"video_start": 1}, "must be a file where video_start or video_end is given"),
+    "order of seconds": (
+        noise(4),
+        {"video_start": 3, "video_end": 1},
+        "video_start must be at most video_end 1",
+    ),
+    "order of areas": (
+        noise(4),
+        {"min_pixels": 12, "max_pixels": 9},
+        "min_pixels must be at most max_pixels 9, got 12",
+    ),
+    "thin": (
+        noise(4),
+        {"resized_height": 9, "resized_width": 2000},
+        "must have an aspect ratio of at most 200, got 9x",
+    ),
+    "rate of a file": (b"abc", {"sample_fps": 2}, "must have no sample_fps, as a file has its own rate: write fps"),
     "metadata of a file": (b"abc", {"video_metadata": FPS}, "must have no video_metadata, as a file has its own"),
 }
 
@@ -270,11 +422,6 @@ def test_bad_videos(name, processor, checkpoints):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         look()
     assert str(caught.value).startswith("videos[3] ") or "videos[3]: " in str(caught.value)
-
-
-def test_frames_without_a_rate_are_told_of():
-    with pytest.warns(UserWarning, match="video_metadata should hold fps: the frames are taken for 24 a second"):
-        assert read_video(noise(2)).film.head().fps is None
 
 
 def test_files_need_pyav(monkeypatch):
@@ -296,3 +443,25 @@ def test_access_holds_for_videos(tmp_path):
     for value in (tmp_path / "a.mp4", [tmp_path / "a.mp4"], "https://example.com/a.mp4"):
         with pytest.raises(ValueError, match=r"allowed_local_media_path|allow_remote_images"):
             read_video(value, access=Access(allowed_local_media_path=None))
+
+
+def test_decoders_are_imported_ahead(tmp_path, textured_image):
+    """What warm-up calls; after it no picture, and no video, imports anything."""
+    for name in ("a.png", "b.jpg", "c.webp", "d.gif", "e.bmp", "f.tiff"):
+        Image.fromarray(textured_image(30, 40)).save(tmp_path / name)
+    program = (
+        "import pathlib, sys\n"
+        "from vlcache_jax.inputs.films import import_decoders\n"
+        "from vlcache_jax.inputs.images import read_image\n"
+        "import_decoders()\n"
+        "before = set(sys.modules)\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
+        "    assert read_image(path).decode().shape == (30, 40, 3), path\n"
+        "try:\n"
+        "    import av\n"
+        "except ImportError:\n"
+        "    pass\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert found.stdout == "\n"

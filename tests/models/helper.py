@@ -51,7 +51,7 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
     config = load_config(directory)
     tensors = {}
     for file in directory.glob("*.safetensors"):
-        tensors |= {library_name(config, name): tensor for name, tensor in load_file(file).items()}
+        tensors |= {library_name(name): tensor for name, tensor in load_file(file).items()}
     params: dict[str, Any] = {}
     for parameter in parameters(config):
         node = params

@@ -263,6 +263,8 @@ def test_published_configurations_are_read_as_the_library_reads_them(name, tmp_p
                 load_config(tmp_path)
         else:
             read += 1
+            if expected.text.rope_theta == 5e5:  # left out, see tests/test_release_rules.py
+                expected = dataclasses.replace(expected, text=dataclasses.replace(expected.text, rope_theta=5e6))
             assert load_config(tmp_path) == expected
     assert read > len(spellings) / 2
     (tmp_path / "config.json").write_text(json.dumps(whole))
@@ -427,8 +429,8 @@ def test_published_names(checkpoint):
     config = load_config(checkpoint)
     for parameter in parameters(config):
         published = published_name(config, parameter.tensor)
-        assert library_name(config, published) == parameter.tensor
-        assert library_name(config, parameter.tensor) == parameter.tensor
+        assert library_name(published) == parameter.tensor
+        assert library_name(parameter.tensor) == parameter.tensor
         if config.model_type in ("qwen2_vl", "qwen2_5_vl"):
             assert published.startswith(("visual.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."))
 

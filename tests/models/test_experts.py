@@ -76,6 +76,20 @@ def test_few_rows_change_their_experts_in_bfloat16(name, checkpoints, load_oracl
     assert flips(ours) <= max(2 * flips(rounded.routes), 0.05 * choices)
 
 
+def test_the_router_chooses_and_weighs_in_float32():
+    """In bfloat16 the probabilities of logits that differ by less than a hundredth would be the same."""
+    logits = jnp.asarray(np.random.default_rng(0).permuted(np.tile(np.arange(1, 129) / 2**14, (50, 1)), axis=1))
+    logits = jnp.concatenate([logits, 3 * jax.random.normal(jax.random.key(0), (200, 128))]).astype(jnp.bfloat16)
+    weight, expert = route(logits, 8)
+    exact = np.asarray(logits, np.float64)
+    best = np.argsort(-exact, axis=1, kind="stable")[:, :8]
+    np.testing.assert_array_equal(expert, best)
+    likely = np.exp(np.take_along_axis(exact, best, axis=1))
+    likely /= likely.sum(axis=1, keepdims=True)
+    # Rounded once, at the end: half a unit in the last of eight bits.
+    assert (np.abs(np.asarray(weight, np.float64) - likely) <= likely * 2.0**-8 * 1.001).all()
+
+
 @pytest.fixture(scope="module")
 def mlp():
     """Of ten experts; rows that begin with a 1 choose among the first four."""

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helper import ATOL
 from vlcache_jax.pallas_kernels import attention, carry_flaws
-from vlcache_jax.pallas_kernels.cases import ATOL, CASES, Case, causal, reference, scattered, whole
+from vlcache_jax.pallas_kernels.cases import CASES, Case, causal, reference, scattered, whole
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 jitted = jax.jit(attention, static_argnames=("scale", "implementation"))

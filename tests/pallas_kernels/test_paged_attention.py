@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helper import ATOL
 from vlcache_jax.pallas_kernels import PAGE, Shared, make_work, paged_attention, paged_cases, work_config
-from vlcache_jax.pallas_kernels.cases import ATOL
 from vlcache_jax.pallas_kernels.paged_cases import CASES, arrays, reference
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -190,7 +190,7 @@ def test_donors_apart_need_several_images(llm, tsv):
 def test_the_command(checkpoints, tsv, tmp_path):
     arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--arrangement", "text_first"]
     out, figure = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
-    arguments = [checkpoints("qwen3_vl-tied"), *arguments, "--questions", "5", "--out", out, "--figure", figure]
+    arguments = [checkpoints("qwen3_vl-tied"), *arguments, "--questions", "5", "--out", out, "--picture", figure]
     result = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
+from vlcache_jax.cache.ages import Ages
 from vlcache_jax.cache.bounded import Bounded
 from vlcache_jax.cache.meter import Event, Meter, TierStats
 from vlcache_jax.cache.record import Meta, Record
@@ -29,7 +30,7 @@ class Breaker:
     """Says whether something that may fail is worth a try: after some faults, one at a time, ever more rarely.
 
     Args:
-      clock: seconds.
+      clock: seconds that only grow.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -75,17 +76,14 @@ class Channel:
     Args:
       tier: whose it is.
       meter: counts.
-      clock: seconds since the epoch.
-      oldest: what was written before is not used any more; None: all is.
+      clock: seconds that only grow.
+      ages: says how old what a tier has is.
       most: bytes that wait to be written; what comes then is not written.
     """
 
-    def __init__(
-        self, tier: Tier, meter: Meter, *, clock: Callable[[], float], oldest: Callable[[], float | None], most: int
-    ):
+    def __init__(self, tier: Tier, meter: Meter, *, clock: Callable[[], float], ages: Ages, most: int):
         self.tier = tier
-        self._oldest = oldest
-        self._meter, self._clock, self._most = meter, clock, most
+        self._meter, self._clock, self._ages, self._most = meter, clock, ages, most
         self._breaker = Breaker(clock)
         self._readers = ThreadPoolExecutor(_READERS, f"vlcache-{tier.label}-load")
         self._writer = ThreadPoolExecutor(1, f"vlcache-{tier.label}-keep")
@@ -135,7 +133,7 @@ class Channel:
         found: list[Found] = []
         try:
             with self._meter.timing(self.tier.label, "find"):
-                found = [one for one in self.tier.find(entry) if one.meta.entry == entry]
+                found = self._there(entry)
         except Exception as error:
             self.fault(error)
         else:
@@ -144,6 +142,11 @@ class Channel:
         if not self.tier.is_local:
             self._looks.put(entry, _Look(self._clock(), found))
         return found
+
+    def _there(self, entry: str) -> list[Found]:
+        """What the tier has of an image, with the times that count."""
+        there = (one for one in self.tier.find(entry) if one.meta.entry == entry)
+        return [one._replace(written=self._ages.since(one.meta.name, one.written)) for one in there]
 
     def _is_fresh(self, look: _Look | None, now: float) -> bool:
         return look is not None and now - look.at < (_KNOWN if look.found else _UNKNOWN)
@@ -281,8 +284,8 @@ class Channel:
                 if outcome == "known" and self._is_outdated(meta):
                     self.tier.delete(meta.name)
                     outcome = self.tier.write(meta, parts)
-                if outcome == "stored" and record.written is not None:  # it may have waited, or come from elsewhere
-                    self.tier.date(meta.name, record.written)
+                if outcome == "stored":
+                    self.tier.date(meta.name, self._ages.date(record))  # it may have waited, or come from elsewhere
             if not record.is_ready or record in self._unwanted:
                 self.tier.delete(meta.name)
         except Exception as error:
@@ -296,10 +299,10 @@ class Channel:
 
     def _is_outdated(self, meta: Meta) -> bool:
         """Whether what a tier has of a record must not be used any more, or is not canonical where ours is."""
-        there = next((one for one in self.tier.find(meta.entry) if one.meta.name == meta.name), None)
+        there = next((one for one in self._there(meta.entry) if one.meta.name == meta.name), None)
         if there is None:  # somebody else is writing it
             return False
-        oldest = self._oldest()
+        oldest = self._ages.oldest()
         has_expired = oldest is not None and there.written < oldest
         return has_expired or (meta.canonical and not there.meta.canonical)
 

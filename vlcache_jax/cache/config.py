@@ -26,7 +26,7 @@ class CacheConfig:
         with `disk`, `remote` or `peers` records then only pass through (up to 2 GiB of them at a time).
       device_bytes: device memory for copies of records, taken before the KV pool, a number of bytes or a string: what
         has just been computed, and what was linked last. A hit there moves nothing over the bus. On a CPU, which reads
-        records where they lie, it gains nothing.
+        records where they lie, it gains nothing. It is rounded down as the KV pool is; `cache.stats()` has the size.
       disk: directory for records that outlive the process; several processes may use it. None: there is none. What is
         computed is written there in the background, and what host memory lacks comes from there.
       disk_bytes: of the directory, for all processes that use it.

@@ -15,6 +15,9 @@ from vlcache_jax.checks import check_text
 FORMAT_VERSION = 2
 """Version of what a record holds; it changes whenever older records must not be read any more."""
 
+_TIME = "all behind begins after this time"
+"""Stands beside each time of a video. Records whose contexts hold bare times were made by another rule of positions."""
+
 
 type Salt = str | tuple[str, ...] | None
 
@@ -73,7 +76,12 @@ def context_keys(parts: Iterable[str | int | npt.NDArray[np.int32]]) -> Iterator
     for part in parts:
         if isinstance(part, str):
             yield digest.hexdigest()
-        for piece in _frame(part.astype("<i4").tobytes() if isinstance(part, np.ndarray) else part):
+        value: Any = part
+        if isinstance(part, np.ndarray):
+            value = part.astype("<i4").tobytes()
+        elif isinstance(part, int):
+            value = _TIME, part
+        for piece in _frame(value):
             digest.update(piece)
 
 

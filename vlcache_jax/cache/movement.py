@@ -37,7 +37,7 @@ class _Load(NamedTuple):
     """A record that is being loaded.
 
     Attributes:
-      begun: seconds since the epoch.
+      begun: by the clock of `Movement`.
       limit: seconds that it may take.
     """
 
@@ -62,7 +62,7 @@ class Movement(Outside):
       tiers: the fastest first; may be none.
       room: for how many tokens records of so many have room in memory.
       limit: seconds that a record may take to come; who needs it computes then.
-      clock: seconds since the epoch.
+      clock: seconds that only grow.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Movement(Outside):
         room: Callable[[int], int],
         *,
         limit: Callable[[Meta], float] = lambda meta: 30.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._store, self._room, self._limit, self._clock = store, room, limit, clock
         self._patience = _LOOK if store.config.timeout is None else min(_LOOK, store.config.timeout)
         self.meter = Meter()
         most = store.tier.capacity // 2
-        self.channels = [Channel(tier, self.meter, clock=clock, oldest=store.ages.oldest, most=most) for tier in tiers]
+        self.channels = [Channel(tier, self.meter, clock=clock, ages=store.ages, most=most) for tier in tiers]
         self._sighted = Bounded[bool](_SIGHTED)  # images; whether more than once
         self._loading: dict[Future[None], _Load] = {}
         self._lock = threading.Lock()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlcache_jax.commands.schedule import MODEL, open_model, profile_samples, say_errors
+from vlcache_jax.commands import options as opt
+from vlcache_jax.commands.schedule import open_model, profile_samples, say_errors
 from vlcache_jax.files import PICTURES, check_writable, write_whole
 from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.schedule import FORMAT
@@ -23,25 +24,24 @@ if TYPE_CHECKING:
     from vlcache_jax.study.sensitivity import Case
 
 app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
-_DATA = typer.Option(help="TSV file of VLMEvalKit; may be repeated.", show_default="drawn for the shipped model")
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
 _ARRANGEMENT = typer.Option(help="text_first or question_first.")
 _DONORS = typer.Option(help="together: the images fill the cache in one prompt; apart: each in its own.")
 _OUT = typer.Option(help="Picture to write (png); the data go beside it (json).")
-_DTYPE = typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")
 _LEVELS = (0, 50, 150)  # in 1/500: the paper's r = 0, 0.1, 0.3
 
 
 @app.command("errors")
 def errors_command(
     out: Annotated[pathlib.Path, _OUT],
-    model: Annotated[str | None, MODEL] = None,
-    data: Annotated[list[pathlib.Path] | None, _DATA] = None,
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
     samples: Annotated[int, _SAMPLES] = 20,
     arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
     donors: Annotated[str, _DONORS] = "together",
     tokens: Annotated[int, typer.Option(min=1, help="Image tokens of each sample to reuse alone.")] = 16,
-    dtype: Annotated[str, _DTYPE] = "auto",
+    dtype: opt.Dtype = "auto",
 ) -> None:
     """Errors of the attention outputs along the answer, and where they come from.
 
@@ -51,7 +51,10 @@ def errors_command(
 
     Example: vlcache analyze errors --out errors.png
     """
-    with say_errors(), _opened(model, dtype, out, data, samples, arrangement, donors) as (llm, cases):
+    with (
+        say_errors(),
+        _opened(opt.one_model(model, same_model), dtype, out, data, samples, arrangement, donors) as (llm, cases),
+    ):
         import numpy as np
 
         from vlcache_jax.study import analysis
@@ -122,7 +125,7 @@ def errors_command(
 
 @app.command("sensitivity")
 def sensitivity_command(
-    scores: Annotated[pathlib.Path, typer.Argument(help="File of `vlcache schedule profile`.")],
+    scores: Annotated[pathlib.Path, typer.Argument(metavar="SCORES", help="File of `vlcache schedule profile`.")],
     out: Annotated[pathlib.Path, _OUT],
 ) -> None:
     """What each layer gains from recomputing at r = 0.1, 0.2 and 0.3 (VLCache, figure 3).
@@ -149,18 +152,22 @@ def sensitivity_command(
 @app.command("attention")
 def attention_command(
     out: Annotated[pathlib.Path, _OUT],
-    model: Annotated[str | None, MODEL] = None,
-    data: Annotated[list[pathlib.Path] | None, _DATA] = None,
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
     samples: Annotated[int, _SAMPLES] = 20,
     arrangement: Annotated[str, _ARRANGEMENT] = "text_first",
     donors: Annotated[str, _DONORS] = "together",
-    dtype: Annotated[str, _DTYPE] = "auto",
+    dtype: opt.Dtype = "auto",
 ) -> None:
     """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8 and 12).
 
     Example: vlcache analyze attention --out attention.png
     """
-    with say_errors(), _opened(model, dtype, out, data, samples, arrangement, donors) as (llm, cases):
+    with (
+        say_errors(),
+        _opened(opt.one_model(model, same_model), dtype, out, data, samples, arrangement, donors) as (llm, cases),
+    ):
         import numpy as np
 
         from vlcache_jax.study import analysis

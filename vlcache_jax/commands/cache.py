@@ -98,7 +98,9 @@ def verify_command(store: Annotated[str, STORE]) -> None:
 @app.command("evict")
 def evict_command(
     store: Annotated[str, STORE],
-    keys: Annotated[list[str], typer.Argument(help="Entry keys of images, or their first digits, eight at least.")],
+    keys: Annotated[
+        list[str], typer.Argument(metavar="KEY", help="Entry keys of images, or their first digits, eight at least.")
+    ],
 ) -> None:
     """Deletes all records of images.
 
@@ -114,7 +116,9 @@ def evict_command(
 @app.command("prune")
 def prune_command(
     store: Annotated[str, STORE],
-    size: Annotated[str, typer.Argument(help="What is to be left at most, such as 10GB; 0 deletes all.")],
+    size: Annotated[
+        str, typer.Argument(metavar="SIZE", help="What is to be left at most, such as 10GB; 0 deletes all.")
+    ],
     days: Annotated[
         float | None, typer.Option(min=0, help="What was written before so many days leaves in any case.")
     ] = None,
@@ -133,8 +137,10 @@ def prune_command(
 @app.command("export")
 def export_command(
     store: Annotated[str, STORE],
-    out: Annotated[pathlib.Path, typer.Argument(help="File to write (tar).")],
-    keys: Annotated[list[str] | None, typer.Argument(help="Entry keys of images, or their first digits.")] = None,
+    out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="File to write (tar).")],
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Entry keys of images, or their first digits.")
+    ] = None,
 ) -> None:
     """Writes records into one file, all of them or those of some images.
 
@@ -162,7 +168,7 @@ def export_command(
 
 @app.command("import")
 def import_command(
-    file: Annotated[pathlib.Path, typer.Argument(help="What `vlcache cache export` wrote.")],
+    file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="What `vlcache cache export` wrote.")],
     store: Annotated[str, STORE],
 ) -> None:
     """Adds the records of a file to a store; each is compared with its checksums first.
@@ -199,7 +205,7 @@ def import_command(
 
 @app.command("serve")
 def serve_command(
-    directory: Annotated[pathlib.Path, typer.Argument(help="What `disk` of CacheConfig names.")],
+    directory: Annotated[pathlib.Path, typer.Argument(metavar="DIRECTORY", help="What `disk` of CacheConfig names.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8470,
     token: Annotated[

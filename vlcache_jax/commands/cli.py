@@ -6,24 +6,22 @@ import os
 import pathlib
 import re
 import warnings
-from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.checks import parse_bytes, parse_counts
+from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.analyze import app as analyze_app
 from vlcache_jax.commands.cache import app as cache_app
 from vlcache_jax.commands.schedule import app as schedule_app
 from vlcache_jax.commands.schedule import say_errors
+from vlcache_jax.commands.shipped import SHIPPED
 from vlcache_jax.convert.command import convert_command
 from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.progress import say
 from vlcache_jax.reuse.schedule import Schedule
-
-if TYPE_CHECKING:
-    from vlcache_jax.outputs import RequestOutput
 
 app = typer.Typer(
     name="vlcache",
@@ -104,10 +102,16 @@ def doctor_command(
 @app.command("info")
 def info_command(
     model: Annotated[
-        str, typer.Argument(help="Checkpoint, hub id, tiny-vqa, or a published size: qwen3-vl-8b.")
-    ] = "tiny-vqa",
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint, hub id, or a published size: qwen3-vl-8b.",
+            show_default="lists the published sizes",
+        ),
+    ] = None,
+    same_model: opt.SameModel = None,
     image: Annotated[str, typer.Option(help="Height x width of an image in pixels.")] = "1024x1024",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16, as on a GPU.")] = "auto",
     max_rows: Annotated[int, typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.")] = 8192,
     max_pixels: Annotated[
         int | None,
@@ -125,21 +129,28 @@ def info_command(
         size = re.fullmatch(r"([1-9]\d{0,5})[xX]([1-9]\d{0,5})", image)
         if size is None:
             raise ValueError(f"image must be height x width in pixels, such as 1080x1920, got {image!r}")
+        if (chosen := opt.one_model(model, same_model)) is None:
+            from vlcache_jax.models.published import SIZES
+
+            typer.echo(f"MODEL is a directory, a hub id, {SHIPPED}, or a published size:\n" + "\n".join(SIZES))
+            return
         from vlcache_jax.commands.info import describe
         from vlcache_jax.study.report import show
 
-        findings, rows = describe(model, dtype, int(size[1]), int(size[2]), max_rows, max_pixels)
+        findings, rows, hints = describe(chosen, dtype, int(size[1]), int(size[2]), max_rows, max_pixels)
         width = 2 + max(len(name) for name, _ in findings)
         for name, found in findings:
             typer.echo(f"{name:<{width}}{found}")
         show("Room on a GPU, beside weights and activations", rows)
+        typer.echo("".join(f"\n{hint}" for hint in hints), nl=bool(hints))
 
 
 @app.command("calibrate")
 def calibrate_command(
-    model: Annotated[str, typer.Argument(help="Checkpoint, hub id, or tiny-vqa.")],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")] = "auto",
-    codec: Annotated[str, typer.Option(help="Of stored K, V: auto, int8 or int4.")] = "auto",
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    dtype: opt.Dtype = "auto",
+    codec: opt.Codec = "auto",
 ) -> None:
     """Measures once for a machine and a model whether linking an image pays, and keeps it for all engines to come.
 
@@ -150,66 +161,53 @@ def calibrate_command(
     """
     with say_errors():
         CacheConfig(codec=codec)
+        chosen = opt.one_model(model, same_model) or SHIPPED
         say("importing JAX")
         from vlcache_jax.commands.calibrate import run
 
-        run(model, dtype, codec)
-
-
-_ModelOption = Annotated[
-    str,
-    typer.Option("--model", "-m", envvar="VLCACHE_MODEL",
-                 help="Checkpoint directory, hub id, or tiny-vqa: a small model that ships with the package."),
-]  # fmt: skip
-_Reuse = Annotated[
-    str,
-    typer.Option(help='"exact", "approximate", "full", "off", a ratio such as 0.1, a schedule, or another policy.'),
-]
-_MaxPixels = Annotated[
-    int | None,
-    typer.Option(help="Pixels of an image at most; larger ones are scaled down.",
-                 show_default="the checkpoint's own"),
-]  # fmt: skip
-_MaxRows = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.",
-                 show_default="8192, on a CPU 4096"),
-]  # fmt: skip
-_HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
-_DeviceBytes = Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")]
-_Disk = Annotated[
-    pathlib.Path | None,
-    typer.Option(help="Directory for what is kept, beyond the process.", show_default=False),
-]
-_Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")]
+        run(chosen, dtype, codec)
 
 
 @app.command("run")
 def run_command(
     source: Annotated[pathlib.Path, typer.Argument(metavar="IN", help="File of rows (JSON lines).")],
     out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="File of answers to write (JSON lines).")],
-    model: _ModelOption = "tiny-vqa",
-    reuse: _Reuse = "exact",
+    model: opt.ModelOption = None,
+    reuse: opt.Reuse = "exact",
+    system: opt.System = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most, where a row does not say.")] = 256,
-    temperature: _Temperature = None,
-    max_pixels: _MaxPixels = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")] = "auto",
-    max_rows: _MaxRows = None,
-    host_bytes: _HostBytes = "4GiB",
-    device_bytes: _DeviceBytes = "0",
-    disk: _Disk = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of what is drawn at random: another one, other answers.", show_default=False),
+    ] = None,
+    max_pixels: opt.MaxPixels = None,
+    dtype: opt.Dtype = "auto",
+    max_rows: opt.MaxRows = None,
+    max_model_len: opt.MaxModelLen = None,
+    kv_cache_bytes: opt.KvCacheBytes = None,
+    host_bytes: opt.HostBytes = "4GiB",
+    device_bytes: Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")] = "0",
+    disk: opt.Disk = None,
     disk_bytes: Annotated[str, typer.Option(help="Of that directory.")] = "64GiB",
     remote: Annotated[
         str | None, typer.Option(envvar="VLCACHE_REMOTE", help="URL of a store that machines share: s3://, redis://...")
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN counts."),
+        typer.Option(
+            metavar="<str>", help="URL of a `vlcache cache serve`; may be repeated. VLCACHE_PEER_TOKEN counts."
+        ),
     ] = None,
-    codec: Annotated[str, typer.Option(help="Of stored keys and values: auto, int8, int4.")] = "auto",
+    codec: opt.Codec = "auto",
     images_from: Annotated[str, typer.Option(help="Folder in which images on disk must lie.")] = "/",
     allow_remote_images: Annotated[
         bool, typer.Option("--allow-remote-images", help="Fetch http(s) URLs of images.")
+    ] = False,
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option("--trust-request-chat-template", help="Take chat templates of rows, which can run without end."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
     retry_errors: Annotated[
@@ -229,23 +227,21 @@ def run_command(
         from vlcache_jax.commands.run import Job, run
         from vlcache_jax.engine.sampling import SamplingParams
 
-        defaults: dict[str, Any] = {"max_tokens": max_tokens} | (
-            {} if temperature is None else {"temperature": temperature}
-        )
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        defaults: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(**defaults)
-        options: dict[str, Any] = {
+        chosen = {"mm_processor_kwargs": opt.image_limits(max_pixels), "max_model_len": max_model_len, "seed": seed}
+        options = {name: value for name, value in chosen.items() if value is not None} | {
             "dtype": dtype,
             "allow_remote_images": allow_remote_images,
             "allowed_local_media_path": images_from,
         }
-        if max_pixels is not None:
-            options["mm_processor_kwargs"] = {"max_pixels": max_pixels}
         cache = CacheConfig(
             host_bytes=host_bytes, device_bytes=device_bytes, disk=disk, disk_bytes=disk_bytes, remote=remote,
             peers=peer or (), peer_token=os.environ.get("VLCACHE_PEER_TOKEN") if peer else None, codec=codec,
         )  # fmt: skip
-        memory = {"max_rows": max_rows, "cache": cache}
-        job = Job(source, model, reuse, defaults, options, memory)
+        memory = {"max_rows": max_rows, "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes), "cache": cache}
+        job = Job(source, model, reuse, system, defaults, options, memory, trust_request_chat_template)
         run(job, out, overwrite=overwrite, retry=retry_errors)
 
 
@@ -257,75 +253,56 @@ def ask_command(
             metavar="[IMAGE]... QUESTION", help="Files of images or videos, and last the question in quotes."
         ),
     ],
-    model: _ModelOption = "tiny-vqa",
-    max_tokens: Annotated[int, typer.Option(help="Tokens to answer with at most.")] = 256,
-    temperature: _Temperature = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")] = "auto",
-    max_pixels: _MaxPixels = None,
-    max_rows: _MaxRows = None,
-    host_bytes: _HostBytes = "4GiB",
-    reuse: _Reuse = "exact",
-    twice: Annotated[bool, typer.Option("--twice", help="Ask once more, now that the images are known.")] = False,
+    model: opt.ModelOption = None,
+    reuse: opt.Reuse = "exact",
+    system: opt.System = None,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn at random.")] = 0,
+    max_pixels: opt.MaxPixels = None,
+    dtype: opt.Dtype = "auto",
+    max_rows: opt.MaxRows = None,
+    max_model_len: opt.MaxModelLen = None,
+    kv_cache_bytes: opt.KvCacheBytes = None,
+    host_bytes: opt.HostBytes = "4GiB",
+    disk: opt.Disk = None,
+    twice: Annotated[
+        bool,
+        typer.Option("--twice", help="Ask once more, now that the images are known. Programs are compiled before."),
+    ] = False,
     fps: Annotated[
         float | None,
         typer.Option(help="Frames a second that are sampled of videos.", show_default="as the checkpoint says"),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Asks a question about images and videos. Files are told apart by their names.
 
     Example: vlcache ask -m Qwen/Qwen3-VL-2B-Instruct street.jpg map.png "Is the shop on the map?" --twice
     """
-    from vlcache_jax.inputs.images import read_image
-    from vlcache_jax.inputs.videos import is_video, read_video
-
-    *images, question = words
     with say_errors():
-        cache = CacheConfig(host_bytes=host_bytes)
-        if pathlib.Path(question).is_file():
-            raise ValueError(f"the question must stand behind the images, got {question!r} last, which is a file")
-        kinds = ["video" if is_video(image) else "image" for image in images]
-        for kind, image in zip(kinds, images, strict=True):
-            if kind == "image":
-                read_image(image, name="IMAGE").decode()
-            else:
-                read_video(image, name="VIDEO").film.head()
-        say("importing JAX")
-        from vlcache_jax import LLM, SamplingParams
+        from vlcache_jax.commands.ask import ask
 
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        rate = {} if fps is None else {"fps": fps}
-        shown = [
-            {"type": kind, "path": image, **(rate if kind == "video" else {})}
-            for kind, image in zip(kinds, images, strict=True)
-        ]
-        content = [*shown, {"type": "text", "text": question}]
-        limits = {"max_pixels": max_pixels} if max_pixels is not None else None
-        options: dict[str, Any] = {"dtype": dtype, "mm_processor_kwargs": limits, "max_rows": max_rows, "cache": cache}
-        with LLM(model, reuse=reuse, **options) as llm:
-            for _ in range(1 + twice):
-                [output] = llm.chat([{"role": "user", "content": content}], params)
-                typer.echo(output.outputs[0].text)
-                typer.echo(_summary(output), err=True)
-
-
-def _summary(output: RequestOutput) -> str:
-    metrics, images = output.metrics, output.cache.images
-    counts = Counter(f"{image.match} ({image.why.value})" if image.why else image.match for image in images)
-    found = ", ".join(f"{count} {match}" if count > 1 else match for match, count in counts.items())
-    return (
-        f"[{len(output.prompt_token_ids)} prompt tokens, {sum(image.tokens for image in images)} of images; "
-        f"first token after {metrics.ttft:.3f} s, {len(output.outputs[0].token_ids)} tokens in {metrics.decode:.2f} s; "
-        f"images: {found or 'none'}; {output.cache.rows[-1]} tokens computed, "
-        f"{output.num_cached_tokens + output.cache.approximate_tokens} reused]"
-    )
+        options = {
+            "reuse": reuse,
+            "dtype": dtype,
+            "mm_processor_kwargs": opt.image_limits(max_pixels),
+            "max_rows": max_rows,
+            "max_model_len": max_model_len,
+            "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
+            "cache": CacheConfig(host_bytes=host_bytes, disk=disk),
+        }
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        ask(words, model=model, system=system, fps=fps, sampling=sampling, options=options, twice=twice)
 
 
 @bench.command("ttft")
 def ttft_command(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint or hub id.", show_default="random weights, 12 layers x 768"),
+        typer.Argument(metavar="MODEL", help="Checkpoint or hub id.", show_default="random weights, 12 layers x 768"),
     ] = None,
+    same_model: opt.SameModel = None,
     random_weights: Annotated[
         str | None,
         typer.Option(help="Size of a published model, with random weights: qwen3-vl-8b, qwen2.5-vl-7b and so on.",
@@ -334,7 +311,7 @@ def ttft_command(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Decoder layers with random weights.", show_default="all")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    dtype: opt.Dtype = "auto",
     images: Annotated[int | None, typer.Option(min=1, help="Images in the prompt.", show_default="4")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each image; of --image-tokens, at most.")] = 1024,
     image_tokens: Annotated[
@@ -348,7 +325,7 @@ def ttft_command(
         pathlib.Path | None, typer.Option(help="Schedule file.", show_default="falling levels, mean 0.025")
     ] = None,
     codec: Annotated[str, typer.Option(help="Codecs of stored K, V, one after the other: auto,int8,int4.")] = "auto",
-    host_bytes: _HostBytes = "16GiB",
+    host_bytes: opt.HostBytes = "16GiB",
     device_bytes: Annotated[
         str, typer.Option(help="Device memory for copies of images' records, such as 20GB: measured, too, if not 0.")
     ] = "0",
@@ -356,10 +333,8 @@ def ttft_command(
         pathlib.Path | None, typer.Option(help="Directory for records: measured, too, as after a restart.",
                                           show_default=False)
     ] = None,
-    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
-    picture: Annotated[
-        pathlib.Path | None, typer.Option(help="Picture of the steps to draw (png, svg or pdf).", show_default=False)
-    ] = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
 ) -> None:  # fmt: skip
     """Measures the time to the first token: cold, encoder cached, and with K, V reused.
 
@@ -387,7 +362,7 @@ def ttft_command(
         from vlcache_jax.benchmarks.known_images import split_images
 
         setup = ttft.Setup(
-            model=model,
+            model=opt.one_model(model, same_model),
             random_weights=random_weights,
             layers=layers,
             dtype=dtype,
@@ -407,9 +382,12 @@ def ttft_command(
 def batch_command(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint or hub id.", show_default="random weights, 6 layers x 384"),
+        typer.Argument(metavar="MODEL", help="Checkpoint or hub id.", show_default="random weights, 6 layers x 384"),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "float32",
+    same_model: opt.SameModel = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, in which answers are compared; bfloat16, or auto: bfloat16 on a GPU.")
+    ] = "float32",
     requests: Annotated[int, typer.Option(help="Prompts, each with 0 to 2 images.")] = 96,
     images: Annotated[int, typer.Option(help="Pictures; half of them are met once, the others several times.")] = 40,
     mean_answer: Annotated[float, typer.Option(help="Mean length of answers in tokens; lengths are geometric.")] = 48,
@@ -418,7 +396,8 @@ def batch_command(
         float | None, typer.Option(help="Requests a second, at random times.", show_default="all at once")
     ] = None,
     reuse: Annotated[
-        list[str] | None, typer.Option(help="Setting to measure; may be repeated.", show_default="exact")
+        list[str] | None,
+        typer.Option(metavar="<str>", help="Setting to measure; may be repeated.", show_default="exact"),
     ] = None,
     against: Annotated[
         pathlib.Path | None,
@@ -433,7 +412,7 @@ def batch_command(
         bool, typer.Option("--floor", help="Print a lower bound for the decode steps, for Qwen3-VL-8B on an H200.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of prompts, pictures and lengths.")] = 0,
-    out: Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    out: opt.Out = None,
 ) -> None:  # fmt: skip
     """Measures how many requests and tokens a second are served.
 
@@ -447,7 +426,7 @@ def batch_command(
         from vlcache_jax.benchmarks import throughput
 
         throughput.measure(
-            model,
+            opt.one_model(model, same_model),
             throughput.Load(requests, images, mean_answer, max_answer, rate, seed),
             reuse=reuse or ["exact"],
             dtype=dtype,
@@ -461,50 +440,45 @@ def batch_command(
 
 
 # What `bench accuracy` and `bench policies` share.
-_Model = Annotated[str | None, typer.Argument(help="Checkpoint or hub id.", show_default="the shipped model")]
-_Data = Annotated[
-    list[pathlib.Path] | None,
-    typer.Option(
-        help="TSV file of VLMEvalKit; may be repeated.",
-        show_default="splits drawn for the shipped model",
-    ),
-]
 _Questions = Annotated[int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all")]
 _Work = Annotated[
     pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
 ]
-_Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
-_DONORS = "together: the images fill the cache in one prompt; apart: each in its own; may be repeated."
+_Donors = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="<str>",
+        help="together: the images fill the cache in one prompt; apart: each in its own; may be repeated.",
+        show_default="together and apart",
+    ),
+]
 _Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
-_MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to answer with at most.")]
-_Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")]
 
 
 @bench.command("accuracy")
 def accuracy_command(
-    model: _Model = None,
-    data: _Data = None,
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
     reuse: Annotated[
         list[str] | None,
-        typer.Option(help='Setting to compare with cold; may be repeated.',
+        typer.Option(metavar="<str>", help='Setting to compare with cold; may be repeated.',
                      show_default="full, 0.03, 0.1, approximate, shift-0.1 and the schedules of the shipped model"),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
-        typer.Option(help="image_first, text_first, question_first; may be repeated.",
+        typer.Option(metavar="<str>", help="image_first, text_first, question_first; may be repeated.",
                      show_default="all"),
     ] = None,
     auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
-    donors: Annotated[
-        list[str] | None, typer.Option(help=_DONORS, show_default="together and apart")
-    ] = None,
+    donors: _Donors = None,
     questions: _Questions = None,
     seeds: _Seeds = 1,
-    max_tokens: _MaxTokens = 32,
-    dtype: _Dtype = "auto",
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
     work: _Work = None,
-    out: _Out = None,
-    figure: Annotated[pathlib.Path | None, typer.Option(help="Figure to write.", show_default=False)] = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
 ) -> None:  # fmt: skip
     """Measures how reuse changes answers: each question cold and under every setting, in pairs.
 
@@ -520,7 +494,7 @@ def accuracy_command(
 
     with say_errors():
         measure(
-            model,
+            opt.one_model(model, same_model),
             data or [],
             settings=reuse,
             protocols=[
@@ -534,32 +508,36 @@ def accuracy_command(
             dtype=dtype,
             work=work,
             out=out,
-            figure=figure,
+            picture=picture,
         )
 
 
 @bench.command("policies")
 def policies_command(
-    model: _Model = None,
-    data: _Data = None,
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
     reuse: Annotated[
         list[str] | None,
-        typer.Option(help="Setting to compare with cold and with the first of them, instead of all policies; may be "
+        typer.Option(metavar="<str>",
+                     help="Setting to compare with cold and with the first of them, instead of all policies; may be "
                      "repeated.", show_default=False),
     ] = None,
     ratio: Annotated[
         list[float] | None,
-        typer.Option(help="Every policy runs at it; may be repeated.",
+        typer.Option(metavar="<float>", help="Every policy runs at it; may be repeated.",
                      show_default="0.03, 0.1; none with --reuse"),
     ] = None,
     share: Annotated[
         list[float] | None,
-        typer.Option(help="Share of image rows that every policy computes, over all layers; may be repeated.",
+        typer.Option(metavar="<float>",
+                     help="Share of image rows that every policy computes, over all layers; may be repeated.",
                      show_default="0.6; none with --reuse"),
     ] = None,
     schedule: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(help="Schedule file, compared with others at its rows; may be repeated.", show_default=False),
+        typer.Option(metavar="<path>",
+                     help="Schedule file, compared with others at its rows; may be repeated.", show_default=False),
     ] = None,
     mean: Annotated[str, typer.Option(help="Mean ratio of the schedules that are profiled.")] = "0.025",
     profiled: Annotated[
@@ -569,21 +547,22 @@ def policies_command(
     ] = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(help="Drawn pictures: small (64 to 144 tokens), large (400), or tinted; may be repeated.",
+        typer.Option(metavar="<str>",
+                     help="Drawn pictures: small (64 to 144 tokens), large (400), or tinted; may be repeated.",
                      show_default="small and large"),
     ] = None,
     arrangement: Annotated[
         list[str] | None,
-        typer.Option(help="text_first, question_first; may be repeated.", show_default="both"),
+        typer.Option(metavar="<str>", help="text_first, question_first; may be repeated.", show_default="both"),
     ] = None,
-    donors: Annotated[list[str] | None, typer.Option(help=_DONORS, show_default="together and apart")] = None,
+    donors: _Donors = None,
     seeds: _Seeds = 1,
     questions: _Questions = None,
     split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
-    max_tokens: _MaxTokens = 32,
-    dtype: _Dtype = "auto",
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
     work: _Work = None,
-    out: _Out = None,
+    out: opt.Out = None,
 ) -> None:  # fmt: skip
     """Compares all policies, at equal ratios and at equal shares of image rows.
 
@@ -602,7 +581,7 @@ def policies_command(
 
     with say_errors():
         policies.measure(
-            model,
+            opt.one_model(model, same_model),
             data or [],
             settings=reuse or (),
             ratios=ratio or (() if reuse else policies.RATIOS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
 from typing import Any
@@ -12,9 +13,9 @@ from vlcache_jax.engine.ladder import Ladder
 from vlcache_jax.engine.memory_plan import (
     GPU_SHARE,
     activation_bytes,
-    devices_worth,
     limit_patches,
     limit_rows,
+    round_pages,
     slot_bytes,
 )
 from vlcache_jax.first_contact.chip import find_chip, memory
@@ -28,19 +29,24 @@ from vlcache_jax.pallas_kernels import PAGE
 
 GPUS = (24, 40, 80, 141)  # GB
 USABLE = 0.95  # of a GPU's memory; the rest is the driver's and XLA's
+_SMALLER_ROWS = (4096, 2048)
+_SMALLER_IMAGES = (1, 2, 4, 8)  # parts of the pixels of an image at most
+_USEFUL = 8192  # tokens in a pool, below which none is recommended: a prompt of some images
+
+NOTHING = "-"  # in a cell
 
 Findings = list[tuple[str, str]]
 
 
 def describe(
     model: str, dtype: str, height: int, width: int, max_rows: int = 8192, max_pixels: int | None = None
-) -> tuple[Findings, list[dict[str, Any]]]:
-    """Returns (what is so, by name; a row for each size of GPU).
+) -> tuple[Findings, list[dict[str, Any]], list[str]]:
+    """Returns (what is so, by name; a row for each size of GPU; what to do about those that it does not fit on).
 
     Args:
       model: a checkpoint, an id on the hub, the name of a shipped model, or a published size such as "qwen3-vl-8b",
         for which nothing is read or fetched; weights are never fetched.
-      dtype: of weights and K, V.
+      dtype: of weights and K, V; "auto" is bfloat16, as on a GPU.
       height, width: of the image to count for, in pixels.
       max_rows: of a prefill step.
       max_pixels: of an image, which is scaled down to it; None: the checkpoint's own.
@@ -48,7 +54,7 @@ def describe(
     Raises:
       FileNotFoundError, ValueError: there is no such model, it is of an unknown kind, or an argument is wrong.
     """
-    size = as_dtype(dtype)
+    size = as_dtype("bfloat16" if dtype == "auto" else dtype)
     source, config, processor = _find(model)
     processor = processor.with_limits(None if max_pixels is None else {"max_pixels": max_pixels})
     text, vision = config.text, config.vision
@@ -82,9 +88,13 @@ def describe(
     sizes = {f"{size} GB": size * 10**9 for size in GPUS}
     if chip is not None and found is not None:
         sizes = {f"{chip.name}, {_gigabytes(found[1])}": found[1]}
-    most = max(vision.merge_size**2, processor.max_pixels // processor.patch_size**2)
-    ladder = limit_patches(limit_rows(Ladder(), max_rows), most, vision.merge_size)
-    return findings, [_fit(name, total, config, size, count, ladder, tokens) for name, total in sizes.items()]
+    fits = [_fit(name, total, config, size, count, processor, max_rows, tokens) for name, total in sizes.items()]
+    hints = [
+        _hint(name, total, config, size, count, processor, max_rows, height * width)
+        for (name, total), fit in zip(sizes.items(), fits, strict=True)
+        if fit["tokens"] == NOTHING
+    ]
+    return findings, fits, hints
 
 
 def _experts(text: TextConfig, count: int) -> Findings:
@@ -114,24 +124,72 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     return str(directory), load_config(directory), ImageProcessor.from_pretrained(directory)
 
 
-def _fit(
-    name: str, total: int, config: ModelConfig, dtype: Any, count: int, ladder: Ladder, tokens: int
-) -> dict[str, Any]:
-    """What an engine has room for on a GPU of so many bytes; see `memory_plan.plan_pool`."""
-    activations = activation_bytes(config, dtype, ladder)
+def _ladder(config: ModelConfig, processor: ImageProcessor, max_rows: int) -> Ladder:
+    merge_size = config.vision.merge_size
+    most = max(merge_size**2, processor.max_pixels // processor.patch_size**2)
+    return limit_patches(limit_rows(Ladder(), max_rows), most, merge_size)
+
+
+def _pages(total: int, config: ModelConfig, dtype: Any, count: int, activations: int) -> int:
+    """Of an engine's pool on a GPU of so many bytes; see `memory_plan.plan_pool`."""
     rest = USABLE * total - count * dtype.itemsize - activations
-    page = slot_bytes(config, dtype) * PAGE
-    pages = int(GPU_SHARE * rest // page) - 1
+    return round_pages(int(GPU_SHARE * rest // _page_bytes(config, dtype)) - 1)
+
+
+def _page_bytes(config: ModelConfig, dtype: Any) -> int:
+    return slot_bytes(config, dtype) * PAGE
+
+
+def _fit(
+    name: str,
+    total: int,
+    config: ModelConfig,
+    dtype: Any,
+    count: int,
+    processor: ImageProcessor,
+    rows: int,
+    tokens: int,
+) -> dict[str, Any]:
+    """What an engine has room for on a GPU of so many bytes."""
+    activations = activation_bytes(config, dtype, _ladder(config, processor, rows))
+    pages = _pages(total, config, dtype, count, activations)
     fits = pages > 0
-    worth = devices_worth(count * dtype.itemsize + activations + 2 * page / GPU_SHARE, USABLE * total)
     return {
         "GPU": name,
         "weights": _gigabytes(count * dtype.itemsize),
         "activations": _gigabytes(activations),
-        "KV pool": _gigabytes(GPU_SHARE * rest) if fits else f"does not fit: {worth} such GPUs' worth",
-        "tokens": pages * PAGE if fits else None,
-        "such images": pages * PAGE // tokens if fits else None,
+        "KV pool": _gigabytes(pages * _page_bytes(config, dtype)) if fits else "does not fit",
+        "tokens": pages * PAGE if fits else NOTHING,
+        "such images": pages * PAGE // tokens if fits else NOTHING,
     }
+
+
+def _hint(
+    name: str,
+    total: int,
+    config: ModelConfig,
+    dtype: Any,
+    count: int,
+    processor: ImageProcessor,
+    rows: int,
+    pixels: int,
+) -> str:
+    """What to do where a model does not fit: the largest images, and then the most rows, with which it does.
+
+    Args:
+      pixels: of an image that must not be scaled down more.
+    """
+    for part, fewer in itertools.product(_SMALLER_IMAGES, (rows, *(own for own in _SMALLER_ROWS if own < rows))):
+        smaller = processor.max_pixels // part
+        if part > 1 and smaller < max(pixels, processor.min_pixels):
+            break
+        limited = processor.with_limits({"max_pixels": smaller})
+        activations = activation_bytes(config, dtype, _ladder(config, limited, fewer))
+        pages = _pages(total, config, dtype, count, activations)
+        if pages * PAGE >= _USEFUL:
+            options = [f"--max-rows {fewer}"] * (fewer < rows) + [f"--max-pixels {smaller}"] * (part > 1)
+            return f"{name}: fits with {' '.join(options)}, and a pool of {pages * PAGE} tokens"
+    return f"{name}: too small, and one GPU is used"
 
 
 def _millions(count: int) -> str:

@@ -2,7 +2,7 @@
 
 A row is JSON on a line, in one of two formats: a request of OpenAI's batch files, answered in the format of their
 output files; or a plain one, `{"messages": [...]}` or `{"images": [...], "question": ...}` (also "image" and "video"),
-with the names of `SamplingParams` beside them.
+with the names of `SamplingParams` beside them. What says how messages become text may stand there, too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlcache_jax.checks import check_text, short, shorten
 from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.inputs.images import is_base64
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, Logprob, RequestOutput
@@ -44,6 +45,8 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "reasoning_effort": (None,),
 }
+# How messages become text.
+_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
 _TOKENS = ("max_tokens", "max_completion_tokens")
 
@@ -60,6 +63,7 @@ class Row:
       conversation, params: what is asked.
       error: what is wrong with it, in place of these.
       kept: of a plain row what stands in the answer as it came.
+      written: the row's keys, by what errors call an image or video that stands in one.
     """
 
     number: int
@@ -70,14 +74,25 @@ class Row:
     params: SamplingParams | None = None
     error: str | None = None
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    written: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def parse(cls, line: str, number: int, digest: str, defaults: Mapping[str, Any], folder: pathlib.Path) -> Row:
+    def parse(
+        cls,
+        line: str,
+        number: int,
+        digest: str,
+        defaults: Mapping[str, Any],
+        folder: pathlib.Path,
+        *,
+        trusts_templates: bool = False,
+    ) -> Row:
         """Reads a row, or what is wrong with it.
 
         Args:
           defaults: sampling parameters where the row names none.
           folder: where relative paths of images begin.
+          trusts_templates: whether a row may bring a chat template, which is a program and may run without end.
         """
         own = cls(number, digest)
         try:
@@ -85,18 +100,45 @@ class Row:
             is_openai = "body" in row or "custom_id" in row
             name = row.get("custom_id" if is_openai else "id")
             kept: dict[str, Any] = {key: row[key] for key in ("id", "metadata") if key in row and not is_openai}
-            own = dataclasses.replace(own, name=name, is_openai=is_openai, kept=kept)
+            written = {f"{key}s[0]": key for key in ("image", "video") if key in row}
+            own = dataclasses.replace(own, name=name, is_openai=is_openai, kept=kept, written=written)
             if not isinstance(name, str | int | None) or isinstance(name, bool):
                 raise ValueError(
                     f"{'custom_id' if is_openai else 'id'} must be a string or a number, got {short(name)}"
                 )
             asked, given = _openai(row) if is_openai else _plain(row)
-            if given.get("seed") is None:  # one of the row's own, so that its answer is the same whenever it runs
+            if given.get("seed") in (None, -1):  # one of the row's own, so that its answer is the same whenever it runs
                 given["seed"] = (int(digest[:8], 16) + number) % 2**32
+            template = {key: given.pop(key) for key in _TEMPLATE if key in given}
+            if template.get("chat_template") is not None and not trusts_templates:
+                raise ValueError(
+                    "chat_template must be left out, as a template can run without end; "
+                    "--trust-request-chat-template takes those of a file that you trust"
+                )
             params = SamplingParams(**{**defaults, **given})
-            return dataclasses.replace(own, conversation=_placed(asked, folder), params=params)
+            placed = _placed(asked, folder)
+            return dataclasses.replace(
+                own, conversation={"messages": placed, **template} if template else placed, params=params
+            )
         except ValueError as error:
             return dataclasses.replace(own, error=f"line {number}: {error}")
+
+    def behind(self, system: str) -> Row:
+        """The row with a system message, unless it has one or is wrong."""
+        asked = self.conversation
+        messages = asked.get("messages") if isinstance(asked, dict) else asked
+        if not isinstance(messages, list) or any(isinstance(m, dict) and m.get("role") == "system" for m in messages):
+            return self
+        told = [{"role": "system", "content": system}, *messages]
+        return dataclasses.replace(self, conversation=asked | {"messages": told} if isinstance(asked, dict) else told)
+
+    def named(self, error: str, index: int) -> str:
+        """An error of `LLM.chat_iter`, which called the row by its `index`, in the row's own words."""
+        for name in ("conversations", "sampling_params"):
+            error = error.replace(f"{name}[{index}]", f"line {self.number}", 1)
+        for called, key in self.written.items():
+            error = error.replace(f"line {self.number} {called}", f"line {self.number} {key}", 1)
+        return error
 
     def failed(self, error: str) -> bytes:
         """The line that says what is wrong."""
@@ -185,7 +227,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
 
 
 def _openai(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The conversation and the sampling parameters of a request of a batch file."""
+    """The messages of a request of a batch file, and what is said of sampling and of the template."""
     _check_keys(row, _ENVELOPE)
     if (name := row.get("custom_id")) is None:
         raise ValueError("custom_id must be a string, got none")
@@ -209,17 +251,16 @@ def _openai(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"logprobs must be true where there are top_logprobs, got {short(told)}")
     if told:
         given["logprobs"] = top or 0
-    _check_keys(given, sorted(_SAMPLING))
-    return body.get("messages"), _with_numbers(given)
+    _check_keys(given, (*sorted(_SAMPLING), *_TEMPLATE))
+    return body.get("messages"), given
 
 
 def _plain(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The conversation and the sampling parameters of a plain row."""
+    """The messages of a plain row, and what is said of sampling and of the template."""
     media = ("image", "images", "video")
     own = ("id", "metadata", "messages", "question", *media)
     given = {key: value for key, value in row.items() if key not in own}
-    _check_keys(given, sorted(_SAMPLING), own)
-    given = _with_numbers(given)
+    _check_keys(given, (*sorted(_SAMPLING), *_TEMPLATE), own)
     if "messages" in row:
         if extra := {"question", *media} & set(row):
             raise ValueError(f"must hold either messages or a question, got both: {', '.join(sorted(extra))}")
@@ -245,7 +286,7 @@ def _placed(conversation: Any, folder: pathlib.Path) -> Any:
         is_path = isinstance(value, str) and not value[:8].lower().startswith(
             ("data:", "http://", "https://", "file://")
         )
-        return os.path.join(folder, value) if is_path else value
+        return os.path.join(folder, os.path.expanduser(value)) if is_path and not is_base64(value) else value
 
     def part(one: Any) -> Any:
         if not isinstance(one, dict):
@@ -262,13 +303,6 @@ def _placed(conversation: Any, folder: pathlib.Path) -> Any:
         return one | {"content": list(map(part, content))} if isinstance(content, list) else one
 
     return list(map(message, conversation)) if isinstance(conversation, list) else conversation
-
-
-def _with_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    """JSON writes the token ids of a `logit_bias` as strings."""
-    if not isinstance(bias := given.get("logit_bias"), dict):
-        return given
-    return given | {"logit_bias": {int(key) if key.isdecimal() else key: value for key, value in bias.items()}}
 
 
 def _check_keys(given: Mapping[str, Any], known: Any, also: Any = ()) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from vlcache_jax.commands.rows import BEGINNINGS, Answer, Row
+from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
 from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.files import check_readable, check_writable
@@ -33,24 +34,33 @@ class Job:
 
     Attributes:
       source: the file of rows.
-      model, reuse: of all rows.
+      model, reuse: of all rows; without a model the shipped one answers.
+      system: message before the rows that have none.
       defaults: sampling parameters where a row names none.
       options: of the engine.
       memory: options that no answer depends on.
+      trusts_templates: whether rows may bring chat templates.
     """
 
     source: pathlib.Path
-    model: str
+    model: str | None
     reuse: str
+    system: str | None
     defaults: Mapping[str, Any]
     options: Mapping[str, Any]
     memory: Mapping[str, Any]
+    trusts_templates: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.model or SHIPPED
 
     def rows(self) -> Iterator[tuple[int, str, str]]:
         """The lines that are not empty: numbers from 1, digests of them and all settings, and what they hold."""
         codec = self.memory["cache"].codec
         way = self.reuse if codec == "auto" else f"{self.reuse} {codec}"  # what is linked, and so what is answered
-        settings = json.dumps([self.model, way, sorted(self.defaults.items()), sorted(self.options.items())])
+        given = [self.name, way, sorted(self.defaults.items()), sorted(self.options.items())]
+        settings = json.dumps(given if self.system is None else [*given, self.system])
         with self.source.open(encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -59,7 +69,9 @@ class Job:
                     yield number, digest[:16], line
 
     def parse(self, number: int, digest: str, line: str) -> Row:
-        return Row.parse(line, number, digest, self.defaults, self.source.parent)
+        trusts = self.trusts_templates
+        row = Row.parse(line, number, digest, self.defaults, self.source.parent, trusts_templates=trusts)
+        return row if self.system is None else row.behind(self.system)
 
 
 def run(job: Job, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
@@ -107,6 +119,7 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
     running: dict[int, Row] = {}
     count = itertools.count()
     told = 0
+    warned = job.model is not None
 
     def write(row: Row, line: bytes, tokens: int = 0) -> None:
         file.write(line)
@@ -134,10 +147,12 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
 
     def good() -> Iterator[tuple[Any, SamplingParams]]:
         """The rows that can run, conversation and sampling parameters; the others are answered at once."""
+        nonlocal warned
         for row in rows():
             if row.params is None:
                 fail(row, row.error or "")
                 continue
+            warned = warned or warn_of_others(row.conversation)
             running[next(count)] = row
             yield row.conversation, row.params
 
@@ -152,7 +167,7 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
     with interruptible():
         from vlcache_jax import LLM
 
-        llm = LLM(job.model, **job.options, **job.memory)
+        llm = LLM(job.name, **job.options, **job.memory)
     with llm, bar:
         if overwrite:
             file.truncate(0)
@@ -162,12 +177,9 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
         for index, output in llm.chat_iter(conversations, params, use_tqdm=False, reuse=job.reuse, on_error="return"):
             row = running.pop(index)
             if output.error is not None:
-                error = output.error
-                for name in ("conversations", "sampling_params"):
-                    error = error.replace(f"{name}[{index}]", f"line {row.number}", 1)
-                fail(row, error)
+                fail(row, row.named(output.error, index))
             else:
-                write(row, row.answered(output, job.model), sum(len(answer.token_ids) for answer in output.outputs))
+                write(row, row.answered(output, job.name), sum(len(answer.token_ids) for answer in output.outputs))
 
 
 @contextlib.contextmanager

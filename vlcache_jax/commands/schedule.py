@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlcache_jax.commands import options as opt
 from vlcache_jax.progress import Progress, say
 
 if TYPE_CHECKING:
@@ -21,22 +22,18 @@ if TYPE_CHECKING:
     from vlcache_jax.study.search import Scores
 
 app = typer.Typer(name="schedule", no_args_is_help=True, help="Finds how much of a reused image each layer recomputes.")
-MODEL = typer.Argument(help="Checkpoint or hub id.", show_default="the shipped model")
 
 
 @app.command("profile")
 def profile_command(
     out: Annotated[pathlib.Path, typer.Option(help="File of scores to write (npz).")],
-    model: Annotated[str | None, MODEL] = None,
-    data: Annotated[
-        list[pathlib.Path] | None,
-        typer.Option(help="TSV file of VLMEvalKit; may be repeated.",
-                     show_default="drawn for the shipped model"),
-    ] = None,
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
     samples: Annotated[int, typer.Option(min=1, help="Questions to measure on, spread over the files.")] = 40,
     arrangement: Annotated[str, typer.Option(help="text_first or question_first.")] = "text_first",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 32,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
 ) -> None:  # fmt: skip
     """Measures what each layer gains from recomputing: S_i(r) for 150 ratios (VLCache, eq. 5).
 
@@ -52,7 +49,7 @@ def profile_command(
         protocol = Protocol(behind(arrangement), auxiliary="neutral")
         check_writable("out", out)
         chosen = profile_samples(data, samples)
-        with open_model(model, dtype) as llm:
+        with open_model(opt.one_model(model, same_model), dtype) as llm:
             from vlcache_jax.study.sensitivity import cases_of, profile
 
             cases = cases_of(llm, chosen, protocol, max_tokens=max_tokens)
@@ -68,7 +65,7 @@ def profile_command(
 
 @app.command("solve")
 def solve_command(
-    scores: Annotated[pathlib.Path, typer.Argument(help="File of `vlcache schedule profile`.")],
+    scores: Annotated[pathlib.Path, typer.Argument(metavar="SCORES", help="File of `vlcache schedule profile`.")],
     out: Annotated[pathlib.Path, typer.Option(help="Schedule file to write (json).")],
     mean: Annotated[
         str | None, typer.Option(help="Mean ratio over the layers, for example 0.025.", show_default=False)
@@ -93,9 +90,7 @@ def solve_command(
         ),
     ] = False,
     noisy: Annotated[bool, typer.Option("--noisy", help="Take scores as measured, do not smooth them.")] = False,
-    picture: Annotated[
-        pathlib.Path | None, typer.Option(help="Picture of scores and levels to write.", show_default=False)
-    ] = None,
+    picture: opt.Picture = None,
 ) -> None:  # fmt: skip
     """Searches the schedule with the smallest predicted error.
 
@@ -144,9 +139,10 @@ def solve_command(
 @app.command("times")
 def times_command(
     out: Annotated[pathlib.Path, typer.Option(help="File to write (json).")],
-    model: Annotated[str | None, MODEL] = None,
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each size; the median counts.")] = 20,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")] = "auto",
+    dtype: opt.Dtype = "auto",
 ) -> None:
     """Measures what a layer takes at each size it is compiled for, for `solve --times`.
 
@@ -156,7 +152,7 @@ def times_command(
 
     with say_errors():
         check_writable("out", out)
-        with open_model(model, dtype) as llm:
+        with open_model(opt.one_model(model, same_model), dtype) as llm:
             measured = _layer_times(llm, repeats)
         # Noise must not make more rows cheaper.
         rows = sorted(measured)

@@ -34,6 +34,7 @@ class EngineStats(PageStats):
     """What the KV pool's pages hold now, and counters since the engine began.
 
     Attributes:
+      kv_cache_bytes: of the pages that requests can use.
       waiting, running: requests now, each answer counted.
       steps: passes of the loop.
       prefill_steps: steps that computed prompts.
@@ -43,9 +44,12 @@ class EngineStats(PageStats):
       decode_rows, padded_decode_rows: rows launched for these, and how many of these are padding.
       generated_tokens: of answers, as returned.
       launches: programs handed to the device.
+      programs: compiled so far, or read from disk.
+      compile_seconds: that requests waited for these; what is compiled while nobody waits is not in it.
       host_prefill_seconds, host_window_seconds: of the host's processor, to launch prefill steps and windows.
     """
 
+    kv_cache_bytes: int = 0
     waiting: int = 0
     running: int = 0
     steps: int = 0
@@ -58,6 +62,8 @@ class EngineStats(PageStats):
     padded_decode_rows: int = 0
     generated_tokens: int = 0
     launches: int = 0
+    programs: int = 0
+    compile_seconds: float = 0.0
     host_prefill_seconds: float = 0.0
     host_window_seconds: float = 0.0
 
@@ -95,6 +101,10 @@ class Engine:
         self._leaving: deque[tuple[int, Sequence]] = deque()  # and how many must have been read before it may leave
 
     # From the thread that drives it.
+
+    def prepare(self) -> None:
+        """Takes the device's memory for pool, lanes and copies, as the first request would. Or while nobody drives."""
+        self._prefiller.prepare()
 
     def add(self, sequence: Sequence) -> None:
         """It runs when there is room, by its priority and in the order in which sequences are added."""
@@ -153,9 +163,12 @@ class Engine:
         return dataclasses.replace(
             self._counts,
             **dataclasses.asdict(self.pages.stats()),
+            kv_cache_bytes=self.pages.count * self.pages.size * self.runner.slot_bytes,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
             launches=self.runner.programs.launches,
+            programs=self.runner.programs.num_programs,
+            compile_seconds=self.runner.programs.waited,
         )
 
     def close(self) -> None:

@@ -146,9 +146,10 @@ class Arrivals:
             self._prompts[row] = prompt
             self._tasks[row] = []
             for source, uuid in zip(prompt.sources, prompt.uuids, strict=True):
-                settings = tuple(sorted(prompt.mm_processor_kwargs.items()))
-                task = Task(identifier.recognizer, source, uuid, prompt.mm_processor_kwargs, salt, lookup)
-                self._tasks[row].append(tasks.setdefault((task.source_id, uuid, settings), task))
+                limits = prompt.limits(source)
+                task = Task(identifier.recognizer, source, uuid, limits, salt, lookup)
+                same = task.source_id, uuid, tuple(sorted(limits.items()))
+                self._tasks[row].append(tasks.setdefault(same, task))
         heads = identifier.read_heads(tasks.values())
         known = [image for task in tasks.values() if task.is_known for image in task.images]
         identifier.store.outside.look([key for image in known for key in image.keys])
@@ -162,7 +163,8 @@ class Arrivals:
             if (error := next(wrong, None)) is not None:
                 self.errors[row] = error
             else:
-                self.lengths[row] = len(prompt.token_ids) + sum(len(task.medium.inset.ids) - 1 for task in own)
+                insets = [task.medium.inset for task in own]
+                self.lengths[row] = identifier.renderer.expander.length(prompt.token_ids, insets)
 
     def windows(self, *, keep_patches: bool = False) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
         """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.
@@ -229,7 +231,7 @@ class Arrivals:
                 metrics.preprocess += task.preprocess
         refs = tuple(images[shared] for task in own for shared in task.shared)
         insets = [task.medium.inset for task in own]
-        token_ids, starts, _ = self._identifier.renderer.expand(prompt.token_ids, insets)
+        token_ids, starts, _ = self._identifier.renderer.expander.expand(prompt.token_ids, insets)
         moments: list[Moment | None] = []
         videos = 0
         for task in own:

@@ -35,6 +35,11 @@ class Kept:
         self.tier.clear()
         self._arrays = None
 
+    def prepare(self) -> None:
+        """Makes what the device tier holds; returns when it is there."""
+        if self.tier.num_pages:
+            jax.block_until_ready(self._now())
+
     def link(self, layers: slice, data: abc.Sequence[jax.Array], places: Array, where: jax.Array | None) -> jax.Array:
         """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
 

@@ -30,6 +30,17 @@ class Loop:
         self._passes = 0
         self._is_closed = False
 
+    def prepare(self) -> None:
+        """Takes the memory that the first request would wait for. What runs has taken it; what is submitted waits.
+
+        Raises:
+          RuntimeError: the loop is closed.
+        """
+        with self._changed:
+            self.check_open()
+            if self._thread is None:
+                self.engine.prepare()
+
     def submit(self, sequences: abc.Iterable[Sequence]) -> None:
         """These run when there is room, in this order, behind all that were submitted before.
 

@@ -106,7 +106,7 @@ class Media:
         """What the head of a source tells.
 
         Args:
-          limits: pixel limits of images of its request.
+          limits: of its pixels (`Prompt.limits`).
           alias: key of its file; None: it has none.
           alias_of: key of what tells frames for sure without decoding them.
           find: the picture under an alias, if it is known; its file is not opened then.
@@ -128,32 +128,31 @@ class Media:
         return head
 
     def settings(self, limits: Mapping[str, int]) -> Settings:
-        """What makes the pixels of images of a request with these limits."""
+        """What makes the pixels of images with these limits."""
         return self._settings(tuple(sorted(limits.items())))
 
     def grid(self, height: int, width: int, limits: Mapping[str, int], name: str) -> Grid:
         """The patches of a picture.
 
         Raises:
-          ValueError: it has more than the engine takes, or the limits contradict the engine's.
+          ValueError: it has more than the engine takes.
         """
-        try:
-            self.processor.with_limits(limits)
-        except ValueError as error:
-            raise ValueError(f"mm_processor_kwargs for {name} must suit the engine's: {error}") from error
-        return self.check_patches(
-            self.processor.grid(height, width, limits, name=name), "the request's mm_processor_kwargs", name
-        )
+        grid = self.processor.grid(height, width, limits, name=name)
+        said = "max_pixels (or min_pixels) beside it or in mm_processor_kwargs"
+        return self.check_patches(grid, "resized_height or resized_width" if "resized_height" in limits else said, name)
 
-    def check_patches(self, grid: Grid, where: str, name: str) -> Grid:
+    def check_patches(self, grid: Grid, said: str, name: str) -> Grid:
         """The grid.
+
+        Args:
+          said: what asks for so many.
 
         Raises:
           ValueError: it has more patches than the engine takes.
         """
         if (patches := math.prod(grid)) > self._max_patches:
             raise ValueError(
-                f"{name} must have at most {self._max_patches} patches, got {patches}: lower max_pixels in {where}, "
+                f"{name} must have at most {self._max_patches} patches, got {patches}: lower {said}, "
                 "or open the engine with a larger max_model_len or ladder.patches"
             )
         return grid
@@ -169,7 +168,7 @@ class _Image:
         size = source.size(media.max_pixels) if known is None else (known.height, known.width)
         self.aliases = [alias]
         self.grid = media.grid(*size, limits, source.name)
-        self.inset = media.renderer.image_inset(media.processor.num_tokens(self.grid))
+        self.inset = media.renderer.expander.image_inset(media.processor.num_tokens(self.grid))
         self.settings = media.settings(limits)
 
     @property
@@ -204,8 +203,9 @@ class _Video:
         self._head = media.head(source, alias)
         cut = self._cut = videos.cut(self._head, source.options, is_file=film.digest is not None, name=source.name)
         self.aliases = [alias_of(name) for name in film.names(cut.chunks)]
-        self.grid = media.check_patches(cut.grid, "the options of the video", source.name)
-        self.inset = media.renderer.video_inset(videos.text(cut), media.processor.num_tokens(cut.grid))
+        self.grid = media.check_patches(cut.grid, "max_pixels in the options of the video", source.name)
+        tokens = media.processor.num_tokens(cut.grid)
+        self.inset = media.renderer.expander.video_inset(videos.text(cut), tokens, videos.family.markers)
         self.settings = tuple(videos.settings(cut.grid).items())
 
     @property

@@ -24,7 +24,7 @@ GIB = 2**30
 CPU_ROWS = (48, 80, 144, 240, 352, 544, 1024, 4096)
 CPU_SEQUENCES = (4, 16, 64)  # a CPU multiplies a single row of bfloat16 ten times slower than four of them
 GPU_SHARE = 0.9  # of what weights and activations leave, for the pool
-MIN_SLOTS = 64  # a pool below this serves nobody
+_FINE_PAGES = 32  # from here on, a pool's sizes are 1/32 to 1/16 apart
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MemoryPlan:
 
     Attributes:
       ladder: without rungs that are not needed.
-      num_slots: of the KV pool that requests can use, whole pages; the page that is nobody's comes on top.
+      num_slots: of the KV pool that requests can use, see `round_pages`; the page that is nobody's comes on top.
       max_model_len: tokens of prompt and answer at most.
       kept_pages: of the device tier.
     """
@@ -68,7 +68,7 @@ def plan_memory(
       max_rows, max_model_len, kv_cache_bytes: see `LLM`.
       max_patches: of an image.
       max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `LLM`.
-      device_bytes: see `CacheConfig`; whole pages of it are taken before the pool.
+      device_bytes: see `CacheConfig`; of it are taken as many pages as `round_pages` says, before the pool.
       codec: of stored K, V.
 
     Raises:
@@ -92,6 +92,7 @@ def plan_memory(
         raise ValueError(
             f"device_bytes must be 0 or at least {page}, a page of {PAGE_TOKENS} tokens, got {device_bytes}"
         )
+    kept_pages = round_pages(device_bytes // page)
     num_slots = plan_pool(
         config,
         dtype,
@@ -101,7 +102,7 @@ def plan_memory(
         kv_cache_bytes=kv_cache_bytes,
         max_model_len=longest,
         share=share,
-        kept=device_bytes // page * page,
+        kept=kept_pages * page,
     )
     fitting = min(longest, num_slots)
     if max_model_len is not None and max_model_len > fitting:
@@ -109,7 +110,7 @@ def plan_memory(
             f"max_model_len must be at most {fitting} (the model takes {most} tokens, the KV pool {num_slots}), "
             f"got {max_model_len}"
         )
-    return MemoryPlan(ladder, num_slots, fitting, device_bytes // page)
+    return MemoryPlan(ladder, num_slots, fitting, kept_pages)
 
 
 def plan_pool(
@@ -128,7 +129,7 @@ def plan_pool(
 
     Args:
       weights: bytes of the weights.
-      kv_cache_bytes: bytes of these slots, rounded up to whole pages; None takes most of what is free, but no more than
+      kv_cache_bytes: bytes of these slots at most, see `round_pages`; None takes most of what is free, but no more than
         the ladder's sequences of `max_model_len` tokens can use.
       share: of the free bytes, for all together where `kv_cache_bytes` is None; None: the pool takes 0.9 of what the
         others leave, on a CPU a quarter.
@@ -136,7 +137,7 @@ def plan_pool(
 
     Raises:
       MemoryError: it does not fit; the message has the figures.
-      ValueError: `kv_cache_bytes` is below the least that is of use.
+      ValueError: `kv_cache_bytes` is less than a page.
     """
     slot = slot_bytes(config, dtype)
     activations = activation_bytes(config, dtype, ladder)
@@ -147,14 +148,14 @@ def plan_pool(
         usual = 0.25 if device.platform == "cpu" else GPU_SHARE
         most = usual * rest if share is None else share * free - (free - rest)
         useful = ladder.max_sequences * -(-max_model_len // PAGE)
-        pages = min(int(max(most, 0)) // (slot * PAGE) - 1, useful)
-    elif kv_cache_bytes < MIN_SLOTS * slot:
+        pages = min(round_pages(int(max(most, 0)) // (slot * PAGE) - 1), round_pages(useful, up=True))
+    elif kv_cache_bytes < PAGE * slot:
         raise ValueError(
-            f"kv_cache_bytes must hold at least {MIN_SLOTS} slots, that is {MIN_SLOTS * slot} bytes ({slot} a slot), "
+            f"kv_cache_bytes must hold at least a page of {PAGE} tokens, that is {PAGE * slot} bytes ({slot} a token), "
             f"got {kv_cache_bytes}"
         )
     else:
-        pages = -(-kv_cache_bytes // (slot * PAGE))
+        pages = round_pages(kv_cache_bytes // (slot * PAGE))
     needed = weights + activations + kept + (max(pages, 1) + 1) * PAGE * slot
     if pages < 1 or needed > free:
         wanted = "at least " + _gib(2 * PAGE * slot) if kv_cache_bytes is None else _gib((pages + 1) * PAGE * slot)
@@ -165,6 +166,16 @@ def plan_pool(
             f"that is {devices_worth(needed, free)} such devices' worth, and one is used"
         )
     return pages * PAGE
+
+
+def round_pages(pages: int, *, up: bool = False) -> int:
+    """The next of a few sizes at or below so many pages, or at or above: each up to 32, then 17 to 32 times 2, 4, 8 ...
+
+    Programs are compiled for the size of the pool. Free memory, which it is taken from, differs from run to run; the
+    size seldom does, and then the programs of an earlier run serve.
+    """
+    step = 2 ** max(pages.bit_length() - _FINE_PAGES.bit_length() + 1, 0)
+    return (-(-pages // step) if up else max(pages, 0) // step) * step
 
 
 def slot_bytes(config: ModelConfig, dtype: np.dtype) -> int:

@@ -29,8 +29,7 @@ import numpy.typing as npt
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.pallas_kernels import PAGE
 
-_TOKEN_BITS = 32
-_IMAGE = 1 << 63  # above every token id, and above the positions that are skipped before it
+_IMAGE = 1 << 63  # above every token id
 _MOST_ALIKE = 1024  # pages among which the eldest is looked for
 
 
@@ -75,39 +74,27 @@ class Chain:
       owner: digest of the salt that it came under.
       ids: see `Piece`.
       images: in order, each with its number of tokens.
-      skipped: see `vlcache_jax.inputs.layout.Layout`; it tells what is generated from the same tokens in a prompt.
     """
 
     owner: str
     ids: bytes
     images: tuple[tuple[Picture, int], ...]
-    skipped: int = 0
 
     @classmethod
-    def of(
-        cls,
-        owner: str,
-        token_ids: npt.NDArray[np.int32],
-        images: Sequence[tuple[Picture, int]] = (),
-        *,
-        skipped: int = 0,
-        generated: int = 0,
-    ) -> Chain:
-        """That of expanded `token_ids` [n]; of the last two see `vlcache_jax.inputs.layout.Layout`."""
+    def of(cls, owner: str, token_ids: npt.NDArray[np.int32], images: Sequence[tuple[Picture, int]] = ()) -> Chain:
+        """That of expanded `token_ids` [n]."""
         ids = token_ids.astype(">u8")
-        ids[len(ids) - generated :] += np.uint64(skipped << _TOKEN_BITS)
         for picture, length in images:
             digest = hashlib.sha256(picture.key.encode()).digest()
             ids[picture.start : picture.start + length] = _IMAGE | int.from_bytes(digest[:7])
-        return cls(owner, ids.tobytes(), tuple(images), skipped)
+        return cls(owner, ids.tobytes(), tuple(images))
 
     def __len__(self) -> int:
         return len(self.ids) // 8
 
     def extended(self, token_ids: Sequence[int]) -> Chain:
         """The same with generated tokens after it."""
-        more = np.asarray(token_ids, np.int32).astype(">u8") + np.uint64(self.skipped << _TOKEN_BITS)
-        return dataclasses.replace(self, ids=self.ids + more.astype(">u8").tobytes())
+        return dataclasses.replace(self, ids=self.ids + np.asarray(token_ids, np.int32).astype(">u8").tobytes())
 
     def piece(self, first: int, last: int) -> Piece:
         """Tokens `first` to `last`."""

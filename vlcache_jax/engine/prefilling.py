@@ -137,6 +137,11 @@ class Prefiller[S: Sequence]:
         turn.where = {image: place for image, place in turn.where.items() if image in later}
         return Launched(turn, step, passage.x, passage.chosen, tuple(turn.took))
 
+    def prepare(self) -> None:
+        """Makes what the device will hold; returns when it is there."""
+        self.runner.prepare()
+        self.kept.prepare()
+
     def reset(self) -> None:
         """What the device held is gone."""
         self.runner.reset()

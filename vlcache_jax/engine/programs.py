@@ -40,6 +40,7 @@ class Programs:
       definitions: what is compiled.
       compiling: called with the key of a program that `run` has to wait for; it waits within what that returns.
       launches: programs called so far.
+      waited: seconds that calls waited for their programs to be compiled, or read from disk.
       first_launched: when the first call since this was set to None returned.
       kernels: in the programs compiled so far: which implementation runs each case, and why.
     """
@@ -50,6 +51,7 @@ class Programs:
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._locks: dict[Key, threading.Lock] = {}
         self.launches = 0
+        self.waited = 0.0
         self.first_launched: float | None = None
         self.kernels: dict[Key, tuple[dispatch.Choice, ...]] = {}
 
@@ -173,8 +175,10 @@ class Programs:
     def run(self, key: Key, *args: Any) -> Any:
         """Calls a program, which is compiled first if it is not yet."""
         if key not in self._compiled:
+            begin = time.perf_counter()
             with self.compiling(key):
                 self.program(key)
+            self.waited += time.perf_counter() - begin
         self.launches += 1
         made = self._compiled[key](*args)
         if self.first_launched is None:

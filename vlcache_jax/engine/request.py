@@ -238,7 +238,7 @@ class Sequence:
         images = [
             (Picture(span.start, span.image.key, span.image.grid, span.time), span.length) for span in layout.images
         ]
-        return Chain.of(self.owner, layout.token_ids, images, skipped=layout.skipped, generated=layout.generated)
+        return Chain.of(self.owner, layout.token_ids, images)
 
     def exact(self, num_layers: int) -> int:
         """How many tokens at the beginning have exact K, V."""
@@ -287,8 +287,23 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Logprob:
-    """Of a token that was chosen or given.
+class TokenLogprob:
+    """What vLLM's mappings have of a token.
+
+    Attributes:
+      logprob: its log-probability.
+      rank: 1 for the most likely token, 2 for the next one.
+      decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(frozen=True)
+class Logprob(abc.Mapping[int, TokenLogprob]):
+    """Of a token that was chosen or given. It is also vLLM's mapping: that token and the most likely ones, by token id.
 
     Attributes:
       chosen: its log-probability.
@@ -303,6 +318,18 @@ class Logprob:
     token: int
     rank: int
     texts: dict[int, str] = field(default_factory=dict)
+
+    def __getitem__(self, token: int) -> TokenLogprob:
+        if token == self.token:
+            return TokenLogprob(self.chosen, self.rank, self.texts.get(token))
+        return TokenLogprob(self.top[token], 1 + list(self.top).index(token), self.texts.get(token))
+
+    def __iter__(self) -> abc.Iterator[int]:
+        yield self.token
+        yield from (token for token in self.top if token != self.token)
+
+    def __len__(self) -> int:
+        return len(self.top) + (self.token not in self.top)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -81,6 +81,10 @@ class Runner:
         self._encoder_rows: jax.Array | None = None
         self._lanes: Lanes | None = None
 
+    def prepare(self) -> None:
+        """Makes everything mutable, which the first request would wait for; returns when it is there."""
+        jax.block_until_ready((self._pool_now(), self.encoder_rows(), self._lanes_now()))
+
     # What these return may not be computed yet; whoever needs a value waits for it.
 
     def encode(self, patches: abc.Sequence[np.ndarray], grids: abc.Sequence[Grid]) -> jax.Array:
@@ -114,7 +118,12 @@ class Runner:
     @property
     def transfer_bytes(self) -> int:
         """Most bytes of records that are on their way to the device at once, unless one is larger."""
-        return memory_plan.slot_bytes(self.config, self.dtype) * self.ladder.max_rows
+        return self.slot_bytes * self.ladder.max_rows
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one token's K and V in all layers."""
+        return memory_plan.slot_bytes(self.config, self.dtype)
 
     @functools.cached_property
     def is_host(self) -> bool:

@@ -9,8 +9,10 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from vlcache_jax.checks import short
-from vlcache_jax.foreign import takes_foreign
+from vlcache_jax.foreign import SAMPLING, ours, takes_foreign
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -20,37 +22,38 @@ MAX_BIASED = 1024
 MAX_BAD_STRINGS = 32
 MAX_ALLOWED = 1 << 20  # more than any vocabulary holds, so that a list without end is an error too
 
-_NUMBERS: tuple[tuple[str, Any, float, float], ...] = (
-    ("n", numbers.Integral, 1, 1024),
-    ("temperature", numbers.Real, 0, 1e9),
-    ("top_p", numbers.Real, 1e-9, 1),
-    ("top_k", numbers.Integral, -1, 2**31 - 1),
-    ("min_p", numbers.Real, 0, 1),
-    ("seed", numbers.Integral, 0, 2**32 - 1),
-    ("max_tokens", numbers.Integral, 1, 2**31 - 1),
-    ("min_tokens", numbers.Integral, 0, 2**31 - 1),
-    ("repetition_penalty", numbers.Real, 1e-9, 1e9),
-    ("presence_penalty", numbers.Real, -2, 2),
-    ("frequency_penalty", numbers.Real, -2, 2),
-    ("logprobs", numbers.Integral, 0, MAX_LOGPROBS),
-    ("prompt_logprobs", numbers.Integral, 0, MAX_LOGPROBS),
-)
+# Kind, least and greatest value.
+_NUMBERS: dict[str, tuple[Any, float, float]] = {
+    "n": (numbers.Integral, 1, 1024),
+    "temperature": (numbers.Real, 0, 1e9),
+    "top_p": (numbers.Real, 1e-9, 1),
+    "top_k": (numbers.Integral, -1, 2**31 - 1),
+    "min_p": (numbers.Real, 0, 1),
+    "seed": (numbers.Integral, -(2**63), 2**64 - 1),
+    "max_tokens": (numbers.Integral, 1, 2**31 - 1),
+    "min_tokens": (numbers.Integral, 0, 2**31 - 1),
+    "repetition_penalty": (numbers.Real, 1e-9, 1e9),
+    "presence_penalty": (numbers.Real, -2, 2),
+    "frequency_penalty": (numbers.Real, -2, 2),
+    "logprobs": (numbers.Integral, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (numbers.Integral, 0, MAX_LOGPROBS),
+}
 _NEVER_NONE = ("n", "min_p", "min_tokens", "presence_penalty", "frequency_penalty")
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-_LISTS: tuple[tuple[str, Any, int], ...] = (
-    ("stop", str, MAX_STOPS),
-    ("stop_token_ids", numbers.Integral, MAX_STOP_TOKENS),
-    ("bad_words", str, MAX_BAD_STRINGS),
-    ("allowed_token_ids", numbers.Integral, MAX_ALLOWED),
-)
+_LISTS: dict[str, tuple[Any, int]] = {
+    "stop": (str, MAX_STOPS),
+    "stop_token_ids": (numbers.Integral, MAX_STOP_TOKENS),
+    "bad_words": (str, MAX_BAD_STRINGS),
+    "allowed_token_ids": (numbers.Integral, MAX_ALLOWED),
+}
 
 
-@takes_foreign
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@takes_foreign(SAMPLING)
+@dataclasses.dataclass(kw_only=True)
 class SamplingParams:
     """How to answer. None means what the checkpoint's `generation_config.json` says, or else the value named here.
 
-    Lists are kept as tuples, and `logit_bias` as pairs of a token id and a number, so that parameters can be compared.
+    Attributes can be set, and are checked then. A call takes them as they are when it begins. Lists are kept as tuples,
+    and `logit_bias` as pairs of a token id and a number, so that parameters can be compared.
 
     Attributes:
       n: answers to each prompt.
@@ -58,7 +61,8 @@ class SamplingParams:
       top_p: smallest set of tokens whose probability reaches it; None: 1 (all).
       top_k: only the k most likely tokens; 0 or -1: all; None: all.
       min_p: only tokens at least this many times as likely as the most likely one; 0: all.
-      seed: makes an answer repeatable whatever else is in the batch; None: drawn from the engine's seed.
+      seed: makes an answer repeatable whatever else is in the batch, an integer of 64 bits; None or -1: drawn from the
+        engine's seed.
       max_tokens: tokens to generate at most; the context's length bounds it too. None: nothing else does.
       min_tokens: no end token and no stop token before that many, and stop strings that come earlier do not count.
       stop: strings that end the answer, up to 64 of up to 1024 characters.
@@ -68,7 +72,8 @@ class SamplingParams:
       repetition_penalty: above 1 discourages tokens that the prompt or the answer already holds; None: 1.
       presence_penalty: is taken from the logits of tokens that the answer already holds; -2 to 2.
       frequency_penalty: is taken from a token's logit as often as the answer already holds the token; -2 to 2.
-      logit_bias: is added to the logits of these tokens, by token id, up to 1024; it stays within 100 of 0.
+      logit_bias: is added to the logits of these tokens, by token id, up to 1024; it stays within 100 of 0. Ids may be
+        strings, as JSON has them.
       bad_words: strings that the answer must not hold, up to 32; only their usual tokens are seen, not every spelling.
       allowed_token_ids: the only tokens that may come; None: all may.
       skip_special_tokens: leave special tokens out of the text.
@@ -77,6 +82,7 @@ class SamplingParams:
 
     Raises:
       ValueError: a value of another kind, or out of range.
+      TypeError: there is no such parameter; of vLLM's the error says what to write.
     """
 
     n: int = 1
@@ -101,32 +107,35 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _DEFAULTS:
+            object.__setattr__(self, name, _checked(name, value))
+        else:
+            ours("SamplingParams", SAMPLING, {name: value}, _DEFAULTS)
+
     def __post_init__(self) -> None:
-        for name, kind, low, high in _NUMBERS:
-            value = getattr(self, name)
-            if value is None and name not in _NEVER_NONE:
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not _is_between(low, value, high):
-                what = "an integer" if kind is numbers.Integral else "a number"
-                raise ValueError(f"{name} must be {what} from {low} to {high}, got {short(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {short(getattr(self, name))}")
-        for name, item_type, most in _LISTS:
-            given = getattr(self, name)
-            if given is None and name == "allowed_token_ids":  # no list allows all, and an empty one nothing
-                continue
-            object.__setattr__(self, name, _checked(name, given, item_type, most))
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids must be at least one token id, got none")
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-        if self.top_k == -1:  # as published examples write it
-            object.__setattr__(self, "top_k", 0)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """The same as the class itself, which takes None for every number; vLLM has it."""
+        return cls(**given)
+
+    def clone(self) -> SamplingParams:
+        """The same parameters once more, to be set apart.
+
+        Raises:
+          ValueError: those that were set do not go together.
+        """
+        return dataclasses.replace(self)
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
-        """These parameters with nothing left open; `defaults` is the content of `generation_config.json`."""
+        """These parameters with nothing left open; `defaults` is the content of `generation_config.json`.
+
+        Raises:
+          ValueError: see `clone`.
+        """
         fallback = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
         known = fallback | {name: defaults[name] for name in fallback if defaults.get(name) is not None}
         if not defaults.get("do_sample"):
@@ -139,8 +148,33 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def _checked(name: str, given: Any, item_type: Any, most: int) -> tuple[Any, ...]:
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A parameter as it is kept."""
+    if name == "logit_bias":
+        return _checked_bias(value)
+    if name in _LISTS:
+        return _checked_list(name, value, *_LISTS[name])
+    if name not in _NUMBERS:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {short(value)}")
+        return value
+    if value is None:
+        return _DEFAULTS[name] if name in _NEVER_NONE else None
+    kind, low, high = _NUMBERS[name]
+    if isinstance(value, bool) or not isinstance(value, kind) or not _is_between(low, value, high):
+        what = "an integer" if kind is numbers.Integral else "a number"
+        raise ValueError(f"{name} must be {what} from {low} to {high}, got {short(value)}")
+    # As published examples write them.
+    return {"top_k": 0, "seed": None}.get(name, value) if value == -1 else value
+
+
+def _checked_list(name: str, given: Any, item_type: Any, most: int) -> tuple[Any, ...] | None:
     """A list of strings or of token ids as a tuple; None is empty. One string is a list of it only for `stop`."""
+    if given is None and name == "allowed_token_ids":  # no list allows all, and an empty one nothing
+        return None
     if isinstance(given, str) and name == "stop":
         given = [given]
     try:
@@ -157,6 +191,8 @@ def _checked(name: str, given: Any, item_type: Any, most: int) -> tuple[Any, ...
         raise ValueError(f"{name} must be strings of 1 to {MAX_STOP_LENGTH} characters, got {short(items)}")
     if item_type is not str and any(token < 0 for token in items):
         raise ValueError(f"{name} must be at least 0, got {short(items)}")
+    if name == "allowed_token_ids" and not items:
+        raise ValueError("allowed_token_ids must be at least one token id, got none")
     return items
 
 
@@ -164,7 +200,7 @@ def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
     """A mapping of token ids to numbers, or such pairs, as pairs in the order of the ids; within 100 of 0."""
     entries: Iterable[Any] = () if given is None else given.items() if isinstance(given, Mapping) else given
     try:
-        pairs = [(token, bias) for token, bias in itertools.islice(entries, MAX_BIASED + 1)]
+        pairs = [(_token(token), bias) for token, bias in itertools.islice(entries, MAX_BIASED + 1)]
     except (TypeError, ValueError) as error:
         raise ValueError(f"logit_bias must be numbers by token id, got {short(given)}") from error
     if len(pairs) > MAX_BIASED:
@@ -177,6 +213,11 @@ def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(token), min(100.0, max(-100.0, float(bias)))) for token, bias in dict(pairs).items()))
 
 
+def _token(given: Any) -> Any:
+    """A token id; JSON writes those that are keys as strings."""
+    return int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 20 else given
+
+
 def _as_float(value: Any) -> float:
     try:
         return float(value)
@@ -185,4 +226,5 @@ def _as_float(value: Any) -> float:
 
 
 def _is_between(low: float, value: Any, high: float) -> bool:
-    return low <= _as_float(value) <= high
+    number = value if isinstance(value, int | np.integer) else _as_float(value)  # floats hold no 64 bits
+    return bool(low <= number <= high)

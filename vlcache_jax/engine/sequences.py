@@ -110,15 +110,18 @@ class SequenceBuilder:
     def _resolved(self, params: SamplingParams, name: str) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} must be SamplingParams, got {type(params).__name__}")
-        resolved = params.resolve(self._generation)
-        ends, vocab_size = self._ends(params), self._config.text.vocab_size
+        try:
+            resolved = params.resolve(self._generation)  # a copy: the caller's may be set while the call runs
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+        ends, vocab_size = self._ends(resolved), self._config.text.vocab_size
         if any(end >= vocab_size for end in ends):
             raise ValueError(
                 f"{name} stop_token_ids must be below the vocabulary's {vocab_size}, got {short(sorted(ends))}"
             )
         try:
-            bias_row(params, vocab_size)
-            self._bad_words(params)
+            bias_row(resolved, vocab_size)
+            self._bad_words(resolved)
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
         return resolved
@@ -134,7 +137,7 @@ class SequenceBuilder:
     def answers(self, linked: Linked, params: SamplingParams, priority: int = 0) -> list[Generation]:
         """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
         choice, error = self._choice(linked, 1)
-        first = int(self._random.integers(2**32)) if params.seed is None else params.seed
+        first = int(self._random.integers(2**32)) if params.seed is None else _as_uint32(params.seed)
         answers = [
             Generation(
                 linked.layout,
@@ -234,6 +237,11 @@ def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwa
 def _uses(linked: Linked, *, capture: bool) -> tuple[ImageUse, ...]:
     """What a sequence does with its images; of several answers to a request one captures."""
     return tuple(dataclasses.replace(use, captured=use.captured if capture else None) for use in linked.uses)
+
+
+def _as_uint32(seed: int) -> int:
+    """A seed as the sampler has it: itself, or else a mixture of its 64 bits."""
+    return seed if 0 <= seed < 2**32 else int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0])
 
 
 def read_generation_config(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import cast
+from typing import Any, cast
 
 from vlcache_jax.checks import check_flags, parse_bytes, short, shorten
 from vlcache_jax.inputs.fetch import TooLargeError, domain_name, fetch, read_at_most
@@ -70,7 +70,7 @@ class Access:
         return fetch(url, domains=self.allowed_media_domains, max_bytes=self._max_bytes, name=name)
 
     def read_file(self, path: str | os.PathLike[str], name: str) -> bytes:
-        """The content of a regular file.
+        """The content of a regular file; "~" at the beginning of its path is the home directory.
 
         Raises:
             ValueError: the path is not allowed, in the same words whether it exists or not; or it leads to no file, to
@@ -78,7 +78,7 @@ class Access:
         """
         folder = cast(str, self.allowed_local_media_path)
         try:
-            where = os.fsdecode(path)
+            where = os.path.expanduser(os.fsdecode(path))
             if folder != "/":
                 # `..` goes first: what it means behind a link would tell where that link leads.
                 where = os.path.realpath(os.path.abspath(where))
@@ -89,12 +89,49 @@ class Access:
                     raise TooLargeError
                 return read_at_most(self._max_bytes, file.read)  # it may have grown
         except TooLargeError:
-            raise ValueError(f"{name} must have at most {self._max_bytes} bytes, got a larger file") from None
+            raise self._too_large(name) from None
         except FileNotFoundError:
             reason = "no such file"
         except (OSError, TypeError, ValueError) as error:
             reason = shorten(getattr(error, "strerror", None) or str(error))
         raise ValueError(f"{name} must be the path of a readable file, got {_quoted(path)}: {reason}")
+
+    def read_open(self, file: Any, name: str) -> bytes:
+        """The content of an open file from its beginning, as Pillow reads it; it stands afterwards where it stood.
+
+        Of what cannot be rewound, such as a pipe, it is what is left.
+
+        Raises:
+            ValueError: the file is closed, gives text, cannot be read, or is too large.
+        """
+
+        def read(count: int) -> bytes | None:
+            try:
+                piece = file.read(count)
+            except UnicodeDecodeError:
+                piece = ""
+            if not isinstance(piece, bytes | None):
+                raise TypeError('it gives text, open it in mode "rb"')
+            return piece
+
+        try:
+            if not (hasattr(file, "seekable") and file.seekable()):
+                return read_at_most(self._max_bytes, read)
+            stood = file.tell()
+            file.seek(0)
+            try:
+                return read_at_most(self._max_bytes, read)
+            finally:
+                file.seek(stood)
+        except TooLargeError:
+            raise self._too_large(name) from None
+        except Exception as error:  # of any class that has a method `read`; a closed file raises a ValueError
+            raise ValueError(
+                f"{name} must be a file that is open for reading bytes, got {short(file)}: {error}"
+            ) from error
+
+    def _too_large(self, name: str) -> ValueError:
+        return ValueError(f"{name} must have at most {self._max_bytes} bytes, got a larger file")
 
     @property
     def _max_bytes(self) -> int:
@@ -125,8 +162,8 @@ def _check_folder(path: object) -> str:
     if path is None or path == "":
         return ""
     try:
-        if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
-            return os.path.realpath(os.fsdecode(path))
+        if isinstance(path, (str, os.PathLike)) and os.path.isdir(folder := os.path.expanduser(os.fsdecode(path))):
+            return os.path.realpath(folder)
     except (TypeError, ValueError):
         pass
     raise ValueError(f"allowed_local_media_path must be a folder or None, got {_quoted(path)}")

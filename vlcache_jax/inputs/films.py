@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, check_picture_size
 
 # Demuxers of FFmpeg: none that opens other files or URLs, as playlists do.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,gif"
 MAX_FRAMES = 1 << 20
-UNKNOWN_FPS = 24
-"""What the library takes for the frames a second of a film that does not say it."""
+UNKNOWN_FPS = 2
+"""Frames a second where frames come without their rate, as in Qwen's own utility and in the library at the release of
+Qwen2.5-VL. (The library of today takes 24, so that all frames are seen at nearly the same time.)"""
+_FILM_FPS = 24.0  # of a file that does not say it, as in the library
 
 
 class Head(NamedTuple):
@@ -28,7 +32,7 @@ class Head(NamedTuple):
     Attributes:
         frames: how many it has.
         height, width: of each.
-        fps: frames a second of the film; None: nobody knows.
+        fps: frames a second of the film; None: nobody knows, and the frames are taken for `UNKNOWN_FPS` a second.
         numbers: of each frame in the film that they are from; None: they are all of it.
         total: frames of that film.
     """
@@ -134,7 +138,7 @@ class FilmFile:
         if not 1 <= count <= MAX_FRAMES:
             raise ValueError(f"{self.name} must have 1 to {MAX_FRAMES} frames, got {count}")
         check_picture_size(height, width, self.name, max_pixels)
-        return Head(count, height, width, float(rate) if rate else None, None, count)
+        return Head(count, height, width, float(rate or _FILM_FPS), None, count)
 
     def decode(self, indices: Sequence[int], max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[npt.NDArray[np.uint8]]:
         left = list(reversed(indices))
@@ -176,3 +180,11 @@ class FilmFile:
             raise ValueError(
                 f"{self.name} must be a video that FFmpeg can read, got {len(self.encoded)} bytes: {error}"
             ) from error
+
+
+def import_decoders() -> None:
+    """Imports what decodes pictures and videos; the first of each would wait for it."""
+    Image.preinit()
+    importlib.import_module("PIL.WebPImagePlugin")  # without it, Pillow imports every plugin it has for a WebP
+    with suppress(ImportError):  # videos as files are optional
+        importlib.import_module("av")

@@ -8,13 +8,14 @@ makes the RGB picture and finds everything else that can be wrong with it.
 from __future__ import annotations
 
 import base64
-import io
 import math
+import re
 import string
+import struct
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -22,11 +23,12 @@ from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from vlcache_jax.checks import shorten
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
+from vlcache_jax.inputs.heads import Reader, check_parts
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Of files; whatever else Pillow reads stays closed, such as EPS, which runs another program."""
@@ -38,10 +40,14 @@ MOST_IMAGE_PIXELS = 2 * 89_478_485
 """The highest such limit: the size at which Pillow refuses."""
 
 MAX_ASPECT_RATIO = 200
-MAX_SCANS = 64
-"""Of a progressive JPEG: each may go through the whole picture. Encoders make about ten."""
+_MAX_RUN_PIXELS = 1 << 22  # which Pillow decodes in Python
 
-_ACCEPTED = "a path, bytes, a data:, file: or http(s) URL, a PIL image or a uint8 array"
+_ACCEPTED = "a path, bytes, an open binary file, a data:, file: or http(s) URL, a PIL image or a uint8 array"
+_BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]+")
+# How PNG, JPEG, GIF, WebP, TIFF and mp4 begin in base64. Of what is longer than any path the letters are enough.
+_BASE64_BEGINS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkq", "TU0AK", "AAAA")
+_LONGEST_PATH = 4096
+_ON_ITS_SIDE = (5, 6, 7, 8)  # orientations in EXIF that swap height and width
 _filter_lock = threading.Lock()
 _loading = threading.Lock()
 
@@ -53,10 +59,12 @@ class ImageSource:
     Attributes:
         name: what error messages call it, such as "conversations[2] images[1]".
         value: the encoded file, or a PIL image or array, which must not change before `decode`.
+        limits: of its pixels, as its part of a message says them (`processor.check_own_limits`).
     """
 
     name: str
     value: bytes | Image.Image | npt.NDArray[np.uint8] = field(repr=False)
+    limits: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def encoded(self) -> bytes | None:
@@ -69,7 +77,9 @@ class ImageSource:
         return self.encoded
 
     def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
-        """Height and width as they stand in the head of the file, before EXIF turns the picture. Decodes no pixel.
+        """Height and width, as far as the head of the file tells. Decodes no pixel.
+
+        EXIF that stands behind the pixels, as it may in a PNG, is not seen: `decode` may turn such a picture.
 
         Raises:
             ValueError: see `decode`, but for what only the pixels show.
@@ -78,45 +88,43 @@ class ImageSource:
             height, width = self.value.shape[:2]
             check_picture_size(height, width, self.name, max_pixels)
             return height, width
-        width, height = self._opened(self.value, max_pixels).size
-        return height, width
+        image = self._opened(self.value, max_pixels)
+        with self._explained():
+            width, height = image.size
+            return (width, height) if _orientation(lambda: _first_exif(image)) in _ON_ITS_SIDE else (height, width)
 
     def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> npt.NDArray[np.uint8]:
         """Returns the picture as RGB, uint8 [H, W, 3], in memory of its own.
 
-        As in transformers, encoded files are turned upright by their EXIF orientation and lose an alpha channel without
-        blending (`load_image`), and one transparent colour is painted white (image processors). PIL images and arrays
-        are taken as they lie, with alpha or a transparent colour composited over white. Of a GIF it is the first frame.
+        It is what a viewer shows on a white page: files and PIL images are turned upright by their EXIF orientation,
+        and alpha or a transparent colour is composited over white. (Of files, transformers' `load_image` drops alpha,
+        which leaves whatever colour is below; Qwen's own utility paints white.) Of a file of several frames or pages it
+        is the first one, of such a PIL image the one that it stands at.
 
         Raises:
-            ValueError: corrupt, truncated, empty, of another format than `FORMATS`, 16- or 32-bit grey, animated or of
-                several pages, over `max_pixels`, or more than 200 times as long as wide.
+            ValueError: corrupt, truncated, empty, of another format than `FORMATS`, 16- or 32-bit grey, over
+                `max_pixels`, more than 200 times as long as wide, or with more metadata than `heads.MOST` allows.
         """
         if isinstance(self.value, np.ndarray):
             self.size(max_pixels)
             return _array_to_rgb(self.value)
         image = self._opened(self.value, max_pixels)
         with self._explained():
-            if self.encoded is not None:
-                return np.asarray(_picture_to_rgb(_upright(image)))
-            with _loading:  # the caller's own image may be asked about in several calls
-                image.load()
+            with _loading if self.encoded is None else nullcontext():
+                # The caller's own image may be asked about in several calls.
+                _load(image)
+                image = _upright(image)
             return np.asarray(_picture_to_rgb(image))
 
     def _opened(self, value: bytes | Image.Image, max_pixels: int) -> Image.Image:
+        if isinstance(value, bytes):
+            check_parts(value, self.name)
         with self._explained():
             image = _open(value) if isinstance(value, bytes) else value
             width, height = image.size
-            frames = ""
-            # A camera's MPO file holds previews and gain maps beside the photo: no animation.
-            if image.format not in ("MPO", "GIF") and getattr(image, "is_animated", False):
-                # To count a TIFF's pages, all of them would be read.
-                frames = "several pages" if image.format == "TIFF" else f"{image.n_frames} frames"  # type: ignore[attr-defined]
         check_picture_size(height, width, self.name, max_pixels)
-        if frames:
-            raise ValueError(f"{self.name} must be a single picture, got an image of {frames}")
         if isinstance(value, bytes):
-            _check_work(image, value, self.name, max_pixels)
+            _check_work(image, self.name, max_pixels)
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             raise ValueError(f"{self.name} must have 8 bits a channel, got mode {image.mode}")
         return image
@@ -138,8 +146,9 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
     """Takes hold of an image: reads or fetches a file, decodes nothing.
 
     Args:
-        value: a path, encoded bytes, a base64 `data:` URL, a file:// or http(s) URL, a PIL image, or a uint8 array
-            [H, W], [H, W, 3] (RGB) or [H, W, 4] (RGBA).
+        value: a path ("~" is the home directory), encoded bytes, a file that is open for reading bytes, a base64
+            `data:` URL, a file:// or http(s) URL, a PIL image, or a uint8 array [H, W], [H, W, 3] (RGB) or [H, W, 4]
+            (RGBA).
         access: what may be read from where.
         name: what error messages call the image.
 
@@ -159,7 +168,7 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
 
 
 def read_encoded(value: Any, accepted: str, *, access: Access, name: str) -> bytes:
-    """The bytes of a file: given as such, or by its path or URL.
+    """The bytes of a file: given as such, open, or by its path or URL.
 
     Args:
         accepted: what the value may be, for errors.
@@ -176,13 +185,29 @@ def read_encoded(value: Any, accepted: str, *, access: Access, name: str) -> byt
     elif isinstance(value, str) and value[:7].lower() == "file://":
         encoded = access.read_file(_file_of_url(value, name), name)
     elif isinstance(value, (str, PathLike)):
-        encoded = access.read_file(value, name)
+        try:
+            encoded = access.read_file(value, name)
+        except ValueError:
+            if isinstance(value, str) and is_base64(value):
+                raise ValueError(
+                    f'{name} must be a data URL, got base64 alone: put "data:image/png;base64,", or what else it is, '
+                    f"before its {len(value)} characters"
+                ) from None
+            raise
+    elif callable(getattr(value, "read", None)):
+        encoded = access.read_open(value, name)
     else:
         raise ValueError(f"{name} must be {accepted}, got {describe(value)}")
     if not encoded:
         raise ValueError(f"{name} must not be empty, got 0 bytes")
     access.check_size(len(encoded), name)
     return encoded
+
+
+def is_base64(text: str) -> bool:
+    """Whether a text is rather an encoded file than the path of one."""
+    begins = text.startswith(_BASE64_BEGINS) and len(text) > 32
+    return (begins or len(text) > _LONGEST_PATH) and _BASE64.fullmatch(text) is not None
 
 
 def _file_of_url(url: str, name: str) -> str:
@@ -213,13 +238,14 @@ def _open(encoded: bytes) -> Image.Image:
     # Pillow warns at half of the size that it refuses; where warnings are errors that would be another limit.
     with _filter_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(encoded), formats=FORMATS)
+        return Image.open(Reader(encoded), formats=FORMATS)
 
 
-def _check_work(image: Image.Image, encoded: bytes, name: str, max_pixels: int) -> None:
+def _check_work(image: Image.Image, name: str, max_pixels: int) -> None:
     """Refuses what takes far more time or memory to decode than the picture's size says."""
-    if image.format in ("JPEG", "MPO") and (scans := encoded.count(b"\xff\xda")) > MAX_SCANS:
-        raise ValueError(f"{name} must have at most {MAX_SCANS} scans, got {scans}")
+    area = math.prod(image.size)
+    if area > _MAX_RUN_PIXELS and any(tile.codec_name == "bmp_rle" for tile in _tiles(image)):
+        raise ValueError(f"{name} must have at most {_MAX_RUN_PIXELS} pixels as a BMP of runs, got {area}")
     if isinstance(image, TiffImageFile) and (tile := [image.tag_v2.get(tag) for tag in (322, 323)]) != [None, None]:
         # A tile is decoded whole, however little of it the picture shows. Small ones are no matter.
         area = math.prod(-(-size // side) * side if side else size for size, side in zip(image.size, tile, strict=True))
@@ -228,15 +254,45 @@ def _check_work(image: Image.Image, encoded: bytes, name: str, max_pixels: int) 
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """A file's picture as the library hands it on: upright, RGB, without alpha, but with its transparent colour."""
-    ImageOps.exif_transpose(image, in_place=True)
-    if isinstance(image.info.get("transparency"), bytes):  # of a palette: the library drops it, and Pillow warns
-        del image.info["transparency"]
-    return image.convert("RGB")
+    # Where nothing is to be turned, Pillow would copy it.
+    return image if _orientation(image.getexif) == 1 else ImageOps.exif_transpose(image)
+
+
+def _first_exif(image: Image.Image) -> Image.Exif:
+    """What stands before the pixels; for the picture's own, Pillow may go through all of the file."""
+    exif = Image.Exif()
+    exif.load(image.info.get("exif", b""))
+    return exif
+
+
+def _orientation(read_exif: Callable[[], Image.Exif]) -> int:
+    """How a picture lies; EXIF that nobody can read says nothing."""
+    try:
+        return read_exif().get(ExifTags.Base.Orientation, 1)
+    except (SyntaxError, ValueError, TypeError, struct.error):
+        return 1
+
+
+def _load(image: Image.Image) -> None:
+    """Loads the pixels. Of a PNG with 2, 4 or 16 bits a sample Pillow makes 8, but not of the transparent colour's."""
+    stored = [tile.args for tile in _tiles(image)[:1]]
+    image.load()
+    match stored, image.info.get("transparency"):
+        case ["L;2" | "L;4"], int(clear):
+            image.info["transparency"] = clear * (85 if stored == ["L;2"] else 17)
+        case ["RGB;16B"], tuple(clear):
+            image.info["transparency"] = tuple(value >> 8 for value in clear)
+
+
+def _tiles(image: Image.Image) -> Sequence[Any]:
+    """How the pixels lie in the file of a picture; nothing once they are loaded."""
+    return image.tile if isinstance(image, ImageFile.ImageFile) else ()
 
 
 def _picture_to_rgb(image: Image.Image) -> Image.Image:
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
+    if image.mode == "La":  # Pillow knows no way from it to others
+        image = image.convert("LA")
+    if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -106,17 +106,12 @@ class Layout:
       positions: M-RoPE triples, int32 [3, n].
       delta: generated token i has position n + i + delta on all axes.
       spans: cover the prompt in order.
-      skipped: positions between the prompt's text and what is generated behind it. There are some where the times of a
-        video reach further than the text: the same tokens have other positions as text of a prompt.
-      generated: how many tokens, the last ones, are there as if they had been generated.
     """
 
     token_ids: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
     delta: int
     spans: tuple[Span, ...]
-    skipped: int = 0
-    generated: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -135,8 +130,6 @@ class Layout:
             np.concatenate([self.positions, np.tile(position, (3, 1))], axis=1),
             self.delta,
             (*self.spans, Span(len(self), len(more), None, "text")),
-            self.skipped,
-            self.generated + len(more),
         )
 
 
@@ -164,6 +157,4 @@ def make_layout(
         done = start + image.num_tokens
     if done < len(token_ids):
         spans.append(Span(done, len(token_ids) - done, None, "text"))
-    # Where text would go on: on the last two axes nothing reaches further.
-    following = int(positions[1:, -1].max()) + 1 if len(token_ids) else 0
-    return Layout(token_ids, positions, delta, tuple(spans), skipped=len(token_ids) + delta - following)
+    return Layout(token_ids, positions, delta, tuple(spans))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from vlcache_jax.checks import check_text, short
-from vlcache_jax.inputs.videos import OPTIONS
+from vlcache_jax.inputs.processor import OWN_LIMITS, check_own_limits
+from vlcache_jax.inputs.videos import ALIASES, OPTIONS
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
@@ -21,7 +23,11 @@ _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+# Of a message, beside role and content: what the template may use.
+_TEMPLATES = ("name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content", "refusal")
+_MESSAGE_KEYS = ("role", "content", *_TEMPLATES)
+# Types of parts that are text, and where they have it.
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "refusal": "refusal"}
 
 
 def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str], None]) -> dict[str, Any]:
@@ -38,48 +44,108 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
     # What others leave empty says nothing, such as "tool_calls": [].
     message = {key: value for key, value in message.items() if key in _MESSAGE_KEYS or value not in (None, [], {})}
     check_keys(message, _MESSAGE_KEYS, name)
-    if message.get("name") is not None:
-        warn_ignored("name", "a message")
     given, content = message.get("role"), message.get("content")
     if not (isinstance(given, str) and given in _ROLES):
         raise ValueError(f"{name} must have the role {', '.join(_ROLES)}, got {short(given)}")
-    role = _ROLES[given]
+    told: dict[str, Any] = {"role": _ROLES[given]}
+    for key in _TEMPLATES:
+        if not message.get(key):
+            continue
+        if key == "tool_calls":
+            told[key] = _tool_calls(message[key], name)
+        else:
+            check_text(message[key], f"{name} {key}")
+            told[key] = message[key]
+        _check_marks(told[key], f"{name} {key}")
+    if reasoning := told.get("reasoning") or told.get("reasoning_content"):  # templates know one of these names
+        told |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if content in (None, []) and told.keys() & {"tool_calls", "reasoning", "refusal"}:
+        content = ""
     if isinstance(content, str):
-        return {"role": role, "content": _plain_text(content, name)}
+        return told | {"content": _plain_text(content, name)}
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise ValueError(f"{name} must have a string or a non-empty list of parts as content, got {content!r:.80}")
     parts: list[dict[str, str]] = []
     for i, part in enumerate(content):
         where = f"{name} content[{i}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
-            check_keys(part, ("type", "text"), where)
-            parts.append({"type": "text", "text": _plain_text(part.get("text"), where)})
-        elif kind in IMAGE_TYPES or kind in VIDEO_TYPES:
-            add(part, where)
+        if isinstance(part, str):
+            parts.append({"type": "text", "text": _plain_text(part, where)})
+        elif isinstance(kind, str) and kind in _TEXT_KEYS:
+            check_keys(part, ("type", _TEXT_KEYS[kind]), where)
+            parts.append({"type": "text", "text": _plain_text(part.get(_TEXT_KEYS[kind]), where)})
+        elif kind in IMAGE_TYPES or kind in VIDEO_TYPES or kind == "input_image":
+            add(_as_image_url(part, where) if kind == "input_image" else part, where)
             parts.append({"type": "video" if kind in VIDEO_TYPES else "image"})
         else:
             got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
-            known = ", ".join(("text", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
-            raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, got {got}")
-    return {"role": role, "content": parts}
+            known = ", ".join((*_TEXT_KEYS, "input_image", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
+            raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, or a string, got {got}")
+    return told | {"content": parts}
 
 
-def image_value(part: Mapping[str, Any], name: str) -> Any:
-    """What `read_image` takes, from an image part of either shape."""
+def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
+    """Calls as templates have them: arguments are objects, where OpenAI's messages have the JSON of them."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ValueError(f"{name} tool_calls must be a list, got {short(given)}")
+    calls: list[dict[str, Any]] = []
+    for i, call in enumerate(given):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ValueError(f"{name} tool_calls[{i}] must be a dict that holds a function, got {short(call)}")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, Mapping):  # what a model once said wrongly must not end the conversation
+            warn_ignored("text", f"{name} tool_calls[{i}] arguments, which is no JSON object,")
+            arguments = {}
+        told = {**function, "arguments": arguments}
+        calls.append({**call, "function": told} if "function" in call else told)
+    return calls
+
+
+def _check_marks(value: Any, name: str) -> None:
+    """Raises a ValueError if a text anywhere in it holds a placeholder."""
+    if isinstance(value, str):
+        _plain_text(value, name)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            _check_marks(key, name)
+            _check_marks(one, name)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for one in value:
+            _check_marks(one, name)
+
+
+def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """OpenAI's newer shape of an image's part in the older one."""
+    part = {key: value for key, value in part.items() if value is not None}
+    check_keys(part, ("type", "image_url", "detail", "uuid"), name)
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise ValueError(f"{name} must have a string as image_url, got {type(url).__name__}")
+    return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}, "uuid": part.get("uuid")}
+
+
+def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]]:
+    """What `read_image` takes, from an image part of either shape, and the limits that stand beside it."""
+    limits = check_own_limits(part, name)
     if part["type"] == "image_url":
-        check_keys(part, ("type", "image_url", "uuid"), name)
+        check_keys(part, ("type", "image_url", "uuid", *OWN_LIMITS), name)
         value = part.get("image_url")
         if isinstance(value, Mapping):
             check_keys(value, ("url", "detail"), f"{name} image_url")
-            if value.get("detail") is not None:
+            if value.get("detail") not in (None, "auto"):
                 warn_ignored("detail", "an image")
             value = value.get("url")
         if not isinstance(value, str):
             raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
-        return value
-    check_keys(part, ("type", "uuid", *_IMAGE_KEYS), name)
-    return _only(part, _IMAGE_KEYS, name)
+        return value, limits
+    check_keys(part, ("type", "uuid", *_IMAGE_KEYS, *OWN_LIMITS), name)
+    return _only(part, _IMAGE_KEYS, name), limits
 
 
 def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
@@ -95,8 +161,11 @@ def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
 
 def video_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any], Any]:
     """What `read_video` takes, from a video part of either shape: the video, its options and its metadata."""
-    said = ("type", "uuid", *OPTIONS, "video_metadata")
-    options = {key: part[key] for key in OPTIONS if key in part}
+    said = ("type", "uuid", *OPTIONS, *ALIASES, "video_metadata")
+    for alias, own in ALIASES.items():
+        if alias in part and own in part:
+            raise ValueError(f"{name} must hold {own} or {alias}, got both")
+    options = {ALIASES.get(key, key): part[key] for key in (*OPTIONS, *ALIASES) if key in part}
     if part["type"] == "video_url":
         check_keys(part, ("video_url", *said), name)
         value = part.get("video_url")

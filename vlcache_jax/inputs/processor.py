@@ -26,6 +26,10 @@ Grid = tuple[int, int, int]
 """Patches of an image: (1, rows, columns)."""
 
 _LIMITS = ("min_pixels", "max_pixels")
+_RESIZED = ("resized_height", "resized_width")
+OWN_LIMITS = (*_LIMITS, *_RESIZED)
+"""What the part of a message may say of its image, in the words of Qwen's `qwen_vl_utils`."""
+_RESIZED_TOKENS = (4, 16384)  # between which it keeps such an image
 
 
 def _channels(kind: Kind) -> Kind:
@@ -79,12 +83,44 @@ def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwa
     return checked
 
 
-def fit_blocks(height: int, width: int, block: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
+def check_own_limits(part: Mapping[str, Any], name: str) -> dict[str, int]:
+    """Returns what the part of a message says of its image: `OWN_LIMITS`, of which height and width outdo the others.
+
+    Raises:
+        ValueError: a value that is neither None nor a positive integer; a height without a width, or one of the two
+            more than 200 times the other; min_pixels above max_pixels.
+    """
+    given = {key: part[key] for key in OWN_LIMITS if part.get(key) is not None}
+    for key, value in given.items():
+        _check_positive(value, f"{name} {key}")
+    resized = {key: given[key] for key in _RESIZED if key in given}
+    if not resized:
+        return check_limits(given, name)
+    if len(resized) < len(_RESIZED):
+        raise ValueError(f"{name} must hold {' and '.join(_RESIZED)}, got {next(iter(resized))} alone")
+    height, width = resized.values()
+    check_picture_size(height, width, f"{name} {' x '.join(_RESIZED)}")
+    return resized
+
+
+def overrule(limits: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
+    """Limits with others in their place; a limit that contradicts what is said in `own` gives way to it."""
+    both = {**limits, **own}
+    if both.get("min_pixels", 0) > both.get("max_pixels", math.inf):
+        # Pictures grow by whole blocks, beyond the least area; if that were the greatest, too, beyond the greatest.
+        both |= {"min_pixels": 1} if "max_pixels" in own else {"max_pixels": own["min_pixels"]}
+    return both
+
+
+def fit_blocks(
+    height: int, width: int, block: int, min_pixels: float, max_pixels: float, *, fewest: int = 0
+) -> tuple[int, int]:
     """Rows and columns of blocks, `block` pixels a side, to which a picture is scaled.
 
-    Both sides are rounded to whole blocks, half to even; then the area is brought within the limits.
+    Both sides are rounded to whole blocks, half to even, and to no fewer than `fewest`; then the area is brought within
+    the limits.
     """
-    rows, columns = round(height / block), round(width / block)
+    rows, columns = (max(fewest, round(side / block)) for side in (height, width))
     if rows * columns * block**2 > max_pixels:
         shrink = math.sqrt((height * width) / max_pixels)
         rows, columns = (max(1, math.floor(side / shrink / block)) for side in (height, width))
@@ -176,24 +212,33 @@ class ImageProcessor:
     def with_limits(self, limits: Mapping[str, int] | None) -> ImageProcessor:
         """This processor with `limits`, that is `mm_processor_kwargs`: min_pixels, max_pixels or both.
 
+        One that is given alone is kept: where it contradicts the other one of this processor, that gives way. (With a
+        least area above the greatest, the library would scale small pictures beyond the greatest.)
+
         Raises:
-            ValueError: see `check_limits`; also when one given limit contradicts the other one of this processor.
+            ValueError: see `check_limits`.
         """
-        changes: dict[str, Any] = check_limits(limits)
-        return replace(self, **changes) if changes else self
+        changes: dict[str, Any] = overrule({key: getattr(self, key) for key in _LIMITS}, check_limits(limits))
+        return replace(self, **changes) if limits else self
 
     def grid(self, height: int, width: int, limits: Mapping[str, int] | None = None, *, name: str = "image") -> Grid:
         """The patches of a picture of `height` x `width` pixels: (1, rows, columns), multiples of merge_size.
 
-        Both sides are rounded to whole blocks, half to even; then the area is brought within the limits.
+        Both sides are rounded to whole blocks, half to even; then the area is brought within the limits. A height and
+        width that are asked for (`check_own_limits`) are rounded so in place of the picture's, to 4 to 16384 tokens.
 
         Raises:
             ValueError: an empty picture, or one more than 200 times as long as wide.
         """
         check_picture_size(height, width, name)
-        bounds = self.with_limits(limits)
         block = self.patch_size * self.merge_size
-        rows, columns = fit_blocks(height, width, block, bounds.min_pixels, bounds.max_pixels)
+        if limits and _RESIZED[0] in limits:
+            height, width = (limits[key] for key in _RESIZED)
+            least, most = (count * block**2 for count in _RESIZED_TOKENS)
+            rows, columns = fit_blocks(height, width, block, least, most, fewest=1)
+        else:
+            bounds = self.with_limits(limits)
+            rows, columns = fit_blocks(height, width, block, bounds.min_pixels, bounds.max_pixels)
         return 1, rows * self.merge_size, columns * self.merge_size
 
     def num_tokens(self, grid: Grid) -> int:
@@ -232,6 +277,9 @@ class ImageProcessor:
 
     def settings(self, limits: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Everything here that changes pixels or their number, as plain values: a part of cache keys."""
+        if limits and _RESIZED[0] in limits:
+            own = {key: value for key, value in asdict(self).items() if key not in _LIMITS}
+            return own | {"resized": self.grid(1, 1, limits)}
         return asdict(self.with_limits(limits))
 
 
@@ -290,6 +338,8 @@ def _complete(settings: Mapping[str, Any], source: str | PathLike[str]) -> dict[
 def _check_positive(value: Any, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if not _AREA.accepts(value):
+        raise ValueError(f"{name} must be {_AREA.words}, got {short(value)}")
 
 
 def _check_order(min_pixels: int, max_pixels: int, prefix: str = "") -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from vlcache_jax.checks import check_flags, check_text, short
 from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, read_object
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.expansion import Inset, expand
+from vlcache_jax.inputs.expansion import Expander, Inset
 from vlcache_jax.inputs.images import ImageSource, read_image
 from vlcache_jax.inputs.parts import (
     IMAGE_TOKEN,
@@ -37,8 +37,9 @@ from vlcache_jax.inputs.parts import (
     read_message,
     video_value,
 )
-from vlcache_jax.inputs.processor import check_limits
-from vlcache_jax.inputs.videos import VideoOptions, VideoSource, read_video
+from vlcache_jax.inputs.processor import overrule
+from vlcache_jax.inputs.settings import MediaSettings, read_settings
+from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,6 +119,11 @@ class Prompt:
     mm_processor_kwargs: Mapping[str, int] = field(default_factory=dict)
     name: str = "prompt"
 
+    def limits(self, source: Source) -> Mapping[str, int]:
+        """Of the pixels of one of the sources: its own, and where it has none this request's."""
+        own = source.limits if isinstance(source, ImageSource) else {}
+        return overrule(self.mm_processor_kwargs, own)
+
     @property
     def images(self) -> tuple[ImageSource, ...]:
         """The sources that are images."""
@@ -137,8 +143,10 @@ class PromptRenderer:
         chat_template: Jinja text, or None where only `from_prompt` is used.
         access: what images may be read from where.
         image_token_id, video_token_id: of `<|image_pad|>` and `<|video_pad|>`.
+        expander: puts images and videos in their place.
         max_tokens: of a prompt; texts that are longer for sure are refused before they are tokenised. None: any.
         max_images, max_videos: of a prompt; None: any number.
+        video_options: of videos, where neither they nor their request say it.
     """
 
     def __init__(
@@ -157,10 +165,11 @@ class PromptRenderer:
         self.access = access
         self.image_token_id: int = special[IMAGE_TOKEN]
         self.video_token_id: int = special[VIDEO_TOKEN]
-        self._special = list(special.values())
+        self.expander = Expander(tokenizer, self._tokenized, special, IMAGE_TOKEN, VIDEO_TOKEN)
         self.max_tokens: int | None = None
         self.max_images: int | None = None
         self.max_videos: int | None = None
+        self.video_options = NO_OPTIONS
         self._tokenizing = threading.Lock()
 
     @classmethod
@@ -175,7 +184,7 @@ class PromptRenderer:
         """
         if not Path(directory).is_dir():
             raise ValueError(f"directory must be a checkpoint's directory, got {str(directory)!r}")
-        _check_tokenizer_files(Path(directory))
+        check_tokenizer(Path(directory))
         try:
             tokenizer = _tokenizer_class(Path(directory)).from_pretrained(directory, local_files_only=True)
         except Exception as error:  # the library and its parser raise nearly anything
@@ -194,29 +203,32 @@ class PromptRenderer:
         """Takes hold of an image, see `images.read_image`."""
         return read_image(value, access=self.access, name=name)
 
-    def video(self, part: Mapping[str, Any], name: str = "video") -> VideoSource:
-        """Takes hold of the video of a message's part, see `videos.read_video`."""
+    def video(self, part: Mapping[str, Any], name: str = "video", defaults: VideoOptions = NO_OPTIONS) -> VideoSource:
+        """Takes hold of the video of a message's part, see `videos.read_video`; `defaults` are its request's."""
         if part.get("type") not in VIDEO_TYPES:
             raise ValueError(f"{name} must be a dict of type {' or '.join(VIDEO_TYPES)}, got {short(part)}")
         value, options, metadata = video_value(part, name)
-        return read_video(value, VideoOptions.checked(options, name), metadata, access=self.access, name=name)
+        asked = VideoOptions.checked(options, name).over(defaults).over(self.video_options)
+        return read_video(value, asked, metadata, access=self.access, name=name)
 
-    def alone(self, value: Any, limits: Mapping[str, int] | None) -> Prompt:
+    def alone(self, value: Any, mm_processor_kwargs: Mapping[str, Any] | None) -> Prompt:
         """An image, or the part of a message that is a video, and nothing else."""
         source: Source
+        settings = read_settings(mm_processor_kwargs)
         if isinstance(value, Mapping):
-            source, token, token_id = self.video(value), VIDEO_TOKEN, self.video_token_id
+            source, token, token_id = self.video(value, "video", settings.videos), VIDEO_TOKEN, self.video_token_id
         else:
             source, token, token_id = self.image(value), IMAGE_TOKEN, self.image_token_id
-        return Prompt(token, np.array([token_id], np.int32), (source,), (None,), check_limits(limits))
+        return Prompt(token, np.array([token_id], np.int32), (source,), (None,), settings.limits)
 
     def from_conversation(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | Mapping[str, Any],
         *,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         template: Template = OWN_TEMPLATE,
         name: str = "conversation",
+        image_name: str | None = None,
     ) -> Prompt:
         """Renders a conversation, by default up to where the assistant's next turn begins.
 
@@ -225,27 +237,38 @@ class PromptRenderer:
                 list of parts `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
                 `{"type": "image", "image" | "url" | "path" | "base64": ...}`, `{"type": "image_pil", "image_pil":
                 ...}`, `{"type": "video_url", "video_url": {"url": ...}}`, `{"type": "video", "video" | "url" | "path" |
-                "base64": ...}`. Beside a video may stand what `videos.VideoOptions` names, and "video_metadata". An
-                image or video may have a "uuid", the caller's own id of it. The role developer is system. A message's
-                "name" and an image's "detail" are ignored, with a warning.
-            mm_processor_kwargs: pixel limits of this request.
+                "base64": ...}`. Beside an image may stand "min_pixels" and "max_pixels", which come before those of
+                the request, or "resized_height" and "resized_width"; beside a video what `videos.VideoOptions` names,
+                and "video_metadata". An image or video may have a "uuid", the caller's own id of it. The role developer
+                is system. What else a message may hold, such as "tool_calls", is the template's. An image's "detail" is
+                ignored, with a warning. Or a dict of "messages" and `TemplateOptions` that stand in place of
+                `template`.
+            mm_processor_kwargs: of this request, see `settings.read_settings`.
             template: by which it is rendered.
             name: what error messages call the conversation, such as "conversations[2]".
+            image_name: what they call its one image; None: "images[i]" of the conversation.
 
         Raises:
             ValueError: an empty conversation, another role, key or type of part, an unreadable image or video, a text
                 that holds a placeholder, or a template that does not give every image and video its place.
         """
+        if isinstance(messages, Mapping) and "messages" in messages:
+            messages, template = _with_template(messages, template, name)
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
         if not messages:
             raise ValueError(f"{name} must hold at least one message, got none")
         chat_template = self.chat_template if template.chat_template is None else template.chat_template
         if chat_template is None:
-            raise ValueError(f"{name} must be given as a prompt: this checkpoint has no chat template")
+            raise ValueError(
+                f"{name} must be given as a prompt, or with chat_template: this checkpoint has no chat template"
+            )
+        settings = read_settings(mm_processor_kwargs, f"{name} mm_processor_kwargs")
         found: list[tuple[Source, str | None]] = []
-        add = partial(self._add, name=name, found=found)
-        rendered = [read_message(message, f"{name} messages[{i}]", add) for i, message in enumerate(messages)]
+        shown = image_name or f"{name} {{}}s[{{}}]"
+        add = partial(self._add, shown=shown, defaults=settings.videos, found=found)
+        listed = name if name.startswith("messages") else f"{name} messages"
+        rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         try:
             text = self.tokenizer.apply_chat_template(
                 rendered,
@@ -258,7 +281,7 @@ class PromptRenderer:
         except Exception as error:  # templates come with checkpoints and raise what they like
             whose = "the checkpoint's chat template" if template.chat_template is None else "chat_template"
             raise ValueError(f"{name} must suit {whose}, which failed: {error}") from error
-        return self._prompt(cast(str, text), found, mm_processor_kwargs, name)
+        return self._prompt(cast(str, text), found, settings, name)
 
     def from_prompt(self, prompt: str | Mapping[str, Any] | Sequence[int], *, name: str = "prompt") -> Prompt:
         """Takes a text or its tokens as they are, with one `<|image_pad|>` or `<|video_pad|>` at each one's place.
@@ -286,6 +309,7 @@ class PromptRenderer:
             raise ValueError(f"{name} must hold either 'prompt' or 'prompt_token_ids', got both")
         if ids is None and not isinstance(text, str):
             raise ValueError(f"{name} must hold a string as 'prompt', got {type(text).__name__}")
+        settings = read_settings(prompt.get("mm_processor_kwargs"), f"{name} mm_processor_kwargs")
         found: list[tuple[Source, str | None]] = []
         for kind in ("image", "video"):
             media = listed(prompt, "multi_modal_data", kind, name) or []
@@ -296,7 +320,7 @@ class PromptRenderer:
                     f"{name} must have one uuid for each {kind}, got {len(uuids)} for {len(media)} {kind}s"
                 )
             for i, (one, uuid) in enumerate(zip(media, uuids, strict=True)):
-                check_uuid(uuid, f"{name} uuids[{i}]")
+                check_uuid(uuid, f"{name} multi_modal_uuids {kind}[{i}]")
                 where = f"{name} {kind}s[{i}]"
                 if kind == "image":
                     found.append((self.image(one, where), uuid))
@@ -304,52 +328,34 @@ class PromptRenderer:
                     if is_with_metadata(one):
                         one = {"video": one[0], "video_metadata": one[1]}
                     part = one if isinstance(one, Mapping) else {"video": one}
-                    found.append((self.video({"type": "video", **part}, where), uuid))
+                    found.append((self.video({"type": "video", **part}, where, settings.videos), uuid))
         given = cast(str, text) if ids is None else self._token_ids(ids, f"{name} prompt_token_ids")
-        return self._prompt(given, found, prompt.get("mm_processor_kwargs"), name)
+        return self._prompt(given, found, settings, name)
 
     def expand(
         self, token_ids: npt.NDArray[np.int32], counts: Sequence[int | Inset]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Puts in the place of each pad what stands there.
+        """See `Expander.expand`."""
+        return self.expander.expand(token_ids, counts)
 
-        Args:
-            token_ids: with one pad for each image and video, int32 [n].
-            counts: tokens of each image, or what comes for it or for a video.
-
-        Returns:
-            The ids, int32, and of each image and each chunk of a video where it starts and how many tokens it has,
-            int32 [images].
-
-        Raises:
-            ValueError: as many pads as there are not counts, a count below 1, or two pads side by side.
-        """
-        places = self._places(token_ids, "token_ids")
-        if len(counts) != len(places):
-            raise ValueError(f"counts must have one entry for each of {len(places)} images, got {len(counts)}")
-        return expand(
-            token_ids, places.tolist(), [one if isinstance(one, Inset) else self.image_inset(one) for one in counts]
-        )
-
-    def image_inset(self, count: int) -> Inset:
-        """An image of so many tokens."""
-        if count < 1:
-            raise ValueError(f"counts must be positive, got [{count}]")
-        return Inset(np.full(count, self.image_token_id, np.int32), (0,), count)
-
-    def video_inset(self, text: str, count: int) -> Inset:
-        """A video that stands in the prompt as `text`, each pad in it for a chunk of so many tokens."""
-        return Inset.of(self._tokenized(text, "video"), self.video_token_id, count)
-
-    def _add(self, part: Mapping[str, Any], where: str, name: str, found: list[tuple[Source, str | None]]) -> None:
+    def _add(
+        self,
+        part: Mapping[str, Any],
+        where: str,
+        *,
+        shown: str,
+        defaults: VideoOptions,
+        found: list[tuple[Source, str | None]],
+    ) -> None:
         """Appends the image or video of a message's part to those before it."""
         is_video = part["type"] in VIDEO_TYPES
         number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
         check_uuid(part.get("uuid"), f"{where} uuid")
         if is_video:
-            source: Source = self.video(part, f"{name} videos[{number}]")
+            source: Source = self.video(part, shown.format("video", number), defaults)
         else:
-            source = self.image(image_value(part, where), f"{name} images[{number}]")
+            value, limits = image_value(part, where)
+            source = replace(self.image(value, shown.format("image", number)), limits=limits)
         found.append((source, part.get("uuid")))
 
     def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
@@ -372,17 +378,16 @@ class PromptRenderer:
         self,
         given: str | npt.NDArray[np.int32],
         found: Sequence[tuple[Source, str | None]],
-        mm_processor_kwargs: Mapping[str, int] | None,
+        settings: MediaSettings,
         name: str,
     ) -> Prompt:
-        limits = check_limits(mm_processor_kwargs, f"{name} mm_processor_kwargs")
         if isinstance(given, str):
             text, token_ids = given, self._tokenized(given, name)
         else:
             text, token_ids = str(self.tokenizer.decode(given)), given
         if not len(token_ids):
             raise ValueError(f"{name} must not be empty, got {text!r}")
-        places = self._places(token_ids, name)
+        places = self.expander.pads(token_ids, name)
         ordered: list[tuple[int, Source, str | None]] = []
         for kind, what, token, token_id, most in (
             (ImageSource, "image", IMAGE_TOKEN, self.image_token_id, self.max_images),
@@ -398,12 +403,8 @@ class PromptRenderer:
                 )
             ordered += [(int(place), *one) for place, one in zip(own, mine, strict=True)]
         ordered.sort(key=lambda one: one[0])
-        for place, source, _ in ordered:
-            # What stands in a video's place may begin with text, which must not run together with that before it.
-            if isinstance(source, VideoSource) and place and token_ids[place - 1] not in self._special:
-                raise ValueError(f"{name} must have a special token before {VIDEO_TOKEN}, such as <|vision_start|>")
         sources, uuids = tuple(source for _, source, _ in ordered), tuple(uuid for _, _, uuid in ordered)
-        return Prompt(text, token_ids, sources, uuids, limits, name)
+        return Prompt(text, token_ids, sources, uuids, settings.limits, name)
 
     def _tokenized(self, text: str, name: str) -> npt.NDArray[np.int32]:
         check_text(text, name)
@@ -429,15 +430,15 @@ class PromptRenderer:
         """Characters that a token can stand for; added tokens may be longer than all others."""
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def _places(self, token_ids: npt.NDArray[np.int32], name: str) -> npt.NDArray[np.int64]:
-        """Where the placeholders are."""
-        places = np.flatnonzero((token_ids == self.image_token_id) | (token_ids == self.video_token_id))
-        if np.any(np.diff(places) == 1):  # their tokens would run together to one image
-            first = places[int(np.argmax(np.diff(places) == 1))]
-            pair = [str(self.tokenizer.convert_ids_to_tokens(int(token))) for token in token_ids[first : first + 2]]
-            got = f"two {pair[0]}" if pair[0] == pair[1] else " and ".join(pair)
-            raise ValueError(f"{name} must have a token between two images, got {got} side by side")
-        return places
+
+def _with_template(given: Mapping[str, Any], template: Template, name: str) -> tuple[Any, Template]:
+    """Messages that stand in a dict, and the template that stands beside them, if there is one."""
+    check_keys(given, ("messages", *TemplateOptions.__annotations__), name)
+    own = {key: value for key, value in given.items() if key != "messages"}
+    try:
+        return given["messages"], Template(**own) if own else template
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
 def _tokenizer_class(directory: Path) -> Any:
@@ -464,7 +465,16 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def _check_tokenizer_files(directory: Path) -> None:
+def check_tokenizer(directory: Path) -> None:
+    """Looks at the files of a checkpoint's tokenizer, which takes no time.
+
+    Raises:
+        ValueError: there are none, or one is damaged.
+    """
+    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ValueError(
+            f"{directory} must hold a tokenizer, but has no tokenizer.json: copy it there from the model's page"
+        )
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (path := directory / name).exists():
             read_object(path)

@@ -27,6 +27,7 @@ from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.video import Videos
 
 _SIZE = dict.fromkeys(("shortest_edge", "longest_edge"), optional(OPTIONS["max_pixels"]))
+_RESIZED_TOKENS = 4, 16384  # of a frame, as in Qwen's utility
 _STORED = {key: optional(kind) for key, kind in OPTIONS.items()} | {
     "size": optional(OBJECT),
     "cap_pixels_per_frame": optional(FLAG),
@@ -61,7 +62,7 @@ class VideoProcessor:
         family: how its prompts show videos.
         tower: the family's configuration of its vision tower.
         image: cuts frames; of the same checkpoint.
-        min_pixels, max_pixels: area to which frames are scaled; of one frame, or of all of them together.
+        min_pixels, max_pixels: area to which frames are scaled, where nothing is asked of them; see `Kind`.
         fps, num_frames, min_frames, max_frames, do_sample_frames: see `VideoOptions`.
         cap_pixels_per_frame: whether frames are also scaled so that a video has at most so many tokens as
             `max_video_tokens` says in the library's words.
@@ -134,18 +135,19 @@ class VideoProcessor:
         samples = options.do_sample_frames
         if samples is None:
             samples = asked or (is_file and own.do_sample_frames)
-        indices = own.kind.sample(own, head, name) if samples else np.arange(head.frames)
+        first, head = _part(head, options, name)
+        indices = first + (own.kind.sample(own, head, name) if samples else np.arange(head.frames))
         numbers = indices if head.numbers is None else np.asarray(head.numbers)[indices]
         slots = self.image.temporal_patch_size
         padded = np.pad(indices, (0, -len(indices) % slots), mode="edge").reshape(-1, slots)
         seen = np.pad(numbers, (0, -len(numbers) % slots), mode="edge").reshape(-1, slots)
         fps = head.fps or UNKNOWN_FPS
-        sampled = fps if head.fps is None else len(indices) / head.total * fps
+        sampled = len(indices) / head.total * fps
         return Cut(
             chunks=tuple(map(tuple, padded.tolist())),
             seconds=tuple((int(one[0]) / fps + int(one[-1]) / fps) / 2 for one in seen),
             step=slots / sampled,
-            grid=own._grid(len(indices), head, name),
+            grid=own._grid(len(indices), head, options, name),
         )
 
     def text(self, cut: Cut) -> str:
@@ -166,20 +168,54 @@ class VideoProcessor:
         return {key: own[key] for key in own if key not in ("min_pixels", "max_pixels")} | {"grid": grid}
 
     def _with(self, options: VideoOptions, name: str) -> VideoProcessor:
-        """This processor with the options in place of its settings."""
-        given = {key: value for key, value in vars(options).items() if value is not None and key != "do_sample_frames"}
+        """This processor, which samples as the options say."""
+        given = {key: getattr(options, key) for key in ("fps", "num_frames", "min_frames", "max_frames")}
+        given = {key: value for key, value in given.items() if value is not None}
         if "fps" in given:
             given["num_frames"] = None
         own = replace(self, **given)
-        for what in ("frames", "pixels"):
-            check_order(getattr(own, f"min_{what}"), getattr(own, f"max_{what}"), what, f"{name}: ")
+        check_order(own.min_frames, own.max_frames, "frames", f"{name}: ")
         return own
 
-    def _grid(self, frames: int, head: Head, name: str) -> Grid:
+    def _grid(self, frames: int, head: Head, options: VideoOptions, name: str) -> Grid:
         check_picture_size(head.height, head.width, name)
         merge, block = self.image.merge_size, self.image.patch_size * self.image.merge_size
-        rows, columns = self.kind.fit(self, frames, head.height, head.width, block)
+        if options.resized_height is not None and options.resized_width is not None:
+            height, width = options.resized_height, options.resized_width
+            check_picture_size(height, width, f"{name} resized_height x resized_width")
+            bounds = [tokens * block**2 for tokens in _RESIZED_TOKENS]
+            rows, columns = fit_blocks(max(height, block), max(width, block), block, *bounds)
+        elif (options.min_pixels, options.max_pixels, options.total_pixels) != (None, None, None):
+            least, most = self._area(frames, options)
+            rows, columns = fit_blocks(head.height, head.width, block, least, most)
+        else:
+            rows, columns = self.kind.fit(self, frames, head.height, head.width, block)
         return 1, rows * merge, columns * merge
+
+    def _area(self, frames: int, options: VideoOptions) -> tuple[float, float]:
+        """Least and most pixels of a frame, as Qwen's utility counts them where it is asked for any. A limit that was
+        not asked for gives way."""
+        shared, slots = frames if self.kind.counts_all else 1, self.image.temporal_patch_size
+        least: float = self.min_pixels / shared if options.min_pixels is None else options.min_pixels
+        most: float = self.max_pixels / shared if options.max_pixels is None else options.max_pixels
+        if options.total_pixels is not None:
+            most = min(most, max(options.total_pixels * slots / frames, int(least * 1.05)))
+        return (min(least, most), most) if options.min_pixels is None else (least, max(least, most))
+
+
+def _part(head: Head, options: VideoOptions, name: str) -> tuple[int, Head]:
+    """The part of a file that is asked for: its first frame, and the head that it would have as a file of its own."""
+    if options.video_start is None and options.video_end is None:
+        return 0, head
+    fps = head.fps or UNKNOWN_FPS
+    first = math.ceil((options.video_start or 0) * fps)
+    last = head.frames - 1 if options.video_end is None else min(math.floor(options.video_end * fps), head.frames - 1)
+    if first > last:
+        raise ValueError(
+            f"{name} must have a frame from video_start to video_end, got {options.video_start} to "
+            f"{options.video_end} of {head.frames / fps:g} seconds"
+        )
+    return first, head._replace(frames=last - first + 1, total=last - first + 1)
 
 
 def _read_settings(directory: Path) -> tuple[dict[str, Any], Path]:
@@ -205,7 +241,7 @@ def _sample_steps(own: VideoProcessor, head: Head, name: str) -> npt.NDArray[np.
         count = round(own.num_frames / slots) * slots
     else:
         most = math.floor(min(own.max_frames, total) / slots) * slots
-        wanted = total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0)  # the library has no default
+        wanted = head.total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0)  # the library has no default
         count = math.floor(min(max(wanted, own.min_frames), most, total) / slots) * slots
     if count > total:
         raise ValueError(f"{name} num_frames must be at most its {total} frames, got {own.num_frames}")
@@ -218,7 +254,7 @@ def _sample_ends(own: VideoProcessor, head: Head, name: str) -> npt.NDArray[np.i
     """Evenly from the first frame to the last."""
     total, count = head.frames, own.num_frames
     if count is None:
-        count = int(total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0))
+        count = int(head.total / (head.fps or UNKNOWN_FPS) * (own.fps or 2.0))
         count = min(max(count, own.min_frames), own.max_frames, total)
     if count > total:
         raise ValueError(f"{name} num_frames must be at most its {total} frames, got {count}")
@@ -263,12 +299,14 @@ class Kind:
 
     Attributes:
         size, defaults: what it takes for settings that a checkpoint leaves out.
+        counts_all: whether the limits of pixels are of all frames together, not of each.
         sample: frames of a video of which not all are to be seen.
         fit: rows and columns of blocks of `frames` of a size.
     """
 
     size: dict[str, int]
     defaults: dict[str, Any]
+    counts_all: bool
     sample: Callable[[VideoProcessor, Head, str], npt.NDArray[np.int64]]
     fit: Callable[[VideoProcessor, int, int, int, int], tuple[int, int]]
 
@@ -278,12 +316,14 @@ KINDS = {
     "Qwen2VLVideoProcessor": Kind(
         size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
         defaults={**_FRAMES, "fps": None, "do_sample_frames": False, "max_video_tokens": 128000},
+        counts_all=False,
         sample=_sample_steps,
         fit=_fit_each,
     ),
     "Qwen3VLVideoProcessor": Kind(
         size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
         defaults={**_FRAMES, "fps": 2, "do_sample_frames": True, "max_video_tokens": 768},
+        counts_all=True,
         sample=_sample_ends,
         fit=_fit_all,
     ),

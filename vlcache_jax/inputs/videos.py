@@ -5,7 +5,7 @@ from __future__ import annotations
 import mimetypes
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +21,79 @@ from vlcache_jax.inputs.images import describe, read_encoded, read_image
 _ACCEPTED = "a list of frames, an array of uint8 [T, H, W, 3], or a file: a path, bytes, a data:, file: or http(s) URL"
 _COUNT = whole(1, MAX_FRAMES)
 _AREA = whole(1, 1 << 40)
+_SIDE = whole(1, 1 << 20)
 _RATE = real(1e-6, 1e6)
-OPTIONS: dict[str, Kind] = {
+_SECONDS = real(0, 1e9)
+SAMPLING: dict[str, Kind] = {
     "fps": _RATE,
     "num_frames": _COUNT,
     "min_frames": _COUNT,
     "max_frames": _COUNT,
-    "min_pixels": _AREA,
-    "max_pixels": _AREA,
     "do_sample_frames": FLAG,
 }
+"""What may be said of all videos of a request, and what it may be."""
+OPTIONS: dict[str, Kind] = SAMPLING | {
+    "sample_fps": _RATE,
+    "video_start": _SECONDS,
+    "video_end": _SECONDS,
+    "min_pixels": _AREA,
+    "max_pixels": _AREA,
+    "total_pixels": _AREA,
+    "resized_height": _SIDE,
+    "resized_width": _SIDE,
+}
 """What a message may say of its video, and what it may be."""
+ALIASES = {"nframes": "num_frames"}
+"""Other names, of Qwen's utility."""
 
 _METADATA: dict[str, Kind] = {
     "fps": optional(_RATE),
     "frames_indices": optional(listed(whole(0, 1 << 40), MAX_FRAMES)),
     "total_num_frames": optional(whole(1, 1 << 40)),
+    "do_sample_frames": optional(FLAG),
 }
-_UNUSED = ("width", "height", "duration", "video_backend")  # that the library's metadata hold, too
+_UNUSED = ("duration", "video_backend", "width", "height")  # that the metadata of others hold, too
 
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """What is asked of a video, in the words of the library's video processors; None: what the checkpoint says.
+    """What is asked of a video, in the words of the library's video processors and of Qwen's utility; None: what the
+    checkpoint says.
 
     Attributes:
-        fps: frames a second to be sampled.
+        fps: frames a second to be sampled; of frames whose rate nothing else says, how many a second they are.
         num_frames: frames to be sampled, in place of `fps`.
         min_frames, max_frames: that `fps` may come to.
-        min_pixels, max_pixels: the area to which frames are scaled; how frames count is the processor's business.
         do_sample_frames: whether frames are sampled at all. If left out, frames of a file are where the checkpoint
             says so, others are not, and any are where `fps` or `num_frames` is given.
+        sample_fps: frames a second of frames.
+        video_start, video_end: seconds of a file between which it is seen.
+        min_pixels, max_pixels: the area to which each frame is scaled.
+        total_pixels: the area of all frames together, each two that are seen together counted once.
+        resized_height, resized_width: to which frames are scaled instead, rounded to whole tokens.
     """
 
     fps: float | None = None
     num_frames: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None
+    do_sample_frames: bool | None = None
+    sample_fps: float | None = None
+    video_start: float | None = None
+    video_end: float | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
-    do_sample_frames: bool | None = None
+    total_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
 
     @classmethod
     def checked(cls, given: Mapping[str, Any], name: str) -> VideoOptions:
         """Of a dict.
 
         Raises:
-            ValueError: a value of another type or out of bounds, a minimum above its maximum, or both `fps` and
-                `num_frames`.
+            ValueError: a value of another type or out of bounds, a minimum above its maximum, both `fps` and
+                `num_frames`, or one side without the other.
         """
         try:
             check_fields(given, {key: optional(kind) for key, kind in OPTIONS.items()})
@@ -80,7 +105,21 @@ class VideoOptions:
         for what in ("frames", "pixels"):
             least, most = getattr(own, f"min_{what}"), getattr(own, f"max_{what}")
             check_order(least, most, what, f"{name} ")
+        if (own.resized_height is None) != (own.resized_width is None):
+            raise ValueError(f"{name} must hold resized_height and resized_width, got one of them")
+        if own.video_start is not None and own.video_end is not None and own.video_start > own.video_end:
+            raise ValueError(f"{name} video_start must be at most video_end {own.video_end}, got {own.video_start}")
         return own
+
+    def over(self, defaults: VideoOptions) -> VideoOptions:
+        """These, and the defaults for what they leave open."""
+        own = {key: value for key, value in vars(self).items() if value is not None}
+        if "num_frames" in own or "fps" in own:  # one stands in place of the other
+            defaults = replace(defaults, num_frames=None, fps=None)
+        return replace(defaults, **own)
+
+
+NO_OPTIONS = VideoOptions()
 
 
 def check_order(least: float | None, most: float | None, what: str, prefix: str = "") -> None:
@@ -101,7 +140,7 @@ class VideoSource:
 
     name: str
     film: Film = field(repr=False)
-    options: VideoOptions = VideoOptions()
+    options: VideoOptions = NO_OPTIONS
 
     @property
     def mark(self) -> tuple[str, ...] | None:
@@ -117,7 +156,7 @@ def is_video(path: str) -> bool:
 
 def read_video(
     value: Any,
-    options: VideoOptions = VideoOptions(),
+    options: VideoOptions = NO_OPTIONS,
     metadata: Mapping[str, Any] | None = None,
     *,
     access: Access = LOCAL_ONLY,
@@ -129,8 +168,9 @@ def read_video(
         value: a list of frames, each as `read_image` takes an image; a uint8 array [T, H, W, 3]; or a file: a path,
             bytes, a data:, file:// or http(s) URL.
         options: what is asked of it.
-        metadata: of frames, in the library's words: `fps` of the film that they are from (without it they are taken
-            for 24 a second, with a warning), `frames_indices` of each in it, and its `total_num_frames`.
+        metadata: of frames, in the library's words: `fps` of the film that they are from, `frames_indices` of each in
+            it, its `total_num_frames`, and `do_sample_frames` as in `options`. Frames whose rate nothing says are
+            taken for 2 a second, with a warning.
         access: what may be read from where.
         name: what error messages call the video.
 
@@ -150,38 +190,66 @@ def read_video(
         encoded = read_encoded(value, _ACCEPTED, access=access, name=name)
         if metadata is not None:
             raise ValueError(f"{name} must have no video_metadata, as a file has its own, got {short(metadata)}")
+        if options.sample_fps is not None:
+            raise ValueError(f"{name} must have no sample_fps, as a file has its own rate: write fps to sample it")
         return VideoSource(name, FilmFile(name, encoded), options)
     pictures = tuple(read_image(one, access=access, name=f"{name} frames[{i}]") for i, one in enumerate(value))
     if same is None:
         same = tuple(id(one.value) if one.encoded is None else one.encoded for one in pictures)
-    return VideoSource(name, Frames(name, pictures, same, *_metadata(metadata, len(pictures), name)), options)
+    if options.video_start is not None or options.video_end is not None:
+        raise ValueError(f"{name} must be a file where video_start or video_end is given: leave out frames instead")
+    said = _metadata(metadata, len(pictures), name)
+    fps, options = _rate(said, options, name)
+    numbers, total = said.get("frames_indices"), said.get("total_num_frames") or len(pictures)
+    film = Frames(name, pictures, (same, fps, numbers, total), fps, numbers, total)
+    return VideoSource(name, film, options.over(VideoOptions(do_sample_frames=said.get("do_sample_frames"))))
 
 
-def _metadata(given: Any, count: int, name: str) -> tuple[float | None, tuple[int, ...] | None, int]:
-    """Frames a second, numbers and total of `count` frames; see `Head`."""
+def _rate(said: Mapping[str, Any], options: VideoOptions, name: str) -> tuple[float | None, VideoOptions]:
+    """Frames a second of frames, and the options that are left.
+
+    Warns where nobody says it.
+    """
+    rates = said.get("fps"), options.sample_fps, options.fps
+    fps = next((rate for rate in rates if rate is not None), None)
+    if fps is None:
+        package = str(Path(__file__).parent.parent)
+        words = f"{name} should have fps beside it: the frames are taken for {UNKNOWN_FPS} a second"
+        warnings.warn(words, UserWarning, skip_file_prefixes=(package,))
+    is_asked = rates[:2] != (None, None)  # else `fps` has said the rate
+    return fps, replace(options, sample_fps=None, fps=options.fps if is_asked else None)
+
+
+def _metadata(given: Any, count: int, name: str) -> dict[str, Any]:
+    """What is said of `count` frames, checked."""
     if not 1 <= count <= MAX_FRAMES:
         raise ValueError(f"{name} must have 1 to {MAX_FRAMES} frames, got {count}")
     name = f"{name} video_metadata"
     if not isinstance(given, Mapping | None):
         raise ValueError(f"{name} must be a dict such as {{'fps': 30}}, got {short(given)}")
-    given = {key: one.tolist() if isinstance(one, np.ndarray) else one for key, one in (given or {}).items()}
-    for key in given:
+    said = {key: _plain(one) for key, one in (given or {}).items()}
+    for key in said:
         if key not in (*_METADATA, *_UNUSED):
-            raise ValueError(f"{name} must hold only {', '.join(_METADATA)}, got {short(key)}")
+            raise ValueError(f"{name} must hold only {', '.join((*_METADATA, *_UNUSED))}, got {short(key)}")
     try:
-        check_fields(given, _METADATA)
+        check_fields(said, _METADATA)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
-    if given.get("fps") is None:
-        package = str(Path(__file__).parent.parent)
-        said = f"{name} should hold fps: the frames are taken for {UNKNOWN_FPS} a second"
-        warnings.warn(said, UserWarning, skip_file_prefixes=(package,))
-    numbers, total = given.get("frames_indices"), given.get("total_num_frames") or count
+    numbers, total = said.get("frames_indices"), said.get("total_num_frames") or count
     if numbers is None and total != count:
         raise ValueError(f"{name} must hold frames_indices where the {count} frames are of {total}")
-    if numbers is not None and (len(numbers) != count or numbers != sorted(numbers) or numbers[-1] >= total):
-        raise ValueError(
-            f"{name} frames_indices must be {count} ascending numbers below total_num_frames = {total}, "
-            f"got {short(numbers)}"
-        )
-    return given.get("fps"), None if numbers is None else tuple(numbers), total
+    if numbers is not None:
+        if len(numbers) != count or numbers != sorted(numbers) or numbers[-1] >= total:
+            raise ValueError(
+                f"{name} frames_indices must be {count} ascending numbers below total_num_frames = {total}, "
+                f"got {short(numbers)}"
+            )
+        said["frames_indices"] = tuple(numbers)
+    return said
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's, and other sequences of numbers as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple | range) else value

@@ -23,6 +23,7 @@ from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import DamagedError, GoneError, TierError
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
+from vlcache_jax.cache.tiers.disk_index import Index
 from vlcache_jax.cache.tiers.record_file import file_bytes, file_name, make_header, read_header
 
 
@@ -238,6 +239,215 @@ def test_the_index_is_made_anew_from_the_files(tmp_path, how, caplog):
         assert len(names(tier)) == 2
         for name in ("encoder", "kv"):
             assert read(tier, CASES[name]).checksums() == CASES[name].checksums()
+
+
+KEPT = [make(number, context) for number in range(1, 6) for context in (None, key(7))]
+
+
+@pytest.fixture
+def index(tmp_path, caplog):
+    """The file of an index of several pages."""
+    caplog.set_level("CRITICAL")
+    with closing(tmp_path) as tier:
+        write(tier, *KEPT)
+    return tmp_path / FOLDER / "index.sqlite"
+
+
+def assert_opens(index):
+    """Opening works, all records are found, and another can be written."""
+    new = make(50)
+    with closing(index.parents[1]) as tier:
+        assert set(names(tier)) == {record.meta.name for record in KEPT}
+        for record in KEPT:
+            assert found(tier, record) == record.meta.with_room(record.meta.tokens)
+        write(tier, new)
+        tier.delete(new.meta.name)
+        assert tier.counts()["records"] == len(KEPT)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ladder) for seed in range(1, 8))])
+def test_no_byte_of_the_index_stops_an_opening(index, seed):
+    """Each of the first 100, some of those behind them that are not 0, and many at once."""
+    rng, whole = random.Random(seed), index.read_bytes()
+    filled = [place for place in range(100, len(whole)) if whole[place]]
+    flips = [[place] for place in (*range(100), *rng.sample(filled, 40 if seed == 0 else 300))]
+    flips += [rng.sample(range(len(whole)), rng.choice([2, 10, 100])) for _ in range(10)]
+    for places in flips:
+        damaged = bytearray(whole)
+        for place in places:
+            damaged[place] ^= rng.randrange(1, 256)
+        index.write_bytes(damaged)
+        assert_opens(index)
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xFF, 0x55])
+def test_no_pattern_and_no_length_of_the_index_stops_an_opening(index, byte):
+    whole = index.read_bytes()
+    for first, last in ((0, len(whole)), (0, 100), (100, len(whole)), (0, 4096), (4096, 8192)):
+        index.write_bytes(whole[:first] + bytes([byte]) * (last - first) + whole[last:])
+        assert_opens(index)
+    for length in (0, 1, 16, 99, 100, 512, 4095, 4096, 4097, len(whole) - 4096, len(whole) - 1):
+        index.write_bytes(whole[:length])
+        assert_opens(index)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE records",
+        "CREATE TABLE other (x)",
+        "CREATE UNIQUE INDEX one ON records (used)",
+        "CREATE TRIGGER t BEFORE DELETE ON records BEGIN SELECT RAISE(ABORT, 'no'); END",
+        "CREATE TABLE r AS SELECT * FROM records; DROP TABLE records; ALTER TABLE r RENAME TO records",
+        "ALTER TABLE records RENAME TO r; CREATE VIEW records AS SELECT * FROM r",
+        "ALTER TABLE records ADD COLUMN more",
+        "UPDATE records SET name = CAST(x'656e632fff' AS TEXT) WHERE name LIKE 'enc%1'",
+        "UPDATE records SET name = 'enc' || name WHERE name LIKE 'enc%1'",
+        "UPDATE records SET name = CAST(name AS BLOB)",
+        "UPDATE records SET bytes = 'many'",
+        "UPDATE records SET bytes = bytes + 1",
+        "UPDATE records SET used = x'00', written = 'long ago'",
+        "UPDATE records SET used = 9e999",
+        "UPDATE records SET header = 'text'",
+        "UPDATE records SET header = zeroblob(900)",
+        "UPDATE records SET owner = CAST(x'ff' AS TEXT)",
+        "UPDATE records SET owner = '{}'".format("0" * 64),
+        "UPDATE records SET pinned = 'yes'",
+        "UPDATE records SET writer = CAST(x'ff' AS TEXT)",
+        "UPDATE records SET writer = '{}'".format("0" * 32),
+    ],
+)
+def test_no_index_of_other_things_stops_an_opening(index, statement):
+    other = sqlite3.connect(index)
+    other.executescript(statement)
+    other.close()
+    assert_opens(index)
+
+
+def stand(path, kind, elsewhere):
+    """Something that is no file stands in a file's place."""
+    path.unlink(missing_ok=True)
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(elsewhere)
+        case "dangling":
+            path.symlink_to(elsewhere.with_name("nowhere") / "at all")
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal"])
+def test_nothing_in_the_place_of_the_index_stops_an_opening(index, tmp_path, name):
+    path, elsewhere = index.with_name(name), tmp_path / "elsewhere"
+    elsewhere.write_text("somebody else's")
+    for kind in ("pipe", "link", "dangling"):
+        stand(path, kind, elsewhere)
+        assert_opens(index)
+    path.write_bytes(random.Random(0).randbytes(40_000))
+    path.chmod(0)
+    assert_opens(index)
+    assert elsewhere.read_text() == "somebody else's"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("lock", kind) for kind in ("folder", "pipe", "link", "dangling")),
+        *((f"index.sqlite{behind}", "folder") for behind in ("", "-wal", "-shm", "-journal")),
+    ],
+)
+def test_what_cannot_be_mended_is_named(index, tmp_path, name, kind):
+    path = index.with_name(name)
+    stand(path, kind, index)
+    told = "must be a file: delete what is there" if name == "lock" else "must be a file, is a folder: move it away"
+    with pytest.raises(ValueError, match=f"^disk must be a directory that can be used, got .*: {path} {told}$"):
+        DiskTier(tmp_path, 10**6)
+    assert not list(tmp_path.rglob("*.writer"))
+    path.rmdir() if kind == "folder" else path.unlink()
+    assert_opens(index)
+
+
+@pytest.mark.parametrize("kind", ["locked", "full"])
+def test_an_index_that_is_whole_is_not_made_anew(index, tmp_path, monkeypatch, kind):
+    """What is pinned is written nowhere else."""
+    with closing(tmp_path) as tier:
+        tier.pin(KEPT[0].meta.name, True)
+    monkeypatch.setattr("vlcache_jax.cache.tiers.disk_index._PATIENCE", 0.05)
+    other = sqlite3.connect(index, isolation_level=None)
+    if kind == "locked":
+        other.execute("BEGIN IMMEDIATE")
+        told = "its index: database is locked; another process keeps it: try again when that has ended"
+    else:
+        connect = Index._connect
+        monkeypatch.setattr(Index, "_connect", lambda own: limited(connect(own)))
+        told = "its index: database or disk is full; make room on its disk"
+        for number in range(60, 80):  # files that the index has no room for
+            path = index.parent / file_name(make(number).meta.name)
+            path.write_bytes(make_header(make(number).meta) + bytes(3 * 6 * 16 * 4))
+    with pytest.raises(ValueError, match=f"^disk must be a directory that can be used, got .*: {told}$"):
+        DiskTier(tmp_path, 10**6)
+    assert not list(tmp_path.rglob("*.writer"))
+    other.close()
+    monkeypatch.undo()
+    with closing(tmp_path) as tier:
+        assert tier.pinned(KEPT[0].meta.entry) == {KEPT[0].meta.name}
+
+
+def limited(connection):
+    """It takes no further page, as on a disk that is full."""
+    connection.execute("PRAGMA max_page_count = 1")
+    return connection
+
+
+def test_a_transaction_that_a_full_disk_has_ended_is_over(tier, monkeypatch):
+    """What went wrong is told, and the next one begins anew."""
+
+    def fail(*_):
+        tier._index._index.execute("ROLLBACK")  # as SQLite does then
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._index, "claim", fail)
+        with pytest.raises(TierError, match="disk is full"):
+            write(tier, CASES["kv"])
+    write(tier, CASES["kv"])
+    assert names(tier) == [CASES["kv"].meta.name]
+
+
+def test_what_was_written_by_a_clock_that_was_ahead_was_written_now(tmp_path):
+    """It leaves when its time is over, and in the order in which it was used."""
+    now = [1e9]
+    with closing(tmp_path, ttl=60.0, clock=lambda: now[0]) as tier:
+        for number in (1, 2, 3):
+            write(tier, make(number))
+            now[0] += 1
+        verified_read(tier, make(1).meta)
+        tier.delete(make(9).meta.name)
+        now[0] = 1000.0  # it is right again
+        write(tier, make(4))
+        assert [one.written for number in range(1, 5) for one in tier.find(key(number))] == [1000.0] * 4
+        assert [name[-1] for name in names(tier)] == ["2", "3", "1", "4"]
+        now[0] += 61
+        write(tier, make(5))
+        assert [name[-1] for name in names(tier)] == ["5"]
+
+
+@pytest.mark.parametrize("is_index_lost", [False, True])
+def test_a_clock_that_was_ahead_is_noticed_at_opening(tmp_path, is_index_lost):
+    now = [1e10]
+    with closing(tmp_path, clock=lambda: now[0]) as tier:
+        write(tier, make(1))
+        os.utime(path_of(tier, make(1)), (1e10, 1e10))
+    if is_index_lost:
+        (tmp_path / FOLDER / "index.sqlite").unlink()
+    now[0] = 1000.0
+    with closing(tmp_path, ttl=60.0, clock=lambda: now[0]) as tier:
+        assert [one.written for one in tier.find(key(1))] == [1000.0]
+        now[0] += 61
+    with closing(tmp_path, ttl=60.0, clock=lambda: now[0]) as tier:
+        assert names(tier) == []
 
 
 def test_files_and_index_agree_after_opening(tmp_path, caplog):

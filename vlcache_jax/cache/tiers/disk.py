@@ -7,6 +7,7 @@ directory: who changes what is visible does so within a transaction of the index
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from vlcache_jax.cache.keys import FORMAT_VERSION, NO_TENANTS
 from vlcache_jax.cache.record import Meta, Part, blocks
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
-from vlcache_jax.cache.tiers.disk_index import Index
+from vlcache_jax.cache.tiers.disk_index import Index, advice, is_damage
 from vlcache_jax.cache.tiers.record_file import (
     SUFFIX,
     file_bytes,
@@ -79,14 +80,17 @@ class DiskTier(Tier):
         try:
             self.directory = pathlib.Path(directory).expanduser() / FOLDER
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(self.directory / "lock", "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # two that open at once would mend what the other is making
+            with _locked(self.directory / "lock"):  # two that open at once would mend what the other is making
                 self._alive = open(self.directory / f"{self._me}{_WRITER}", "wb")  # noqa: SIM115
                 fcntl.flock(self._alive, fcntl.LOCK_EX)
-                self._index = Index(self.directory)
-                self._agree()
+                try:
+                    self._open_index()
+                except BaseException:
+                    self._die()
+                    raise
         except (OSError, sqlite3.Error, RuntimeError, ValueError) as error:
-            raise ValueError(f"disk must be a directory that can be used, got {str(directory)!r}: {error}") from error
+            told = f"its index: {error}; {advice(error)}" if isinstance(error, sqlite3.Error) else error
+            raise ValueError(f"disk must be a directory that can be used, got {str(directory)!r}: {told}") from error
 
     # The interface of a tier.
 
@@ -167,8 +171,7 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         self._index.close()
-        _discard(pathlib.Path(self._alive.name))
-        self._alive.close()
+        self._die()
 
     def prune(self, capacity: int, before: float | None = None) -> None:
         with self._reporting("prune"), self._changing():
@@ -228,6 +231,7 @@ class DiskTier(Tier):
     def _make_room(self, meta: Meta) -> bool:
         """Within a transaction; False if what is being written or pinned leaves none."""
         size = file_bytes(meta)
+        self._index.set_right(self._clock())
         names, fits = self._index.leaving(size, self.capacity, before=self._oldest)
         if fits and self._owner_bytes is not None and meta.owner not in NO_TENANTS:
             own, fits = self._index.leaving(size, self._owner_bytes, owner=meta.owner)
@@ -253,30 +257,45 @@ class DiskTier(Tier):
                     self._index.forget(name)
             yield
 
+    def _die(self) -> None:
+        _discard(pathlib.Path(self._alive.name))
+        self._alive.close()
+
+    def _open_index(self, *, is_new: bool = False) -> None:
+        """Opens the index, and lets it tell what the files tell; one that is damaged is made anew."""
+        self._index = Index(self.directory)
+        try:
+            self._index.check()
+            self._agree()
+        except BaseException as error:
+            self._index.close()
+            if is_new or not is_damage(error):
+                raise
+            _log.warning("the index of %s is damaged, and is made anew: %s", self.directory, error)
+            self._index.discard()
+            self._open_index(is_new=True)
+
     def _agree(self) -> None:
         """Index and files tell the same again, whatever happened to whoever used them."""
         with self._changing():
-            alive = {path.stem for path in self.directory.glob(f"*{_WRITER}") if _is_locked(path)}
+            writers = (path for path in self.directory.glob(f"*{_WRITER}") if path.is_file())
+            alive = {path.stem for path in writers if _is_locked(path)}
             for name in self._index.abandoned(alive.__contains__):
                 self._index.forget(name)
             for part_file in self.directory.glob(f"??/*{_PART}"):
                 ours = _BEING_WRITTEN.fullmatch(part_file.name)
                 if ours and ours["writer"] not in alive:
                     _discard(part_file)
-            sizes = self._index.sizes()
-            there = dict(self._look_through(sizes))
-            for name in sizes.keys() - there:
+            there = set(self._look_through())
+            for name in self._index.names() - there:
                 if not (self.directory / file_name(name)).is_file():
                     self._index.forget(name)
+            self._index.set_right(self._clock())
             for name in self._index.leaving(0, self.capacity, before=self._oldest)[0]:
                 self._remove(name)
 
-    def _look_through(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-        """Enters what the index lacks, deletes what is damaged; the names of the files that are whole, and bytes.
-
-        Args:
-          sizes: by name, as the index has them.
-        """
+    def _look_through(self) -> Iterator[str]:
+        """Enters what the index lacks or has otherwise, deletes what is damaged; the names of whole files."""
         for path in self.directory.glob(f"??/*{SUFFIX}"):
             name = name_of(str(path.relative_to(self.directory)))
             if name is None or not path.is_file():
@@ -293,9 +312,9 @@ class DiskTier(Tier):
                 _log.warning("%s is damaged, and is deleted", path)
                 _discard(path)
                 continue
-            if sizes.get(name) != about.st_size:
+            if not self._index.knows(meta):
                 self._index.enter(meta, about.st_mtime)
-            yield name, about.st_size
+            yield name
 
     @contextlib.contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
@@ -304,6 +323,20 @@ class DiskTier(Tier):
             yield
         except (OSError, sqlite3.Error) as error:
             raise TierError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Keeps others out."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ValueError(f"{path} must be a file: delete what is there") from error
+        raise
+    with open(descriptor, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _header(path: str | os.PathLike[str] | int) -> bytes:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pathlib
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,17 +22,29 @@ from vlcache_jax.cache.tiers.record_file import file_bytes, make_header
 _log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds that another process may keep the index
-_TABLE = """
-CREATE TABLE IF NOT EXISTS records (
+_TABLE = """CREATE TABLE records (
   name TEXT PRIMARY KEY, header BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL, written REAL NOT NULL,
   owner TEXT NOT NULL,  -- digest of the salt
   pinned INTEGER NOT NULL DEFAULT 0,
   writer TEXT  -- who is still writing it; NULL: it is complete
-) WITHOUT ROWID
+) WITHOUT ROWID"""
+_KEY, _WRITER = 64 * "[0-9a-f]", 32 * "[0-9a-f]"
+_IS_ROW = f"""
+(name GLOB 'enc/{_KEY}' OR name GLOB 'kv/{_KEY}/{_KEY}') AND typeof(name) = 'text' AND typeof(header) = 'blob'
+AND typeof(bytes) = 'integer' AND typeof(used) = 'real' AND typeof(written) = 'real' AND owner GLOB '{_KEY}'
+AND pinned IN (0, 1) AND (writer IS NULL OR writer GLOB '{_WRITER}')
 """
-_COLUMNS = ["name", "header", "bytes", "used", "written", "owner", "pinned", "writer"]
 _OF_IMAGE = "WHERE (name = ? OR (name >= ? AND name < ?)) AND writer IS NULL"  # see `_names`
-FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal")
+_KEPT = "another process keeps it: try again when that has ended"
+# What SQLite says when the index may be whole, and what to do then. Anything else, and it is to be made anew.
+_PASSING = {sqlite3.SQLITE_BUSY: _KEPT, sqlite3.SQLITE_LOCKED: _KEPT, sqlite3.SQLITE_PROTOCOL: _KEPT} | {
+    sqlite3.SQLITE_FULL: "make room on its disk",
+    sqlite3.SQLITE_CANTOPEN: "let this process open more files",
+    sqlite3.SQLITE_IOERR: "see whether its disk is well",
+    sqlite3.SQLITE_NOMEM: "give this process more memory",
+    sqlite3.SQLITE_PERM: "let this user read and write it",
+}
 
 
 class Row(NamedTuple):
@@ -50,7 +62,7 @@ class Index:
       directory: exists.
 
     Raises:
-      sqlite3.Error, OSError: it cannot be used.
+      sqlite3.Error, OSError: its files cannot be opened.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -58,8 +70,31 @@ class Index:
         self._lock = threading.RLock()  # of whoever changes something, who may wait for other processes
         self._looking = threading.Lock()
         self._used: dict[str, float] = {}  # since the last change, when each record was used
-        self._index = self._open()
+        _prepare(directory)
+        self._index = self._connect()
         self._view = self._connect()
+
+    def check(self) -> None:
+        """Sees that the index is one, and takes out the rows that are none.
+
+        Raises:
+          sqlite3.Error, UnicodeDecodeError: it cannot be used; see `is_damage`.
+        """
+        self._index.execute("PRAGMA journal_mode = WAL")
+        self._index.execute("PRAGMA synchronous = NORMAL")  # what a crash takes from it, the files give back
+        schema = "SELECT sql FROM sqlite_master"
+        if not self._index.execute(schema).fetchall():
+            self._index.execute(_TABLE)
+        [said] = self._index.execute("PRAGMA integrity_check(1)").fetchone()  # the quick one sees no wrong order
+        if said != "ok" or self._index.execute(schema).fetchall() != [(_TABLE,)]:
+            raise sqlite3.DatabaseError(f"it must be whole and hold records alone, its check says {said}")
+        if wrong := self._index.execute(f"DELETE FROM records WHERE ({_IS_ROW}) IS NOT TRUE").rowcount:
+            _log.warning("of the index of %s %d rows are damaged, and are made anew", self.directory, wrong)
+
+    def discard(self) -> None:
+        """Deletes its files, when it is closed."""
+        for name in _FILES:
+            (self.directory / name).unlink(missing_ok=True)
 
     # Looking, which waits for nobody who changes something.
 
@@ -98,10 +133,11 @@ class Index:
                     name, used = self._used.popitem()
                     self._index.execute("UPDATE records SET used = ? WHERE name = ?", (used, name))
                 yield
+                self._index.execute("COMMIT")
             except BaseException:
-                self._index.execute("ROLLBACK")
+                if self._index.in_transaction:  # a disk that is full may have ended it
+                    self._index.execute("ROLLBACK")
                 raise
-            self._index.execute("COMMIT")
 
     def writer(self, name: str) -> tuple[str | None] | None:
         """Who writes a record; (None,) if it is complete, None if there is none."""
@@ -141,9 +177,21 @@ class Index:
         rows = self._execute("SELECT name, writer FROM records WHERE writer IS NOT NULL").fetchall()
         return [name for name, writer in rows if not is_alive(writer)]
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each complete record."""
-        return dict(self._execute("SELECT name, bytes FROM records WHERE writer IS NULL").fetchall())
+    def names(self) -> set[str]:
+        """Of the complete records."""
+        return {name for (name,) in self._execute("SELECT name FROM records WHERE writer IS NULL")}
+
+    def knows(self, meta: Meta) -> bool:
+        """Whether a complete record is entered as what it is."""
+        told = "SELECT header, bytes, owner FROM records WHERE name = ? AND writer IS NULL"
+        return self._execute(told, meta.name).fetchone() == (make_header(meta), file_bytes(meta), meta.owner)
+
+    def set_right(self, now: float) -> None:
+        """Times that are still to come, of a clock that was ahead, count as now; the order of use stays."""
+        query = """UPDATE records SET written = MIN(written, ?),
+          used = CASE WHEN used > ? THEN used - ((SELECT MAX(used) FROM records) - ?) ELSE used END
+        WHERE written > ? OR used > ?"""
+        self._execute(query, now, now, now, now, now)
 
     def leaving(
         self, size: int, capacity: int, owner: str | None = None, before: float | None = None
@@ -170,8 +218,9 @@ class Index:
 
     def close(self) -> None:
         """Uses that were noted are written down."""
-        with self._lock, contextlib.suppress(sqlite3.Error), self.changing():
-            pass
+        if self._used:
+            with self._lock, contextlib.suppress(sqlite3.Error), self.changing():
+                pass
         with self._lock, self._looking:
             self._index.close()
             self._view.close()
@@ -194,34 +243,34 @@ class Index:
             return self._view.execute(query, values).fetchall()
 
     def _connect(self) -> sqlite3.Connection:
-        path = self.directory / FILES[0]
+        path = self.directory / _FILES[0]
         return sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
 
-    def _open(self) -> sqlite3.Connection:
-        for attempt in range(2):
-            index = self._connect()
-            try:
-                os.chmod(self.directory / FILES[0], 0o600)
-                index.execute("PRAGMA journal_mode = WAL")
-                index.execute("PRAGMA synchronous = NORMAL")  # what a crash takes from it, the files give back
-                index.execute(_TABLE)
-                columns = [row[1] for row in index.execute("PRAGMA table_info(records)")]
-                [said] = index.execute("PRAGMA quick_check").fetchone()
-                if said == "ok" and columns == _COLUMNS:
-                    return index
-                raise sqlite3.DatabaseError(f"index must be whole, got {said}, {columns}")
-            except sqlite3.OperationalError:  # it is locked, or the disk is full: it may be whole
-                index.close()
-                raise
-            except sqlite3.DatabaseError:
-                index.close()
-                if attempt:
-                    raise
-                _log.warning("the index of %s is damaged, and is made anew", self.directory)
-                for name in FILES:
-                    with contextlib.suppress(OSError):
-                        (self.directory / name).unlink()
-        raise AssertionError("unreachable")
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an index must be made anew as it is no index; if not, it may be whole."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # of what Python itself cannot read there is none
+    return isinstance(error, sqlite3.Error | UnicodeDecodeError) and code & 0xFF not in _PASSING
+
+
+def advice(error: sqlite3.Error) -> str:
+    """What to do about an index that cannot be used."""
+    return "delete it, it is made anew" if is_damage(error) else _PASSING[error.sqlite_errorcode & 0xFF]
+
+
+def _prepare(directory: pathlib.Path) -> None:
+    """Sees that the index's files are files, and its owner's."""
+    for path in (directory / name for name in _FILES):
+        with contextlib.suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if stat.S_ISREG(mode):
+                path.chmod(0o600)
+            elif stat.S_ISDIR(mode):
+                raise IsADirectoryError(f"{path} must be a file, is a folder: move it away")
+            else:  # a link is nothing of ours, and what it leads to is not touched
+                _log.warning("%s is no file, and is deleted", path)
+                path.unlink()
+    (directory / _FILES[0]).touch(0o600)
 
 
 def _names(entry: str) -> tuple[str, str, str]:

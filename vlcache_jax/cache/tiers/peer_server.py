@@ -33,8 +33,9 @@ import socketserver
 import stat
 import sys
 import threading
+import time
 import urllib.parse
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
@@ -48,8 +49,10 @@ from vlcache_jax.cache.tiers.wire import MOST_RECORDS, TOKEN, WRITTEN, Deadline,
 _log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds until `close` is noticed
+_STRANGE = 5.0  # seconds that a connection keeps its place from others without having shown who it is
 _ENTRY = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
+_ONCE = ("Authorization", "Content-Length", "Host", "Range")  # headers that mean one thing
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -81,10 +84,12 @@ class PeerServer:
       tier: whose records they are.
       host, port: where it listens; port 0 takes a free one.
       token: what clients must know; only a server that this machine alone can reach may do without.
-      max_clients: connections at a time; one more is answered with 503.
+      max_clients: connections at a time. One more takes the place of one that has sent no whole request with the right
+        token for 5 seconds; if there is none, it is answered with 503.
       idle_timeout: seconds after which a client is cut off that sends no request, or takes nothing of its answer.
       models: fingerprints of models, or their first digits; others are refused. Empty: none is.
       codecs: of K, V, likewise, whole names.
+      clock: seconds that only grow.
 
     Raises:
       ValueError: there is no token and other machines can reach the address, or the token is none.
@@ -102,6 +107,7 @@ class PeerServer:
         *,
         models: Collection[str] = (),
         codecs: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ):
         if token is None and not _is_loopback(host):
             raise ValueError(f"token must be given unless host is this machine alone, got host {host!r} and no token")
@@ -110,7 +116,7 @@ class PeerServer:
         self._lock = threading.Lock()
         self._is_serving = self._is_closed = False
         offer = _Offer(tier, token, tuple(sorted(models)), tuple(sorted(codecs)), idle_timeout)
-        self._http = _Server(host, port, max_clients, offer)
+        self._http = _Server(host, port, max_clients, offer, clock)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -147,10 +153,11 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, max_clients: int, offer: _Offer):
+    def __init__(self, host: str, port: int, max_clients: int, offer: _Offer, clock: Callable[[], float]):
         self.offer = offer
-        self._max_clients = max_clients
-        self._clients: set[socket.socket] = set()
+        self._max_clients, self._clock = max_clients, clock
+        # In the order in which they came; since when they are strangers, None: they are not.
+        self._clients: dict[socket.socket, float | None] = {}
         self._changed = threading.Condition()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -160,9 +167,9 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._changed:
-            is_full = len(self._clients) >= self._max_clients
+            is_full = len(self._clients) >= self._max_clients and not self._end_stranger()
             if not is_full:
-                self._clients.add(request)
+                self._clients[request] = self._clock()
         if is_full:
             with contextlib.suppress(OSError):
                 request.sendall(_FULL)
@@ -173,8 +180,24 @@ class _Server(http.server.ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
         with self._changed:
-            self._clients.discard(request)
+            self._clients.pop(request, None)
             self._changed.notify_all()
+
+    def know(self, request: Any) -> None:
+        """A client has sent a whole request, and the token."""
+        with self._changed:
+            if request in self._clients:
+                self._clients[request] = None
+
+    def _end_stranger(self) -> bool:
+        """Hangs up on the client that has been strange for longest, and for too long; whether there was one."""
+        for client, since in self._clients.items():
+            if since is not None and self._clock() - since >= _STRANGE:
+                del self._clients[client]
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()
@@ -216,15 +239,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "GET":
             self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
             return False
-        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.send_error(HTTPStatus.BAD_REQUEST, "No body is expected")  # it would be taken for the next request
+        has_body = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
+        is_clear = not self.headers.defects and all(len(self.headers.get_all(name, ())) < 2 for name in _ONCE)
+        if has_body or not is_clear:  # what others take for its body would be taken for the next request
+            self.send_error(HTTPStatus.BAD_REQUEST)
             return False
         return True
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        super().send_error(code)  # the base's own words quote what was sent
 
     def do_GET(self) -> None:
         if not self._is_known():
             self._send_json(HTTPStatus.UNAUTHORIZED, {"refusal": "token", "has": None})
             return
+        self.server.know(self.connection)
         path, _, query = self.path.partition("?")
         match path.split("/", 3):
             case ["", "v1", "hello"]:

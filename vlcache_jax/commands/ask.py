@@ -1,0 +1,109 @@
+"""`vlcache ask`: one question about images and videos."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
+from vlcache_jax.inputs.images import read_image
+from vlcache_jax.inputs.videos import is_video, read_video
+from vlcache_jax.progress import Progress, say
+
+if TYPE_CHECKING:
+    from vlcache_jax.llm import LLM
+    from vlcache_jax.outputs import RequestOutput
+
+_REHEARSALS = 3  # at most; the last one has nothing left to compile
+_SALT = "vlcache ask, rehearsal"
+Conversation = list[dict[str, Any]]
+
+
+def ask(
+    words: Sequence[str],
+    *,
+    model: str | None,
+    system: str | None,
+    fps: float | None,
+    sampling: Mapping[str, Any],
+    options: Mapping[str, Any],
+    twice: bool,
+) -> None:
+    """Prints the answer, and on stderr what it took; twice: then again, now that the images are known.
+
+    Of two answers all programs are compiled before, so that their times can be compared.
+
+    Args:
+      words: files of images or videos, and last the question.
+      model: None is the shipped one.
+      system: the system message, if any.
+      fps: of videos.
+      sampling: of `SamplingParams`.
+      options: of the engine.
+
+    Raises:
+      ValueError, OSError: a file cannot be read, or an option is wrong.
+    """
+    *files, question = words
+    if pathlib.Path(question).is_file():
+        raise ValueError(f"the question must stand behind the images, got {question!r} last, which is a file")
+    shown = [_part(file, fps) for file in files]
+    conversation: Conversation = [] if system is None else [{"role": "system", "content": system}]
+    conversation.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})
+    if model is None:
+        warn_of_others(conversation)
+    say("importing JAX")
+    from vlcache_jax import LLM, SamplingParams
+
+    params = SamplingParams(**sampling)
+    with LLM(model or SHIPPED, **options) as llm:
+        if twice:
+            _rehearse(llm, conversation, params, shown)
+        for _ in range(1 + twice):
+            compiling = llm.stats().compile_seconds
+            [output] = llm.chat(conversation, params)
+            typer.echo(output.outputs[0].text)
+            typer.echo(_summary(output, llm.stats().compile_seconds - compiling), err=True)
+
+
+def _part(file: str, fps: float | None) -> dict[str, Any]:
+    """A file as a part of a message, after a look whether it can be read."""
+    if is_video(file):
+        read_video(file, name="VIDEO").film.head()
+        return {"type": "video", "path": file} | ({} if fps is None else {"fps": fps})
+    read_image(file, name="IMAGE").decode()
+    return {"type": "image", "path": file}
+
+
+def _rehearse(llm: LLM, conversation: Conversation, params: Any, shown: Sequence[Mapping[str, Any]]) -> None:
+    """Asks for a few tokens, cold and again, until nothing is compiled. What is asked afterwards finds nothing of it:
+    it has a salt of its own, and leaves the disk as it was."""
+    brief = dataclasses.replace(params, max_tokens=min(2, params.max_tokens))
+    with Progress("rehearsing"):
+        for _ in range(_REHEARSALS):
+            known = llm.stats().programs
+            for _ in range(2):
+                llm.chat(conversation, brief, cache_salt=_SALT)
+            for part in shown:
+                llm.cache.delete(part if part["type"] == "video" else part["path"], cache_salt=_SALT)
+            llm.reset_prefix_cache()
+            if llm.stats().programs == known:
+                break
+
+
+def _summary(output: RequestOutput, compiling: float) -> str:
+    metrics, images = output.metrics, output.cache.images
+    counts = Counter(f"{image.match} ({image.why.value})" if image.why else image.match for image in images)
+    found = ", ".join(f"{count} {match}" if count > 1 else match for match, count in counts.items())
+    compiled = f", of which {compiling:.3f} s are compilation" if compiling > 0.0005 else ""
+    return (
+        f"[{len(output.prompt_token_ids)} prompt tokens, {sum(image.tokens for image in images)} of images; "
+        f"first token after {metrics.ttft:.3f} s, {len(output.outputs[0].token_ids)} tokens in {metrics.decode:.2f} s"
+        f"{compiled}; images: {found or 'none'}; {output.cache.rows[-1]} tokens computed, "
+        f"{output.num_cached_tokens + output.cache.approximate_tokens} reused]"
+    )

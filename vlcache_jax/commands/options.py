@@ -1,0 +1,97 @@
+"""Arguments and options that several commands have, so that they are called, explained and checked alike."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from vlcache_jax.checks import parse_bytes
+from vlcache_jax.commands.shipped import SHIPPED
+
+_MODEL = "Checkpoint directory, hub id, or tiny-vqa: a small model that ships with the package."
+
+# The model: of commands that take files, an option; of the others an argument, and the option, too.
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", envvar="VLCACHE_MODEL", show_default=SHIPPED, help=_MODEL)
+]
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", show_default="the shipped model", help="Checkpoint or hub id.")
+]
+SameModel = Annotated[str | None, typer.Option("--model", "-m", hidden=True)]
+
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
+Reuse = Annotated[
+    str,
+    typer.Option(help='"exact", "approximate", "full", "off", a ratio such as 0.1, a schedule, or another policy.'),
+]
+Codec = Annotated[str, typer.Option(help="Of stored keys and values: auto, int8 or int4.")]
+
+# Sampling.
+MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the checkpoint's own")]
+TopP = Annotated[
+    float | None, typer.Option(help="Share of the likeliest tokens to draw from.", show_default="the checkpoint's own")
+]
+System = Annotated[str | None, typer.Option(help="System message, where a conversation has none.", show_default=False)]
+
+# Sizes.
+MaxPixels = Annotated[
+    int | None,
+    typer.Option(help="Pixels of an image at most; larger ones are scaled down.", show_default="the checkpoint's own"),
+]
+MaxRows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of one prefill step; fewer need less memory.", show_default="8192, on a CPU 4096"),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of prompt and answer at most.", show_default="what model and memory allow"),
+]
+KvCacheBytes = Annotated[
+    str | None,
+    typer.Option(help="KV pool, such as 4GiB.", show_default="most of the free memory, on a CPU a quarter at most"),
+]
+HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
+Disk = Annotated[
+    pathlib.Path | None,
+    typer.Option(help="Directory for what is kept, beyond the process.", show_default=False),
+]
+
+# Studies.
+Data = Annotated[
+    list[pathlib.Path] | None,
+    typer.Option(
+        metavar="<path>",
+        help="TSV file of VLMEvalKit; may be repeated.",
+        show_default="questions drawn for the shipped model",
+    ),
+]
+Out = Annotated[pathlib.Path | None, typer.Option(help="JSON file to write.", show_default=False)]
+Picture = Annotated[pathlib.Path | None, typer.Option(help="Picture to draw (png, svg or pdf).", show_default=False)]
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """The model, which may be named in either way.
+
+    Raises:
+      ValueError: it is named in both.
+    """
+    if argument is not None and option is not None:
+        raise ValueError(f"MODEL must be named once, got {argument} and --model {option}")
+    return option if argument is None else argument
+
+
+def pool_bytes(kv_cache_bytes: str | None) -> int | None:
+    """The size of the pool, if it was given.
+
+    Raises:
+      ValueError: it is no number of bytes.
+    """
+    return None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes, "kv_cache_bytes")
+
+
+def image_limits(max_pixels: int | None) -> dict[str, int] | None:
+    """What of an image's pixels is left, as `LLM` takes it."""
+    return None if max_pixels is None else {"max_pixels": max_pixels}
