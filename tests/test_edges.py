@@ -73,7 +73,7 @@ def wrong_rows(pictures, tmp_path):
     Image.new("1", (9000, 9000)).save(big, "PNG")
     conversations = [user("a"), user("b", pictures[0])] + [user("c")] * 9
     wrong = {
-        2: (user("w " * 600), "prompt and answer must fit in max_model_len = 512 tokens"),
+        2: (user("w " * 600), "prompt and answer must fit in max_model_len = 1024 tokens"),
         3: (user("x", tmp_path / "missing.png"), "images[0] must be the path of a readable file"),
         4: (user("\ud800"), "must be text, got '\\ud800' at character"),
         5: ([{"role": "robot", "content": "x"}], "messages[0] must have the role"),
@@ -134,7 +134,9 @@ def test_other_calls_name_and_return_rows_too(llm, pictures):
     rows, texts = [user("a"), user("b"), user("c")], ["x", [10**6], "\ud800"]
     with pytest.raises(RequestError, match=r"(?s)continuations\[1\] must be a text or token ids.*continuations\[2\]"):
         llm.score(rows, texts, use_tqdm=False)
+    llm.reset_prefix_cache()
     scores = llm.score(rows, texts, use_tqdm=False, on_error="return")
+    llm.reset_prefix_cache()  # as many rows are computed again
     assert [score.error is None for score in scores] == [True, False, False]
     assert scores[0].total == llm.score(rows[:1], texts[:1], use_tqdm=False)[0].total
     assert len(scores[1].logprobs) == 0
@@ -214,7 +216,7 @@ def test_what_a_transparent_file_was_taken_for_before_is_not_found(llm):
 def test_a_text_that_is_too_long_for_sure_is_not_tokenised(llm, monkeypatch):
     long = "a" * (20 << 20)
     monkeypatch.setattr(type(llm._renderer.tokenizer), "__call__", lambda *_: pytest.fail("tokenised"))
-    with pytest.raises(RequestError, match=r"conversations\[0\] must be short enough for max_model_len = 512 tokens"):
+    with pytest.raises(RequestError, match=r"conversations\[0\] must be short enough for max_model_len = 1024 tokens"):
         chat(llm, [user(long)])
 
 
@@ -554,7 +556,7 @@ def test_what_a_request_with_damaged_logits_made_is_not_kept(llm, pictures, monk
 
 
 def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
-    rows = [user(text) for text in "abcdefgh"]  # of which four run together
+    rows = [user(text) for text in "abcdefghijkl"]  # of which eight run together
     head, waves = llm._runner.head, []
 
     def damaged(*given):
@@ -566,10 +568,10 @@ def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
     with pytest.raises(RequestError, match=r"^conversations\[1\]: logits must be finite") as caught:
         chat(llm, rows)
     assert len(waves) == 1
-    assert [output is None for output in caught.value.outputs] == [False, True, False, False]
+    assert [output is None for output in caught.value.outputs] == [False, True, *[False] * 6]
     waves.clear()
     outputs = chat(llm, rows, on_error="return")
-    assert [output.error is None for output in outputs] == [True, False, *[True] * 6]
+    assert [output.error is None for output in outputs] == [True, False, *[True] * 10]
 
 
 def test_a_request_that_cannot_choose_its_rows_blocks_nobody(checkpoints, textured_image):

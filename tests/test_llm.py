@@ -176,7 +176,7 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
         monkeypatch.setattr(base, "import_decoders", decoders)
         count, _ = llm.warmup()
         told = capsys.readouterr().err
-        assert "warming up: taking 0.01 GB for keys and values\n" in told
+        assert "warming up: taking 0.02 GB for keys and values\n" in told
         assert "fingerprinting the weights\n" in told
         decoders.assert_called_once_with()
         most = 60 + 20 * len(set(llm._runner.definitions.like))  # kinds of layers
@@ -334,7 +334,7 @@ BAD_REQUESTS = {
     "no messages": (lambda good: [], "at least one message"),
     "unknown role": (lambda good: [{"role": "robot", "content": "x"}], "role"),
     "unknown key": (lambda good: [{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),
-    "too long": (lambda good: user("x" * 600), "max_model_len = 512"),
+    "too long": (lambda good: user("x" * 1200), "max_model_len = 1024"),
     "placeholder in the text": (lambda good: user("<|image_pad|>"), "place of an image"),
     "long and thin": (lambda good: user(np.zeros((2, 500, 3), np.uint8)), "200"),
     "float image": (lambda good: user(np.zeros((20, 20, 3))), "uint8"),
