@@ -894,7 +894,7 @@ def test_flush_waits_in_every_thread(llm, a, monkeypatch):
     go, waiting, found = threading.Event(), threading.Semaphore(0), []
     publish, result = llm._store.publish, concurrent.futures.Future.result
     monkeypatch.setattr(llm._store, "publish", lambda record: (go.wait(), publish(record))[1])
-    chat(llm, user("x", a))
+    chat(llm, user("x", a[:60, :60]))  # in one step: the next would wait for the copy
     monkeypatch.setattr(concurrent.futures.Future, "result", lambda job: (waiting.release(), result(job))[1])
 
     def flush():
