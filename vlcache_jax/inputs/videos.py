@@ -172,8 +172,7 @@ def read_video(
         options: what is asked of it.
         metadata: of frames, in the library's words: `fps` of the film that they are from, `frames_indices` of each in
             it, its `total_num_frames` (or those of the part of it that the frames were sampled from), and
-            `do_sample_frames` as in `options`. Frames whose rate nothing says are
-            taken for 2 a second, with a warning.
+            `do_sample_frames` as in `options`. Frames whose rate nothing says are taken for 2 a second, with a warning.
         access: what may be read from where.
         name: what error messages call the video.
 
