@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from vlcache_jax import Ladder
 from vlcache_jax.engine.passage import Passage
 from vlcache_jax.pallas_kernels import PAGE
 
+# Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of
+# its own opens an engine of these, whose programs are compiled once for all.
+LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(1, 4, 8))
+SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
 WITHIN = 60  # seconds, for what would hang otherwise
 ATOL = {"float32": 2e-6, "bfloat16": 1e-2}  # of attention, against float64
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.cache.records import verified_read
-from tests.helper import assert_nothing_left, user
+from tests.helper import SIZES, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.tier import DamagedError, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
@@ -23,14 +23,10 @@ from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.outputs import Why
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
 
 
-def open_llm(path, directory, ladder=LADDER, **cache):
-    return LLM(
-        path, ladder=ladder, max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False,
-        cache=CacheConfig(disk=directory, **cache),
-    )  # fmt: skip
+def open_llm(path, directory, sizes=SIZES, **cache):
+    return LLM(path, enable_prefix_caching=False, use_tqdm=False, cache=CacheConfig(disk=directory, **cache), **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +158,10 @@ def test_another_ladder_reads_the_same_files(checkpoints, tmp_path, picture):
     conversation = user("See ", picture, " what?")
     with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
         cold = chat(llm, conversation)
+        rungs = llm._runner.token_rungs
     ladder = Ladder(rows=(32, 96), patches=(32, 96, 256), sequences=(4,))
-    with open_llm(checkpoints("qwen3_vl"), tmp_path, ladder) as llm:
-        assert llm._runner.token_rungs != LADDER.patches
+    with open_llm(checkpoints("qwen3_vl"), tmp_path, SIZES | {"ladder": ladder}) as llm:
+        assert llm._runner.token_rungs != rungs
         output = chat(llm, conversation)
         assert where(output[0]) == [("disk", "none")]
         assert tokens(output) == tokens(cold)

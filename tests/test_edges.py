@@ -19,14 +19,12 @@ from PIL import Image
 import vlcache_jax.engine.identification as identification
 import vlcache_jax.engine.recognition as recognition
 import vlcache_jax.engine.serving as serving
-from tests.helper import user
+from tests.helper import SIZES, user
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.processor import ImageProcessor
 
-LADDER = Ladder(rows=(64, 256), patches=(64, 256, 1024), sequences=(1, 4))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-SETTINGS = {"ladder": LADDER, "max_rows": 256, "max_model_len": 512, "kv_cache_bytes": 8 * 2**20, "dtype": "float32"}
 
 
 def png(array):
@@ -47,7 +45,7 @@ def directory(checkpoints):
 
 @pytest.fixture(scope="module")
 def llm(directory):
-    with LLM(directory, **SETTINGS) as engine:
+    with LLM(directory, **SIZES) as engine:
         yield engine
 
 
@@ -75,7 +73,7 @@ def wrong_rows(pictures, tmp_path):
     Image.new("1", (9000, 9000)).save(big, "PNG")
     conversations = [user("a"), user("b", pictures[0])] + [user("c")] * 9
     wrong = {
-        2: (user("w " * 600), "prompt and answer must fit in max_model_len = 512 tokens"),
+        2: (user("w " * 600), "prompt and answer must fit in max_model_len = 1024 tokens"),
         3: (user("x", tmp_path / "missing.png"), "images[0] must be the path of a readable file"),
         4: (user("\ud800"), "must be text, got '\\ud800' at character"),
         5: ([{"role": "robot", "content": "x"}], "messages[0] must have the role"),
@@ -136,7 +134,9 @@ def test_other_calls_name_and_return_rows_too(llm, pictures):
     rows, texts = [user("a"), user("b"), user("c")], ["x", [10**6], "\ud800"]
     with pytest.raises(RequestError, match=r"(?s)continuations\[1\] must be a text or token ids.*continuations\[2\]"):
         llm.score(rows, texts, use_tqdm=False)
+    llm.reset_prefix_cache()
     scores = llm.score(rows, texts, use_tqdm=False, on_error="return")
+    llm.reset_prefix_cache()  # as many rows are computed again
     assert [score.error is None for score in scores] == [True, False, False]
     assert scores[0].total == llm.score(rows[:1], texts[:1], use_tqdm=False)[0].total
     assert len(scores[1].logprobs) == 0
@@ -216,7 +216,7 @@ def test_what_a_transparent_file_was_taken_for_before_is_not_found(llm):
 def test_a_text_that_is_too_long_for_sure_is_not_tokenised(llm, monkeypatch):
     long = "a" * (20 << 20)
     monkeypatch.setattr(type(llm._renderer.tokenizer), "__call__", lambda *_: pytest.fail("tokenised"))
-    with pytest.raises(RequestError, match=r"conversations\[0\] must be short enough for max_model_len = 512 tokens"):
+    with pytest.raises(RequestError, match=r"conversations\[0\] must be short enough for max_model_len = 1024 tokens"):
         chat(llm, [user(long)])
 
 
@@ -227,7 +227,7 @@ def test_the_limit_of_pixels_is_checked_first(bad):
 
 
 def test_the_limit_of_pixels_can_be_set(directory, pictures):
-    with LLM(directory, **SETTINGS, max_image_pixels=5000) as small:
+    with LLM(directory, **SIZES, max_image_pixels=5000) as small:
         outputs = chat(small, [user(pictures[0]), user(pictures[1])], on_error="return")
         assert outputs[0].error is None
         assert "must have at most 5000 pixels" in outputs[1].error
@@ -282,7 +282,7 @@ def test_a_refused_picture_is_not_decoded_again(llm, pictures, monkeypatch):
 
 def test_pixels_are_decoded_a_window_ahead_and_then_forgotten(directory, pictures, monkeypatch):
     """One picture a window: while row i runs, that of row i + 1 is decoded, and no other."""
-    with LLM(directory, **SETTINGS, cache=CacheConfig(host_bytes=0)) as plain:
+    with LLM(directory, **SIZES, cache=CacheConfig(host_bytes=0)) as plain:
         conversations = [user("a", picture) for picture in pictures]
         expected = tokens(chat(plain, conversations))
         monkeypatch.setattr(identification, "WINDOW_BYTES", 1)
@@ -350,7 +350,7 @@ def test_a_text_request_does_not_wait_for_pixels(llm, pictures, monkeypatch):
 
 def test_closing_ends_a_call_between_its_windows(directory, pictures, monkeypatch):
     monkeypatch.setattr(identification, "WINDOW_BYTES", 1)
-    with LLM(directory, **SETTINGS) as closing:
+    with LLM(directory, **SIZES) as closing:
         finish = identification.Arrivals._finish
 
         def close_then(arrivals, row, *args):
@@ -482,7 +482,7 @@ def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures
             "multi_modal_uuids": {"image": "known"},
         }
 
-    with LLM(directory, **SETTINGS, cache=CacheConfig(trust_uuids=True)) as trusting:
+    with LLM(directory, **SIZES, cache=CacheConfig(trust_uuids=True)) as trusting:
         [first] = trusting.generate(prompt(pictures[0]), GREEDY, use_tqdm=False)
         text = tokens(trusting.generate("b", GREEDY, use_tqdm=False))
         assert tokens(trusting.generate(prompt(b"broken"), GREEDY, use_tqdm=False)) == tokens([first])
@@ -523,7 +523,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeyp
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_damaged_weights_are_told(directory, value, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True)
-    with LLM(directory, **SETTINGS) as damaged:
+    with LLM(directory, **SIZES) as damaged:
         norm = damaged._runner.text["norm"]
         norm["scale"] = norm["scale"].at[3].set(value)
         with pytest.raises(RequestError, match=r"^conversations\[0\]: logits must be finite, got NaN or inf"):
@@ -556,7 +556,7 @@ def test_what_a_request_with_damaged_logits_made_is_not_kept(llm, pictures, monk
 
 
 def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
-    rows = [user(text) for text in "abcdefgh"]  # of which four run together
+    rows = [user(text) for text in "abcdefghijkl"]  # of which eight run together
     head, waves = llm._runner.head, []
 
     def damaged(*given):
@@ -568,16 +568,16 @@ def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
     with pytest.raises(RequestError, match=r"^conversations\[1\]: logits must be finite") as caught:
         chat(llm, rows)
     assert len(waves) == 1
-    assert [output is None for output in caught.value.outputs] == [False, True, False, False]
+    assert [output is None for output in caught.value.outputs] == [False, True, *[False] * 6]
     waves.clear()
     outputs = chat(llm, rows, on_error="return")
-    assert [output.error is None for output in outputs] == [True, False, *[True] * 6]
+    assert [output.error is None for output in outputs] == [True, False, *[True] * 10]
 
 
 def test_a_request_that_cannot_choose_its_rows_blocks_nobody(checkpoints, textured_image):
     """It never runs, so who would link what it was to compute has to compute that."""
     a, b = (png(textured_image(64, 64, seed)) for seed in (1, 2))
-    small = {**SETTINGS, "ladder": Ladder(rows=(32, 64), patches=(64, 256), sequences=(1, 4)), "max_rows": 64}
+    small = SIZES | {"ladder": Ladder(rows=(32, 64), patches=(64, 256), sequences=(1, 4))}
     with LLM(checkpoints("qwen3_vl"), **small) as choosing:
         chat(choosing, [user("z", a)])
         rows = [user("some words before", a, "y" * 90, b, "q"), user("other", b, "z")]
@@ -596,7 +596,7 @@ def test_a_score_that_failed_is_no_number(llm):
 def test_an_answer_that_cannot_be_verified_is_told_alone(directory, pictures):
     prompt = {"prompt": "<|image_pad|>a", "multi_modal_data": {"image": pictures[0]}}
     prompt["multi_modal_uuids"] = {"image": "known"}
-    with LLM(directory, **SETTINGS, cache=CacheConfig(trust_uuids=True)) as trusting:
+    with LLM(directory, **SIZES, cache=CacheConfig(trust_uuids=True)) as trusting:
         trusting.generate(prompt, GREEDY, use_tqdm=False)
         junk = {**prompt, "multi_modal_data": {"image": b"junk"}}
         outputs = trusting.generate([junk, "b"], GREEDY, use_tqdm=False, on_error="return", verify=True)
@@ -662,7 +662,7 @@ def test_an_open_picture_may_be_in_several_calls_at_once(llm, pictures):
 
 
 def test_a_closed_engine_keeps_no_weights(directory):
-    engine = LLM(directory, **SETTINGS)
+    engine = LLM(directory, **SIZES)
     chat(engine, [user("a")])
     runner = weakref.ref(engine._runner)
     engine.close()

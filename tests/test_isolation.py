@@ -5,20 +5,16 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from tests.helper import assert_nothing_left, user
-from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from tests.helper import SIZES, assert_nothing_left, user
+from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.keys import SHARED, owner_key
 from vlcache_jax.outputs import Why
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
 
 
 def open_llm(path, *, paging=False, **cache):
-    return LLM(
-        path, ladder=LADDER, max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=paging, use_tqdm=False,
-        cache=CacheConfig(**cache),
-    )  # fmt: skip
+    return LLM(path, enable_prefix_caching=paging, use_tqdm=False, cache=CacheConfig(**cache), **SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -16,27 +16,18 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import compilations, each_decoder, each_family, user
+from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, user
 from vlcache_jax import LLM, Ladder, SamplingParams, base
 from vlcache_jax.engine import checkpoint
 from vlcache_jax.engine.memory_plan import slot_bytes
 from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import PAGE
 
-LADDER = Ladder(rows=(64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 def open_llm(directory, **changes):
-    settings = {
-        "ladder": LADDER,
-        "max_rows": 256,
-        "max_model_len": 512,
-        "kv_cache_bytes": 8 * 2**20,
-        "dtype": "float32",
-        "reuse": "off",
-    }
-    return LLM(directory, **settings | changes)
+    return LLM(directory, **SIZES | {"reuse": "off"} | changes)
 
 
 def page_bytes(directory):
@@ -127,9 +118,9 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
 
     alone = [logits(llm, [conversation])[0] for conversation in conversations]
     eight = conversations * 2
-    for rows, sequences in (((64, 128, 256), (1, 4, 8)), ((32, 96, 512), (2, 8)), ((48,), (3,))):
+    for rows, sequences in ((LADDER.rows, LADDER.sequences), ((32, 96, 256), (2, 8)), ((48,), (3,))):
         ladder = Ladder(rows=rows, patches=LADDER.patches, sequences=sequences)
-        with open_llm(family_checkpoint, ladder=ladder, max_rows=rows[-1]) as engine:
+        with open_llm(family_checkpoint, ladder=ladder) as engine:
             for got, expected in zip(logits(engine, eight), alone * 2, strict=True):
                 # 1e-5 at a scale of 4; these logits reach 9.
                 np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max() / 4, rtol=0)
@@ -185,7 +176,7 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
         monkeypatch.setattr(base, "import_decoders", decoders)
         count, _ = llm.warmup()
         told = capsys.readouterr().err
-        assert "warming up: taking 0.01 GB for keys and values\n" in told
+        assert "warming up: taking 0.02 GB for keys and values\n" in told
         assert "fingerprinting the weights\n" in told
         decoders.assert_called_once_with()
         most = 60 + 20 * len(set(llm._runner.definitions.like))  # kinds of layers
@@ -343,7 +334,7 @@ BAD_REQUESTS = {
     "no messages": (lambda good: [], "at least one message"),
     "unknown role": (lambda good: [{"role": "robot", "content": "x"}], "role"),
     "unknown key": (lambda good: [{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),
-    "too long": (lambda good: user("x" * 600), "max_model_len = 512"),
+    "too long": (lambda good: user("x" * 1200), "max_model_len = 1024"),
     "placeholder in the text": (lambda good: user("<|image_pad|>"), "place of an image"),
     "long and thin": (lambda good: user(np.zeros((2, 500, 3), np.uint8)), "200"),
     "float image": (lambda good: user(np.zeros((20, 20, 3))), "uint8"),

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from tests.cache.tiers.redis_server import Server
-from tests.helper import assert_nothing_left, user
-from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from tests.helper import SIZES, assert_nothing_left, user
+from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.tiers import peer_server
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.peer_server import PeerServer
@@ -17,14 +17,10 @@ from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.outputs import Why
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
 
 
 def open_llm(path, **cache):
-    return LLM(
-        path, ladder=LADDER, max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False,
-        cache=CacheConfig(**cache),
-    )  # fmt: skip
+    return LLM(path, enable_prefix_caching=False, use_tqdm=False, cache=CacheConfig(**cache), **SIZES)
 
 
 def ask(llm, *conversations, **options):

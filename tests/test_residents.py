@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helper import damage_first_passage, spoil, user
+from tests.helper import SIZES, damage_first_passage, spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 from vlcache_jax.benchmarks.compile_report import MODELS, abstract_runner
 from vlcache_jax.engine.batching import shared_prefixes
@@ -20,13 +20,11 @@ from vlcache_jax.reuse.policies import Spread
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.testing import make_checkpoint
 
-LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def open_llm(directory, **changes):
-    settings = {"ladder": LADDER, "max_model_len": 1024, "kv_cache_bytes": 2**24, "use_tqdm": False}
-    return LLM(directory, **settings | changes)
+    return LLM(directory, use_tqdm=False, **SIZES | changes)
 
 
 def page_bytes(llm):

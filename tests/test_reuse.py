@@ -21,27 +21,19 @@ import vlcache_jax.cache.memory
 import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
-from tests.helper import compilations, user
+from tests.helper import SIZES, compilations, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
 
-LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FORCED = "the quick brown fox"
 
 
 def open_llm(directory, **changes):
-    settings = {
-        "ladder": LADDER,
-        "max_rows": 256,
-        "max_model_len": 1024,
-        "kv_cache_bytes": 16 * 2**20,
-        "dtype": "float32",
-    }
-    return LLM(directory, **settings | changes)
+    return LLM(directory, **SIZES | changes)
 
 
 def png(array, **options):
@@ -902,7 +894,7 @@ def test_flush_waits_in_every_thread(llm, a, monkeypatch):
     go, waiting, found = threading.Event(), threading.Semaphore(0), []
     publish, result = llm._store.publish, concurrent.futures.Future.result
     monkeypatch.setattr(llm._store, "publish", lambda record: (go.wait(), publish(record))[1])
-    chat(llm, user("x", a))
+    chat(llm, user("x", a[:60, :60]))  # in one step: the next would wait for the copy
     monkeypatch.setattr(concurrent.futures.Future, "result", lambda job: (waiting.release(), result(job))[1])
 
     def flush():

@@ -455,8 +455,7 @@ def test_many_that_are_put_back(request, engine, reference, pictures, monkeypatc
 
 
 @pytest.mark.ladder
-# Of seed 0 two tokens of almost one logit change places when they are computed again, and a draw is of a place.
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
 def test_many_of_other_families_that_are_put_back(others, pictures, monkeypatch, seed):
     assert_put_back(*others, pictures, monkeypatch, seed)
 

@@ -341,3 +341,30 @@ def test_prompts_without_a_template(llm, film):
     [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert tokens([output]) == tokens([expected])
     assert [one.match for one in output.cache.images] == ["exact"] * 2
+
+
+def test_the_script_of_qwens_model_cards(llm, film, picture):
+    """What `process_vision_info` returns beside a prompt of the processor: tensors of floats, channels first."""
+    torch = pytest.importorskip("torch")
+    image, array = Image.fromarray(picture["image"]), np.stack(film[:4])
+    [expected] = chat(llm, user(video(array), picture, "?"))
+    tensor = torch.from_numpy(array).permute(0, 3, 1, 2).float()
+    metadata = {"fps": 30.0, "frames_indices": [0, 15, 30, 45], "total_num_frames": 60, "video_backend": "decord"}
+    for video_inputs, video_kwargs in (
+        ([tensor], {"fps": [2.0]}),
+        ([tensor], {"do_sample_frames": False, "fps": [2.0]}),
+        ([(tensor, metadata)], {"do_sample_frames": False}),
+    ):
+        data = {"image": [image], "video": video_inputs}
+        [output] = llm.generate(
+            [{"prompt": expected.prompt, "multi_modal_data": data, "mm_processor_kwargs": video_kwargs}],
+            sampling_params=GREEDY,
+            use_tqdm=False,
+        )
+        np.testing.assert_array_equal(output.prompt_token_ids, expected.prompt_token_ids)
+        assert tokens([output]) == tokens([expected])
+        assert [one.key for one in output.cache.images] == [one.key for one in expected.cache.images]
+        assert [one.match for one in output.cache.images] == ["exact"] * 3
+    data = {"image": None, "video": None}
+    asked = {"do_sample_frames": False, "fps": []}
+    assert llm.generate([{"prompt": "Tell.", "multi_modal_data": data, "mm_processor_kwargs": asked}], GREEDY)

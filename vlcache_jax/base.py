@@ -162,7 +162,7 @@ class BaseLLM:
         cache = CacheConfig() if cache is None else cache
         check_flags(verify_weights=verify_weights, use_tqdm=use_tqdm, enable_prefix_caching=keeps)
         _check_arguments(model, dtype, cache, ladder, revision, seed)
-        settings = read_settings(mm_processor_kwargs)
+        settings = read_settings(mm_processor_kwargs, of_request=False)
         _check_counts(max_rows=max_rows, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         pool = None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes, "kv_cache_bytes")
         _check_share(gpu_memory_utilization)

@@ -54,8 +54,8 @@ class LLM(BaseLLM):
           conversations: lists of messages `{"role": ..., "content": ...}`, or one such list. Content is a string, or a
             list of parts in the shape of OpenAI (`image_url`, `text`) or Hugging Face (`image`, `text`). An image is a
             path, bytes, a `data:` URL, a PIL image, an array, or, where allowed, an http(s) URL; it may have a `uuid`,
-            your own id of the picture. A part may also be a `video` or `video_url`: frames as a list or an array
-            [T, H, W, 3], or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`). What
+            your own id of the picture. A part may also be a `video` or `video_url`: frames as a list, an array or
+            a tensor, or a file, with `fps` and the like beside it (`vlcache_jax.inputs.videos.VideoOptions`). What
             else a message holds, such as `tool_calls` and `reasoning_content`, is for the chat template. In a list, a
             conversation may also be a dict, `{"messages": [...], "chat_template": ...}`, with a template of its own.
           sampling_params: for all, or one for each conversation; None is the checkpoint's own.
@@ -64,7 +64,8 @@ class LLM(BaseLLM):
           reuse: see the class; None is what the engine was made with.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
-          mm_processor_kwargs: of the images and videos of this call, see `LLM`.
+          mm_processor_kwargs: of the images and videos of this call, see `LLM`; `fps` may also be a list with one for
+            each video of a conversation.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
           template: `chat_template`, a Jinja text in place of the checkpoint's; `chat_template_kwargs`, names that it
@@ -157,7 +158,7 @@ class LLM(BaseLLM):
           prompts: a string, a dict or a list of token ids, or a list of these. A dict holds "prompt", a text with one
             `<|image_pad|>` for each image, or "prompt_token_ids", and may hold "multi_modal_data": {"image": [...]},
             "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}. Videos have `<|video_pad|>` and
-            "video".
+            "video". What `qwen_vl_utils.process_vision_info` returns is taken as it is.
           sampling_params, use_tqdm, reuse, cache_salt, verify, on_error: see `chat`.
           foreign: see the class.
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 
 import pytest
 
+from tests import helper
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.engine import programs
 
-LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
+# Requests of one size together and alone: those that were answered apart may come again together.
+LADDER = dataclasses.replace(helper.LADDER, sequences=(4,))
 LINK = ("link", 16, 1, 1)  # of the images here
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    settings = {"max_model_len": 512, "kv_cache_bytes": 4 * 2**20, "use_tqdm": False}
-    with LLM(checkpoints("qwen3_vl"), ladder=LADDER, **settings) as engine:
+    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, **helper.SIZES | {"ladder": LADDER}) as engine:
         yield engine
 
 

@@ -12,8 +12,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from tests.helper import assert_nothing_left, user
-from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
+from tests.helper import SIZES, assert_nothing_left, user
+from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.store import CacheStats
 from vlcache_jax.commands import calibrate as commands
 from vlcache_jax.commands.cli import app
@@ -24,7 +24,6 @@ from vlcache_jax.study import calibration
 from vlcache_jax.study.calibration import calibrate
 from vlcache_jax.testing import make_checkpoint
 
-LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4))
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 RATES = Rates({"host": 2.0}, link=3.0, stage=5.0, row=100.0, encode=7.0, decode=11.0)
 DEAR_LINK = Rates({"host": 1.0}, link=1.0, stage=1e-9, row=1e-6, encode=1e-6, decode=1e-6)
@@ -145,9 +144,8 @@ def test_a_wrong_load_is_named():
 
 def open_llm(directory, load, **changes):
     cache = CacheConfig(load=load, **changes.pop("cache", {}))
-    settings = {"ladder": LADDER, "max_model_len": 1024, "kv_cache_bytes": 16 * 2**20, "dtype": "float32"}
-    settings |= {"enable_prefix_caching": False, "use_tqdm": False, "cache": cache}
-    return LLM(directory, **settings | changes)
+    settings = {"enable_prefix_caching": False, "use_tqdm": False, "cache": cache}
+    return LLM(directory, **SIZES | settings | changes)
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.helper import damage_first_passage
-from vlcache_jax import LLM, Ladder, SamplingParams
+from tests.helper import SIZES, damage_first_passage
+from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.cache.store import CacheStats
 from vlcache_jax.pallas_kernels import PAGE
 
-LADDER = Ladder(rows=(64, 256), patches=(256,), sequences=(1, 4))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-SETTINGS = {"ladder": LADDER, "max_rows": 256, "max_model_len": 512, "kv_cache_bytes": 8 * 2**20, "dtype": "float32"}
 
 
 def ask(llm, *questions, **options):
@@ -36,7 +34,7 @@ def picture(textured_image):
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), **SETTINGS) as llm:
+    with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as llm:
         yield llm
 
 

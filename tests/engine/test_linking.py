@@ -9,22 +9,18 @@ import numpy as np
 import pytest
 
 from tests.cache.records import load
-from tests.helper import WITHIN, assert_nothing_left, user
-from vlcache_jax import LLM, Ladder, SamplingParams
+from tests.helper import SIZES, WITHIN, assert_nothing_left, user
+from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.cache.tier import Found, Tier, TierError
 from vlcache_jax.engine.definitions import BLOCK
 from vlcache_jax.testing import make_checkpoint
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-LADDER = Ladder(rows=(64, 128), patches=(64, 256), sequences=(4,))
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    with LLM(
-        checkpoints("qwen3_vl"), ladder=LADDER, max_model_len=256, kv_cache_bytes=2**20, enable_prefix_caching=False,
-        use_tqdm=False,
-    ) as llm:  # fmt: skip
+    with LLM(checkpoints("qwen3_vl"), enable_prefix_caching=False, use_tqdm=False, **SIZES) as llm:
         yield llm
 
 
@@ -231,9 +227,7 @@ def deep(tmp_path_factory):
     """A model of nine layers, so that some of them are one program."""
     directory = tmp_path_factory.mktemp("deep")
     make_checkpoint(directory, "qwen3_vl", text={"num_hidden_layers": 9})
-    with LLM(
-        directory, ladder=LADDER, max_model_len=384, kv_cache_bytes=2**21, enable_prefix_caching=False, use_tqdm=False
-    ) as llm:
+    with LLM(directory, enable_prefix_caching=False, use_tqdm=False, **SIZES) as llm:
         yield llm
 
 

@@ -21,7 +21,7 @@ from tests.inputs.test_images import fetched
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.films import FilmFile, Head
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.inputs.prompt import VIDEO_TOKEN, PromptRenderer
+from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import KINDS, VideoProcessor
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, read_video
@@ -185,6 +185,69 @@ def test_pairs_with_metadata(checkpoints):
     asked = {"mm_processor_kwargs": {"do_sample_frames": True}}  # comes before what the metadata say, as in vLLM
     prompt = renderer.from_prompt({"prompt": VIDEO_TOKEN, "multi_modal_data": {"video": pair}, **asked})
     assert prompt.videos[0].options == VideoOptions(do_sample_frames=True)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "float32", "float16", "int64"])
+def test_tensors_are_frames(kind, processor, checkpoints):
+    """Of torch and of numpy, channels first or last."""
+    torch = pytest.importorskip("torch")
+    frames = noise(4)
+    expected = cut_of(processor, checkpoints, frames, fps=2)
+    last = torch.from_numpy(frames).to(getattr(torch, kind))
+    for value in (last, last.permute(0, 3, 1, 2), last.permute(0, 3, 1, 2).contiguous().numpy(), last.numpy()):
+        film = read_video(value, metadata=FPS).film
+        assert cut_of(processor, checkpoints, value, fps=2) == expected
+        np.testing.assert_array_equal(list(film.decode(range(4))), frames)
+    assert read_video(last, metadata=FPS).film.same != read_video(last[:2], metadata=FPS).film.same
+    with pytest.raises(ValueError, match=r"^video must be an array .*, got a Parameter: .* Use tensor.detach"):
+        read_video(torch.nn.Parameter(last.float()), metadata=FPS)
+
+
+def test_what_qwens_utility_returns(processor, checkpoints):
+    """Its videos, and its arguments of them, as they are: nothing is sampled again, and nothing warns."""
+    torch = pytest.importorskip("torch")
+    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
+    tensors = [torch.from_numpy(noise(count)).permute(0, 3, 1, 2).float() for count in (4, 8)]
+
+    def cuts(videos, images=None, **asked):
+        text = f"{VIDEO_TOKEN}\n" * len(videos or []) + f"{IMAGE_TOKEN}\n" * len(images or [])
+        data = {"image": images, "video": videos}
+        prompt = renderer.from_prompt(
+            {"prompt": text or "none", "multi_modal_data": data, "mm_processor_kwargs": asked}, name="prompts[1]"
+        )
+        assert len(prompt.images) == len(images or [])
+        return [processor.cut(one.film.head(), one.options, is_file=False) for one in prompt.videos]
+
+    for asked in ({"fps": [2.0, 0.5]}, {"fps": (2.0, 0.5), "do_sample_frames": False}):
+        assert [(len(one.chunks), one.step) for one in cuts(tensors, **asked)] == [(2, 1.0), (4, 4.0)]
+    assert cuts(None, fps=[], do_sample_frames=False) == []
+    assert cuts(None, [Image.new("RGB", (56, 56))], fps=[], do_sample_frames=False) == []
+    told = [  # a part of a film, from its seconds 2 to 4; and frames whose rate was said
+        {"fps": 30.0, "frames_indices": torch.tensor([60, 80, 99, 119]), "total_num_frames": 60, "video_backend": "a"},
+        {"fps": 29.97, "frames_indices": list(range(8)), "total_num_frames": 8 / 0.5 * 29.97},
+    ]
+    first, second = cuts(list(zip(tensors, told, strict=True)), do_sample_frames=False)
+    assert (first.chunks, first.step) == (((0, 1), (2, 3)), 1.0)
+    assert first.seconds == pytest.approx((70 / 30, 109 / 30))
+    assert (len(second.chunks), second.step) == (4, pytest.approx(4.0))
+    for rates in ([], [2.0], [1.0, 2.0, 3.0]):
+        message = rf"^prompts\[1\] mm_processor_kwargs fps must be one .*, got {len(rates)} for 2 videos$"
+        with pytest.raises(ValueError, match=message):
+            cuts(tensors, fps=rates)
+    with pytest.raises(ValueError, match=r"^prompts\[1\] mm_processor_kwargs fps must be a finite number .*, got 'x'"):
+        cuts(tensors, fps=[2.0, "x"])
+    with pytest.raises(ValueError, match=r"^mm_processor_kwargs fps must be a finite number .*, got \[2.0\]"):
+        read_settings({"fps": [2.0]}, of_request=False)  # an engine's videos are not counted
+
+
+def test_rates_of_a_conversations_videos(checkpoints):
+    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
+    messages = [{"role": "user", "content": [part_of(noise(4)), part_of(noise(4), fps=5)]}]
+    prompt = renderer.from_conversation(messages, mm_processor_kwargs={"fps": [1.0, 2.0]})
+    assert [one.film.fps for one in prompt.videos] == [1.0, 5]  # what stands beside a video comes first
+    with pytest.raises(ValueError, match=r"^conversation mm_processor_kwargs fps must be .* got 1 for 2 videos"):
+        renderer.from_conversation(messages, mm_processor_kwargs={"fps": [1.0]})
+    assert renderer.alone(messages[0]["content"][0], {"fps": [3.0]}).videos[0].film.fps == 3.0
 
 
 def part_of(value, **said):
@@ -368,8 +431,17 @@ BAD = {
     "nothing": ([], {}, "must have 1 to 1048576 frames, got 0"),
     "sizes": ([noise(1)[0], noise(1, 40, 61)[0]], {}, "frames[1] must be 40x60 like the frames before it, got 40x61"),
     "corrupt": (b"\0\0\0\x20ftypisom nonsense", {}, "must be a video that FFmpeg can read, got 21 bytes"),
-    "array": (noise(2)[..., :2], {}, "must be an array of uint8 [T, H, W, 3], got uint8 (2, 40, 60, 2)"),
-    "picture": (Image.new("RGB", (9, 9)), {}, "must be a list of frames, an array of uint8 [T, H, W, 3], or a file"),
+    "array": (
+        noise(2)[..., :2],
+        {},
+        "must be an array [T, H, W, 3] or [T, 3, H, W] of whole numbers from 0 to 255, got uint8 (2",
+    ),
+    "whole": (noise(2) + 0.5, {}, "from 0 to 255, got float64 from 0.5 to 255.5 in frame 0: scale or round them"),
+    "scaled": (noise(2) / np.float32(255), {}, "from 0 to 255, got float32 from 0 to 1 in frame 0: scale or round"),
+    "not a number": (np.full((1, 3, 4, 4), np.nan), {}, "from 0 to 255, got float64 from nan to nan in frame 0"),
+    "negative": (noise(2).astype(np.int16) - 1, {}, "from 0 to 255, got int16 from -1 to 254 in frame 0"),
+    "truth": (noise(2) > 0, {}, "of whole numbers from 0 to 255, got bool (2, 40, 60, 3)"),
+    "picture": (Image.new("RGB", (9, 9)), {}, "must be a list of frames, an array [T, H, W, 3] or [T, 3, H, W] of"),
     "frame": ([noise(1)[0], 5], {}, "frames[1] must be a path, bytes"),
     "long and thin": (noise(2, 1, 300), {}, "must have an aspect ratio of at most 200, got 1x300"),
     "order": (noise(4), {"min_frames": 9, "max_frames": 3}, "min_frames must be at most max_frames 3, got 9"),
@@ -382,7 +454,7 @@ BAD = {
     "numbers": (
         noise(2),
         {"video_metadata": {"fps": 1, "frames_indices": [3, 1]}},
-        "must be 2 ascending numbers below",
+        "must be 2 ascending numbers within",
     ),
     "one side": (noise(4), {"resized_height": 56}, "must hold resized_height and resized_width, got one of them"),
     "two names": (noise(4), {"nframes": 2, "num_frames": 2}, "must hold num_frames or nframes, got both"),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helper import SIZES
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.models import Rows
@@ -24,7 +25,7 @@ POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def llm(request, checkpoints):
-    with LLM(checkpoints(request.param), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+    with LLM(checkpoints(request.param), **SIZES) as engine:
         yield engine
 
 
@@ -173,7 +174,7 @@ def test_two_passes_are_a_prompt_in_another_order(llm, case):
 @pytest.mark.parametrize("name", ["kvshare", "asked"])
 def test_deepstack_follows_the_rows(checkpoints, case, name):
     """A model whose DeepStack reaches behind the check layer."""
-    with LLM(checkpoints("qwen3_vl-tied"), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+    with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:
         policy = parse_policy(f"{name}-0.3")
         probe = Probe(engine)
         runs = prepare(probe, case)

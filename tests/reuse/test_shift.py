@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.helper import SIZES
 from vlcache_jax import LLM
 from vlcache_jax.models import load_config, rope
 from vlcache_jax.models.decoder import SelfAttention
@@ -148,7 +149,7 @@ def test_channels_without_weight_and_keys_without_length_stay_finite(checkpoints
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.ladder)])
 def test_rows_are_projected_once(checkpoints, family):
     """What moves needs K, V of the rows before attention, which the layer computes too: the compiler sees one."""
-    with LLM(checkpoints(family), max_model_len=256, kv_cache_bytes=1 << 20) as llm:
+    with LLM(checkpoints(family), **SIZES) as llm:
         programs = llm._runner.programs
         size = programs.definitions.ladder.rows[0]
         plain, moving = (

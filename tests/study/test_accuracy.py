@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.helper import SIZES
 from vlcache_jax import LLM
 from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.parse import parse_policy
@@ -56,7 +57,7 @@ def test_batches_share_no_image(tsv):
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+    with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:
         yield engine
 
 
@@ -128,7 +129,7 @@ def test_a_run(llm, tsv, tmp_path, monkeypatch):
 def test_finished_parts_of_another_dtype_are_others(checkpoints, tsv, tmp_path):
     identities = set()
     for dtype in ("float32", "bfloat16"):
-        with LLM(checkpoints("qwen3_vl-tied"), dtype=dtype, max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+        with LLM(checkpoints("qwen3_vl-tied"), **SIZES | {"dtype": dtype}) as engine:
             identities.add(accuracy._identity(engine, read_tsv(tsv), 4))
     assert len(identities) == 2
 
@@ -155,7 +156,7 @@ def test_what_is_read(llm, tsv):
     token = 2 * text.num_kv_heads * text.head_dim * 4
     for full, spread, shift in zip(*(results[name] for name in settings), strict=True):
         images = len(samples[full.sample].images)
-        assert full.bytes_read == 64 * images * text.num_layers * token  # records of fewer tokens are padded to 64
+        assert full.bytes_read == 16 * images * text.num_layers * token  # records of fewer tokens are padded to 16
         assert spread.bytes_read > full.bytes_read  # encoder rows
         stays = sum(shift.image_tokens - fresh for fresh in shift.recomputed[1:])
         assert stays > 0

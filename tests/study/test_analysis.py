@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.helper import SIZES
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.commands import analyze
 from vlcache_jax.commands.cli import app
@@ -33,7 +34,7 @@ from vlcache_jax.study.sensitivity import Case, cases_of, prepare, squared_error
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+    with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:
         yield engine
 
 

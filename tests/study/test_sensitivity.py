@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helper import SIZES
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import user_turn
@@ -13,7 +14,7 @@ from vlcache_jax.study.sensitivity import Case, Profiler, direct, prepare, profi
 
 @pytest.fixture(scope="module")
 def llm(family_checkpoint):
-    with LLM(family_checkpoint, max_model_len=512, kv_cache_bytes=8 << 20) as engine:
+    with LLM(family_checkpoint, **SIZES) as engine:
         yield engine
 
 

@@ -14,8 +14,8 @@ import threading
 from collections import abc
 
 from vlcache_jax.cache.device import PAGE_TOKENS
-from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
-from vlcache_jax.engine.ladder import Ladder, round_up
+from vlcache_jax.engine.batching import Prefill, Step, copied_pages, prefill_steps
+from vlcache_jax.engine.ladder import Ladder, cover, round_up
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.programs import Key, Programs
 from vlcache_jax.engine.request import Sequence
@@ -28,7 +28,7 @@ from vlcache_jax.reuse.selection import make_choice
 _CALLS = 2  # groups of requests that wait to be looked at
 _log = logging.getLogger(__name__)
 # Those that depend on how many rows are left; others have been used.
-_PROGRAMS = ("link", "recall", "copy", "embed", "layer", "layers", "slice", "head")
+_PROGRAMS = ("link", "recall", "embed", "layer", "layers", "slice", "head")
 
 
 class Ahead:
@@ -117,6 +117,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     layouts: dict[int, Layout] = {}  # answers to one request share theirs
     linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
     recalled: set[int] = set()  # tokens that are linked together from the device tier
+    copied: set[int] = set()  # pages that are copied together
     again: State = "exact" if links.codec is None else "approximate" if policy.approximates else "miss"
     for sequence in answered:
         spans = [dataclasses.replace(s, state=again) if id(s) in known else s for s in sequence.layout.spans]
@@ -143,6 +144,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         while scheduler.waiting:
             admitted = scheduler.admit()
             while turn := scheduler.next_turn(scheduler.prefilling):
+                copied.update(cover(len(copied_pages(turn)), ladder.sequences))
                 note_links(turn)
                 steps += prefill_steps(turn, ladder, definitions.num_slots, layers)
                 scheduler.launched(turn)
@@ -166,4 +168,5 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     keys = programs.keys(linking=True, shrinking=shrinking, ladder=rungs)
     unwanted = {key for key in keys if key[0] == "link" and key[1:3] not in linked}
     unwanted |= {key for key in keys if key[0] == "recall" and key[1] not in recalled}
-    return [key for key in keys if key[0] in _PROGRAMS and key not in unwanted]
+    wanted = [key for key in keys if key[0] in _PROGRAMS and key not in unwanted]
+    return wanted + [("copy", size) for size in sorted(copied)]

@@ -81,6 +81,12 @@ class Prefill[S: Sequence]:
         return slots
 
 
+def copied_pages(prefills: abc.Iterable[Prefill[Any]]) -> list[tuple[int, int]]:
+    """The pages that are copied before anything of `prefills` is computed: from, to."""
+    leases = [prefill.sequence.lease for prefill in prefills if prefill.sequence.prefilled == 0]
+    return [lease.copy for lease in leases if lease is not None and lease.copy is not None]
+
+
 @dataclass(frozen=True, eq=False)
 class Step[S: Sequence]:
     """One prefill step.

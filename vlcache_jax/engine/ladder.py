@@ -61,6 +61,12 @@ def round_up(size: int, rungs: tuple[int, ...]) -> int:
     return rungs[index]
 
 
+def cover(size: int, rungs: tuple[int, ...]) -> list[int]:
+    """The rungs that hold `size` together: the last one as often as it is filled, and one for what is left."""
+    whole, rest = divmod(size, rungs[-1])
+    return [rungs[-1]] * whole + ([round_up(rest, rungs)] if rest else [])
+
+
 def split_rows(rows: int, rungs: tuple[int, ...], overhead: int = 256) -> list[int]:
     """Rungs for consecutive steps that together hold `rows` rows, descending.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import ALIGNMENT
-from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.engine.ladder import cover
 from vlcache_jax.models import ModelConfig, rope
 
 Params = dict[str, Any]
@@ -75,9 +75,8 @@ class LinkDefinitions:
 
     def split_recalls(self, lengths: abc.Iterable[int]) -> list[int]:
         """How many tokens each program links where images of so many tokens are linked from the device tier."""
-        tokens, rungs = sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths), self.recall_rungs
-        whole, rest = divmod(tokens, rungs[-1])
-        return [rungs[-1]] * whole + ([round_up(rest, rungs)] if rest else [])
+        tokens = sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths)
+        return cover(tokens, self.recall_rungs)
 
     # The programs.
 

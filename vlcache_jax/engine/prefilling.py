@@ -12,7 +12,7 @@ import numpy as np
 from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.batching import Placement, Prefill, Step, encoder_calls, prefill_steps
+from vlcache_jax.engine.batching import Placement, Prefill, Step, copied_pages, encoder_calls, prefill_steps
 from vlcache_jax.engine.clock import Clock
 from vlcache_jax.engine.kept import Kept
 from vlcache_jax.engine.ladder import round_up
@@ -90,8 +90,7 @@ class Prefiller[S: Sequence]:
 
     def begin(self, prefills: abc.Sequence[Prefill[S]]) -> Turn[S]:
         """Copies pages, and has stored images brought to the device."""
-        leases = [prefill.sequence.lease for prefill in prefills if prefill.sequence.prefilled == 0]
-        self.runner.copy_pages([lease.copy for lease in leases if lease is not None and lease.copy is not None])
+        self.runner.copy_pages(copied_pages(prefills))
         turn = Turn(prefills, Linking(self.kept, self._transfers, prefills))
         for use in (use for prefill in prefills for use in prefill.sequence.images):
             if use.encoder is not None:

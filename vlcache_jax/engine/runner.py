@@ -18,7 +18,7 @@ from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.engine import memory_plan
 from vlcache_jax.engine.batching import shared_prefixes
 from vlcache_jax.engine.definitions import Definitions, Params
-from vlcache_jax.engine.ladder import Ladder, round_up
+from vlcache_jax.engine.ladder import Ladder, cover, round_up
 from vlcache_jax.engine.programs import Programs
 from vlcache_jax.engine.sampler import COLUMNS, NO_LANE, Lanes, Sampled
 from vlcache_jax.engine.window import ANSWER
@@ -160,10 +160,9 @@ class Runner:
 
     def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
         """Copies pages: of each pair the first to the second, which none of the others names."""
-        most = self.ladder.max_sequences
-        for first in range(0, len(pairs), most):
-            some = pairs[first : first + most]
-            size = round_up(len(some), self.ladder.sequences)
+        rest = list(pairs)
+        for size in cover(len(pairs), self.ladder.sequences):
+            some, rest = rest[:size], rest[size:]
             source, target = np.zeros(size, np.int32), np.full(size, self.num_slots // kernels.PAGE, np.int32)
             source[: len(some)], target[: len(some)] = zip(*some, strict=True)
             self._pool = self.run(("copy", size), self.take_pool(), source, target)

@@ -306,5 +306,8 @@ def _draw(x: jax.Array, ask: Choosing, step: jax.Array) -> jax.Array:
     kept = (jnp.cumsum(p, axis=-1) - p < ask.top_p[:, None]) | (ask.top_p[:, None] >= 1)
     x = jnp.where(kept, x, -jnp.inf)
     keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(ask.seed, step)
-    choice = jax.vmap(jax.random.categorical)(keys, x)
+    # Noise is of a token, not of its rank: where an answer is computed again, tokens that are almost equally likely may
+    # change places.
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, x.shape[1:]))(keys)
+    choice = jnp.argmax(x + jnp.take_along_axis(noise, order, axis=-1), axis=-1)
     return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)

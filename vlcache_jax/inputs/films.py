@@ -34,7 +34,7 @@ class Head(NamedTuple):
         height, width: of each.
         fps: frames a second of the film; None: nobody knows, and the frames are taken for `UNKNOWN_FPS` a second.
         numbers: of each frame in the film that they are from; None: they are all of it.
-        total: frames of that film.
+        total: frames of that film, or of the part of it that they are sampled from.
     """
 
     frames: int
@@ -42,7 +42,7 @@ class Head(NamedTuple):
     width: int
     fps: float | None
     numbers: tuple[int, ...] | None
-    total: int
+    total: float
 
 
 class Film(Protocol):
@@ -84,7 +84,7 @@ class Frames:
     same: Hashable
     fps: float | None
     numbers: tuple[int, ...] | None
-    total: int
+    total: float
 
     @property
     def digest(self) -> str | None:

@@ -216,7 +216,8 @@ class PromptRenderer:
         source: Source
         settings = read_settings(mm_processor_kwargs)
         if isinstance(value, Mapping):
-            source, token, token_id = self.video(value, "video", settings.videos), VIDEO_TOKEN, self.video_token_id
+            settings.check_videos(1, "video")
+            source, token, token_id = self.video(value, "video", settings.of_video(0)), VIDEO_TOKEN, self.video_token_id
         else:
             source, token, token_id = self.image(value), IMAGE_TOKEN, self.image_token_id
         return Prompt(token, np.array([token_id], np.int32), (source,), (None,), settings.limits)
@@ -266,9 +267,10 @@ class PromptRenderer:
         settings = read_settings(mm_processor_kwargs, f"{name} mm_processor_kwargs")
         found: list[tuple[Source, str | None]] = []
         shown = image_name or f"{name} {{}}s[{{}}]"
-        add = partial(self._add, shown=shown, defaults=settings.videos, found=found)
+        add = partial(self._add, shown=shown, settings=settings, found=found)
         listed = name if name.startswith("messages") else f"{name} messages"
         rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
+        settings.check_videos(sum(isinstance(source, VideoSource) for source, _ in found), name)
         try:
             text = self.tokenizer.apply_chat_template(
                 rendered,
@@ -313,6 +315,8 @@ class PromptRenderer:
         found: list[tuple[Source, str | None]] = []
         for kind in ("image", "video"):
             media = listed(prompt, "multi_modal_data", kind, name) or []
+            if kind == "video":
+                settings.check_videos(len(media), name)
             uuids = listed(prompt, "multi_modal_uuids", kind, name)
             uuids = [None] * len(media) if uuids is None else uuids
             if len(uuids) != len(media):
@@ -328,7 +332,7 @@ class PromptRenderer:
                     if is_with_metadata(one):
                         one = {"video": one[0], "video_metadata": one[1]}
                     part = one if isinstance(one, Mapping) else {"video": one}
-                    found.append((self.video({"type": "video", **part}, where, settings.videos), uuid))
+                    found.append((self.video({"type": "video", **part}, where, settings.of_video(i)), uuid))
         given = cast(str, text) if ids is None else self._token_ids(ids, f"{name} prompt_token_ids")
         return self._prompt(given, found, settings, name)
 
@@ -338,7 +342,7 @@ class PromptRenderer:
         where: str,
         *,
         shown: str,
-        defaults: VideoOptions,
+        settings: MediaSettings,
         found: list[tuple[Source, str | None]],
     ) -> None:
         """Appends the image or video of a message's part to those before it."""
@@ -346,7 +350,7 @@ class PromptRenderer:
         number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
         check_uuid(part.get("uuid"), f"{where} uuid")
         if is_video:
-            source: Source = self.video(part, shown.format("video", number), defaults)
+            source: Source = self.video(part, shown.format("video", number), settings.of_video(number))
         else:
             value, limits = image_value(part, where)
             source = replace(self.image(value, shown.format("image", number)), limits=limits)

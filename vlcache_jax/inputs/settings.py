@@ -8,7 +8,7 @@ from typing import Any
 
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.processor import check_limits
-from vlcache_jax.inputs.videos import NO_OPTIONS, SAMPLING, VideoOptions
+from vlcache_jax.inputs.videos import NO_OPTIONS, SAMPLING, VideoOptions, plain
 
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _KNOWN = (*_PIXELS, "size", *SAMPLING)
@@ -21,19 +21,35 @@ class MediaSettings:
     Attributes:
         limits: min_pixels and max_pixels of images, those that are given.
         videos: of each video, what does not stand beside it.
+        each: the same, of one video after the other; None: they are all asked the same.
     """
 
     limits: Mapping[str, int] = field(default_factory=dict)
     videos: VideoOptions = NO_OPTIONS
+    each: tuple[VideoOptions, ...] | None = None
+
+    def of_video(self, number: int) -> VideoOptions:
+        """What is asked of one of a request's videos."""
+        return self.each[number] if self.each is not None and number < len(self.each) else self.videos
+
+    def check_videos(self, count: int, name: str) -> None:
+        """Raises a ValueError unless a request with so many videos can be asked this; `name` is the request's."""
+        if self.each is not None and len(self.each) != count:
+            raise ValueError(
+                f"{name} mm_processor_kwargs fps must be one number, or a list with one for each video, "
+                f"got {len(self.each)} for {count} videos"
+            )
 
 
-def read_settings(given: Any, name: str = "mm_processor_kwargs") -> MediaSettings:
+def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: bool = True) -> MediaSettings:
     """Of `mm_processor_kwargs`, in the words of the library's processors; None asks for nothing.
 
     Args:
         given: min_pixels and max_pixels of images, or size={"shortest_edge": ..., "longest_edge": ...}, which says the
-            same; and of videos what `videos.SAMPLING` names, such as fps.
+            same; and of videos what `videos.SAMPLING` names, such as fps, which may be a list with one for each video,
+            as Qwen's utility returns it.
         name: what error messages call it.
+        of_request: whether it is of one request, whose videos can be told apart.
 
     Raises:
         ValueError: another key, a value of another type or out of bounds, or both spellings of a limit.
@@ -48,8 +64,11 @@ def read_settings(given: Any, name: str = "mm_processor_kwargs") -> MediaSetting
     limits = {key: given[key] for key in _PIXELS if given.get(key) is not None}
     if given.get("size") is not None:
         limits = _size(given["size"], limits, name)
-    sampling = {key: given[key] for key in SAMPLING if key in given}
-    return MediaSettings(check_limits(limits, name), VideoOptions.checked(sampling, name))
+    sampling = {key: plain(given[key]) for key in SAMPLING if key in given}
+    each = None
+    if of_request and isinstance(sampling.get("fps"), list):
+        each = tuple(VideoOptions.checked(sampling | {"fps": fps}, name) for fps in sampling.pop("fps"))
+    return MediaSettings(check_limits(limits, name), VideoOptions.checked(sampling, name), each)
 
 
 def _size(size: Any, limits: Mapping[str, int], name: str) -> dict[str, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from vlcache_jax.checks import short
@@ -17,7 +18,8 @@ from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.films import MAX_FRAMES, UNKNOWN_FPS, Film, FilmFile, Frames
 from vlcache_jax.inputs.images import describe, read_encoded, read_image
 
-_ACCEPTED = "a list of frames, an array of uint8 [T, H, W, 3], or a file: a path, bytes, a data:, file: or http(s) URL"
+_ARRAY = "an array [T, H, W, 3] or [T, 3, H, W] of whole numbers from 0 to 255"
+_ACCEPTED = f"a list of frames, {_ARRAY}, or a file: a path, bytes, a data:, file: or http(s) URL"
 _COUNT = whole(1, MAX_FRAMES)
 _AREA = whole(1, 1 << 40)
 _SIDE = whole(1, 1 << 20)
@@ -48,7 +50,7 @@ ALIASES = {"nframes": "num_frames"}
 _METADATA: dict[str, Kind] = {
     "fps": optional(_RATE),
     "frames_indices": optional(listed(whole(0, 1 << 40), MAX_FRAMES)),
-    "total_num_frames": optional(whole(1, 1 << 40)),
+    "total_num_frames": optional(real(1, 1 << 40)),  # Qwen's utility computes it from rates
     "do_sample_frames": optional(FLAG),
 }
 _UNUSED = ("duration", "video_backend", "width", "height")  # that the metadata of others hold, too
@@ -164,23 +166,23 @@ def read_video(
     """Takes hold of a video: reads or fetches files, decodes nothing.
 
     Args:
-        value: a list of frames, each as `read_image` takes an image; a uint8 array [T, H, W, 3]; or a file: a path,
-            bytes, a data:, file:// or http(s) URL.
+        value: a list of frames, each as `read_image` takes an image; an array or tensor [T, H, W, 3] or [T, 3, H, W] of
+            any type that holds whole numbers from 0 to 255; or a file: a path, bytes, a data:, file:// or http(s) URL.
         options: what is asked of it.
         metadata: of frames, in the library's words: `fps` of the film that they are from, `frames_indices` of each in
-            it, its `total_num_frames`, and `do_sample_frames` as in `options`. Frames whose rate nothing says are
-            taken for 2 a second, with a warning.
+            it, its `total_num_frames` (or those of the part of it that the frames were sampled from), and
+            `do_sample_frames` as in `options`. Frames whose rate nothing says are taken for 2 a second, with a warning.
         access: what may be read from where.
         name: what error messages call the video.
 
     Raises:
-        ValueError: another type, shape or dtype, no frames, metadata that do not suit the frames, or what `read_image`
+        ValueError: another type, shape or values, no frames, metadata that do not suit the frames, or what `read_image`
             refuses.
     """
-    if isinstance(value, np.ndarray):
-        if value.dtype != np.uint8 or value.ndim != 4 or value.shape[3] != 3:
-            raise ValueError(f"{name} must be an array of uint8 [T, H, W, 3], got {value.dtype} {value.shape}")
-        same: Any = (id(value), value.shape)
+    if hasattr(value, "__array__") and not isinstance(value, str | bytes):  # numpy's own of these have it
+        value = _pixels(value, name)
+        # The frames keep this memory, not the object that was passed.
+        same: Any = (value.__array_interface__["data"], value.shape, value.strides)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         same = None
     else:
@@ -204,6 +206,30 @@ def read_video(
     return VideoSource(name, film, options.over(VideoOptions(do_sample_frames=said.get("do_sample_frames"))))
 
 
+def _pixels(value: Any, name: str) -> npt.NDArray[np.uint8]:
+    """Of an array or tensor, uint8 [T, H, W, 3]; not copied where it holds bytes."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch says how to make one that can be read
+        raise ValueError(f"{name} must be {_ARRAY}, got a {type(value).__name__}: {error}") from error
+    if array.dtype.kind not in "uif" or array.ndim != 4 or 3 not in (array.shape[1], array.shape[3]):
+        raise ValueError(f"{name} must be {_ARRAY}, got {array.dtype} {array.shape}")
+    if array.shape[3] != 3:
+        array = array.transpose(0, 2, 3, 1)
+    if array.dtype == np.uint8:
+        return array
+    pixels = np.empty(array.shape, np.uint8)
+    for i, frame in enumerate(array):  # one by one, as all of them may be gigabytes
+        with np.errstate(invalid="ignore"):
+            pixels[i] = frame
+        if not np.array_equal(pixels[i], frame):
+            raise ValueError(
+                f"{name} must be {_ARRAY}, got {array.dtype} from {frame.min():g} to {frame.max():g} in frame {i}: "
+                "scale or round them"
+            )
+    return pixels
+
+
 def _rate(said: Mapping[str, Any], options: VideoOptions, name: str) -> tuple[float | None, VideoOptions]:
     """Frames a second of frames, and the options that are left.
 
@@ -224,7 +250,7 @@ def _metadata(given: Any, count: int, name: str) -> dict[str, Any]:
     name = f"{name} video_metadata"
     if not isinstance(given, Mapping | None):
         raise ValueError(f"{name} must be a dict such as {{'fps': 30}}, got {short(given)}")
-    said = {key: _plain(one) for key, one in (given or {}).items()}
+    said = {key: plain(one) for key, one in (given or {}).items()}
     for key in said:
         if key not in (*_METADATA, *_UNUSED):
             raise ValueError(f"{name} must hold only {', '.join((*_METADATA, *_UNUSED))}, got {short(key)}")
@@ -236,16 +262,17 @@ def _metadata(given: Any, count: int, name: str) -> dict[str, Any]:
     if numbers is None and total != count:
         raise ValueError(f"{name} must hold frames_indices where the {count} frames are of {total}")
     if numbers is not None:
-        if len(numbers) != count or numbers != sorted(numbers) or numbers[-1] >= total:
+        # Of a part of a film, Qwen's utility says how many frames the part has, and numbers them in the whole.
+        if len(numbers) != count or numbers != sorted(numbers) or numbers[-1] - numbers[0] >= total:
             raise ValueError(
-                f"{name} frames_indices must be {count} ascending numbers below total_num_frames = {total}, "
+                f"{name} frames_indices must be {count} ascending numbers within total_num_frames = {total}, "
                 f"got {short(numbers)}"
             )
         said["frames_indices"] = tuple(numbers)
     return said
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers of numpy and torch as Python's, and other sequences of numbers as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
