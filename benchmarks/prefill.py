@@ -117,7 +117,7 @@ class Torch:
         patches = [self.processor.patches(image) for image in images]
         prompt = self.renderer.from_prompt({"prompt": text, "multi_modal_data": {"image": images}})
         counts = [self.processor.num_tokens(p.grid) for p in patches]
-        ids = torch.tensor(self.renderer.expand(prompt.token_ids, counts)[0].astype(np.int64))[None]
+        ids = torch.tensor(self.renderer.expander.expand(prompt.token_ids, counts)[0].astype(np.int64))[None]
         assert ids.shape[1] == slots
         pixels = torch.tensor(np.concatenate([self.processor.pixel_values(p) for p in patches]))
         grid = torch.tensor([p.grid for p in patches])

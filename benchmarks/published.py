@@ -235,7 +235,7 @@ def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
         if row["K, V in"] != "disk":
             name = row["configuration"]
             disk = f"{of_disk[name]['TTFT ms'] / 1000:.3g}" if name in of_disk else ""
-            cells = [f"{row[of] / 1000:.3g}" for of in ("TTFT ms", "spread ms")] + [disk]
+            cells = [f"{row['TTFT ms'] / 1000:.3g}", _spread(row["spread ms"] / 1000, "{:.3g}"), disk]
             cells += [_times(row[of]) for of in ("over cold", "over encoder cached")]
             cells += [f"{row['rows a layer']:.0f}", f"{row['GFLOP/s of cold']:.2f}", f"{row['floor ms'] / 1000:.3g}"]
             yield [name, *cells, f"{row['times floor']:.1f}", f"{row['TTFT minus compute %']:.0f}"]
@@ -263,8 +263,13 @@ def ttft_first(rows: Sequence[Row]) -> Iterator[list[str]]:
     yield ["", *names]
     found = {row["configuration"]: row for row in rows if row["K, V in"] != "disk"}
     yield ["seconds", *(f"{found[name]['TTFT ms'] / 1000:.2g}" for name in names.values())]
-    yield ["slowest less fastest", *(f"{found[name]['spread ms'] / 1000:.2g}" for name in names.values())]
+    yield ["slowest less fastest", *(_spread(found[name]["spread ms"] / 1000, "{:.2g}") for name in names.values())]
     yield ["times faster", *(_times(found[name]["over cold"]) for name in names.values())]
+
+
+def _spread(seconds: float, form: str) -> str:
+    """The slowest run less the fastest."""
+    return form.format(seconds) if seconds else "one run"
 
 
 def _times(ratio: float) -> str:
@@ -298,7 +303,7 @@ def starts(rows: Sequence[Row]) -> Iterator[list[str]]:
     yield ["", *parts, "spread"]
     for row in rows:
         cells = [f"{row[f'{part} s']:.2f}" for part in parts]
-        yield [row["start"], *cells, f"{row['spread s']:.2f}" if row["spread s"] else "one run"]
+        yield [row["start"], *cells, _spread(row["spread s"], "{:.2f}")]
 
 
 BEFORE = {"throughput_cpu_96.json": "96", "throughput_cpu.json": "192"}

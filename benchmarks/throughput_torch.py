@@ -101,7 +101,7 @@ class Torch:
             prompt = self._renderer.from_prompt({"prompt": request["prompt"], **images})
             own = [self._processor.patches(source.decode()) for source in prompt.images]
             counts = [self._processor.num_tokens(picture.grid) for picture in own]
-            sequences.append(self._renderer.expand(prompt.token_ids, counts)[0])
+            sequences.append(self._renderer.expander.expand(prompt.token_ids, counts)[0])
             patches += own
         width = max(map(len, sequences))
         ids = np.zeros((len(requests), width), np.int64)

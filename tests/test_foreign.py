@@ -306,6 +306,8 @@ def test_errors_name_what_was_written(llm, textured_image):
             call()
     with pytest.raises(TypeError, match=r"^ImageCache.evict\(\) got an unexpected keyword argument 'salt'"):
         llm.cache.evict(textured_image(64, 64), salt="a")
+    with pytest.raises(TypeError, match=r"^LLM\(\) missing 1 required positional argument: 'model'$"):
+        LLM()
     with pytest.raises(TypeError, match=r"^score has no argument chat_templat; is it chat_template\?$"):
         llm.score(robot, ["a"], chat_templat="x")
 

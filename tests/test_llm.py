@@ -73,7 +73,7 @@ class Oracle:
         processor = self.llm._processor
         patches = [processor.patches(image.decode()) for image in prompt.images]
         counts = [processor.num_tokens(p.grid) for p in patches]
-        ids = torch.tensor(self.llm._renderer.expand(prompt.token_ids, counts)[0].astype(np.int64))[None]
+        ids = torch.tensor(self.llm._renderer.expander.expand(prompt.token_ids, counts)[0].astype(np.int64))[None]
         inputs = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
         if patches:
             inputs["pixel_values"] = torch.tensor(np.concatenate([processor.pixel_values(p) for p in patches]))

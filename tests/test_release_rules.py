@@ -100,7 +100,7 @@ def test_markers_around_a_video(directory, text):
     shown = [videos.text(seconds) for seconds in ([0.25, 1.25], [3.0])][: text.count("<|video_pad|>")]
     expected = release.with_videos(text, [one.replace("<|video_pad|>", "<|video_pad|>" * 3) for one in shown])
     insets = [renderer.expander.video_inset(one, 3, videos.markers) for one in shown]
-    ids, starts, lengths = renderer.expand(tokens(text), insets)
+    ids, starts, lengths = renderer.expander.expand(tokens(text), insets)
     assert ids.tolist() == tokens(expected).tolist()
     assert renderer.expander.length(tokens(text), insets) == len(ids)
     pad = renderer.video_token_id
@@ -112,7 +112,7 @@ def test_ids_that_no_text_has_stay_as_they_came(directory):
     renderer = PromptRenderer.from_pretrained(directory("qwen3_vl"))
     inset = renderer.expander.video_inset("<1.0 seconds><|vision_start|><|video_pad|><|vision_end|>", 2)
     given = np.array([0xC3, 32, renderer.video_token_id], np.int32)  # half a letter
-    assert renderer.expand(given, [inset])[0][:3].tolist() == [0xC3, 32, ord("<")]
+    assert renderer.expander.expand(given, [inset])[0][:3].tolist() == [0xC3, 32, ord("<")]
 
 
 def test_frames_without_a_rate(directory):

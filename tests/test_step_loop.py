@@ -768,7 +768,7 @@ class Librarys:
         processor = self.llm._processor
         patches = [processor.patches(image.decode()) for image in prompt.images]
         counts = [processor.num_tokens(p.grid) for p in patches]
-        prompt_ids = self.llm._renderer.expand(prompt.token_ids, counts)[0].tolist()
+        prompt_ids = self.llm._renderer.expander.expand(prompt.token_ids, counts)[0].tolist()
         image = self.model.config.image_token_id
         assert image not in answer  # the library would look for pixels
         ids = torch.tensor([[*prompt_ids, *answer]])

@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
+from vlcache_jax.base import template_options
 from vlcache_jax.calls import Call
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.engine.serving import Job, RequestError
-from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.llm import LLM, Conversation, PromptLike, Reuse
@@ -174,20 +174,18 @@ class AsyncLLM:
         await self.close()
 
     def _renders(
-        self, prompt: Any, limits: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
+        self, prompt: Any, mm_processor_kwargs: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
     ) -> Callable[..., Prompt]:
         """What renders the prompt."""
         if isinstance(prompt, (str, Mapping)):
-            if limits is not None:
+            if mm_processor_kwargs is not None:
                 raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
-            options = TemplateOptions.__annotations__
-            ours("generate", CALLS, {name: value for name, value in template.items() if name not in options}, options)
-            if beside := [name for name in template if name in options]:
-                raise ValueError(f"{beside[0]} must be left out, got it beside a prompt that has no messages")
+            if beside := template_options("generate", template):
+                raise ValueError(f"{next(iter(beside))} must be left out, got it beside a prompt that has no messages")
             return self._llm._renderer.from_prompt
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
-        return self._llm._renders("generate", limits, **template)
+        return self._llm._renders("generate", mm_processor_kwargs, **template)
 
     async def _stream(self, call: Call, request_id: str) -> AsyncGenerator[RequestOutput]:
         events = asyncio.get_running_loop()

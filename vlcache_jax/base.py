@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 
@@ -187,7 +187,7 @@ class BaseLLM:
         codec = None if cache.codec == "auto" else CODECS[cache.codec]
         if codec is not None:
             codec.group(config.text.head_dim)  # before anything is loaded
-        self._hash_weights = fingerprint = functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm))
+        self._fingerprint = fingerprint = functools.cache(lambda: _fingerprint(self._checkpoint, use_tqdm))
         codec_name = str(self._checkpoint.dtype) + ("" if codec is None else f" {codec.name}")
         tiers = open_tiers(cache, fingerprint=fingerprint, codec=codec_name)
         self._policy = self._checkpoint.check_policy(policy)
@@ -197,33 +197,18 @@ class BaseLLM:
         _check_processor(self._processor, self._renderer, config)
         videos = VideoProcessor.from_pretrained(self._checkpoint.directory, config, self._processor)
         memory = plan_memory(
-            config,
-            self._checkpoint.dtype,
-            device,
-            ladder,
-            weights=self._checkpoint.nbytes(),
-            max_rows=max_rows,
-            max_sequences=max_num_seqs,
-            max_patches=self._processor.max_pixels // self._processor.patch_size**2,
-            max_model_len=max_model_len,
-            kv_cache_bytes=pool,
-            share=gpu_memory_utilization,
-            device_bytes=int(cache.device_bytes),
-            codec=codec,
-        )
+            config, self._checkpoint.dtype, device, ladder,
+            weights=self._checkpoint.nbytes(), max_rows=max_rows, max_sequences=max_num_seqs,
+            max_patches=self._processor.max_pixels // self._processor.patch_size**2, max_model_len=max_model_len,
+            kv_cache_bytes=pool, share=gpu_memory_utilization, device_bytes=int(cache.device_bytes), codec=codec,
+        )  # fmt: skip
         self.max_model_len = self._renderer.max_tokens = memory.max_model_len
         self._renderer.max_images, self._renderer.max_videos = most.get("image"), most.get("video")
         self._runner = Runner(
-            config,
-            _load(self._checkpoint, device, use_tqdm),
-            self._processor.normalization_table,
-            num_slots=memory.num_slots + PAGE,
-            max_pages=-(-memory.max_model_len // PAGE),
-            ladder=memory.ladder,
-            implementation=implementation,
-            codec=codec,
-            kept_tokens=memory.kept_pages * PAGE_TOKENS,
-        )
+            config, _load(self._checkpoint, device, use_tqdm), self._processor.normalization_table,
+            num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), ladder=memory.ladder,
+            implementation=implementation, codec=codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
+        )  # fmt: skip
         self._runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
         self._ahead = Ahead(self._runner.programs)
         tokenizer = self._renderer.tokenizer
@@ -266,6 +251,8 @@ class BaseLLM:
             self._identifier, self._renderer, self._caller,
         )  # fmt: skip
 
+    __init__.__qualname__ = "LLM"  # by which Python's own errors call it
+
     def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """Does ahead what the first requests would wait for.
 
@@ -289,7 +276,7 @@ class BaseLLM:
         with interruptible(), Progress("warming up", show=verbose):
             with Progress(f"taking {self.stats().kv_cache_bytes / 1e9:.2f} GB for keys and values"):
                 self._loop.prepare()
-            self._hash_weights()
+            self._fingerprint()
             import_decoders()
         return compiled
 
@@ -368,13 +355,22 @@ class BaseLLM:
     def _renders(self, caller: str, settings: Mapping[str, Any] | None, **template: Any) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
         read_settings(settings)  # wrong ones are the call's, not a row's
-        known = TemplateOptions.__annotations__
-        ours(caller, CALLS, {name: value for name, value in template.items() if name not in known}, known)
-        own = Template(**{name: value for name, value in template.items() if name in known})
+        own = Template(**template_options(caller, template))
         return partial(self._renderer.from_conversation, mm_processor_kwargs=settings, template=own)
 
     def _parse_policy(self, reuse: Reuse | None) -> Policy:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
+
+
+def template_options(caller: str, given: Mapping[str, Any]) -> TemplateOptions:
+    """What is said of the template, of all that a call was given beside its own arguments.
+
+    Raises:
+      TypeError: the rest is unknown, or must be written in another way; see `ours`.
+    """
+    known = TemplateOptions.__annotations__
+    ours(caller, CALLS, {name: value for name, value in given.items() if name not in known}, known)
+    return cast(TemplateOptions, {name: value for name, value in given.items() if name in known})
 
 
 def _translated(foreign: Mapping[str, Any], model: Any, revision: str | None) -> dict[str, Any]:

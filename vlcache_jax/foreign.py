@@ -299,11 +299,15 @@ def ours(name: str, names: Names, given: Mapping[str, Any], known: Collection[st
 
 
 def warn_ignored(names: Collection[str], instead: str = "") -> None:
-    """Warns whoever called this package that something of what it was told says nothing to it."""
-    here = str(pathlib.Path(__file__).parent)
+    """Warns that something of what this package was told says nothing to it."""
     has = "has" if len(names) == 1 else "have"
     told = f"{', '.join(names)} {has} no meaning here and {'is' if has == 'has' else 'are'} ignored"
-    warnings.warn(f"{told} ({instead})" if instead else told, UserWarning, skip_file_prefixes=(here,))
+    warn(f"{told} ({instead})" if instead else told)
+
+
+def warn(message: str) -> None:
+    """Warns whoever called this package."""
+    warnings.warn(message, UserWarning, skip_file_prefixes=(str(pathlib.Path(__file__).parent),))
 
 
 def _asks_nothing(value: Any) -> bool:

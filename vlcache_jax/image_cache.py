@@ -152,7 +152,7 @@ class ImageCache:
         image: Any,
         *,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
         """Keeps an image's present records until `unpin` or until all are forgotten. Takes an image or its entry key.
@@ -177,7 +177,7 @@ class ImageCache:
         image: Any,
         *,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
         """Takes `pin` back; returns of how many records."""
@@ -192,7 +192,7 @@ class ImageCache:
         image: Any,
         *,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
         """Removes an image's records, but not pinned ones; returns how many. Takes an image or its entry key.
@@ -213,15 +213,12 @@ class ImageCache:
         image: Any,
         *,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
         """Removes an image's records everywhere, pinned ones too; returns how many. Takes an image or its entry key."""
-        identity: dict[str, Any] = {
-            "cache_salt": cache_salt, "mm_processor_kwargs": mm_processor_kwargs, "shared": shared,
-        }  # fmt: skip
-        self.unpin(image, **identity)
-        return self.evict(image, **identity)
+        self.unpin(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs, shared=shared)
+        return self.evict(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs, shared=shared)
 
     def request(self, key: str, *, cache_salt: str | None = None) -> tuple[str, ...] | None:
         """The entry keys of a request's images, by `CacheReport.request_key`."""

@@ -169,6 +169,11 @@ def test_who_ran_once_has_no_spread():
     parts = ("import", "open", "first answer", "to the first answer", "first repeat")
     row = {"start": "nothing on disk", "spread s": 0.0} | {f"{part} s": 1.0 for part in parts}
     assert list(published.starts([row]))[1][-1] == "one run"
+    row = dict.fromkeys(
+        ("TTFT ms", "spread ms", "over cold", "over encoder cached", "rows a layer", "GFLOP/s of cold", "floor ms",
+         "times floor", "TTFT minus compute %"), 0.0,
+    )  # fmt: skip
+    assert list(published.ttft([row | {"configuration": "cold", "K, V in": "host"}]))[1][2] == "one run"
 
 
 def test_pages_say_what_their_files_say():

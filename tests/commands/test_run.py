@@ -260,6 +260,17 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     assert [one for one in again if one[0] != 3] == [one for one in whole if one[0] != 3]
 
 
+def test_errors_count_a_rows_own_messages(run, tmp_path):
+    """Also where a system message was put in front of them."""
+    told, robot = {"role": "system", "content": "Be long."}, {"role": "robot", "content": "a"}
+    rows = {"messages": [*HELLO, robot]}, {"messages": [told, *HELLO, robot]}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for system, first in (("Be brief.", "line 1 messages[1]"), ("<|image_pad|>", "line 1 --system")):
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--system", system, "--overwrite")
+        errors = [error.partition(" must ")[0] for *_, error in answers(tmp_path / "out.jsonl")]
+        assert errors == [first, "line 2 messages[2]"]
+
+
 def test_templates_are_taken_from_trusted_files(run, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"messages": HELLO}, {"messages": HELLO, "chat_template": "x"}, {"messages": HELLO, "chat_template": 5}]

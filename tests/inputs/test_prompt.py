@@ -140,7 +140,7 @@ class Family:
         """Our ids, and what the library would call pixel_values."""
         patches = [self.processor.patches(image.decode(), prompt.mm_processor_kwargs) for image in prompt.images]
         counts = [self.processor.num_tokens(grid) for _, grid in patches]
-        token_ids, starts, lengths = self.renderer.expand(prompt.token_ids, counts)
+        token_ids, starts, lengths = self.renderer.expander.expand(prompt.token_ids, counts)
         return token_ids, starts, lengths, [self.processor.pixel_values(patch) for patch in patches]
 
 
@@ -485,7 +485,9 @@ def test_the_template_gets_what_else_a_message_holds(renderer):
         {"role": "assistant", "content": None, "reasoning": "hm", "refusal": "No."},
     ]
     show = Template("{% for m in messages %}{{ m | tojson }}\n{% endfor %}", add_generation_prompt=False)
-    with pytest.warns(UserWarning, match=r"^the text of conversation messages\[3\] tool_calls\[0\] arguments, which"):
+    with pytest.warns(
+        UserWarning, match=r"^conversation messages\[3\] tool_calls\[0\] arguments should be a JSON object"
+    ):
         lines = renderer.from_conversation(chat, template=show).text.splitlines()
     meant = call | {"function": {"name": "look", "arguments": {"where": ["C2"], "n": 2}}}
     empty = {"type": "function", "function": {"name": "look", "arguments": {}}}
@@ -711,14 +713,14 @@ def test_prompts_are_checked(renderer, prompt, message):
 
 def test_expansion_of_an_example(renderer):
     pad = renderer.image_token_id
-    token_ids, starts, lengths = renderer.expand(np.array([1, pad, 2, 3, pad, 4], np.int32), [3, 2])
+    token_ids, starts, lengths = renderer.expander.expand(np.array([1, pad, 2, 3, pad, 4], np.int32), [3, 2])
     assert token_ids.tolist() == [1, pad, pad, pad, 2, 3, pad, pad, 4]
     assert starts.tolist() == [1, 6]
     assert lengths.tolist() == [3, 2]
 
 
 def test_expansion_without_images_changes_nothing(renderer):
-    token_ids, starts, lengths = renderer.expand(np.array([1, 2, 3], np.int32), [])
+    token_ids, starts, lengths = renderer.expander.expand(np.array([1, 2, 3], np.int32), [])
     assert token_ids.tolist() == [1, 2, 3]
     assert starts.shape == lengths.shape == (0,)
 
@@ -726,11 +728,11 @@ def test_expansion_without_images_changes_nothing(renderer):
 def test_expansion_checks_its_counts(renderer):
     pad = renderer.image_token_id
     with pytest.raises(ValueError, match="counts must have one entry for each of 1 images, got 2"):
-        renderer.expand(np.array([1, pad]), [1, 2])
+        renderer.expander.expand(np.array([1, pad]), [1, 2])
     with pytest.raises(ValueError, match=r"counts must be positive, got \[0\]"):
-        renderer.expand(np.array([1, pad]), [0])
+        renderer.expander.expand(np.array([1, pad]), [0])
     with pytest.raises(ValueError, match="token_ids must have a token between two images"):
-        renderer.expand(np.array([pad, pad]), [1, 2])
+        renderer.expander.expand(np.array([pad, pad]), [1, 2])
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -825,7 +827,7 @@ from vlcache_jax.inputs.prompt import PromptRenderer
 renderer = PromptRenderer.from_pretrained({str(tmp_path)!r})
 content = [{{"type": "image", "image": np.zeros((4, 5), np.uint8)}}, {{"type": "text", "text": "Hi"}}]
 prompt = renderer.from_conversation([{{"role": "user", "content": content}}])
-print(len(renderer.expand(prompt.token_ids, [5])[0]) - len(prompt.token_ids))
+print(len(renderer.expander.expand(prompt.token_ids, [5])[0]) - len(prompt.token_ids))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.inputs.test_images import fetched
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.films import FilmFile, Head
 from vlcache_jax.inputs.processor import ImageProcessor
@@ -161,7 +162,9 @@ def test_a_video_in_a_prompt(checkpoints):
     for name, family in families.items():
         videos = FAMILIES[family].VIDEO
         inset = renderer.expander.video_inset(videos.text([0.25, 1.5]), 3, videos.markers)
-        ids, starts, lengths = renderer.expand(np.array(renderer.tokenizer(text)["input_ids"], np.int32), [inset])
+        ids, starts, lengths = renderer.expander.expand(
+            np.array(renderer.tokenizer(text)["input_ids"], np.int32), [inset]
+        )
         replaced = VIDEO_TOKEN if name == "qwen2_5_vl" else f"<|vision_start|>{VIDEO_TOKEN}<|vision_end|>"
         assert ids.tolist() == renderer.tokenizer(text.replace(replaced, expected[name]))["input_ids"]
         assert lengths.tolist() == [3, 3]
@@ -294,22 +297,18 @@ def test_areas_are_those_of_qwens_utility(processor, height, width):
             {"min_pixels": 20 * block**2, "max_pixels": 60 * block**2, "total_pixels": 20 * block**2},
             {"max_pixels": 2 * block**2},
             {"resized_height": 100, "resized_width": 213},
+            {"resized_height": 9, "resized_width": 40},
         ),
     ):
         cut = processor.cut(head(frames, 1.0, height, width), VideoOptions(**given), is_file=False)
-        if "resized_height" in given:
-            expected = 100 / block, 213 / block
-        else:
+        wish = given
+        if "resized_height" not in given:
             least, most = given.get("min_pixels", 0), given["max_pixels"]
             if "total_pixels" in given:
                 most = min(most, max(given["total_pixels"] / frames * 2, int(least * 1.05)))
-            expected = height / block, width / block
-            if (area := np.prod(np.round(expected)) * block**2) > most:
-                expected = np.floor(np.array(expected) / np.sqrt(height * width / most))
-            elif area < least:
-                expected = np.ceil(np.array(expected) * np.sqrt(least / (height * width)))
-        rows, columns = np.round(expected).astype(int).tolist()
-        assert cut.grid == (1, rows * block // side, columns * block // side), (frames, given)
+            wish = {"min_pixels": least, "max_pixels": most}
+        expected = fetched(height, width, block, wish)
+        assert cut.grid == (1, expected[0] // side, expected[1] // side), (frames, given)
 
 
 def test_a_part_of_a_file(processor, checkpoints, tmp_path):

@@ -299,19 +299,17 @@ class Store:
             for meta in metas:
                 if meta.context is not None:
                     new[meta.entry].append(meta)
-            displaced: list[Record] = []
-            for entry, own in new.items():
-                displaced += _displaced(self._variants.get(entry, ()), own, self.config.variants)
+            most, variants = self.config.variants, self._variants
+            displaced = [one for entry, own in new.items() for one in _displaced(variants.get(entry, ()), own, most)]
             made = self.tier.allocate(metas, displaced)
+            self._counts.refused += made.count(None)
             for meta, record in zip(metas, made, strict=True):
-                if record is None:
-                    self._counts.refused += 1
-                if meta.context is not None and record is None:
-                    self._lost.put(meta.entry, (Why.too_large, meta.owner))
-                elif meta.context is not None and record is not None:
-                    self._variants.setdefault(meta.entry, []).append(record)
                 if record is not None:
                     record.is_claimed = record.is_loading = loading
+                    if meta.context is not None:
+                        self._variants.setdefault(meta.entry, []).append(record)
+                elif meta.context is not None:
+                    self._lost.put(meta.entry, (Why.too_large, meta.owner))
             return made
 
     def publish(self, record: Record, checksums: tuple[int, ...] | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vlcache_jax.commands.rehearsal import rehearse
 from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
 from vlcache_jax.inputs.images import read_image
 from vlcache_jax.inputs.videos import is_video, read_video
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.outputs import RequestOutput
 
-_REHEARSALS = 3  # at most; the last one has nothing left to compile
 _SALT = "vlcache ask, rehearsal"
 Conversation = list[dict[str, Any]]
 
@@ -84,16 +84,16 @@ def _rehearse(llm: LLM, conversation: Conversation, params: Any, shown: Sequence
     """Asks for a few tokens, cold and again, until nothing is compiled. What is asked afterwards finds nothing of it:
     it has a salt of its own, and leaves the disk as it was."""
     brief = dataclasses.replace(params, max_tokens=min(2, params.max_tokens))
+
+    def twice() -> None:
+        for _ in range(2):
+            llm.chat(conversation, brief, cache_salt=_SALT)
+        for part in shown:
+            llm.cache.delete(part if part["type"] == "video" else part["path"], cache_salt=_SALT)
+        llm.reset_prefix_cache()
+
     with Progress("rehearsing"):
-        for _ in range(_REHEARSALS):
-            known = llm.stats().programs
-            for _ in range(2):
-                llm.chat(conversation, brief, cache_salt=_SALT)
-            for part in shown:
-                llm.cache.delete(part if part["type"] == "video" else part["path"], cache_salt=_SALT)
-            llm.reset_prefix_cache()
-            if llm.stats().programs == known:
-                break
+        rehearse(llm, twice)
 
 
 def _summary(output: RequestOutput, compiling: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Table
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands.demo_page import Run, Turn, make_page
+from vlcache_jax.commands.rehearsal import rehearse
 from vlcache_jax.commands.shipped import SHIPPED
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.files import write_whole
@@ -27,7 +29,6 @@ REUSE = "approximate"
 LINKED = "full"
 WAYS = {"cold": "off", LINKED: LINKED, REUSE: REUSE}  # what each is called, and its `reuse`
 REPEATS = 5
-_REHEARSALS = 4  # at most; the last one has nothing left to compile
 
 Runs = Mapping[str, Sequence[Run]]  # by way, one of each turn
 
@@ -66,11 +67,7 @@ def run_demo(report: pathlib.Path) -> None:
         with Progress("compiling"):
             for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
                 _ask(llm, Turn((name,), "", "What is the code?", ""), "exact")
-            for _ in range(_REHEARSALS):
-                known = llm.stats().programs
-                _answer(llm)
-                if llm.stats().programs == known:
-                    break
+            rehearse(llm, partial(_answer, llm))
         stats = llm.stats()
         device = jax.devices()[0]
         model = f"{SHIPPED} on {device.device_kind}, {'float32' if device.platform == 'cpu' else 'bfloat16'}"

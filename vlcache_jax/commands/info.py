@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import pathlib
@@ -88,9 +89,10 @@ def describe(
     sizes = {f"{size} GB": size * 10**9 for size in GPUS}
     if chip is not None and found is not None:
         sizes = {f"{chip.name}, {_gigabytes(found[1])}": found[1]}
-    fits = [_fit(name, total, config, size, count, processor, max_rows, tokens) for name, total in sizes.items()]
+    engine = _Engine(config, processor, size, count * size.itemsize, max_rows)
+    fits = [_fit(name, total, engine, tokens) for name, total in sizes.items()]
     hints = [
-        _hint(name, total, config, size, count, processor, max_rows, height * width)
+        _hint(name, total, engine, height * width)
         for (name, total), fit in zip(sizes.items(), fits, strict=True)
         if fit["tokens"] == NOTHING
     ]
@@ -124,68 +126,67 @@ def _find(model: str) -> tuple[str, ModelConfig, ImageProcessor]:
     return str(directory), load_config(directory), ImageProcessor.from_pretrained(directory)
 
 
-def _ladder(config: ModelConfig, processor: ImageProcessor, max_rows: int) -> Ladder:
-    merge_size = config.vision.merge_size
-    most = max(merge_size**2, processor.max_pixels // processor.patch_size**2)
-    return limit_patches(limit_rows(Ladder(), max_rows), most, merge_size)
+@dataclasses.dataclass(frozen=True)
+class _Engine:
+    """What an engine needs of a GPU.
+
+    Attributes:
+      config, processor: of the model.
+      dtype: of weights and K, V.
+      weights: bytes.
+      rows: of a prefill step.
+    """
+
+    config: ModelConfig
+    processor: ImageProcessor
+    dtype: Any
+    weights: int
+    rows: int
+
+    @property
+    def activations(self) -> int:
+        merge_size = self.config.vision.merge_size
+        most = max(merge_size**2, self.processor.max_pixels // self.processor.patch_size**2)
+        ladder = limit_patches(limit_rows(Ladder(), self.rows), most, merge_size)
+        return activation_bytes(self.config, self.dtype, ladder)
+
+    @property
+    def page_bytes(self) -> int:
+        return slot_bytes(self.config, self.dtype) * PAGE
+
+    def pages(self, total: int) -> int:
+        """Of the pool on a GPU of so many bytes; see `memory_plan.plan_pool`."""
+        rest = USABLE * total - self.weights - self.activations
+        return round_pages(int(GPU_SHARE * rest // self.page_bytes) - 1)
 
 
-def _pages(total: int, config: ModelConfig, dtype: Any, count: int, activations: int) -> int:
-    """Of an engine's pool on a GPU of so many bytes; see `memory_plan.plan_pool`."""
-    rest = USABLE * total - count * dtype.itemsize - activations
-    return round_pages(int(GPU_SHARE * rest // _page_bytes(config, dtype)) - 1)
-
-
-def _page_bytes(config: ModelConfig, dtype: Any) -> int:
-    return slot_bytes(config, dtype) * PAGE
-
-
-def _fit(
-    name: str,
-    total: int,
-    config: ModelConfig,
-    dtype: Any,
-    count: int,
-    processor: ImageProcessor,
-    rows: int,
-    tokens: int,
-) -> dict[str, Any]:
-    """What an engine has room for on a GPU of so many bytes."""
-    activations = activation_bytes(config, dtype, _ladder(config, processor, rows))
-    pages = _pages(total, config, dtype, count, activations)
+def _fit(name: str, total: int, engine: _Engine, tokens: int) -> dict[str, Any]:
+    """What an engine has room for on a GPU of so many bytes; `tokens`: of an image."""
+    pages = engine.pages(total)
     fits = pages > 0
     return {
         "GPU": name,
-        "weights": _gigabytes(count * dtype.itemsize),
-        "activations": _gigabytes(activations),
-        "KV pool": _gigabytes(pages * _page_bytes(config, dtype)) if fits else "does not fit",
+        "weights": _gigabytes(engine.weights),
+        "activations": _gigabytes(engine.activations),
+        "KV pool": _gigabytes(pages * engine.page_bytes) if fits else "does not fit",
         "tokens": pages * PAGE if fits else NOTHING,
         "such images": pages * PAGE // tokens if fits else NOTHING,
     }
 
 
-def _hint(
-    name: str,
-    total: int,
-    config: ModelConfig,
-    dtype: Any,
-    count: int,
-    processor: ImageProcessor,
-    rows: int,
-    pixels: int,
-) -> str:
+def _hint(name: str, total: int, engine: _Engine, pixels: int) -> str:
     """What to do where a model does not fit: the largest images, and then the most rows, with which it does.
 
     Args:
       pixels: of an image that must not be scaled down more.
     """
+    rows, most = engine.rows, engine.processor.max_pixels
     for part, fewer in itertools.product(_SMALLER_IMAGES, (rows, *(own for own in _SMALLER_ROWS if own < rows))):
-        smaller = processor.max_pixels // part
-        if part > 1 and smaller < max(pixels, processor.min_pixels):
+        smaller = most // part
+        if part > 1 and smaller < max(pixels, engine.processor.min_pixels):
             break
-        limited = processor.with_limits({"max_pixels": smaller})
-        activations = activation_bytes(config, dtype, _ladder(config, limited, fewer))
-        pages = _pages(total, config, dtype, count, activations)
+        limited = engine.processor.with_limits({"max_pixels": smaller})
+        pages = dataclasses.replace(engine, processor=limited, rows=fewer).pages(total)
         if pages * PAGE >= _USEFUL:
             options = [f"--max-rows {fewer}"] * (fewer < rows) + [f"--max-pixels {smaller}"] * (part > 1)
             return f"{name}: fits with {' '.join(options)}, and a pool of {pages * PAGE} tokens"

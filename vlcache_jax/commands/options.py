@@ -10,7 +10,7 @@ import typer
 from vlcache_jax.checks import parse_bytes
 from vlcache_jax.commands.shipped import SHIPPED
 
-_MODEL = "Checkpoint directory, hub id, or tiny-vqa: a small model that ships with the package."
+_MODEL = f"Checkpoint directory, hub id, or {SHIPPED}: a small model that ships with the package."
 
 # The model: of commands that take files, an option; of the others an argument, and the option, too.
 ModelOption = Annotated[

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vlcache_jax.checks import check_text, short, shorten
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.images import is_base64
+from vlcache_jax.inputs.prompt import TemplateOptions
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, Logprob, RequestOutput
@@ -45,8 +47,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "reasoning_effort": (None,),
 }
-# How messages become text.
-_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_TEMPLATE = tuple(TemplateOptions.__annotations__)
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
 _TOKENS = ("max_tokens", "max_completion_tokens")
 
@@ -64,6 +65,7 @@ class Row:
       error: what is wrong with it, in place of these.
       kept: of a plain row what stands in the answer as it came.
       written: the row's keys, by what errors call an image or video that stands in one.
+      added: messages in front of the row's own.
     """
 
     number: int
@@ -75,6 +77,7 @@ class Row:
     error: str | None = None
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     written: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    added: int = 0
 
     @classmethod
     def parse(
@@ -130,15 +133,22 @@ class Row:
         if not isinstance(messages, list) or any(isinstance(m, dict) and m.get("role") == "system" for m in messages):
             return self
         told = [{"role": "system", "content": system}, *messages]
-        return dataclasses.replace(self, conversation=asked | {"messages": told} if isinstance(asked, dict) else told)
+        conversation = asked | {"messages": told} if isinstance(asked, dict) else told
+        return dataclasses.replace(self, conversation=conversation, added=1)
 
     def named(self, error: str, index: int) -> str:
         """An error of `LLM.chat_iter`, which called the row by its `index`, in the row's own words."""
+        line = f"line {self.number}"
         for name in ("conversations", "sampling_params"):
-            error = error.replace(f"{name}[{index}]", f"line {self.number}", 1)
+            error = error.replace(f"{name}[{index}]", line, 1)
         for called, key in self.written.items():
-            error = error.replace(f"line {self.number} {called}", f"line {self.number} {key}", 1)
-        return error
+            error = error.replace(f"{line} {called}", f"{line} {key}", 1)
+
+        def own(found: re.Match[str]) -> str:
+            place = int(found[1]) - self.added
+            return f"{line} messages[{place}]" if place >= 0 else f"{line} --system"
+
+        return re.sub(rf"{line} messages\[(\d+)\]", own, error, count=1)
 
     def failed(self, error: str) -> bytes:
         """The line that says what is wrong."""

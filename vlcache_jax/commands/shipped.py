@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlcache_jax.assets import PICTURES
+from vlcache_jax.convert.source import SHIPPED as MODELS
 from vlcache_jax.progress import say
 
-SHIPPED = "tiny-vqa"
+[SHIPPED] = MODELS
 _MEDIA = ("image", "image_url", "video", "video_url", "path", "url", "base64")
 
 

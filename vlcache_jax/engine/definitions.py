@@ -144,16 +144,9 @@ class Definitions:
         return stage, (rows, encoded, jax.ShapeDtypeStruct((size,), jnp.int32)), 0
 
     def copy(self, count: int) -> Any:
-        def copy(pool: Any, source: jax.Array, target: jax.Array) -> Any:
-            def copied(half: jax.Array) -> jax.Array:
-                pages = half.reshape(-1, kernels.PAGE, *half.shape[1:])
-                return pages.at[target].set(pages[source], mode="drop").reshape(half.shape)
-
-            return jax.tree.map(copied, pool)
-
         pool = [[self.shape_of("pool")] * 2] * self.config.text.num_layers
         pages = jax.ShapeDtypeStruct((count,), jnp.int32)
-        return copy, (pool, pages, pages), 0
+        return _copy, (pool, pages, pages), 0
 
     def slice(self, size: int, less: int) -> Any:
         return lambda x: x[:less], (self._hidden(size),), ()
@@ -340,6 +333,16 @@ class Definitions:
         return sampler.score, (logits, jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((), bool)), ()
 
 
+def _copy(pool: Any, source: jax.Array, target: jax.Array) -> Any:
+    """The pool with some pages copied to others."""
+
+    def copied(half: jax.Array) -> jax.Array:
+        pages = half.reshape(-1, kernels.PAGE, *half.shape[1:])
+        return pages.at[target].set(pages[source], mode="drop").reshape(half.shape)
+
+    return jax.tree.map(copied, pool)
+
+
 def _of_layer(moves: Moves | None, index: int) -> Moves | None:
     """Of what several layers move, what one does."""
     return moves and Moves(moves.row_image, moves.tokens, moves.layer[index], moves.count[index])
@@ -348,8 +351,3 @@ def _of_layer(moves: Moves | None, index: int) -> Moves | None:
 def shapes(tree: Any) -> Any:
     """Abstract arrays like those of a tree."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
-def _rows(size: int) -> Rows:
-    index = jax.ShapeDtypeStruct((size,), jnp.int32)
-    return Rows(index, jax.ShapeDtypeStruct((3, size), jnp.int32), index, index, index)

@@ -163,7 +163,7 @@ def plan_pool(
             f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
             f"activations about {_gib(activations)}, {f'device_bytes {_gib(kept)}, ' if kept else ''}KV pool {wanted} "
             f"({slot} bytes a slot, {PAGE} slots a page, and one page that no request uses); "
-            f"that is {devices_worth(needed, free)} such devices' worth, and one is used"
+            f"that is {_devices_worth(needed, free)} such devices' worth, and one is used"
         )
     return pages * PAGE
 
@@ -262,7 +262,7 @@ def _mlp_values(text: TextConfig) -> int:
     return max(3 * text.intermediate_size, text.experts.chosen * each + 2 * text.experts.count)
 
 
-def devices_worth(needed: float, each: float) -> int:
+def _devices_worth(needed: float, each: float) -> int:
     """Devices with `each` bytes that together hold what is needed."""
     return math.ceil(needed / max(each, 1))
 

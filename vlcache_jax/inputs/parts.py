@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vlcache_jax.checks import check_text, short
+from vlcache_jax.foreign import warn
 from vlcache_jax.inputs.processor import OWN_LIMITS, check_own_limits
 from vlcache_jax.inputs.videos import ALIASES, OPTIONS
 
@@ -100,7 +99,7 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):
                 arguments = None
         if not isinstance(arguments, Mapping):  # what a model once said wrongly must not end the conversation
-            warn_ignored("text", f"{name} tool_calls[{i}] arguments, which is no JSON object,")
+            warn(f"{name} tool_calls[{i}] arguments should be a JSON object: what they hold is ignored")
             arguments = {}
         told = {**function, "arguments": arguments}
         calls.append({**call, "function": told} if "function" in call else told)
@@ -139,7 +138,7 @@ def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]
         if isinstance(value, Mapping):
             check_keys(value, ("url", "detail"), f"{name} image_url")
             if value.get("detail") not in (None, "auto"):
-                warn_ignored("detail", "an image")
+                warn("the detail of an image is ignored")
             value = value.get("url")
         if not isinstance(value, str):
             raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
@@ -213,11 +212,6 @@ def check_uuid(uuid: Any, name: str) -> None:
         raise ValueError(f"{name} must be a non-empty string or None, got {short(uuid)}")
     if uuid is not None:
         check_text(uuid, name)
-
-
-def warn_ignored(key: str, where: str) -> None:
-    package = str(Path(__file__).parent.parent)
-    warnings.warn(f"the {key} of {where} is ignored", UserWarning, skip_file_prefixes=(package,))
 
 
 def _plain_text(text: Any, name: str) -> str:

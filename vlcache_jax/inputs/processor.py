@@ -29,7 +29,7 @@ _LIMITS = ("min_pixels", "max_pixels")
 _RESIZED = ("resized_height", "resized_width")
 OWN_LIMITS = (*_LIMITS, *_RESIZED)
 """What the part of a message may say of its image, in the words of Qwen's `qwen_vl_utils`."""
-_RESIZED_TOKENS = (4, 16384)  # between which it keeps such an image
+_RESIZED_TOKENS = (4, 16384)  # between which it keeps such an image, or frame
 
 
 def _channels(kind: Kind) -> Kind:
@@ -110,6 +110,12 @@ def overrule(limits: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int
         # Pictures grow by whole blocks, beyond the least area; if that were the greatest, too, beyond the greatest.
         both |= {"min_pixels": 1} if "max_pixels" in own else {"max_pixels": own["min_pixels"]}
     return both
+
+
+def fit_asked(height: int, width: int, block: int) -> tuple[int, int]:
+    """Rows and columns of blocks for a height and width that were asked for, in pixels, as Qwen's utility has them."""
+    least, most = (count * block**2 for count in _RESIZED_TOKENS)
+    return fit_blocks(height, width, block, least, most, fewest=1)
 
 
 def fit_blocks(
@@ -233,9 +239,7 @@ class ImageProcessor:
         check_picture_size(height, width, name)
         block = self.patch_size * self.merge_size
         if limits and _RESIZED[0] in limits:
-            height, width = (limits[key] for key in _RESIZED)
-            least, most = (count * block**2 for count in _RESIZED_TOKENS)
-            rows, columns = fit_blocks(height, width, block, least, most, fewest=1)
+            rows, columns = fit_asked(limits[_RESIZED[0]], limits[_RESIZED[1]], block)
         else:
             bounds = self.with_limits(limits)
             rows, columns = fit_blocks(height, width, block, bounds.min_pixels, bounds.max_pixels)

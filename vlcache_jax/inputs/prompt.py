@@ -23,7 +23,7 @@ import numpy.typing as npt
 from vlcache_jax.checks import check_flags, check_text, short
 from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, read_object
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
-from vlcache_jax.inputs.expansion import Expander, Inset
+from vlcache_jax.inputs.expansion import Expander
 from vlcache_jax.inputs.images import ImageSource, read_image
 from vlcache_jax.inputs.parts import (
     IMAGE_TOKEN,
@@ -335,12 +335,6 @@ class PromptRenderer:
                     found.append((self.video({"type": "video", **part}, where, settings.of_video(i)), uuid))
         given = cast(str, text) if ids is None else self._token_ids(ids, f"{name} prompt_token_ids")
         return self._prompt(given, found, settings, name)
-
-    def expand(
-        self, token_ids: npt.NDArray[np.int32], counts: Sequence[int | Inset]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """See `Expander.expand`."""
-        return self.expander.expand(token_ids, counts)
 
     def _add(
         self,

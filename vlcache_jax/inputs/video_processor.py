@@ -20,14 +20,13 @@ from vlcache_jax.checks import short, shorten
 from vlcache_jax.fields import FLAG, OBJECT, TEXT, check_fields, optional, read_object, whole
 from vlcache_jax.inputs.films import UNKNOWN_FPS, Head
 from vlcache_jax.inputs.images import check_picture_size
-from vlcache_jax.inputs.processor import Grid, ImageProcessor, fit_blocks
+from vlcache_jax.inputs.processor import Grid, ImageProcessor, fit_asked, fit_blocks
 from vlcache_jax.inputs.videos import OPTIONS, VideoOptions, check_order
 from vlcache_jax.models.config import ModelConfig, VisionConfig
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.video import Videos
 
 _SIZE = dict.fromkeys(("shortest_edge", "longest_edge"), optional(OPTIONS["max_pixels"]))
-_RESIZED_TOKENS = 4, 16384  # of a frame, as in Qwen's utility
 _STORED = {key: optional(kind) for key, kind in OPTIONS.items()} | {
     "size": optional(OBJECT),
     "cap_pixels_per_frame": optional(FLAG),
@@ -183,8 +182,7 @@ class VideoProcessor:
         if options.resized_height is not None and options.resized_width is not None:
             height, width = options.resized_height, options.resized_width
             check_picture_size(height, width, f"{name} resized_height x resized_width")
-            bounds = [tokens * block**2 for tokens in _RESIZED_TOKENS]
-            rows, columns = fit_blocks(max(height, block), max(width, block), block, *bounds)
+            rows, columns = fit_asked(height, width, block)
         elif (options.min_pixels, options.max_pixels, options.total_pixels) != (None, None, None):
             least, most = self._area(frames, options)
             rows, columns = fit_blocks(head.height, head.width, block, least, most)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import mimetypes
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from PIL import Image
 
 from vlcache_jax.checks import short
 from vlcache_jax.fields import FLAG, Kind, check_fields, listed, optional, real, whole
+from vlcache_jax.foreign import warn
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.films import MAX_FRAMES, UNKNOWN_FPS, Film, FilmFile, Frames
 from vlcache_jax.inputs.images import describe, read_encoded, read_image
@@ -239,9 +238,7 @@ def _rate(said: Mapping[str, Any], options: VideoOptions, name: str) -> tuple[fl
     rates = said.get("fps"), options.sample_fps, options.fps
     fps = next((rate for rate in rates if rate is not None), None)
     if fps is None:
-        package = str(Path(__file__).parent.parent)
-        words = f"{name} should have fps beside it: the frames are taken for {UNKNOWN_FPS} a second"
-        warnings.warn(words, UserWarning, skip_file_prefixes=(package,))
+        warn(f"{name} should have fps beside it: the frames are taken for {UNKNOWN_FPS} a second")
     is_asked = rates[:2] != (None, None)  # else `fps` has said the rate
     return fps, replace(options, sample_fps=None, fps=options.fps if is_asked else None)
 
