@@ -28,12 +28,14 @@ from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
 
+# Of more rungs: these tests count steps and rows.
+LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FORCED = "the quick brown fox"
 
 
 def open_llm(directory, **changes):
-    return LLM(directory, **SIZES | changes)
+    return LLM(directory, **SIZES | {"ladder": LADDER} | changes)
 
 
 def png(array, **options):
@@ -894,7 +896,7 @@ def test_flush_waits_in_every_thread(llm, a, monkeypatch):
     go, waiting, found = threading.Event(), threading.Semaphore(0), []
     publish, result = llm._store.publish, concurrent.futures.Future.result
     monkeypatch.setattr(llm._store, "publish", lambda record: (go.wait(), publish(record))[1])
-    chat(llm, user("x", a[:60, :60]))  # in one step: the next would wait for the copy
+    chat(llm, user("x", a))
     monkeypatch.setattr(concurrent.futures.Future, "result", lambda job: (waiting.release(), result(job))[1])
 
     def flush():
