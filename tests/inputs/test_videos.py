@@ -411,9 +411,7 @@ def test_a_playlist_opens_nothing(tmp_path):
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{tmp_path / 'a.mp4'}\n#EXT-X-ENDLIST\n".encode()
     concat = f"ffconcat version 1.0\nfile '{tmp_path / 'a.mp4'}'\n".encode()
     for value in (playlist, concat):
-        with pytest.raises(
-            ValueError, match=r"video must be a video that FFmpeg can read, got .*: its format is none of"
-        ):
+        with pytest.raises(ValueError, match="video must be a video that FFmpeg can read"):
             read_video(value).film.head()
 
 

@@ -183,7 +183,8 @@ def read_encoded(value: Any, accepted: str, *, access: Access, name: str) -> byt
     """
     if isinstance(value, bytes):
         encoded = value
-        if is_base64(value[:64].decode("latin-1")) and is_base64(value.decode("latin-1")):
+        begin = value[: _LONGEST_PATH + 1].decode("latin-1")  # megabytes of pixels are not decoded as text
+        if is_base64(begin) and is_base64(value.decode("latin-1")):
             raise ValueError(f"{name} must be the bytes of a file, got base64 alone: decode its {len(value)} bytes")
     elif isinstance(value, str) and value[:5].lower() == "data:":
         encoded = _decode_data_url(value, access, name)
