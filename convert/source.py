@@ -73,7 +73,7 @@ def locate(source: str | pathlib.Path, revision: str | None = None, *, weights: 
     if str(source).lower().endswith("gguf"):
         raise FileNotFoundError(f"{wrong}: {_NO_GGUF}")
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise FileNotFoundError(wrong)
+        raise FileNotFoundError(f"{wrong}: there is no such folder" if source != "" else wrong)
     if "/" not in source and (meant := _meant(source)) is not None:  # such names are nobody's on the hub
         raise FileNotFoundError(f"{wrong}: write {meant!r}")
 

@@ -118,6 +118,8 @@ def llm(checkpoints):
         ({"quantization": "awq"}, "quantization must be None, as nothing else is supported here, got 'awq'$"),
         ({"tokenizer": "somewhere"}, "tokenizer must be None, as nothing else is supported here, got 'somewhere'$"),
         ({"max_modellen": 5}, "LLM has no argument max_modellen; is it max_model_len[?]$"),
+        ({"enforce_eagr": True}, "LLM has no argument enforce_eagr; is it enforce_eager[?]$"),
+        ({"tensor_paralel_size": 1}, "LLM has no argument tensor_paralel_size; is it tensor_parallel_size[?]$"),
         ({"xyzzy": 5}, "LLM has no argument xyzzy$"),
         ({"temperature": 5}, "LLM has no argument temperature$"),
     ],
@@ -175,7 +177,7 @@ class OutputKind(enum.Enum):
 def test_sampling_parameters_of_others():
     plain = SamplingParams(temperature=1)
     usual = {"detokenize": True, "spaces_between_special_tokens": True, "structured_outputs": None, "best_of": 1}
-    for kind in (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY):
+    for kind in (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY, 0, 2):
         assert SamplingParams(temperature=1, **usual, output_kind=kind, logits_processors=[]) == plain
     with pytest.warns(UserWarning, match="^detokenize, flat_logprobs have no meaning here and are ignored$"):
         assert SamplingParams(temperature=1, detokenize=False, flat_logprobs=True) == plain
@@ -183,6 +185,9 @@ def test_sampling_parameters_of_others():
         plain.extra_args = {"a": 1}
     for given, message in (
         ({"output_kind": OutputKind.DELTA}, "SamplingParams cannot do what vLLM's output_kind asks for: outputs hold"),
+        ({"output_kind": 1}, "SamplingParams cannot do what vLLM's output_kind asks for: outputs hold"),
+        ({"do_sample": True}, "SamplingParams has no argument do_sample; set temperature, where 0 is greedy$"),
+        ({"response_format": {}}, "SamplingParams has no argument response_format; answers are held to no format"),
         ({"best_of": 2}, "SamplingParams cannot do what vLLM's best_of asks for: set n, and choose"),
         ({"logprob_token_ids": [5]}, "SamplingParams cannot do .* logprob_token_ids asks for: set logprobs, up to 20"),
         ({"guided_decoding": {"json": {}}}, "guided_decoding must be None, as nothing else is supported here, got"),
@@ -265,8 +270,12 @@ def test_calls_as_others_write_them(llm, textured_image):
     for wrong in ({"tools": [1]}, {"template": "x"}):
         with pytest.raises(TypeError, match=r"^(chat cannot do what vLLM's tools asks|chat has no argument template)"):
             llm.chat(continued, GREEDY, False, **wrong)
-    with pytest.raises(TypeError, match=r"^generate has no argument sampling_param; is it sampling_params"):
-        llm.generate("Hello", use_tqdm=False, sampling_param=GREEDY)
+    for call in (llm.generate, llm.chat):
+        for near in ("sampling_param", "sampling"):
+            with pytest.raises(TypeError, match=f"^{call.__name__} has no argument {near}; is it sampling_params[?]$"):
+                call(continued, use_tqdm=False, **{near: GREEDY})
+        with pytest.raises(TypeError, match=r"no argument temperature; write it into sampling_params=SamplingParams"):
+            call(continued, use_tqdm=False, temperature=0)
     with pytest.raises(ValueError, match=r"^conversations must be left out beside messages, got both$"):
         llm.chat(continued, messages=continued)
     [score] = llm.score(continued, ["a"], use_tqdm=False, continue_final_message=True)
@@ -292,6 +301,9 @@ def test_errors_name_what_was_written(llm, textured_image):
     robot = [{"role": "robot", "content": "a"}]
     for call, message in (
         (lambda: llm.chat(messages=robot), r"messages\[0\] must have the role"),
+        (lambda: llm.chat("hi"), r'messages must be a list such as \[{"role": "user", .* of such lists, got str$'),
+        (lambda: llm.chat(robot[0]), r"messages must be a list such as .*, got dict$"),
+        (lambda: llm.chat(5), r"conversations must be a list of conversations, got int$"),
         (lambda: llm.chat(robot), r"messages\[0\] must have the role"),
         (lambda: llm.chat(wrong), r"messages images\[0\] must be an image that Pillow can read"),
         (lambda: llm.chat([wrong]), r"conversations\[0\] images\[0\] must be an image"),

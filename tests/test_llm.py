@@ -520,6 +520,8 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
         ("gpu_memory_utilization", 1.5, "gpu_memory_utilization must be a number above 0 and at most 1, got 1.5"),
         ("max_num_seqs", 0, "max_num_seqs must be a positive integer"),
         ("limit_mm_per_prompt", 4, "limit_mm_per_prompt must be a dict such as"),
+        ("limit_mm_per_prompt", {"img": 1}, "limit_mm_per_prompt must hold only image, video, audio, got 'img'"),
+        ("limit_mm_per_prompt", {"video": {"cnt": 1}}, r"limit_mm_per_prompt\['video'\] must hold only count, .*'cnt'"),
         ("limit_mm_per_prompt", {"image": -1}, "limit_mm_per_prompt must be integers of at least 0, got -1 for image"),
         ("verify_weights", 1, "verify_weights must be a bool, got 1"),
         ("use_tqdm", None, "use_tqdm must be a bool, got None"),

@@ -180,12 +180,12 @@ class AsyncLLM:
         if isinstance(prompt, (str, Mapping)):
             if mm_processor_kwargs is not None:
                 raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
-            if beside := template_options("generate", template):
+            if beside := template_options(self.generate, template):
                 raise ValueError(f"{next(iter(beside))} must be left out, got it beside a prompt that has no messages")
             return self._llm._renderer.from_prompt
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
-        return self._llm._renders("generate", mm_processor_kwargs, **template)
+        return self._llm._renders(self.generate, mm_processor_kwargs, **template)
 
     async def _stream(self, call: Call, request_id: str) -> AsyncGenerator[RequestOutput]:
         events = asyncio.get_running_loop()

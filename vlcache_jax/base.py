@@ -144,7 +144,7 @@ class BaseLLM:
           verify_weights: read all weights of a converted checkpoint at opening and compare them with the hashes that
             were written with them. Otherwise only sizes are checked, and a flipped bit is not noticed.
           seed: of answers whose sampling parameters name none; None is 0.
-          use_tqdm: say on stderr what is loaded; calls have their own.
+          use_tqdm: say on stderr what is loaded. It silences no call: each has its own.
           foreign: arguments of vLLM; those on which no answer depends are ignored, with a warning.
 
         Raises:
@@ -352,7 +352,9 @@ class BaseLLM:
         self._loop.check_open()
         return Call(name, listed, render, self._parse_policy(reuse), salt, on_error, **more)
 
-    def _renders(self, caller: str, settings: Mapping[str, Any] | None, **template: Any) -> Callable[..., Prompt]:
+    def _renders(
+        self, caller: Callable[..., Any], settings: Mapping[str, Any] | None, **template: Any
+    ) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
         read_settings(settings)  # wrong ones are the call's, not a row's
         own = Template(**template_options(caller, template))
@@ -362,14 +364,16 @@ class BaseLLM:
         return self._policy if reuse is None else self._checkpoint.check_policy(parse_policy(reuse))
 
 
-def template_options(caller: str, given: Mapping[str, Any]) -> TemplateOptions:
-    """What is said of the template, of all that a call was given beside its own arguments.
+def template_options(caller: Callable[..., Any], given: Mapping[str, Any]) -> TemplateOptions:
+    """What is said of the template, of all that a call of `caller` was given beside its own arguments.
 
     Raises:
       TypeError: the rest is unknown, or must be written in another way; see `ours`.
     """
     known = TemplateOptions.__annotations__
-    ours(caller, CALLS, {name: value for name, value in given.items() if name not in known}, known)
+    if others := {name: value for name, value in given.items() if name not in known}:
+        named = inspect.signature(caller).parameters.keys() - {"template"}  # those are `known`
+        ours(caller.__name__, CALLS, others, (*sorted(named), *known))
     return cast(TemplateOptions, {name: value for name, value in given.items() if name in known})
 
 
@@ -427,18 +431,29 @@ def _check_share(share: Any) -> None:
         raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
 
 
+_LIMIT_KEYS = ("count", "num_frames", "width", "height", "length")  # vLLM's; but for the first they size its rehearsal
+
+
 def _check_limits_per_prompt(limits: Any) -> dict[str, int]:
     """How many images and videos a request may have; any number of what is not in it."""
     if limits is None:
         return {}
-    if not isinstance(limits, Mapping) or not set(limits) <= {"image", "video", "audio"}:
+    if not isinstance(limits, Mapping):
         raise ValueError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {limits!r}')
+    for kind in limits:
+        if kind not in ("image", "video", "audio"):
+            raise ValueError(f"limit_mm_per_prompt must hold only image, video, audio, got {kind!r}")
     found: dict[str, int] = {}
     idle: list[str] = []
     for kind, given in limits.items():
         most = given
         if isinstance(given, Mapping):
             most = given.get("count")
+            for key in given if most is None else ():
+                if key not in _LIMIT_KEYS:
+                    raise ValueError(
+                        f"limit_mm_per_prompt[{kind!r}] must hold only {', '.join(_LIMIT_KEYS)}, got {key!r}"
+                    )
             idle += [f"limit_mm_per_prompt[{kind!r}][{key!r}]" for key in given if key != "count"]
             if most is None:
                 continue

@@ -24,6 +24,7 @@ class Names:
       instead: of some of the others, what to do in their place.
       ignored: no answer depends on them; they are taken with a warning.
       usual: of these, what vLLM has on: it is False that is warned of.
+      strange: of names that only others than vLLM have, or none, what to write.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -31,6 +32,7 @@ class Names:
     instead: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     usual: frozenset[str] = frozenset()
+    strange: Mapping[str, str] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self.renamed or name in self.only or name in self.ignored
@@ -201,7 +203,7 @@ SAMPLING = Names(
         "length_penalty": (1,),
         "logits_processors": (),
         "logprob_token_ids": (),
-        "output_kind": ("CUMULATIVE", "FINAL_ONLY"),
+        "output_kind": ("CUMULATIVE", "FINAL_ONLY", 0, 2),
         "prompt_logprob_start": (),
         "prompt_logprob_token_ids": (),
         "repetition_detection": (),
@@ -228,6 +230,13 @@ SAMPLING = Names(
         """
     ),
     usual=frozenset({"detokenize", "spaces_between_special_tokens"}),
+    strange={
+        "do_sample": "set temperature, where 0 is greedy",
+        "max_completion_tokens": "set max_tokens",
+        "max_new_tokens": "set max_tokens",
+        "num_return_sequences": "set n",
+        "response_format": "answers are held to no format, so ask for it in the prompt",
+    },
 )
 
 # Of LLM.chat, LLM.generate and AsyncLLM.generate.
@@ -255,6 +264,10 @@ CALLS = Names(
         trace_headers
         """
     ),
+    strange={
+        "sampling": "is it sampling_params?",
+        **dict.fromkeys(("temperature", "max_tokens"), "write it into sampling_params=SamplingParams(...)"),
+    },
 )
 
 
@@ -279,8 +292,10 @@ def ours(name: str, names: Names, given: Mapping[str, Any], known: Collection[st
     idle: list[str] = []
     for argument, value in given.items():
         if argument not in names:
-            close = difflib.get_close_matches(argument, known, 1, 0.75)
-            raise TypeError(f"{name} has no argument {argument}" + (f"; is it {close[0]}?" if close else ""))
+            everything = (*known, *names.renamed, *names.only, *names.ignored)
+            close = difflib.get_close_matches(argument, everything, 1, 0.75)
+            hint = names.strange.get(argument) or (f"is it {close[0]}?" if close else "")
+            raise TypeError(f"{name} has no argument {argument}" + (f"; {hint}" if hint else ""))
         asks = value is False if argument in names.usual else not _asks_nothing(value)
         if not asks:
             continue

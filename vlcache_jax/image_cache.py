@@ -21,7 +21,7 @@ from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.inputs.parts import VIDEO_TYPES
+from vlcache_jax.inputs.parts import VIDEO_TYPES, typed
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.inputs.settings import read_settings
@@ -282,7 +282,7 @@ class ImageCache:
 
     def _images(self, image: Any, salt: Salt, mm_processor_kwargs: Mapping[str, Any] | None) -> tuple[ImageRef, ...]:
         self._check_open()
-        if isinstance(image, Mapping) and image.get("type") not in VIDEO_TYPES:
+        if isinstance(image, Mapping) and typed(image).get("type") not in VIDEO_TYPES:
             raise ValueError(
                 f"image must be an image itself, a video's part of a message, or an entry key, got {short(image)}"
             )

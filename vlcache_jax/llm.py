@@ -59,7 +59,7 @@ class LLM(BaseLLM):
             else a message holds, such as `tool_calls` and `reasoning_content`, is for the chat template. In a list, a
             conversation may also be a dict, `{"messages": [...], "chat_template": ...}`, with a template of its own.
           sampling_params: for all, or one for each conversation; None is the checkpoint's own.
-          use_tqdm: show a progress bar.
+          use_tqdm: show a progress bar, whatever the engine was opened with.
           messages: vLLM's name for conversations.
           reuse: see the class; None is what the engine was made with.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
@@ -84,7 +84,7 @@ class LLM(BaseLLM):
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        render = self._renders("chat", mm_processor_kwargs, **template)
+        render = self._renders(self.chat, mm_processor_kwargs, **template)
         if messages is not None and conversations is not None:
             raise ValueError("conversations must be left out beside messages, got both")
         given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
@@ -130,7 +130,7 @@ class LLM(BaseLLM):
             )
         if isinstance(sampling_params, SamplingParams):
             sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
-        render = self._renders("chat_iter", mm_processor_kwargs, **template)
+        render = self._renders(self.chat_iter, mm_processor_kwargs, **template)
         call = self._call("conversations[{}]", [], render, reuse, cache_salt, on_error)
         size = self._runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
@@ -202,7 +202,7 @@ class LLM(BaseLLM):
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
-        render = self._renders("score", mm_processor_kwargs, **template)
+        render = self._renders(self.score, mm_processor_kwargs, **template)
         listed, name = _listed_conversations(conversations, "conversations")
         call = self._call(name, listed, render, reuse, cache_salt, on_error)
         return in_order(self._caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
@@ -241,7 +241,12 @@ def _batched(
 
 def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Asked], str]:
     """Conversations, and what errors call each of them; `kind` is the argument that they stand in."""
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+    if isinstance(given, (str, Mapping)):  # rather one conversation, which is called messages
+        raise ValueError(
+            'messages must be a list such as [{"role": "user", "content": ...}], or a list of such lists, '
+            f"got {type(given).__name__}"
+        )
+    if not isinstance(given, Sequence):
         raise ValueError(f"{kind} must be a list of conversations, got {type(given).__name__}")
     is_one = bool(given) and isinstance(given[0], Mapping) and "messages" not in given[0]
     return ([given], "messages") if is_one else (given, f"{kind}[{{}}]")

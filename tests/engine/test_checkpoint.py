@@ -221,6 +221,8 @@ def test_the_shipped_model_has_a_name(checkpoints, tmp_path, monkeypatch):
         ("Qwen2.5-VL-7B-Instruct", "write 'Qwen/Qwen2.5-VL-7B-Instruct'$"),
         ("qwen3_vl_30b_a3b", "write 'Qwen/Qwen3-VL-30B-A3B-Instruct'$"),
         ("someone/Qwen3-VL-8B-Instruct-GGUF", "GGUF': GGUF files are not read, give the model as it was published"),
+        ("/nope", "got '/nope': there is no such folder$"),
+        ("~/nope", "got '~/nope': there is no such folder$"),
         ("models/q4.gguf", "q4.gguf': GGUF files are not read"),
     ],
 )

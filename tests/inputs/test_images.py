@@ -213,6 +213,10 @@ def test_base64_alone_is_told_apart_from_a_path(suffix):
         read_image(coded)
     assert coded[:20] not in str(caught.value)
     assert str(len(coded)) in str(caught.value)
+    with pytest.raises(
+        ValueError, match=f"^image must be the bytes of a file, got base64 alone: .* {len(coded)} bytes$"
+    ):
+        read_image(coded.encode())
 
 
 def test_reading_decodes_nothing():
@@ -251,7 +255,10 @@ def test_the_repr_of_a_source_holds_no_pixels():
         ("http://host/image.png", "must be local unless allow_remote_images=True, got 'http://host/image.png'"),
         ("\0", "must be the path of a readable file"),
         ("A." * 2500, r"must be the path of a readable file, got '[A.]+\.\.\. \(5002 characters\)"),
-        ("ftp://host/image.png", "must be the path of a readable file"),
+        (
+            "ftp://host/a.png",
+            "must be a path, or a URL that begins with data:, file://, http://.*, got 'ftp://host/a.png'",
+        ),
         ("data:image/png,abc", "must be a data URL of the form data:image/png;base64"),
         ("data:image/png;base64", "must be a data URL of the form data:image/png;base64"),
         ("data:image/png;base64,@@@@", "must be valid base64, got '@@@@'"),
@@ -503,6 +510,9 @@ REFUSED = {
         b"hello, I am a text file",
         "must be an image that Pillow can read and convert to RGB, got 23 bytes: unknown format",
     ),
+    "mp4": (b"\0\0\0\x20ftypisom" + bytes(20), "got 32 bytes: it is a video, so give it as one$"),
+    "Matroska": (b"\x1a\x45\xdf\xa3" + bytes(20), "got 24 bytes: it is a video, so give it as one$"),
+    "AVIF": (b"\0\0\0\x20ftypavif" + bytes(20), "unknown format, none of BMP, GIF"),
     "truncated PNG": (encode(Image.fromarray(textured(99, 99)))[:5000], "got 5000 bytes: "),
     "truncated JPEG": (encode(Image.fromarray(textured(99, 99)), "JPEG")[:2000], "got 2000 bytes: .*truncated"),
     "corrupt PNG": (

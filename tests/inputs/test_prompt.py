@@ -299,9 +299,13 @@ def test_every_shape_of_an_image_part_gives_the_same_prompt(renderer, tmp_path):
         {"type": "image", "path": str(path)},
         {"type": "image", "base64": coded},
         {"type": "image", "base64": url},
+        {"image": path},
+        {"image_url": {"url": url}},
+        {"type": None, "image": encoded, "max_pixels": 8000},
     ]
     for part in parts:
-        prompt = renderer.from_conversation([{"role": "user", "content": [part, text("Hi")]}])
+        prompt = renderer.from_conversation([{"role": "user", "content": [part, {"text": "Hi"}]}])
+        assert prompt.text == renderer.from_conversation(user(image(FIRST), text("Hi"))).text
         assert [source.encoded for source in prompt.images] == [encoded]
         assert prompt.text.count(IMAGE_TOKEN) == 1
     for value in (FIRST, np.array(FIRST)):
@@ -384,7 +388,9 @@ def user(*parts):
         ([{"role": "user", "content": []}], "messages[0] must have a string or a non-empty list of parts as content"),
         ([{"role": "user", "content": image(FIRST)}], "messages[0] must have a string or a non-empty list of parts as"),
         (user(5), "messages[0] content[0] must be a dict of type text, input_text, "),
-        (user({"text": "a"}), f"{PARTS}, got type None"),
+        (user({"text": "a", "image": FIRST}), f"{PARTS}, got no type beside ['text', 'image']: add \"type\""),
+        (user({"path": "a.png"}), f"{PARTS}, got no type beside ['path']: add \"type\""),
+        (user({"image": "no/file.png"}), "images[0] must be the path of a readable file, got 'no/file.png'"),
         (user(text("a"), {"type": "video", "video": "a.mp4"}), "videos[0] must be the path of a readable file"),
         (user({"type": "video_url", "video_url": {"url": "a"}}), "videos[0] must be the path of a readable file"),
         (user({"type": "input_audio", "input_audio": {}}), f"{PARTS}, got type 'input_audio'"),
@@ -406,6 +412,16 @@ def user(*parts):
             "must hold exactly one of image, image_pil, url, path, base64, got image, u",
         ),
         (user({**image(FIRST), "uuid": ""}), "content[0] uuid must be a non-empty string or None, got ''"),
+        *(
+            (user({**part, "uuid": "zz"}), "content[0] uuid must stand beside its image or video, got 'zz' alone")
+            for part in (
+                {"type": "image_url", "image_url": None},
+                {"type": "image_url", "image_url": {"url": None}},
+                {"type": "input_image"},
+                {"type": "image", "image": None},
+                {"type": "video"},
+            )
+        ),
         (user({"type": "image", "base64": "@"}), "images[0] must be valid base64, got '@'"),
         (
             user({"type": "image_url", "image_url": {"url": "a", "size": "low"}}),
@@ -536,6 +552,8 @@ def test_templates_are_the_librarys(renderer):
     assert renderer.from_conversation(conversation[1:], template=template).text == "Hi The answer is "
     with pytest.raises(ValueError, match="conversation must suit chat_template, which failed: "):
         renderer.from_conversation(conversation, template=Template(chat_template="{% if %}"))
+    with pytest.raises(ValueError, match=r"^conversation must suit chat_template, which made an empty prompt of it$"):
+        renderer.from_conversation(conversation, template=Template(chat_template="{{ nothing }}"))
 
 
 @pytest.mark.parametrize(
@@ -686,6 +704,10 @@ def prompt_with(count, images=(), **others):
         (
             prompt_with(1, [FIRST], multi_modal_uuids={"image": [""]}),
             "multi_modal_uuids image[0] must be a non-empty string or None, got ''",
+        ),
+        (
+            prompt_with(1, [None], multi_modal_uuids={"image": ["zz"]}),
+            "multi_modal_uuids image[0] must stand beside its image or video, got 'zz' alone",
         ),
         (
             prompt_with(1, [FIRST], multi_modal_uuids=["one"]),

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from tests.inputs.test_images import fetched
+from vlcache_jax.assets import PICTURES
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.films import FilmFile, Head
 from vlcache_jax.inputs.processor import ImageProcessor
@@ -430,7 +431,12 @@ def test_names_of_encoded_frames():
 BAD = {
     "nothing": ([], {}, "must have 1 to 1048576 frames, got 0"),
     "sizes": ([noise(1)[0], noise(1, 40, 61)[0]], {}, "frames[1] must be 40x60 like the frames before it, got 40x61"),
-    "corrupt": (b"\0\0\0\x20ftypisom nonsense", {}, "must be a video that FFmpeg can read, got 21 bytes"),
+    "corrupt": (
+        b"\0\0\0\x20ftypisom nonsense",
+        {},
+        "must be a video that FFmpeg can read, got 21 bytes: Invalid data found",
+    ),
+    "picture file": ((PICTURES / "picture.png").read_bytes(), {}, "its format is none of mov, mp4, m4a, "),
     "array": (
         noise(2)[..., :2],
         {},

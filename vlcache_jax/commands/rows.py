@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlcache_jax.checks import check_text, short, shorten
 from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.inputs.images import is_base64
+from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.inputs.prompt import TemplateOptions
 
 if TYPE_CHECKING:
@@ -293,10 +293,8 @@ def _placed(conversation: Any, folder: pathlib.Path) -> Any:
     """The conversation with the paths of images as they are from here. What is wrong with it stays as it is."""
 
     def path(value: Any) -> Any:
-        is_path = isinstance(value, str) and not value[:8].lower().startswith(
-            ("data:", "http://", "https://", "file://")
-        )
-        return os.path.join(folder, os.path.expanduser(value)) if is_path and not is_base64(value) else value
+        is_path = isinstance(value, str) and not is_url(value) and not is_base64(value)
+        return os.path.join(folder, os.path.expanduser(value)) if is_path else value
 
     def part(one: Any) -> Any:
         if not isinstance(one, dict):

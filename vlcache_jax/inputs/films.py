@@ -170,15 +170,20 @@ class FilmFile:
             ) from error
         try:
             options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
-            with av.open(io.BytesIO(self.encoded), options=options) as container:
+            try:
+                container = av.open(io.BytesIO(self.encoded), options=options)
+            except av.error.ArgumentError as error:
+                raise ValueError(f"its format is none of {_CONTAINERS.replace(',', ', ')}") from error
+            with container:
                 if not container.streams.video:
                     raise ValueError("no video in it")
                 yield container, container.streams.video[0]
         except Exception as error:  # decoders raise nearly anything on broken files
             if str(error).startswith(self.name):
                 raise
+            reason = error.strerror if isinstance(error, av.error.FFmpegError) else error
             raise ValueError(
-                f"{self.name} must be a video that FFmpeg can read, got {len(self.encoded)} bytes: {error}"
+                f"{self.name} must be a video that FFmpeg can read, got {len(self.encoded)} bytes: {reason}"
             ) from error
 
 

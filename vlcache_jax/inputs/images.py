@@ -44,9 +44,12 @@ _MAX_RUN_PIXELS = 1 << 22  # which Pillow decodes in Python
 
 _ACCEPTED = "a path, bytes, an open binary file, a data:, file: or http(s) URL, a PIL image or a uint8 array"
 _BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]+")
-# How PNG, JPEG, GIF, WebP, TIFF and mp4 begin in base64. Of what is longer than any path the letters are enough.
-_BASE64_BEGINS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkq", "TU0AK", "AAAA")
+# How PNG, JPEG, GIF, WebP, TIFF, mp4 and Matroska begin in base64. Of what is longer than any path the letters are
+# enough.
+_BASE64_BEGINS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkq", "TU0AK", "AAAA", "GkXf")
 _LONGEST_PATH = 4096
+_URL = re.compile(r"data:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_NO_VIDEO = (b"avif", b"avis", b"hei", b"hev", b"mif1", b"msf1")  # brands of pictures in files like those of videos
 _ON_ITS_SIDE = (5, 6, 7, 8)  # orientations in EXIF that swap height and width
 _filter_lock = threading.Lock()
 _loading = threading.Lock()
@@ -135,6 +138,8 @@ class ImageSource:
             yield
         except Exception as error:  # Pillow's decoders raise nearly anything on broken files
             unknown = f"unknown format, none of {', '.join(FORMATS)}"
+            if isinstance(self.value, bytes) and _is_film(self.value):
+                unknown = "it is a video, so give it as one"
             reason = unknown if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
             raise ValueError(
                 f"{self.name} must be an image that Pillow can read and convert to RGB, "
@@ -178,6 +183,9 @@ def read_encoded(value: Any, accepted: str, *, access: Access, name: str) -> byt
     """
     if isinstance(value, bytes):
         encoded = value
+        begin = value[: _LONGEST_PATH + 1].decode("latin-1")  # megabytes of pixels are not decoded as text
+        if is_base64(begin) and is_base64(value.decode("latin-1")):
+            raise ValueError(f"{name} must be the bytes of a file, got base64 alone: decode its {len(value)} bytes")
     elif isinstance(value, str) and value[:5].lower() == "data:":
         encoded = _decode_data_url(value, access, name)
     elif isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
@@ -192,6 +200,11 @@ def read_encoded(value: Any, accepted: str, *, access: Access, name: str) -> byt
                 raise ValueError(
                     f'{name} must be a data URL, got base64 alone: put "data:image/png;base64,", or what else it is, '
                     f"before its {len(value)} characters"
+                ) from None
+            if isinstance(value, str) and is_url(value):
+                raise ValueError(
+                    f"{name} must be a path, or a URL that begins with data:, file://, http:// or https://, "
+                    f"got {describe(value)}"
                 ) from None
             raise
     elif callable(getattr(value, "read", None)):
@@ -208,6 +221,18 @@ def is_base64(text: str) -> bool:
     """Whether a text is rather an encoded file than the path of one."""
     begins = text.startswith(_BASE64_BEGINS) and len(text) > 32
     return (begins or len(text) > _LONGEST_PATH) and _BASE64.fullmatch(text) is not None
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL of any kind, rather than a path."""
+    return _URL.match(text) is not None
+
+
+def _is_film(encoded: bytes) -> bool:
+    """Whether a file begins as an mp4, or what is like it, or a Matroska does."""
+    return encoded.startswith(b"\x1a\x45\xdf\xa3") or (
+        encoded[4:8] == b"ftyp" and not encoded[8:12].startswith(_NO_VIDEO)
+    )
 
 
 def _file_of_url(url: str, name: str) -> str:

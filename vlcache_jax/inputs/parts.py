@@ -20,6 +20,7 @@ IMAGE_TYPES = ("image", "image_url", "image_pil")
 VIDEO_TYPES = ("video", "video_url")
 _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
+_UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that tell the type of a part, as they are named like it
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Of a message, beside role and content: what the template may use.
@@ -67,6 +68,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
     parts: list[dict[str, str]] = []
     for i, part in enumerate(content):
         where = f"{name} content[{i}]"
+        part = typed(part)
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(part, str):
             parts.append({"type": "text", "text": _plain_text(part, where)})
@@ -77,10 +79,20 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
             add(_as_image_url(part, where) if kind == "input_image" else part, where)
             parts.append({"type": "video" if kind in VIDEO_TYPES else "image"})
         else:
-            got = f"type {kind!r}" if isinstance(part, Mapping) else type(part).__name__
+            got = f"type {short(kind)}" if isinstance(part, Mapping) else type(part).__name__
+            if isinstance(part, Mapping) and kind is None:
+                got = f'no type beside {short(list(part))}: add "type"'
             known = ", ".join((*_TEXT_KEYS, "input_image", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
             raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, or a string, got {got}")
     return told | {"content": parts}
+
+
+def typed(part: Any) -> Any:
+    """A part that has no type but exactly one key that tells it, with that type; any other as it is."""
+    if not isinstance(part, Mapping) or part.get("type") is not None:
+        return part
+    kinds = [kind for kind in _UNTYPED if part.get(kind) is not None]
+    return {**part, "type": kinds[0]} if len(kinds) == 1 else part
 
 
 def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
@@ -124,7 +136,7 @@ def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
     part = {key: value for key, value in part.items() if value is not None}
     check_keys(part, ("type", "image_url", "detail", "uuid"), name)
     url = part.get("image_url")
-    if not isinstance(url, str):
+    if not isinstance(url, str | None):
         raise ValueError(f"{name} must have a string as image_url, got {type(url).__name__}")
     return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}, "uuid": part.get("uuid")}
 
@@ -207,11 +219,20 @@ def check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> Non
             raise ValueError(f"{name} must hold only {', '.join(known)}, got {key!r}")
 
 
-def check_uuid(uuid: Any, name: str) -> None:
+def has_media(part: Mapping[str, Any]) -> bool:
+    """Whether a part that is an image or a video holds one."""
+    values = [part.get(key) for key in {*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url"}]
+    return any((one.get("url") if isinstance(one, Mapping) else one) is not None for one in values)
+
+
+def check_uuid(uuid: Any, name: str, *, is_alone: bool) -> None:
+    """Raises a ValueError unless it is None or an id; one that `is_alone` stands for nothing, as in vLLM it would."""
     if not (uuid is None or (isinstance(uuid, str) and uuid)):
         raise ValueError(f"{name} must be a non-empty string or None, got {short(uuid)}")
     if uuid is not None:
         check_text(uuid, name)
+        if is_alone:
+            raise ValueError(f"{name} must stand beside its image or video, got {short(uuid)} alone")
 
 
 def _plain_text(text: Any, name: str) -> str:

@@ -31,10 +31,12 @@ from vlcache_jax.inputs.parts import (
     VIDEO_TYPES,
     check_keys,
     check_uuid,
+    has_media,
     image_value,
     is_with_metadata,
     listed,
     read_message,
+    typed,
     video_value,
 )
 from vlcache_jax.inputs.processor import overrule
@@ -205,6 +207,7 @@ class PromptRenderer:
 
     def video(self, part: Mapping[str, Any], name: str = "video", defaults: VideoOptions = NO_OPTIONS) -> VideoSource:
         """Takes hold of the video of a message's part, see `videos.read_video`; `defaults` are its request's."""
+        part = typed(part)
         if part.get("type") not in VIDEO_TYPES:
             raise ValueError(f"{name} must be a dict of type {' or '.join(VIDEO_TYPES)}, got {short(part)}")
         value, options, metadata = video_value(part, name)
@@ -242,8 +245,8 @@ class PromptRenderer:
                 the request, or "resized_height" and "resized_width"; beside a video what `videos.VideoOptions` names,
                 and "video_metadata". An image or video may have a "uuid", the caller's own id of it. The role developer
                 is system. What else a message may hold, such as "tool_calls", is the template's. An image's "detail" is
-                ignored, with a warning. Or a dict of "messages" and `TemplateOptions` that stand in place of
-                `template`.
+                ignored, with a warning. A part may leave out its type where one of its keys is named like it. Or a dict
+                of "messages" and `TemplateOptions` that stand in place of `template`.
             mm_processor_kwargs: of this request, see `settings.read_settings`.
             template: by which it is rendered.
             name: what error messages call the conversation, such as "conversations[2]".
@@ -271,6 +274,7 @@ class PromptRenderer:
         listed = name if name.startswith("messages") else f"{name} messages"
         rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         settings.check_videos(sum(isinstance(source, VideoSource) for source, _ in found), name)
+        whose = "the checkpoint's chat template" if template.chat_template is None else "chat_template"
         try:
             text = self.tokenizer.apply_chat_template(
                 rendered,
@@ -281,8 +285,9 @@ class PromptRenderer:
                 **(template.chat_template_kwargs or {}),
             )
         except Exception as error:  # templates come with checkpoints and raise what they like
-            whose = "the checkpoint's chat template" if template.chat_template is None else "chat_template"
             raise ValueError(f"{name} must suit {whose}, which failed: {error}") from error
+        if not text:
+            raise ValueError(f"{name} must suit {whose}, which made an empty prompt of it")
         return self._prompt(cast(str, text), found, settings, name)
 
     def from_prompt(self, prompt: str | Mapping[str, Any] | Sequence[int], *, name: str = "prompt") -> Prompt:
@@ -324,7 +329,7 @@ class PromptRenderer:
                     f"{name} must have one uuid for each {kind}, got {len(uuids)} for {len(media)} {kind}s"
                 )
             for i, (one, uuid) in enumerate(zip(media, uuids, strict=True)):
-                check_uuid(uuid, f"{name} multi_modal_uuids {kind}[{i}]")
+                check_uuid(uuid, f"{name} multi_modal_uuids {kind}[{i}]", is_alone=one is None)
                 where = f"{name} {kind}s[{i}]"
                 if kind == "image":
                     found.append((self.image(one, where), uuid))
@@ -348,7 +353,7 @@ class PromptRenderer:
         """Appends the image or video of a message's part to those before it."""
         is_video = part["type"] in VIDEO_TYPES
         number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
-        check_uuid(part.get("uuid"), f"{where} uuid")
+        check_uuid(part.get("uuid"), f"{where} uuid", is_alone=not has_media(part))
         if is_video:
             source: Source = self.video(part, shown.format("video", number), settings.of_video(number))
         else:
