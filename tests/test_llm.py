@@ -255,7 +255,7 @@ def test_bf16(llm, family_checkpoint, conversations):
 
 
 def test_sampling_is_repeatable_whatever_else_is_in_the_batch(llm, conversations):
-    params = SamplingParams(temperature=1.0, top_p=0.95, seed=7, max_tokens=8, n=3, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=2.0, top_p=0.95, seed=7, max_tokens=8, n=3, ignore_eos=True, logprobs=2)
     [alone] = llm.chat([conversations[0]], params, use_tqdm=False)
     together = llm.chat(conversations, [params, *[GREEDY] * 3], use_tqdm=False)[0]
     assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in together.outputs]
