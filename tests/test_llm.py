@@ -522,6 +522,7 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
         ("limit_mm_per_prompt", 4, "limit_mm_per_prompt must be a dict such as"),
         ("limit_mm_per_prompt", {"img": 1}, "limit_mm_per_prompt must hold only image, video, audio, got 'img'"),
         ("limit_mm_per_prompt", {"video": {"cnt": 1}}, r"limit_mm_per_prompt\['video'\] must hold only count, .*'cnt'"),
+        ("limit_mm_per_prompt", {"video": {"count": 1, "cnt": 1}}, "must hold only count, .*'cnt'"),
         ("limit_mm_per_prompt", {"image": -1}, "limit_mm_per_prompt must be integers of at least 0, got -1 for image"),
         ("verify_weights", 1, "verify_weights must be a bool, got 1"),
         ("use_tqdm", None, "use_tqdm must be a bool, got None"),

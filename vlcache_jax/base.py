@@ -449,7 +449,7 @@ def _check_limits_per_prompt(limits: Any) -> dict[str, int]:
         most = given
         if isinstance(given, Mapping):
             most = given.get("count")
-            for key in given if most is None else ():
+            for key in given:
                 if key not in _LIMIT_KEYS:
                     raise ValueError(
                         f"limit_mm_per_prompt[{kind!r}] must hold only {', '.join(_LIMIT_KEYS)}, got {key!r}"

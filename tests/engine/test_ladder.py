@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
+from vlcache_jax.engine.ladder import Ladder, cover, round_up, split_rows
 
 
 def test_steps_hold_the_rows_with_little_padding():
@@ -37,3 +37,7 @@ def test_round_up():
 def test_bad_rungs(rungs):
     with pytest.raises(ValueError, match=r"ladder\.rows must be ascending positive integers"):
         Ladder(rows=rungs)
+
+
+def test_what_is_copied_together_is_covered_by_rungs():
+    assert [cover(size, (1, 4, 8)) for size in (0, 1, 2, 8, 9, 21)] == [[], [1], [4], [8], [8, 1], [8, 8, 8]]
