@@ -367,7 +367,7 @@ def test_other_bad_arguments(llm, conversations, textured_image):
         chat(conversations[:2], [GREEDY] * 3)
     with pytest.raises(ValueError, match=r"sampling_params\[0\] must be SamplingParams, got dict"):
         chat(conversations[:1], [{}])
-    with pytest.raises(ValueError, match="conversations must be"):
+    with pytest.raises(ValueError, match="messages must be"):
         chat("hello")
     with pytest.raises(ValueError, match='reuse must be "off"'):
         chat(conversations[0], reuse="most")
