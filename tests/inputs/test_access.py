@@ -114,10 +114,16 @@ def test_files_elsewhere_are_refused_in_the_same_words_whether_they_exist_or_not
 
 
 @pytest.mark.parametrize("folder", [None, ""])
-@pytest.mark.parametrize("path", [*ALLOWED, *FORBIDDEN, "missing.png", "ftp://host/a.png", "file:///etc/passwd"])
+@pytest.mark.parametrize("path", [*ALLOWED, *FORBIDDEN, "missing.png", "file:///etc/passwd"])
 def test_no_folder_allows_no_file(tree, folder, path):
     with pytest.raises(ValueError, match=r"not allowed by allowed_local_media_path$"):
         read_image(path.format(tree=tree), access=Access(allowed_local_media_path=folder))
+
+
+@pytest.mark.parametrize("folder", [None, "", "/"])
+def test_urls_of_other_kinds_are_no_files(folder):
+    with pytest.raises(ValueError, match=r"a URL that begins with data:, .* got 'ftp://host/a.png'$"):
+        read_image("ftp://host/a.png", access=Access(allowed_local_media_path=folder))
 
 
 def test_the_root_allows_every_file(tree):
