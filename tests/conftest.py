@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads of XLA's CPU client: interpreted kernels wait in them for each other.
 os.environ.setdefault("NPROC", "16")
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -206,6 +207,56 @@ def no_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     home = tmp_path_factory.mktemp("cache-home")
     with pytest.MonkeyPatch.context() as context:
         context.setattr(costs, "cache_home", lambda: home)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_made_once() -> Iterator[None]:
+    """Engines of the same model and sizes share their compiled programs: compiling is most of what tests take.
+
+    What an engine says that it has compiled stays its own, and so does what it launches.
+    """
+    from vlcache_jax.engine import programs
+    from vlcache_jax.engine.definitions import Definitions, shapes
+
+    known: dict[Any, tuple[Any, Any]] = {}
+    define, lower, check = Definitions.__init__, programs.Programs._lower, programs.check_maps
+
+    def noted(self: Definitions, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
+        define(self, config, params, normalization, **sizes)
+        leaves, tree = jax.tree.flatten(shapes((params, normalization)))
+        self.told = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]
+
+    class Once:
+        """In the place of what is lowered, and need not be."""
+
+        def __init__(self, own: programs.Programs, key: programs.Key):
+            self.own, self.key = own, key
+            self.place = own.definitions.told, tuple(map(repr, jax.config.values.items())), key  # type: ignore[attr-defined]
+            self.lowered = None if self.place in known else lower(own, key)
+
+        def compile(self) -> Any:
+            if self.lowered is not None:
+                known[self.place] = self.lowered.compile(), self.own.kernels.get(self.key)
+            compiled, kernels = known[self.place]
+            if kernels is not None:
+                self.own.kernels[self.key] = kernels
+            return compiled
+
+        def as_text(self) -> str:
+            return (self.lowered or lower(self.own, self.key)).as_text()
+
+    def check_maps(key: programs.Key) -> None:
+        try:
+            check(key)
+        except MemoryError:
+            known.clear()
+            check(key)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(Definitions, "__init__", noted)
+        context.setattr(programs.Programs, "_lower", lambda own, key: Once(own, key))
+        context.setattr(programs, "check_maps", check_maps)
         yield
 
 
