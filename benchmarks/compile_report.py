@@ -28,10 +28,10 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK
-from vlcache_jax.engine.definitions import BLOCK
-from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.packed import unpack
-from vlcache_jax.engine.runner import Runner
+from vlcache_jax.device.definitions import BLOCK
+from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.packed import unpack
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.models import ModelConfig, abstract_model
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import PAGE, attention, link, paged_attention

@@ -19,13 +19,13 @@ import jax
 import numpy as np
 
 from vlcache_jax.benchmarks.compile_report import MODELS, abstract_runner
-from vlcache_jax.engine.batching import Prefill, prefill_steps, shared_prefixes
-from vlcache_jax.engine.packed import pack
+from vlcache_jax.device.packed import pack
+from vlcache_jax.engine.batching import Prefill, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
-from vlcache_jax.pallas_kernels import PAGE, make_work
+from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
 from vlcache_jax.reuse.plan import full_prefill
 from vlcache_jax.reuse.policies import Policy, Scheduled, make_plan
 from vlcache_jax.reuse.schedule import Schedule

@@ -29,11 +29,11 @@ from PIL import Image
 
 from vlcache_jax.calls import Caller
 from vlcache_jax.engine.engine import Engine
-from vlcache_jax.engine.identification import Arrivals
-from vlcache_jax.engine.linker import Linker
-from vlcache_jax.engine.linking import Linking
 from vlcache_jax.engine.prefilling import Prefiller
+from vlcache_jax.engine.uploads import Linking
 from vlcache_jax.files import check_writable
+from vlcache_jax.intake.identification import Arrivals
+from vlcache_jax.intake.planner import Linker
 from vlcache_jax.progress import Progress
 from vlcache_jax.study.report import environment, show, write
 

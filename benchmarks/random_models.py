@@ -13,7 +13,7 @@ import numpy as np
 from vlcache_jax import base
 from vlcache_jax.benchmarks.prefill import TEXT, VISION
 from vlcache_jax.convert.plan import as_dtype
-from vlcache_jax.engine.checkpoint import Checkpoint
+from vlcache_jax.device.checkpoint import Checkpoint
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.published import SIZES, find_name
 from vlcache_jax.models.registry import load_config

@@ -18,8 +18,8 @@ from typing import Any, get_args
 
 from vlcache_jax.benchmarks.known_images import make_images
 from vlcache_jax.benchmarks.throughput import TEXT, VISION
-from vlcache_jax.engine.costs import Load
 from vlcache_jax.files import check_writable
+from vlcache_jax.intake.costs import Load
 from vlcache_jax.progress import Progress
 from vlcache_jax.study.calibration import calibrate
 from vlcache_jax.study.report import environment, publish

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.benchmarks.shapes import AttentionShape, Seen, cold, questions, requests, stage
-from vlcache_jax.engine.batching import shared_prefixes
-from vlcache_jax.pallas_kernels import PAGE, attention, make_work, paged_attention, work_config
+from vlcache_jax.pallas_kernels import PAGE, attention, make_work, paged_attention, shared_prefixes, work_config
 from vlcache_jax.study import report
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03}  # of results of standard normal values

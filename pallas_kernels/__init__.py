@@ -18,6 +18,7 @@ from vlcache_jax.pallas_kernels.attention import WorkConfig as WorkConfig
 from vlcache_jax.pallas_kernels.attention import attention as attention
 from vlcache_jax.pallas_kernels.attention import make_work as make_work
 from vlcache_jax.pallas_kernels.attention import paged_attention as paged_attention
+from vlcache_jax.pallas_kernels.attention import shared_prefixes as shared_prefixes
 from vlcache_jax.pallas_kernels.attention import work_config as work_config
 from vlcache_jax.pallas_kernels.flaws import carry_flaws as carry_flaws
 from vlcache_jax.pallas_kernels.grouped_matmul import grouped_matmul as grouped_matmul

@@ -202,7 +202,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def no_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What somebody measured on this machine decides nothing in tests."""
-    from vlcache_jax.engine import costs
+    from vlcache_jax.intake import costs
 
     home = tmp_path_factory.mktemp("cache-home")
     with pytest.MonkeyPatch.context() as context:
@@ -216,8 +216,8 @@ def programs_made_once() -> Iterator[None]:
 
     What an engine says that it has compiled stays its own, and so does what it launches.
     """
-    from vlcache_jax.engine import programs
-    from vlcache_jax.engine.definitions import Definitions, shapes
+    from vlcache_jax.device import programs
+    from vlcache_jax.device.definitions import Definitions, shapes
 
     known: dict[Any, tuple[Any, Any]] = {}
     define, lower, check = Definitions.__init__, programs.Programs._lower, programs.check_maps

@@ -14,8 +14,8 @@ import pytest
 import vlcache_jax.async_llm as async_llm
 from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import AsyncLLM, Ladder, QueueFullError, RequestError, SamplingParams
-from vlcache_jax.engine.serving import Job
 from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.serving import Job
 
 LADDER = Ladder(rows=(64,), patches=(64,), sequences=(1, 2), window=4)
 SETTINGS = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cache.records import load
-from tests.engine.test_linking import SlowTier
+from tests.engine.test_uploads import SlowTier
 from tests.helper import WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier

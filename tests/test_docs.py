@@ -18,7 +18,7 @@ from vlcache_jax.assets import PICTURES
 from vlcache_jax.benchmarks.compile_report import MODELS
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.info import NOTHING, describe
-from vlcache_jax.engine.memory_plan import slot_bytes
+from vlcache_jax.device.memory_plan import slot_bytes
 from vlcache_jax.models.params import parameters
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vlcache_jax.engine.identification as identification
-import vlcache_jax.engine.recognition as recognition
-import vlcache_jax.engine.serving as serving
+import vlcache_jax.intake.identification as identification
+import vlcache_jax.intake.recognition as recognition
+import vlcache_jax.serving as serving
 from tests.helper import SIZES, user
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
 from vlcache_jax.inputs.images import ImageSource

@@ -13,8 +13,8 @@ from PIL import Image
 
 import vlcache_jax
 from vlcache_jax import LLM, Ladder, SamplingParams
-from vlcache_jax.engine import memory_plan
-from vlcache_jax.engine.memory_plan import slot_bytes
+from vlcache_jax.device import memory_plan
+from vlcache_jax.device.memory_plan import slot_bytes
 from vlcache_jax.foreign import CALLS, ENGINE, SAMPLING, ours
 
 SETTINGS = {

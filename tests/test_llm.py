@@ -18,8 +18,8 @@ import pytest
 
 from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, user
 from vlcache_jax import LLM, Ladder, SamplingParams, base
-from vlcache_jax.engine import checkpoint
-from vlcache_jax.engine.memory_plan import slot_bytes
+from vlcache_jax.device import checkpoint
+from vlcache_jax.device.memory_plan import slot_bytes
 from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -415,7 +415,7 @@ def test_a_pool_too_small_names_the_figures(family_checkpoint):
 
 
 def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):
-    from vlcache_jax.engine import checkpoint, memory_plan
+    from vlcache_jax.device import checkpoint, memory_plan
 
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 2**20)
     opened = checkpoint.open_checkpoint(family_checkpoint)

@@ -25,7 +25,7 @@ from PIL import Image
 
 from tests import release
 from vlcache_jax.convert.plan import PlanError
-from vlcache_jax.engine.checkpoint import open_checkpoint
+from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.inputs.images import read_image
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import PromptRenderer

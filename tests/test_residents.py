@@ -12,9 +12,8 @@ import pytest
 from tests.helper import SIZES, damage_first_passage, spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 from vlcache_jax.benchmarks.compile_report import MODELS, abstract_runner
-from vlcache_jax.engine.batching import shared_prefixes
-from vlcache_jax.engine.memory_plan import slot_bytes
-from vlcache_jax.pallas_kernels import PAGE, make_work
+from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread
 from vlcache_jax.reuse.schedule import Schedule

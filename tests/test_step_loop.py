@@ -17,8 +17,8 @@ import pytest
 from tests.helper import spoil, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.engine import engine as engine_module
-from vlcache_jax.engine.linker import Hold
-from vlcache_jax.engine.linking import Transfers
+from vlcache_jax.engine.uploads import Transfers
+from vlcache_jax.intake.planner import Hold
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread

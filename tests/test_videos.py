@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vlcache_jax.engine.linker as linker
 import vlcache_jax.engine.prefilling as prefilling
 import vlcache_jax.inputs.layout as layout
+import vlcache_jax.intake.planner as linker
 from tests import release
 from tests.inputs.test_videos import encoded
 from tests.test_llm import open_llm as open_plain_llm

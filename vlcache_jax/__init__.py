@@ -6,14 +6,14 @@ if TYPE_CHECKING:
     from vlcache_jax.async_llm import AsyncLLM as AsyncLLM
     from vlcache_jax.async_llm import QueueFullError as QueueFullError
     from vlcache_jax.cache.config import CacheConfig as CacheConfig
-    from vlcache_jax.engine.ladder import Ladder as Ladder
-    from vlcache_jax.engine.sampling import SamplingParams as SamplingParams
-    from vlcache_jax.engine.serving import RequestError as RequestError
+    from vlcache_jax.device.ladder import Ladder as Ladder
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
     from vlcache_jax.outputs import Score as Score
     from vlcache_jax.reuse.policies import MPIC as MPIC
     from vlcache_jax.reuse.schedule import Schedule as Schedule
+    from vlcache_jax.sampling import SamplingParams as SamplingParams
+    from vlcache_jax.serving import RequestError as RequestError
 
 __version__ = "0.1.0"
 
@@ -21,12 +21,12 @@ _HOMES = {
     "AsyncLLM": "vlcache_jax.async_llm",
     "CacheConfig": "vlcache_jax.cache.config",
     "LLM": "vlcache_jax.llm",
-    "Ladder": "vlcache_jax.engine.ladder",
+    "Ladder": "vlcache_jax.device.ladder",
     "MPIC": "vlcache_jax.reuse.policies",
     "QueueFullError": "vlcache_jax.async_llm",
-    "RequestError": "vlcache_jax.engine.serving",
+    "RequestError": "vlcache_jax.serving",
     "RequestOutput": "vlcache_jax.outputs",
-    "SamplingParams": "vlcache_jax.engine.sampling",
+    "SamplingParams": "vlcache_jax.sampling",
     "Schedule": "vlcache_jax.reuse.schedule",
     "Score": "vlcache_jax.outputs",
 }

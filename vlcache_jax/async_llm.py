@@ -17,13 +17,13 @@ from vlcache_jax.calls import Call
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.request import Generation
-from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.engine.serving import Job, RequestError
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.llm import LLM, Conversation, PromptLike, Reuse
 from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.progress import Progress
+from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.serving import Job, RequestError
 
 _THREADS = 32  # requests whose images are being identified; others wait for one of them
 

@@ -25,23 +25,16 @@ from vlcache_jax.calls import Call, Caller
 from vlcache_jax.checks import check_flags, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
+from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
+from vlcache_jax.device.ladder import Ladder, round_up
+from vlcache_jax.device.memory_plan import kept_token_bytes, plan_memory
+from vlcache_jax.device.programs import Programs, program_name, use_compilation_cache
+from vlcache_jax.device.runner import Runner, check_kernels
 from vlcache_jax.engine.ahead import Ahead
-from vlcache_jax.engine.checkpoint import Checkpoint, open_checkpoint
-from vlcache_jax.engine.costs import Rates, identity_of, time_limit
 from vlcache_jax.engine.engine import Engine, EngineStats
-from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.interrupts import interruptible
-from vlcache_jax.engine.ladder import Ladder, round_up
-from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.media import Media
-from vlcache_jax.engine.memory_plan import kept_token_bytes, plan_memory
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.programs import Programs, program_name, use_compilation_cache
-from vlcache_jax.engine.recognition import Recognizer
-from vlcache_jax.engine.runner import Runner, check_kernels
-from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.engine.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.foreign import CALLS, ENGINE, ours, warn_ignored
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.access import Access
@@ -51,6 +44,12 @@ from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
+from vlcache_jax.intake.costs import Rates, identity_of, time_limit
+from vlcache_jax.intake.identification import Identifier
+from vlcache_jax.intake.media import Media
+from vlcache_jax.intake.planner import Linker
+from vlcache_jax.intake.recognition import Recognizer
+from vlcache_jax.intake.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
@@ -59,6 +58,7 @@ from vlcache_jax.progress import Progress, say
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.sampling import SamplingParams
 
 Reuse = str | float | os.PathLike[str] | Schedule | Policy
 

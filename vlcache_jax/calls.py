@@ -10,20 +10,20 @@ from typing import Any
 
 from vlcache_jax.cache.keys import Salt, owner_key
 from vlcache_jax.engine.ahead import Ahead
-from vlcache_jax.engine.identification import Arrivals, Identifier
 from vlcache_jax.engine.interrupts import interruptible
-from vlcache_jax.engine.linker import Linker
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Forced, Generation, Group, Linked, Request
 from vlcache_jax.engine.request import Sequence as Running
-from vlcache_jax.engine.sampling import SamplingParams
-from vlcache_jax.engine.sequences import SequenceBuilder, or_error
-from vlcache_jax.engine.serving import Job, RequestError, Result, serve
-from vlcache_jax.engine.verification import verify as verify_answers
 from vlcache_jax.inputs.prompt import Prompt
+from vlcache_jax.intake.identification import Arrivals, Identifier
+from vlcache_jax.intake.planner import Linker
+from vlcache_jax.intake.sequences import SequenceBuilder, or_error
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
 from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.serving import Job, RequestError, Result, serve
+from vlcache_jax.verification import verify as verify_answers
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk[T: Result]:
-    """Rows of a call; see `vlcache_jax.engine.serving.Chunk`.
+    """Rows of a call; see `vlcache_jax.serving.Chunk`.
 
     Attributes:
       sequences: (row, its planned request) -> what runs for it.

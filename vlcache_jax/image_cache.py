@@ -16,16 +16,16 @@ from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Call, Caller, in_order
 from vlcache_jax.checks import check_flags, check_text, short
-from vlcache_jax.engine.identification import Identifier
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.parts import VIDEO_TYPES, typed
 from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.inputs.settings import read_settings
+from vlcache_jax.intake.identification import Identifier
 from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.sampling import SamplingParams
 
 
 class ImageCache:

@@ -11,10 +11,10 @@ from typing import Any, Unpack, cast
 from vlcache_jax.base import BaseLLM, Reuse
 from vlcache_jax.calls import Call, in_order
 from vlcache_jax.checks import check_flags, short
-from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
+from vlcache_jax.sampling import SamplingParams
 
 Conversation = Sequence[Mapping[str, Any]]
 Asked = Conversation | Mapping[str, Any]

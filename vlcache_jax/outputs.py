@@ -19,8 +19,8 @@ from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
 from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics
 from vlcache_jax.engine.request import TokenLogprob as TokenLogprob
-from vlcache_jax.engine.verification import Verification as Verification
 from vlcache_jax.reuse.plan import Plan, active_rows
+from vlcache_jax.verification import Verification as Verification
 
 
 @dataclass(frozen=True)

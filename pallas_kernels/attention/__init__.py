@@ -8,6 +8,7 @@ from vlcache_jax.pallas_kernels.attention.api import paged_attention as paged_at
 from vlcache_jax.pallas_kernels.attention.api import work_config as work_config
 from vlcache_jax.pallas_kernels.attention.packing import Shared as Shared
 from vlcache_jax.pallas_kernels.attention.packing import make_work as make_work
+from vlcache_jax.pallas_kernels.attention.packing import shared_prefixes as shared_prefixes
 from vlcache_jax.pallas_kernels.attention.work import PAGE as PAGE
 from vlcache_jax.pallas_kernels.attention.work import Work as Work
 from vlcache_jax.pallas_kernels.attention.work import WorkConfig as WorkConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,29 @@ class Shared(NamedTuple):
 
     tables: Sequence[int]
     pages: int
+
+
+def shared_prefixes(tables: Sequence[Index]) -> list[Shared]:
+    """The prefixes that tables have in common, each once."""
+    found: list[Shared] = []
+
+    def split(members: Iterable[int], done: int) -> None:
+        """These share their first `done` pages."""
+        next_page: dict[int, list[int]] = {}
+        for i in members:
+            if len(tables[i]) > done:
+                next_page.setdefault(int(tables[i][done]), []).append(i)
+        for group in next_page.values():
+            if len(group) > 1:
+                size = min(len(tables[i]) for i in group)
+                first = tables[group[0]][:size]
+                differ = np.any([tables[i][:size] != first for i in group[1:]], axis=0)
+                common = int(np.argmax(differ)) if differ.any() else size
+                found.append(Shared(group, common))
+                split(group, common)
+
+    split(range(len(tables)), 0)
+    return found
 
 
 def make_work(

@@ -15,9 +15,9 @@ import vlcache_jax
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
-from vlcache_jax.engine import memory_plan
-from vlcache_jax.engine.memory_plan import slot_bytes
-from vlcache_jax.engine.programs import Programs
+from vlcache_jax.device import memory_plan
+from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.device.programs import Programs
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from vlcache_jax.convert.plan import (
     stored_dtype,
     tensor_digests,
 )
-from vlcache_jax.engine.checkpoint import open_checkpoint
+from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import library_name, parameters
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint

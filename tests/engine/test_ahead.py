@@ -10,7 +10,7 @@ import pytest
 
 from tests import helper
 from vlcache_jax import LLM, Ladder, SamplingParams
-from vlcache_jax.engine import programs
+from vlcache_jax.device import programs
 
 # Requests of one size together and alone: those that were answered apart may come again together.
 LADDER = dataclasses.replace(helper.LADDER, sequences=(4,))

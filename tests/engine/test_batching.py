@@ -4,14 +4,14 @@ import functools
 import numpy as np
 import pytest
 
-from vlcache_jax.engine.batching import Prefill, encoder_calls, prefill_steps, shared_prefixes
-from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.engine.batching import Prefill, encoder_calls, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
-from vlcache_jax.pallas_kernels import PAGE, WorkConfig
+from vlcache_jax.pallas_kernels import PAGE, WorkConfig, shared_prefixes
 from vlcache_jax.reuse.plan import Plan, full_prefill
 from vlcache_jax.reuse.policies import first_tokens
 

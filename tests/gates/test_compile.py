@@ -20,7 +20,7 @@ from vlcache_jax.benchmarks.compile_report import (
     prefill_bounds,
 )
 from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
-from vlcache_jax.engine.definitions import BLOCK
+from vlcache_jax.device.definitions import BLOCK
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import CODECS, attention, link, paged_attention

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlcache_jax.engine import costs
 from vlcache_jax.files import check_writable
+from vlcache_jax.intake import costs
 from vlcache_jax.study.calibration import calibrate
 from vlcache_jax.study.report import show
 

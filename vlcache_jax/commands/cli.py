@@ -225,7 +225,7 @@ def run_command(
     """
     with say_errors():
         from vlcache_jax.commands.run import Job, run
-        from vlcache_jax.engine.sampling import SamplingParams
+        from vlcache_jax.sampling import SamplingParams
 
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
         defaults: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}

@@ -17,11 +17,11 @@ from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands.demo_page import Run, Turn, make_page
 from vlcache_jax.commands.rehearsal import rehearse
 from vlcache_jax.commands.shipped import SHIPPED
-from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.files import write_whole
 from vlcache_jax.llm import LLM
 from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.progress import Progress
+from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.report import environment
 

@@ -8,13 +8,13 @@ import pathlib
 
 import jax
 
-from vlcache_jax.engine import costs
 from vlcache_jax.fields import read_object
 from vlcache_jax.files import cache_home
 from vlcache_jax.first_contact import Verdict, meet
 from vlcache_jax.first_contact.chip import Chip, find_chip, memory
 from vlcache_jax.first_contact.toolchain import find_ptxas, refusal
 from vlcache_jax.first_contact.verdicts import identity, place, versions
+from vlcache_jax.intake import costs
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.progress import Progress

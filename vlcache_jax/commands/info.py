@@ -10,8 +10,8 @@ from typing import Any
 
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
-from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.memory_plan import (
+from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.memory_plan import (
     GPU_SHARE,
     activation_bytes,
     limit_patches,

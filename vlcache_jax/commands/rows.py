@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vlcache_jax.checks import check_text, short, shorten
-from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.inputs.prompt import TemplateOptions
+from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, Logprob, RequestOutput

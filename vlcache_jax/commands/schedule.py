@@ -168,7 +168,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     import jax
     import numpy as np
 
-    from vlcache_jax.engine.packed import pack
+    from vlcache_jax.device.packed import pack
     from vlcache_jax.models import Rows
     from vlcache_jax.pallas_kernels import PAGE, make_work
 

@@ -14,10 +14,10 @@ import threading
 from collections import abc
 
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.device.ladder import Ladder, cover, round_up
+from vlcache_jax.device.programs import Key, Programs
 from vlcache_jax.engine.batching import Prefill, Step, copied_pages, prefill_steps
-from vlcache_jax.engine.ladder import Ladder, cover, round_up
 from vlcache_jax.engine.pages import Pages
-from vlcache_jax.engine.programs import Key, Programs
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import Layout, State

@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Captured
-from vlcache_jax.engine.ladder import Ladder, round_up, split_rows
+from vlcache_jax.device.ladder import Ladder, round_up, split_rows
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
-from vlcache_jax.pallas_kernels import PAGE, Shared, Work, WorkConfig, make_work
+from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice, Selection
 from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, most_moved, shifted_images
@@ -153,29 +153,6 @@ def linked_images(
             if use.linked is not None and use.span.start + use.span.length > prefill.cached:
                 users.setdefault(id(use.linked), (use.linked, []))[1].append((prefill, use.span))
     return list(users.values())
-
-
-def shared_prefixes(tables: abc.Sequence[Index]) -> list[Shared]:
-    """The prefixes that tables have in common, each once."""
-    found: list[Shared] = []
-
-    def split(members: abc.Iterable[int], done: int) -> None:
-        """These share their first `done` pages."""
-        next_page: dict[int, list[int]] = {}
-        for i in members:
-            if len(tables[i]) > done:
-                next_page.setdefault(int(tables[i][done]), []).append(i)
-        for group in next_page.values():
-            if len(group) > 1:
-                size = min(len(tables[i]) for i in group)
-                first = tables[group[0]][:size]
-                differ = np.any([tables[i][:size] != first for i in group[1:]], axis=0)
-                common = int(np.argmax(differ)) if differ.any() else size
-                found.append(Shared(group, common))
-                split(group, common)
-
-    split(range(len(tables)), 0)
-    return found
 
 
 def prefill_steps[S: Sequence](

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.tier import TierError
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.clock import Clock
-from vlcache_jax.engine.kept import Kept
-from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.device.clock import Clock
+from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.runner import Runner
+from vlcache_jax.engine.device_copies import Kept
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.pages import Pages, PageStats
 from vlcache_jax.engine.prefilling import Prefiller, Turn
 from vlcache_jax.engine.readiness import Readiness
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import Results, after_prefill, decode
-from vlcache_jax.engine.runner import Runner
 from vlcache_jax.engine.scheduler import Scheduler
 
 

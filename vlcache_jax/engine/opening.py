@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.checks import short
-from vlcache_jax.engine.sampler import ENDS, IN_PROMPT, MAX_BAD_LENGTH, MAX_BAD_WORDS, ONCE
-from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.device.sampler import ENDS, IN_PROMPT, MAX_BAD_LENGTH, MAX_BAD_WORDS, ONCE
+from vlcache_jax.sampling import SamplingParams
 
 
 def marks_row(

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
+from vlcache_jax.device.definitions import BLOCK, BLOCK_ROWS
+from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.packed import pack
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
-from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS
-from vlcache_jax.engine.ladder import round_up
-from vlcache_jax.engine.packed import pack
-from vlcache_jax.engine.runner import Runner
 from vlcache_jax.pallas_kernels import Work
 from vlcache_jax.reuse.selection import Selection
 from vlcache_jax.reuse.shift import Moves

@@ -12,14 +12,14 @@ import numpy as np
 from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.writer import Writer
+from vlcache_jax.device.clock import Clock
+from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Placement, Prefill, Step, copied_pages, encoder_calls, prefill_steps
-from vlcache_jax.engine.clock import Clock
-from vlcache_jax.engine.kept import Kept
-from vlcache_jax.engine.ladder import round_up
-from vlcache_jax.engine.linking import Linking, Transfers
+from vlcache_jax.engine.device_copies import Kept
 from vlcache_jax.engine.passage import Passage
 from vlcache_jax.engine.request import Sequence
-from vlcache_jax.engine.runner import Runner
+from vlcache_jax.engine.uploads import Linking, Transfers
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Selection

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.why import Why
-from vlcache_jax.engine import sampler
+from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.pages import Chain, Lease, Picture
-from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Choice
+from vlcache_jax.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ImageUse:
 
 
 class Hold(Protocol):
-    """What a request needs in the cache; see `vlcache_jax.engine.linker.Hold`."""
+    """What a request needs in the cache; see `vlcache_jax.intake.planner.Hold`."""
 
     def enter(self) -> None: ...
 

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from vlcache_jax.device.runner import Runner
+from vlcache_jax.device.sampler import NO_ANSWER, Sampled
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.prefilling import Launched
 from vlcache_jax.engine.request import Forced, Generation, Logprob, Sequence
-from vlcache_jax.engine.runner import Runner
-from vlcache_jax.engine.sampler import NO_ANSWER, Sampled
 
 
 class Results:

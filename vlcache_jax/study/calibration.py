@@ -21,10 +21,10 @@ from PIL import Image as Pictures
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.convert.source import locate
-from vlcache_jax.engine.costs import Identity, Image, Rates
-from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.intake.costs import Identity, Image, Rates
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.progress import Progress
+from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM

@@ -89,7 +89,7 @@ def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tok
     Raises:
       ValueError: a sample without images.
     """
-    from vlcache_jax.engine.sampling import SamplingParams
+    from vlcache_jax.sampling import SamplingParams
 
     for sample in samples:
         if not sample.images:

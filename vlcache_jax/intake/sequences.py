@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.checks import check_text, short
+from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
-from vlcache_jax.engine.memory_plan import MemoryPlan
 from vlcache_jax.engine.opening import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
-from vlcache_jax.engine.sampling import SamplingParams
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
+from vlcache_jax.sampling import SamplingParams
 
 _GENERATION = {
     "do_sample": optional(FLAG),

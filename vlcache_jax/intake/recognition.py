@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 from vlcache_jax.cache.keys import Salt, alias_key, content_key, entry_key, group_key
 from vlcache_jax.cache.store import Picture, Store
-from vlcache_jax.engine.media import Media, Medium, Rgb, Settings
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.inputs.prompt import Source
+from vlcache_jax.intake.media import Media, Medium, Rgb, Settings
 
 DECODING_BYTES = 512 * 2**20  # of pictures that are being decoded, whoever asked for them
 _KEYS = 65536  # of images; half a kilobyte apiece

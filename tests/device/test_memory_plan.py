@@ -10,8 +10,8 @@ import pytest
 
 from vlcache_jax import Ladder
 from vlcache_jax.cache.device import PAGE_TOKENS
-from vlcache_jax.engine import memory_plan
-from vlcache_jax.engine.memory_plan import kept_token_bytes, plan_memory, round_pages, slot_bytes
+from vlcache_jax.device import memory_plan
+from vlcache_jax.device.memory_plan import kept_token_bytes, plan_memory, round_pages, slot_bytes
 from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import PAGE
 

@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vlcache_jax.engine.opening import bad_word_tokens, bias_row, marks_row, recent_tokens, words_array
-from vlcache_jax.engine.sampler import (
+from vlcache_jax.device.sampler import (
     COLUMNS,
     MAX_BAD_LENGTH,
     MAX_BAD_WORDS,
@@ -19,7 +18,8 @@ from vlcache_jax.engine.sampler import (
     sample,
     score,
 )
-from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.engine.opening import bad_word_tokens, bias_row, marks_row, recent_tokens, words_array
+from vlcache_jax.sampling import SamplingParams
 
 pytestmark = pytest.mark.ladder  # every parameter; tests of the engine show that they are at work
 

@@ -16,10 +16,10 @@ import numpy as np
 from vlcache_jax.cache.device import Index
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.tier import TierError
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Prefill, linked_images
-from vlcache_jax.engine.kept import Kept
+from vlcache_jax.engine.device_copies import Kept
 from vlcache_jax.engine.readiness import PATIENCE
-from vlcache_jax.engine.runner import Runner
 from vlcache_jax.inputs.layout import ImageSpan
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from vlcache_jax.engine.definitions import BLOCK, BLOCK_ROWS, Definitions
-from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.device.definitions import BLOCK, BLOCK_ROWS, Definitions
+from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.files import cache_home
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from vlcache_jax.cache.device import PAGE_TOKENS
-from vlcache_jax.engine.ladder import Ladder
+from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.pallas_kernels import PAGE, Codec

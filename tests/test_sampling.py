@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from vlcache_jax.engine.sampling import SamplingParams
+from vlcache_jax.sampling import SamplingParams
 
 NUMBERS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "repetition_penalty",

@@ -23,10 +23,10 @@ from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.engine.costs import Image, Load, Rates, choose
-from vlcache_jax.engine.ladder import round_up
+from vlcache_jax.device.ladder import round_up
 from vlcache_jax.engine.request import ImageUse, Linked, Request
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
+from vlcache_jax.intake.costs import Image, Load, Rates, choose
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import Codec
 from vlcache_jax.reuse.plan import Plan

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import ALIGNMENT
-from vlcache_jax.engine.ladder import cover
+from vlcache_jax.device.ladder import cover
 from vlcache_jax.models import ModelConfig, rope
 
 Params = dict[str, Any]
@@ -32,7 +32,7 @@ class LinkDefinitions:
       num_slots: of the pool.
       max_rows: of a step.
       token_rungs: numbers of an image's tokens.
-      implementation, codec, kept_tokens: see `vlcache_jax.engine.runner.Runner`.
+      implementation, codec, kept_tokens: see `vlcache_jax.device.runner.Runner`.
 
     Attributes:
       link_groups: layers whose K, V are linked together, in their order.

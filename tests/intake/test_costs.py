@@ -17,8 +17,8 @@ from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.store import CacheStats
 from vlcache_jax.commands import calibrate as commands
 from vlcache_jax.commands.cli import app
-from vlcache_jax.engine import costs
-from vlcache_jax.engine.costs import Image, Rates, choose, identity_of, place
+from vlcache_jax.intake import costs
+from vlcache_jax.intake.costs import Image, Rates, choose, identity_of, place
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.study import calibration
 from vlcache_jax.study.calibration import calibrate

@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.engine import sampler
-from vlcache_jax.engine.ladder import Ladder
-from vlcache_jax.engine.link_definitions import LinkDefinitions, Params
-from vlcache_jax.engine.packed import FIELDS, repack, unpack
-from vlcache_jax.engine.sampler import Choosing, Lanes
-from vlcache_jax.engine.window import ANSWER, Window
+from vlcache_jax.device import sampler
+from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.link_definitions import LinkDefinitions, Params
+from vlcache_jax.device.packed import FIELDS, repack, unpack
+from vlcache_jax.device.sampler import Choosing, Lanes
+from vlcache_jax.device.window import ANSWER, Window
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, decoder
 from vlcache_jax.models.decoder import DecoderLayer
 from vlcache_jax.models.model import bind_layer, layer_graphs
@@ -160,7 +160,7 @@ class Definitions:
 
     @property
     def packed(self) -> jax.ShapeDtypeStruct:
-        """The rows of a step, see `vlcache_jax.engine.packed`."""
+        """The rows of a step, see `vlcache_jax.device.packed`."""
         return jax.ShapeDtypeStruct((FIELDS, self.ladder.max_rows), jnp.int32)
 
     def _work_config(self, rows: int, decode: bool = False) -> kernels.WorkConfig:

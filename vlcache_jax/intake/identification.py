@@ -14,10 +14,10 @@ from concurrent.futures import CancelledError, Executor, Future
 
 from vlcache_jax.cache.keys import Salt, alias_key, owner_key
 from vlcache_jax.cache.store import Picture
-from vlcache_jax.engine.recognition import Recognizer, Task
 from vlcache_jax.engine.request import Metrics, Request
 from vlcache_jax.inputs.layout import ImageRef, Moment
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.intake.recognition import Recognizer, Task
 
 WINDOW_BYTES = 128 * 2**20  # of patches of one window of rows; while it runs, the next one is made
 _HELPERS = 8  # that read heads of files, at most: between two images each needs the interpreter

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlcache_jax.engine import sampler
-from vlcache_jax.engine.sampler import Choosing, Lanes, Sampled
+from vlcache_jax.device import sampler
+from vlcache_jax.device.sampler import Choosing, Lanes, Sampled
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE, Work
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Generation, Linked, Metrics
-from vlcache_jax.engine.sequences import SequenceBuilder
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
+from vlcache_jax.intake.sequences import SequenceBuilder
 from vlcache_jax.reuse.plan import full_prefill
 
 

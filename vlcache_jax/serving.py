@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
-from vlcache_jax.engine.identification import Arrivals
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Group, Linked, Request
 from vlcache_jax.engine.request import Sequence as Running
+from vlcache_jax.intake.identification import Arrivals
 from vlcache_jax.reuse.policies import Policy
 
 _NAMED = 20  # rows that one message names

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.engine import memory_plan
-from vlcache_jax.engine.batching import shared_prefixes
-from vlcache_jax.engine.definitions import Definitions, Params
-from vlcache_jax.engine.ladder import Ladder, cover, round_up
-from vlcache_jax.engine.programs import Programs
-from vlcache_jax.engine.sampler import COLUMNS, NO_LANE, Lanes, Sampled
-from vlcache_jax.engine.window import ANSWER
+from vlcache_jax.device import memory_plan
+from vlcache_jax.device.definitions import Definitions, Params
+from vlcache_jax.device.ladder import Ladder, cover, round_up
+from vlcache_jax.device.programs import Programs
+from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled
+from vlcache_jax.device.window import ANSWER
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
@@ -176,7 +175,7 @@ class Runner:
         return self.run(("head", len(x), size), self.text["norm"], self._head, x, np.int32(first)), first
 
     def open_lane(self, lane: int, marks: np.ndarray, bias: np.ndarray, words: np.ndarray, recent: np.ndarray) -> None:
-        """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.engine.sampler.Lanes`."""
+        """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.device.sampler.Lanes`."""
         lanes, self._lanes = self._lanes_now(), None
         self._lanes = self.run(("open_lane",), lanes, np.int32(lane), marks, bias, words, recent)
 
@@ -200,7 +199,7 @@ class Runner:
         """Decodes up to `tokens` tokens of each row, at most `ladder.window`; returns [window, B] of each.
 
         Args:
-          rows: int32 [n, ANSWER + C], see `vlcache_jax.engine.window`.
+          rows: int32 [n, ANSWER + C], see `vlcache_jax.device.window`.
           tables: pages of each, with room for its tokens.
           end: slots that each sees at its first and at its last token, [2, n].
         """
@@ -209,7 +208,7 @@ class Runner:
         config = self.definitions.work_config(size, decode=True)
         work = kernels.make_work(
             np.arange(count), np.zeros(count, np.int32), end[1], tables, config,
-            least=end[0], shared=shared_prefixes(tables),
+            least=end[0], shared=kernels.shared_prefixes(tables),
         )  # fmt: skip
         padded = np.zeros((size, rows.shape[1]), np.int32)
         padded[:count], padded[count:, ANSWER] = rows, NO_LANE

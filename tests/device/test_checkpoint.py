@@ -25,8 +25,8 @@ from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.convert import check_contents, convert
 from vlcache_jax.convert.plan import tensor_digests
 from vlcache_jax.convert.restore import StoredWeights
-from vlcache_jax.engine import checkpoint as checkpoint_module
-from vlcache_jax.engine.checkpoint import open_checkpoint
+from vlcache_jax.device import checkpoint as checkpoint_module
+from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import abstract_params
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint
@@ -441,7 +441,7 @@ def test_opening_imports_neither_orbax_nor_the_hub(checkpoints, converted):
         "import sys\n"
         "for name in ('orbax', 'orbax.checkpoint', 'torch'):\n"
         "    sys.modules[name] = None\n"
-        "from vlcache_jax.engine.checkpoint import open_checkpoint\n"
+        "from vlcache_jax.device.checkpoint import open_checkpoint\n"
         "for directory in sys.argv[1:]:\n"
         "    open_checkpoint(directory).load()\n"
     )

@@ -12,7 +12,7 @@ from tests.cache.records import load
 from tests.helper import SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.cache.tier import Found, Tier, TierError
-from vlcache_jax.engine.definitions import BLOCK
+from vlcache_jax.device.definitions import BLOCK
 from vlcache_jax.testing import make_checkpoint
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from vlcache_jax.cache.device import DeviceTier, Index
+from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
-from vlcache_jax.engine.ladder import round_up
-from vlcache_jax.engine.runner import Runner
 
 Array = jax.Array | np.ndarray
 Layers = abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.engine.sampling import MAX_LOGPROBS, SamplingParams
+from vlcache_jax.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_BAD_WORDS = 64  # token sequences: a bad word is one at the beginning of a text and another after a space
 MAX_BAD_LENGTH = 8  # tokens of one
