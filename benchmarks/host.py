@@ -51,11 +51,11 @@ def _no_pixels() -> Any:
     raise AssertionError("nothing is computed")
 
 
-def prefills(sequences: list[Sequence], runner: Any) -> list[Prefill[Sequence]]:
+def prefills(sequences: list[Sequence], runner: Any) -> list[Prefill]:
     """What they compute together."""
     layers = runner.config.text.num_layers
     pages = Pages(runner.num_slots // PAGE - 1)
-    scheduler: Scheduler[Sequence] = Scheduler(pages, runner.ladder.max_sequences, runner.ladder.max_rows, layers)
+    scheduler = Scheduler(pages, runner.ladder.max_sequences, runner.ladder.max_rows, layers)
     for one in sequences:
         scheduler.add(one)
     scheduler.admit()

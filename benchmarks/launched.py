@@ -30,10 +30,10 @@ from PIL import Image
 from vlcache_jax.calls import Caller
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.prefilling import Prefiller
-from vlcache_jax.engine.uploads import Linking
+from vlcache_jax.engine.uploads import Upload
 from vlcache_jax.files import check_writable
 from vlcache_jax.intake.identification import Arrivals
-from vlcache_jax.intake.planner import Linker
+from vlcache_jax.intake.planner import Planner
 from vlcache_jax.progress import Progress
 from vlcache_jax.study.report import environment, show, write
 
@@ -45,10 +45,10 @@ PARTS = (
     ("render the prompt", Caller, "_prompts"),
     ("hash, look up", Caller, "_check"),
     ("number the tokens", Arrivals, "_finish"),
-    ("plan", Linker, "plan"),
+    ("plan", Planner, "plan"),
     ("give pages", Engine, "_admit"),
     ("find what is linked", Prefiller, "begin"),
-    ("make places, launch all links", Linking, "advance"),
+    ("make places, launch all links", Upload, "advance"),
 )
 
 

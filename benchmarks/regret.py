@@ -50,7 +50,7 @@ def measure(model: str | None, *, dtype: str, repeats: int, out: pathlib.Path | 
         cache = CacheConfig(load="link")
         with LLM(model, dtype=dtype, cache=cache, enable_prefix_caching=False, max_model_len=2048) as llm:
             llm._ahead.stop()
-            llm._linker.rates = found.rates  # and no file
+            llm._planner.rates = found.rates  # and no file
             vision = llm._runner.config.vision
             cell = vision.patch_size * vision.merge_size
             rows = []

@@ -267,7 +267,7 @@ def test_damage_is_found(opened, made, image, codec):
 def test_scales_that_are_not_finite_are_not_kept(opened, made, image, monkeypatch, codec, value):
     llm = opened(made("qwen2_5_vl"), codec)
     cold = score(llm, "What is ", image, "?", reuse="off")
-    kept = llm._engine._prefiller.kept
+    kept = llm._engine._prefiller.copies
     before, capture = llm.cache.stats(), kept.capture
     with monkeypatch.context() as context:
         context.setattr(

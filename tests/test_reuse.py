@@ -308,20 +308,20 @@ def check_against_dense(llm, target, policy):
 
 def dense_reference(llm, conversation, policy):
     """K, V of a plan: every row goes through every layer, and only those that the plan names write."""
-    runner, linker = llm._runner, llm._linker
+    runner, planner = llm._runner, llm._planner
     config = runner.config.text
     prompt = llm._renderer.from_conversation(conversation)
     [request] = llm._identifier.identify([prompt])
-    linked = linker.plan(request, policy)
+    planned = planner.plan(request, policy)
     with contextlib.ExitStack() as stack:
-        stack.callback(linked.hold.leave)
-        layout, plan = linked.layout, linked.plan
+        stack.callback(planned.hold.leave)
+        layout, plan = planned.layout, planned.plan
         n = len(layout)
         source = layout.token_ids.copy()
         features, k_pool, v_pool = [], [], []
         for layer in range(config.num_layers):
             k, v = (np.zeros((n, config.num_kv_heads, config.head_dim), np.float32) for _ in "kv")
-            for use in linked.uses:
+            for use in planned.uses:
                 raw, v[use.span.tokens] = use.linked.data[layer, :, : use.span.length]
                 cos, sin = decoder.rope.text_rotation(
                     jnp.asarray(layout.positions[:, use.span.tokens]),
@@ -333,9 +333,9 @@ def dense_reference(llm, conversation, policy):
                 k[use.span.tokens] = decoder.rope.rotate(jnp.asarray(raw), cos, sin)
             k_pool.append(k)
             v_pool.append(v)
-        stored = [(use.span, use.linked.data[:, :, : use.span.length].copy()) for use in linked.uses]
+        stored = [(use.span, use.linked.data[:, :, : use.span.length].copy()) for use in planned.uses]
         first = 0
-        for use in linked.uses:
+        for use in planned.uses:
             features.append(use.encoder.data[:, : use.span.length])
             source[use.span.tokens] = -1 - first - np.arange(use.span.length)
             first += use.span.length
@@ -420,7 +420,7 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
     [encoder_only] = chat(llm, user("Now what is ", png(b), "?"), reuse="exact")
     assert tokens([encoder_only]) == tokens(cold)
     assert encoder_only.cache.images[0].kv == "none"
-    monkeypatch.setattr(llm._engine._prefiller.kept, "link", forbidden)
+    monkeypatch.setattr(llm._engine._prefiller.copies, "link", forbidden)
     chat(llm, user("What is ", str(path), " and ", png(b), "?"))  # it is still in pages
     llm.reset_prefix_cache()
     with pytest.raises(AssertionError, match="to be skipped"):

@@ -17,8 +17,8 @@ import pytest
 from tests.helper import spoil, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.engine import engine as engine_module
+from vlcache_jax.engine.request import Holding
 from vlcache_jax.engine.uploads import Transfers
-from vlcache_jax.intake.planner import Hold
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread
@@ -145,7 +145,7 @@ class Driver:
 
     def output(self, job):
         """What a job that has ended came to."""
-        output = self.llm._caller.reporter.output(job.linked, job.sequences)
+        output = self.llm._caller.reporter.output(job.planned, job.sequences)
         self.llm._caller.end(job)
         return output
 
@@ -264,7 +264,7 @@ class Fences:
         self._reading = {}  # where a record's memory begins -> number of the results that follow its last launch
         run, start = llm._runner.run, Transfers.start
         device_put = jax.device_put
-        init, leave, removed = Hold.__init__, Hold.leave, llm._store.tier._removed
+        init, leave, removed = Holding.__init__, Holding.leave, llm._store.tier._removed
 
         def noted_run(key, *args):
             self._keep(args)
@@ -300,8 +300,8 @@ class Fences:
         monkeypatch.setattr(llm._runner, "run", noted_run)
         monkeypatch.setattr(Transfers, "start", noted_start)
         monkeypatch.setattr(jax, "device_put", noted_device_put)
-        monkeypatch.setattr(Hold, "__init__", noted_init)
-        monkeypatch.setattr(Hold, "leave", noted_leave)
+        monkeypatch.setattr(Holding, "__init__", noted_init)
+        monkeypatch.setattr(Holding, "leave", noted_leave)
         monkeypatch.setattr(llm._store.tier, "_removed", noted_removed)
 
     def check(self):
@@ -727,7 +727,7 @@ def test_an_engine_that_cannot_go_on_says_so(engine, pictures):
     conversation = user("See ", pictures[0], "?")
     prompt = engine._renderer.from_conversation(conversation)
     [lost] = engine._identifier.identify([prompt])
-    planned = engine._linker.plan(lost, parse_policy("exact"))
+    planned = engine._planner.plan(lost, parse_policy("exact"))
     with pytest.raises(RuntimeError, match="nothing can go on: 0 requests wait and 1 run"):
         engine.chat(conversation, GREEDY, use_tqdm=False)
     job = driver.arrive(Asked(conversation, GREEDY, "exact"))

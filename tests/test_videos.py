@@ -12,7 +12,6 @@ from PIL import Image
 
 import vlcache_jax.engine.prefilling as prefilling
 import vlcache_jax.inputs.layout as layout
-import vlcache_jax.intake.planner as linker
 from tests import release
 from tests.inputs.test_videos import encoded
 from tests.test_llm import open_llm as open_plain_llm
@@ -20,6 +19,7 @@ from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_rec
 from vlcache_jax.cache import keys
 from vlcache_jax.inputs.films import FilmFile
 from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.intake import planner
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.reuse.policies import Scheduled
 
@@ -121,7 +121,7 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
         pixels = [
             torch.tensor(np.concatenate([values(i.patches) for i, m in images if (m is None) == p])) for p in (1, 0)
         ]
-        planned = llm._linker.plan(request, llm._policy).layout
+        planned = llm._planner.plan(request, llm._policy).layout
     assert [(m.video, m.chunk) for _, m in images if m] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     [chunk, *_, last] = [one.grid for one, moment in images if moment]
     grids = torch.tensor([[3, *chunk[1:]], [3, *last[1:]]])
@@ -271,7 +271,7 @@ def test_what_was_kept_by_another_rule_of_positions_is_not_found(llm, film, pict
     target = user(picture, " One ", video(film[:6], 0.3), " two ", picture, " three")
     with monkeypatch.context() as before:
         before.setattr(layout, "mrope_positions", todays_positions)
-        before.setattr(linker, "context_keys", contexts_with_bare_times)
+        before.setattr(planner, "context_keys", contexts_with_bare_times)
         chat(llm, target)
         assert {one.match for one in chat(llm, target)[0].cache.images} == {"exact"}
     expected = ["exact"] * 5 if llm._checkpoint.config.model_type == "qwen3_vl" else ["exact"] * 2 + ["miss"] * 3

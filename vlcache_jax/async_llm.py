@@ -222,7 +222,7 @@ class AsyncLLM:
                 more.clear()
                 for fault in (answer.fault for answer in answers if answer.fault is not None):
                     raise RuntimeError(str(fault)) from fault
-                output = caller.reporter.output(job.linked, answers, request_id=request_id)
+                output = caller.reporter.output(job.planned, answers, request_id=request_id)
                 if output.error is not None:
                     raise RequestError({0: output.error})
                 count = sum(len(answer.token_ids) for answer in output.outputs)

@@ -47,7 +47,7 @@ from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.intake.costs import Rates, identity_of, time_limit
 from vlcache_jax.intake.identification import Identifier
 from vlcache_jax.intake.media import Media
-from vlcache_jax.intake.planner import Linker
+from vlcache_jax.intake.planner import Planner
 from vlcache_jax.intake.recognition import Recognizer
 from vlcache_jax.intake.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.models import ModelConfig, load_config
@@ -240,12 +240,12 @@ class BaseLLM:
             Recognizer(self._store, media, fingerprint=fingerprint, codec=codec_name), self._renderer,
             threads=self._threads, quick_threads=self._quick_threads,
         )  # fmt: skip
-        self._linker = Linker(
+        self._planner = Planner(
             config, self._store, self._movement, self._writer,
             dtype=self._runner.dtype, codec=codec, token_rungs=token_rungs,
             fingerprint=fingerprint, codec_name=codec_name, rates=rates if cache.load == "auto" else None,
         )  # fmt: skip
-        self._caller = Caller(self._identifier, self._linker, self._loop, self._sequences, self._reporter, self._ahead)
+        self._caller = Caller(self._identifier, self._planner, self._loop, self._sequences, self._reporter, self._ahead)
         self.cache = ImageCache(
             self._store, self._movement, self._tier, self._writer, self._pages,
             self._identifier, self._renderer, self._caller,

@@ -12,11 +12,11 @@ from vlcache_jax.cache.keys import Salt, owner_key
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Forced, Generation, Group, Linked, Request
+from vlcache_jax.engine.request import Forced, Generation, Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.intake.identification import Arrivals, Identifier
-from vlcache_jax.intake.planner import Linker
+from vlcache_jax.intake.planner import Planner
 from vlcache_jax.intake.sequences import SequenceBuilder, or_error
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
 from vlcache_jax.progress import Progress
@@ -91,7 +91,7 @@ class _Chunk[T: Result]:
     caller: Caller
     call: Call
     arrivals: Arrivals
-    sequences: Callable[[int, Linked], Sequence[Running]]
+    sequences: Callable[[int, Planned], Sequence[Running]]
     failed: Callable[[int, str], T]
 
     def start(self, row: int, request: Request, heard: Callable[[Job], object]) -> Job:
@@ -102,21 +102,21 @@ class Caller:
     """Answers and scores prompts.
 
     Args:
-      identifier, linker, loop, sequences, reporter: of the model.
+      identifier, planner, loop, sequences, reporter: of the model.
       ahead: is told what was answered.
     """
 
     def __init__(
         self,
         identifier: Identifier,
-        linker: Linker,
+        planner: Planner,
         loop: Loop,
         sequences: SequenceBuilder,
         reporter: Reporter,
         ahead: Ahead,
     ):
         self.loop, self.reporter = loop, reporter
-        self._identifier, self._linker = identifier, linker
+        self._identifier, self._planner = identifier, planner
         self._sequences = sequences
         self._ahead = ahead
         self._arriving = threading.Lock()  # what is planned first runs first
@@ -145,7 +145,7 @@ class Caller:
             bar.update(tokens=sum(len(sequence.generated) for sequence in job.sequences))
             if verify and all(sequence.error is None for sequence in job.sequences):
                 kept.append(job)
-            return self.reporter.output(job.linked, _answers(job), request_id=str(job.row))
+            return self.reporter.output(job.planned, _answers(job), request_id=str(job.row))
 
         def outputs() -> Generator[tuple[int, RequestOutput]]:
             try:
@@ -155,7 +155,7 @@ class Caller:
                     yield from self._verified(kept)
             finally:
                 for job in kept:
-                    job.linked.hold.leave()
+                    job.planned.hold.leave()
             self._ahead.start()
 
         return _watched(outputs(), bar)
@@ -169,8 +169,8 @@ class Caller:
             text = prompt.text if isinstance(prompt, Prompt) else ""
             return self.reporter.failed_output(text, error, request_id=str(call.first + row))
 
-        def sequences(row: int, linked: Linked) -> Sequence[Running]:
-            return self._sequences.answers(linked, _good(params[row]), call.priority)
+        def sequences(row: int, planned: Planned) -> Sequence[Running]:
+            return self._sequences.answers(planned, _good(params[row]), call.priority)
 
         arrivals = self._check(prompts, params, self._sequences.new_slots, call)
         return _Chunk(self, call, arrivals, sequences, failed)
@@ -182,8 +182,8 @@ class Caller:
         forced = self._sequences.continuations(continuations, len(call.listed))
         prompts = self._prompts(call)
 
-        def sequences(row: int, linked: Linked) -> Sequence[Running]:
-            return [self._sequences.forced(linked, _good(forced[row]), keep_logits=keep_logits, capture=True)]
+        def sequences(row: int, planned: Planned) -> Sequence[Running]:
+            return [self._sequences.forced(planned, _good(forced[row]), keep_logits=keep_logits, capture=True)]
 
         bar = Progress("scoring", len(prompts), show=show)
 
@@ -191,7 +191,7 @@ class Caller:
             bar.update()
             [sequence] = job.sequences
             assert isinstance(sequence, Forced)
-            return self.reporter.score(job.linked, sequence)
+            return self.reporter.score(job.planned, sequence)
 
         arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
         chunk = _Chunk(self, call, arrivals, sequences, lambda _, error: self.reporter.failed_score(error))
@@ -202,7 +202,7 @@ class Caller:
         row: int,
         request: Request,
         call: Call,
-        sequences: Callable[[int, Linked], Sequence[Running]],
+        sequences: Callable[[int, Planned], Sequence[Running]],
         heard: Callable[[Job], object],
         *,
         streams: bool = False,
@@ -210,8 +210,8 @@ class Caller:
         """Plans a request and submits the sequences that run for it, behind all that were planned before."""
         with self._arriving:
             self.loop.check_open()
-            linked = self._linker.plan(request, call.policy)
-            job = Job(call.first + row, linked, sequences(row, linked), heard, call, streams=streams)
+            planned = self._planner.plan(request, call.policy)
+            job = Job(call.first + row, planned, sequences(row, planned), heard, call, streams=streams)
             for sequence in job.sequences:
                 sequence.called_at = call.called_at
             self.loop.submit(job.sequences)
@@ -243,7 +243,7 @@ class Caller:
         if not has_failed:
             self._ahead.expect(job.call.policy, job.sequences)
             self._ahead.start()
-        job.linked.hold.leave(failed=has_failed)
+        job.planned.hold.leave(failed=has_failed)
         for sequence in job.sequences:
             sequence.is_aborted = True
 
@@ -260,8 +260,8 @@ class Caller:
 
         def finish(job: Job) -> T | None:
             found = self._finish(result, job, keeps=keeps)
-            if returns_all and found is not None and job.linked.request_key and not job.linked.request_known:
-                served.append(job.linked.request_key)
+            if returns_all and found is not None and job.planned.request_key and not job.planned.request_known:
+                served.append(job.planned.request_key)
             return found
 
         try:
@@ -270,7 +270,7 @@ class Caller:
             raise
         except (Exception, KeyboardInterrupt):
             for key in served:
-                self._linker.store.requests.forget(key)
+                self._planner.store.requests.forget(key)
             raise
 
     def _finish[T: Result](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
@@ -287,14 +287,16 @@ class Caller:
             return result(job)
         finally:
             if not keeps:
-                job.linked.hold.leave(failed=has_failed)
+                job.planned.hold.leave(failed=has_failed)
 
     def _verified(self, jobs: Sequence[Job]) -> Iterator[tuple[int, RequestOutput]]:
         """The outputs once more, beside those of a cold run."""
         answers = [_answers(job) for job in jobs]
-        compared = verify_answers(self.loop, self._sequences, [job.linked for job in jobs], [own[0] for own in answers])
+        compared = verify_answers(
+            self.loop, self._sequences, [job.planned for job in jobs], [own[0] for own in answers]
+        )
         for job, own, found in zip(jobs, answers, compared, strict=True):
-            yield job.row, self.reporter.output(job.linked, own, found, request_id=str(job.row))
+            yield job.row, self.reporter.output(job.planned, own, found, request_id=str(job.row))
 
     def _prompts(self, call: Call) -> list[Prompt | ValueError]:
         """Side by side, as images may come from the network; behind all other checks for the same reason."""

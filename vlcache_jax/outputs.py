@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.why import Why as Why
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics
 from vlcache_jax.engine.request import TokenLogprob as TokenLogprob
@@ -210,7 +210,7 @@ class Reporter:
 
     def output(
         self,
-        linked: Linked,
+        planned: Planned,
         answers: Sequence[Generation],
         verification: Verification | None = None,
         request_id: str = "",
@@ -223,14 +223,14 @@ class Reporter:
         if answers[0].params.prompt_logprobs is not None:
             told = (None, *map(self._logprob, answers[0].prompt_logprobs))
         return RequestOutput(
-            prompt=linked.request.prompt.text,
-            prompt_token_ids=linked.layout.token_ids,
+            prompt=planned.request.prompt.text,
+            prompt_token_ids=planned.layout.token_ids,
             outputs=tuple(self._completion(i, answer) for i, answer in enumerate(answers)),
             num_cached_tokens=_exact_tokens(answers[0]),
             metrics=dataclasses.replace(answers[0].metrics),  # which go on
-            cache=self._report(linked, answers[0]),
+            cache=self._report(planned, answers[0]),
             verification=verification,
-            error=self._error(linked, *answers),
+            error=self._error(planned, *answers),
             prompt_logprobs=told,
             request_id=request_id,
             finished=finished,
@@ -241,25 +241,25 @@ class Reporter:
         ids = np.zeros(0, np.int32)
         return RequestOutput(prompt, ids, (), 0, Metrics(), _NOTHING, error=error, request_id=request_id)
 
-    def score(self, linked: Linked, sequence: Forced) -> Score:
+    def score(self, planned: Planned, sequence: Forced) -> Score:
         """Of a request and its scored continuation."""
         return Score(
-            token_ids=tuple(sequence.layout.token_ids[len(linked.layout) :].tolist()),
+            token_ids=tuple(sequence.layout.token_ids[len(planned.layout) :].tolist()),
             logprobs=np.array(sequence.logprobs, np.float32),
             greedy=np.array(sequence.greedy, np.bool_),
             metrics=sequence.metrics,
-            cache=self._report(linked, sequence),
+            cache=self._report(planned, sequence),
             logits=np.stack(sequence.logits) if sequence.keep_logits and sequence.logits else None,
-            error=self._error(linked, sequence),
+            error=self._error(planned, sequence),
         )
 
     def failed_score(self, error: str) -> Score:
         """Of a request that was wrong, and never ran."""
         return Score((), np.zeros(0, np.float32), np.zeros(0, np.bool_), Metrics(), _NOTHING, error=error)
 
-    def _error(self, linked: Linked, *sequences: Generation | Forced) -> str | None:
+    def _error(self, planned: Planned, *sequences: Generation | Forced) -> str | None:
         """What ended a sequence of the request, under the request's name."""
-        name = linked.request.prompt.name
+        name = planned.request.prompt.name
         errors = [sequence.error for sequence in sequences if sequence.error is not None]
         return next((error if error.startswith(name) else f"{name}: {error}" for error in errors), None)
 
@@ -280,18 +280,18 @@ class Reporter:
         """With the texts of the tokens."""
         return dataclasses.replace(one, texts={token: self._decode(token) for token in (one.token, *one.top)})
 
-    def _report(self, linked: Linked, sequence: Generation | Forced) -> CacheReport:
+    def _report(self, planned: Planned, sequence: Generation | Forced) -> CacheReport:
         plan = sequence.plan if sequence.ran is None else sequence.ran
         images = tuple(self._image_report(i, use, plan, sequence.cached) for i, use in enumerate(sequence.images))
         approximate = sum(image.tokens - image.recomputed[-1] for image in images if image.match == "approximate")
         return CacheReport(
             images,
             exact=approximate == 0,
-            policy=linked.policy,
+            policy=planned.policy,
             rows=plan.rows(self._num_layers),
             approximate_tokens=approximate,
-            request_key=linked.request_key,
-            request_known=linked.request_known,
+            request_key=planned.request_key,
+            request_known=planned.request_known,
         )
 
     def _image_report(self, index: int, use: ImageUse, plan: Plan, cached: int) -> ImageReuse:

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Group, Linked, Request
+from vlcache_jax.engine.request import Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.intake.identification import Arrivals
 from vlcache_jax.reuse.policies import Policy
@@ -75,7 +75,7 @@ class Job:
 
     Args:
       row: of the call.
-      linked: the request.
+      planned: the request.
       sequences: that run for it.
       heard: is called with it when it begins, and when it ends, by the engine's thread.
       call: whose row it is.
@@ -88,7 +88,7 @@ class Job:
     def __init__(
         self,
         row: int,
-        linked: Linked,
+        planned: Planned,
         sequences: Sequence[Running],
         heard: Callable[[Job], object],
         call: Call,
@@ -96,7 +96,7 @@ class Job:
         streams: bool = False,
     ):
         self.call = call
-        self.row, self.linked, self.sequences = row, linked, sequences
+        self.row, self.planned, self.sequences = row, planned, sequences
         self.has_begun = False
         self._heard, self._streams = heard, streams
         for sequence in sequences:
@@ -207,7 +207,7 @@ def serve[T: Result](
     finally:
         if running:
             for job in running.values():
-                job.linked.hold.leave(failed=True)
+                job.planned.hold.leave(failed=True)
             loop.abort([sequence for job in running.values() for sequence in job.sequences])
     if failed is not None:
         raise failed

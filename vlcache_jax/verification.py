@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Generation, Linked, Metrics
+from vlcache_jax.engine.request import Generation, Metrics, Planned
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
 from vlcache_jax.intake.sequences import SequenceBuilder
 from vlcache_jax.reuse.plan import full_prefill
@@ -31,7 +31,7 @@ class Verification:
 
 
 def verify(
-    loop: Loop, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
+    loop: Loop, builder: SequenceBuilder, group: list[Planned], answers: list[Generation]
 ) -> list[Verification | None]:
     """Runs requests without the cache, and both ways with the answers' tokens forced.
 
@@ -51,15 +51,15 @@ def verify(
 
 
 def _verify(
-    loop: Loop, builder: SequenceBuilder, group: list[Linked], answers: list[Generation]
+    loop: Loop, builder: SequenceBuilder, group: list[Planned], answers: list[Generation]
 ) -> list[Verification | str]:
     """A comparison for each answer, or why there is none."""
-    cold = [_without_cache(linked, loop.engine.runner.config.text.num_layers) for linked in group]
+    cold = [_without_cache(planned, loop.engine.runner.config.text.num_layers) for planned in group]
     again = [
         dataclasses.replace(
             answer,
-            layout=linked.layout,
-            plan=linked.plan,
+            layout=planned.layout,
+            plan=planned.plan,
             images=(),
             owner=None,
             hold=None,
@@ -72,13 +72,13 @@ def _verify(
             stop_reason=None,
             choice=None,
         )
-        for linked, answer in zip(cold, answers, strict=True)
+        for planned, answer in zip(cold, answers, strict=True)
     ]
     loop.run(again)
     # An image whose record failed was computed instead: the plan that ran is the answer's.
     warm = [
-        dataclasses.replace(linked, plan=answer.plan, uses=tuple(answer.images))
-        for linked, answer in zip(group, answers, strict=True)
+        dataclasses.replace(planned, plan=answer.plan, uses=tuple(answer.images))
+        for planned, answer in zip(group, answers, strict=True)
     ]
     forced = [
         [
@@ -96,17 +96,17 @@ def _verify(
     return found
 
 
-def _without_cache(linked: Linked, num_layers: int) -> Linked:
+def _without_cache(planned: Planned, num_layers: int) -> Planned:
     """The same request, with every image to be decoded, encoded and computed."""
     spans = tuple(
         dataclasses.replace(span, image=_without_records(span.image), state="miss")
         if isinstance(span, ImageSpan)
         else span
-        for span in linked.layout.spans
+        for span in planned.layout.spans
     )
-    layout = dataclasses.replace(linked.layout, spans=spans)
+    layout = dataclasses.replace(planned.layout, spans=spans)
     plan = full_prefill(layout, num_layers)
-    return dataclasses.replace(linked, layout=layout, plan=plan, uses=(), choice=None, keeps_pages=False)
+    return dataclasses.replace(planned, layout=layout, plan=plan, uses=(), choice=None, keeps_pages=False)
 
 
 def _without_records(image: ImageRef) -> ImageRef:

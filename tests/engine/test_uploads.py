@@ -84,7 +84,7 @@ def asking(llm, *conversations, **options):
 def spy(llm, monkeypatch):
     """Launches in their order: ("link", its first layer), ("layer", its number) and others by name."""
     launched, changed = [], threading.Condition()
-    kept = llm._engine._prefiller.kept
+    kept = llm._engine._prefiller.copies
     run, link, numbers = llm._runner.run, kept.link, llm._runner.text["layers"]
 
     def noted(entry):

@@ -387,7 +387,7 @@ def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a
     assert Rates.load(found.identity) is None  # measuring writes nothing
     rates.save(found.identity)
     with open_llm(model, "auto", kv_cache_bytes=64 * 2**20) as llm:
-        assert llm._linker.rates == rates
+        assert llm._planner.rates == rates
         chat(llm, user(a))
         expected = choose(rates, found.image)
         assert told(chat(llm, user(a))[0]) == [FORCED[expected]]

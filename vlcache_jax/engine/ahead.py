@@ -124,7 +124,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         layout = dataclasses.replace(sequence.layout, spans=tuple(spans))
         layouts.setdefault(id(sequence.layout), layout)
 
-    def note_links(turn: list[Prefill[Sequence]]) -> None:
+    def note_links(turn: list[Prefill]) -> None:
         spans = (span for one in turn for span in one.layout.images if span.start + span.length > one.cached)
         lengths = [span.length for span in spans if span.state != "miss"]
         pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in turn for span in one.layout.images}
@@ -134,7 +134,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         for size, number in collections.Counter(round_up(n, definitions.token_rungs) for n in lengths).items():
             linked.update((size, count) for count in links.split_links(size, number))
 
-    def run(scheduler: Scheduler[Sequence], owned: bool) -> list[Step[Sequence]]:
+    def run(scheduler: Scheduler, owned: bool) -> list[Step]:
         steps = []
         for sequence in answered:
             layout = layouts[id(sequence.layout)]
@@ -155,9 +155,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         return steps
 
     # Linked as images are elsewhere, and beside what a first run has left in pages.
-    scheduler: Scheduler[Sequence] = Scheduler(
-        Pages(definitions.num_slots // PAGE - 1), ladder.max_sequences, ladder.max_rows, layers
-    )
+    scheduler = Scheduler(Pages(definitions.num_slots // PAGE - 1), ladder.max_sequences, ladder.max_rows, layers)
     steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
     rungs = Ladder(
         rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),

@@ -11,7 +11,6 @@ import functools
 import math
 from collections import abc
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +39,7 @@ class Placement:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefill[S: Sequence]:
+class Prefill:
     """What a sequence has to compute at once.
 
     Attributes:
@@ -53,7 +52,7 @@ class Prefill[S: Sequence]:
       links: whether stored images are still to be linked.
     """
 
-    sequence: S
+    sequence: Sequence
     layout: Layout
     plan: Plan
     table: Index
@@ -81,14 +80,14 @@ class Prefill[S: Sequence]:
         return slots
 
 
-def copied_pages(prefills: abc.Iterable[Prefill[Any]]) -> list[tuple[int, int]]:
+def copied_pages(prefills: abc.Iterable[Prefill]) -> list[tuple[int, int]]:
     """The pages that are copied before anything of `prefills` is computed: from, to."""
     leases = [prefill.sequence.lease for prefill in prefills if prefill.sequence.prefilled == 0]
     return [lease.copy for lease in leases if lease is not None and lease.copy is not None]
 
 
 @dataclass(frozen=True, eq=False)
-class Step[S: Sequence]:
+class Step:
     """One prefill step.
 
     Its rows are sorted by the layer at which they drop out, those that stay longest first, so that the rows of every
@@ -115,7 +114,7 @@ class Step[S: Sequence]:
     bounds: tuple[int, ...]
     placements: tuple[Placement, ...]
     captured: tuple[Captured, ...]
-    wanted: tuple[tuple[S, int], ...]
+    wanted: tuple[tuple[Sequence, int], ...]
     num_slots: int
     selection: Selection | None = None
     shift: Shift | None = None
@@ -144,10 +143,10 @@ class Step[S: Sequence]:
 
 
 def linked_images(
-    prefills: abc.Iterable[Prefill[Any]],
-) -> list[tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]]:
+    prefills: abc.Iterable[Prefill],
+) -> list[tuple[Record, list[tuple[Prefill, ImageSpan]]]]:
     """The records whose K, V are to be linked, each with the places that it comes to."""
-    users: dict[int, tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]] = {}
+    users: dict[int, tuple[Record, list[tuple[Prefill, ImageSpan]]]] = {}
     for prefill in prefills:
         for use in prefill.sequence.images if prefill.links else ():
             if use.linked is not None and use.span.start + use.span.length > prefill.cached:
@@ -155,9 +154,7 @@ def linked_images(
     return list(users.values())
 
 
-def prefill_steps[S: Sequence](
-    prefills: abc.Sequence[Prefill[S]], ladder: Ladder, num_slots: int, num_layers: int
-) -> list[Step[S]]:
+def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: int, num_layers: int) -> list[Step]:
     """The steps that compute what the plans ask for, in the order of the prompts."""
     length = [len(prefill.layout) for prefill in prefills]
     owner = np.repeat(np.arange(len(prefills), dtype=np.int32), length)
@@ -231,7 +228,7 @@ def prefill_steps[S: Sequence](
 
 
 def _captured(
-    prefills: abc.Sequence[Prefill[Any]], length: list[int], rows: npt.NDArray[np.int64]
+    prefills: abc.Sequence[Prefill], length: list[int], rows: npt.NDArray[np.int64]
 ) -> abc.Iterator[Captured]:
     """Which of `rows`, indices into all tokens, belong to records to be filled."""
     place = np.full(sum(length), -1)
@@ -270,7 +267,7 @@ def encoder_calls(images: abc.Iterable[ImageRef], most: int) -> list[list[ImageR
     return calls
 
 
-def _image_rows(prefills: abc.Sequence[Prefill[Any]], length: list[int]) -> tuple[list[ImageRef], Index, Index]:
+def _image_rows(prefills: abc.Sequence[Prefill], length: list[int]) -> tuple[list[ImageRef], Index, Index]:
     """The images, and for every row which image it belongs to (-1: text) and which row of it it is."""
     images: list[ImageRef] = []
     image = np.full(sum(length), -1, np.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import abc
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ Array = jax.Array | np.ndarray
 Layers = abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]
 
 
-class Kept:
+class DeviceCopies:
     """Runs the programs that move what is stored.
 
     Args:
@@ -83,7 +82,7 @@ class Kept:
         runner.give_pool(pool)
         return done
 
-    def capture(self, step: Step[Any], captured: list[tuple[jax.Array, jax.Array]]) -> Layers:
+    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> Layers:
         """What a step computed of records to be filled: codes it, and keeps it in the device tier, if there is room.
 
         Args:
@@ -110,7 +109,7 @@ class Kept:
             _, kept = self._now()
             self.runner.restage(kept, np.pad(some, (0, missing)), np.concatenate([to, nowhere]))
 
-    def _keep(self, step: Step[Any], layers: Layers) -> None:
+    def _keep(self, step: Step, layers: Layers) -> None:
         most = self.runner.ladder.max_rows
         nowhere = self._links.kept_tokens + np.arange(most, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()

@@ -19,7 +19,7 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.clock import Clock
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.runner import Runner
-from vlcache_jax.engine.device_copies import Kept
+from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.pages import Pages, PageStats
 from vlcache_jax.engine.prefilling import Prefiller, Turn
@@ -88,14 +88,14 @@ class Engine:
         self.trace: list[tuple[int, int, int]] | None = None
         layers = runner.config.text.num_layers
         ladder = runner.ladder
-        self.scheduler: Scheduler[Sequence] = Scheduler(pages, ladder.max_sequences, ladder.max_rows, layers)
+        self.scheduler = Scheduler(pages, ladder.max_sequences, ladder.max_rows, layers)
         self._clock = Clock()
         self._lanes = LaneKeeper(runner)
-        self._prefiller: Prefiller[Sequence] = Prefiller(runner, writer, self._clock, Kept(runner, tier))
+        self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
         self._readiness = Readiness(layers, runner.definitions.links.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._arrived = 0
-        self._turn: Turn[Sequence] | None = None  # whose steps are being launched
+        self._turn: Turn | None = None  # whose steps are being launched
         self._flying: deque[Results] = deque()
         self._launched = self._read = 0  # of all results, so many
         self._leaving: deque[tuple[int, Sequence]] = deque()  # and how many must have been read before it may leave
@@ -146,7 +146,7 @@ class Engine:
         self._prefiller.reset()
         self._lanes.reset()
         if self._turn is not None:
-            self._turn.linking.cancel()
+            self._turn.upload.cancel()
         self._turn = None
         self._flying.clear()
         self._read = self._launched
@@ -224,7 +224,7 @@ class Engine:
         try:
             launched = self._prefiller.launch(turn)
         except TierError:  # what it was to link is computed
-            turn.linking.cancel()
+            turn.upload.cancel()
             self._turn = None
             for sequence in {prefill.sequence: None for prefill in turn.prefills}:
                 self.scheduler.put_back(sequence, failed=True)
@@ -278,7 +278,7 @@ class Engine:
     def _wait(self) -> None:
         """Waits for something that others do for those that run."""
         if self._turn is not None:
-            self._turn.linking.wait()
+            self._turn.upload.wait()
             return
         for sequence in self.scheduler.prefilling:
             if sequence.lease is not None and self._readiness.wait(sequence):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
@@ -32,7 +30,7 @@ class Passage:
       chosen: if rows are chosen on the device, their order then (`choose`).
     """
 
-    def __init__(self, runner: Runner, step: Step[Any]):
+    def __init__(self, runner: Runner, step: Step):
         self.runner, self.step = runner, step
         self.layer = 0
         self.captured: list[tuple[jax.Array, jax.Array]] = []
@@ -143,7 +141,7 @@ class Passage:
         return self.runner.run(key, weights, self.x, *pool, self._rows, is_image, request, table, before)
 
 
-def is_block(step: Step[Any], first: int, num_deepstack: int) -> bool:
+def is_block(step: Step, first: int, num_deepstack: int) -> bool:
     """Whether a step's layers from `first` on are one program."""
     size, stop = step.bounds[first], first + BLOCK
     if size > BLOCK_ROWS or step.selection is not None or first < num_deepstack or stop > len(step.active):

@@ -16,10 +16,10 @@ from vlcache_jax.device.clock import Clock
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Placement, Prefill, Step, copied_pages, encoder_calls, prefill_steps
-from vlcache_jax.engine.device_copies import Kept
+from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.passage import Passage
 from vlcache_jax.engine.request import Sequence
-from vlcache_jax.engine.uploads import Linking, Transfers
+from vlcache_jax.engine.uploads import Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.selection import Selection
@@ -28,20 +28,20 @@ PATCHES_PER_CALL = 16384  # more patches in one encoder call save nothing and co
 
 
 @dataclass(eq=False)
-class Turn[S: Sequence]:
+class Turn:
     """Prefills whose rows are cut into steps together.
 
     Attributes:
       prefills: these.
-      linking: of stored images, before the first step has ended.
+      upload: of stored images, before the first step has ended.
       steps: that are still to be launched; None: rows have not been cut into steps yet.
       passage: of the step that is being launched; None: it has not been begun.
       took: what the device takes for each kind of work launched so far, in seconds.
     """
 
-    prefills: abc.Sequence[Prefill[S]]
-    linking: Linking
-    steps: deque[Step[S]] | None = None
+    prefills: abc.Sequence[Prefill]
+    upload: Upload
+    steps: deque[Step] | None = None
     passage: Passage | None = None
     took: list[tuple[str, Future[float]]] = field(default_factory=list)
     where: dict[ImageRef, tuple[jax.Array, int]] = field(default_factory=dict)  # encoder output, first row in it
@@ -50,7 +50,7 @@ class Turn[S: Sequence]:
 
 
 @dataclass(frozen=True, eq=False)
-class Launched[S: Sequence]:
+class Launched:
     """A step under way.
 
     Attributes:
@@ -61,8 +61,8 @@ class Launched[S: Sequence]:
       took: of its turn up to here, see `Turn`.
     """
 
-    turn: Turn[S]
-    step: Step[S]
+    turn: Turn
+    step: Step
     x: jax.Array
     chosen: jax.Array | None
     took: tuple[tuple[str, Future[float]], ...]
@@ -74,35 +74,35 @@ class Launched[S: Sequence]:
             _note_chosen(prefill.sequence, self.step.selection, np.asarray(self.chosen))
 
 
-class Prefiller[S: Sequence]:
+class Prefiller:
     """Launches turns step by step.
 
     Args:
       runner: computes.
       writer: fills records with what was computed.
       clock: times it.
-      kept: moves what is stored.
+      copies: moves what is stored.
     """
 
-    def __init__(self, runner: Runner, writer: Writer, clock: Clock, kept: Kept):
-        self.runner, self.writer, self._clock, self.kept = runner, writer, clock, kept
+    def __init__(self, runner: Runner, writer: Writer, clock: Clock, copies: DeviceCopies):
+        self.runner, self.writer, self._clock, self.copies = runner, writer, clock, copies
         self._transfers = Transfers(runner)
 
-    def begin(self, prefills: abc.Sequence[Prefill[S]]) -> Turn[S]:
+    def begin(self, prefills: abc.Sequence[Prefill]) -> Turn:
         """Copies pages, and has stored images brought to the device."""
         self.runner.copy_pages(copied_pages(prefills))
-        turn = Turn(prefills, Linking(self.kept, self._transfers, prefills))
+        turn = Turn(prefills, Upload(self.copies, self._transfers, prefills))
         for use in (use for prefill in prefills for use in prefill.sequence.images):
             if use.encoder is not None:
                 turn.kept[use.span.image] = use.encoder
-            if use.linked is None or self.kept.tier.find(use.linked) is None:
+            if use.linked is None or self.copies.tier.find(use.linked) is None:
                 continue
             use.kv_tier = "device"
-            if (rows := self.kept.tier.find_rows(use.linked)) is not None:
+            if (rows := self.copies.tier.find_rows(use.linked)) is not None:
                 use.encoder_tier, turn.here[use.span.image] = "device", rows
         return turn
 
-    def launch(self, turn: Turn[S]) -> Launched[S] | None:
+    def launch(self, turn: Turn) -> Launched | None:
         """Launches a turn's next step, or of it what does not need records that are still on their way.
 
         Returns:
@@ -120,18 +120,18 @@ class Prefiller[S: Sequence]:
             turn.passage = self._begin_step(step, turn)
         passage = turn.passage
         while True:
-            linked = turn.linking.layers
+            linked = turn.upload.layers
             passage.advance(linked)
             if passage.is_done:
                 break
             self._link(turn)
-            if turn.linking.layers == linked:
+            if turn.upload.layers == linked:
                 return None
         turn.passage = None
         turn.steps.popleft()
         turn.took.append(("prefill", self._clock.mark([passage.x])))
         if step.captured:
-            self.writer.kv(step.captured, self.kept.capture(step, passage.captured))
+            self.writer.kv(step.captured, self.copies.capture(step, passage.captured))
             self.writer.throttle(2)  # what they read occupies the device
         later = {placement.image for other in turn.steps for placement in other.placements}
         turn.where = {image: place for image, place in turn.where.items() if image in later}
@@ -140,24 +140,24 @@ class Prefiller[S: Sequence]:
     def prepare(self) -> None:
         """Makes what the device will hold; returns when it is there."""
         self.runner.prepare()
-        self.kept.prepare()
+        self.copies.prepare()
 
     def reset(self) -> None:
         """What the device held is gone."""
         self.runner.reset()
-        self.kept.reset()
+        self.copies.reset()
 
     def close(self) -> None:
         """It launches nothing any more."""
         self._transfers.close()
 
-    def _link(self, turn: Turn[S]) -> None:
+    def _link(self, turn: Turn) -> None:
         """Writes the K, V of stored images that are there into the pool."""
-        read, done = turn.linking.advance()
+        read, done = turn.upload.advance()
         if done:
             turn.took += [("transfer", self._clock.mark(read)), ("link", self._clock.mark(done))]
 
-    def _begin_step(self, step: Step[S], turn: Turn[S]) -> Passage:
+    def _begin_step(self, step: Step, turn: Turn) -> Passage:
         """Encodes new images, and hands the step its rows."""
         images = [placement.image for placement in step.placements if placement.image not in turn.here]
         new = [image for image in images if image not in turn.where and not _holds(turn.kept.get(image))]
@@ -182,7 +182,7 @@ class Prefiller[S: Sequence]:
                     self.writer.encoder(record, encoded, row)
         return where
 
-    def _stage(self, step: Step[S], turn: Turn[S]) -> None:
+    def _stage(self, step: Step, turn: Turn) -> None:
         """Hands the step its encoder rows: of each encoder output in one call, and those of records together."""
         placed: dict[int, tuple[jax.Array, list[tuple[Placement, int]]]] = {}
         kept, here = [], []
@@ -201,7 +201,7 @@ class Prefiller[S: Sequence]:
             self.runner.stage(rows, place)
         if here:
             source = np.concatenate([turn.here[placement.image][placement.image_row] for placement in here])
-            self.kept.stage(source, np.concatenate([placement.place for placement in here]))
+            self.copies.stage(source, np.concatenate([placement.place for placement in here]))
         if kept:
             self._stage_kept([(turn.kept[placement.image].data, placement) for placement in kept])
 

@@ -1,6 +1,6 @@
 """What a request is on its way through the engine.
 
-A `Request` has its images identified. `Linked` knows what is linked and what is computed. What runs are `Sequence`s:
+A `Request` has its images identified. `Planned` knows what is linked and what is computed. What runs are `Sequence`s:
 one `Generation` for each answer, or one `Forced` whose continuation is scored.
 """
 
@@ -11,12 +11,12 @@ import logging
 import threading
 from collections import abc
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
@@ -123,14 +123,51 @@ class ImageUse:
     encoder_tier: str = "host"
 
 
-class Hold(Protocol):
-    """What a request needs in the cache; see `vlcache_jax.intake.planner.Hold`."""
+class Holding:
+    """What a planned request needs in the cache until it has run, and what it is to fill there.
 
-    def enter(self) -> None: ...
+    Its users are whoever planned it, and each sequence that runs for it.
 
-    def fail(self) -> None: ...
+    Args:
+      handles: of what was found.
+      made: records to be filled.
+      new_request: the request key that was not known before; None: it was, or there is none.
+    """
 
-    def leave(self, *, failed: bool = False) -> None: ...
+    def __init__(self, store: Store, handles: list[Handle], made: list[Record], new_request: str | None):
+        self._store, self._handles, self._made, self._new_request = store, handles, made, new_request
+        self._lock = threading.Lock()
+        self._users = 1
+
+    def enter(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+
+    def fail(self) -> None:
+        """The request is not served: its list of images is as unknown as before."""
+        with self._lock:
+            key, self._new_request = self._new_request, None
+        if key is not None:
+            self._store.requests.forget(key)
+
+    def leave(self, *, failed: bool = False) -> None:
+        """One user less; after the last one, records that nobody has begun to fill are given up.
+
+        Args:
+          failed: see `fail`.
+        """
+        if failed:
+            self.fail()
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        for record in self._made:
+            if not record.is_claimed:
+                self._store.cancel(record)
+        for handle in self._handles:
+            handle.release()
 
 
 @dataclass(eq=False)
@@ -141,7 +178,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Linked:
+class Planned:
     """A request that is ready to run; see `Sequence`."""
 
     request: Request
@@ -153,7 +190,7 @@ class Linked:
     keeps_pages: bool
     request_key: str | None
     request_known: bool
-    hold: Hold
+    hold: Holding
 
 
 @dataclass(eq=False)
@@ -193,7 +230,7 @@ class Sequence:
     images: abc.Sequence[ImageUse] = ()
     choice: Choice | None = None
     owner: str | None = None
-    hold: Hold | None = None
+    hold: Holding | None = None
     metrics: Metrics = field(default_factory=Metrics)
     priority: int = 0
     arrived: int = field(default=0, init=False)

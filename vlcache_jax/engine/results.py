@@ -51,7 +51,7 @@ class Tokens(Results):
         self,
         answers: abc.Sequence[Generation],
         sampled: Sampled,
-        launched: Launched[Sequence] | None = None,
+        launched: Launched | None = None,
         first: int = 0,
     ):
         super().__init__(answers)
@@ -85,7 +85,7 @@ class Scores(Results):
       given: (row of the hidden states, whose, the token that follows), in the order of rows.
     """
 
-    def __init__(self, runner: Runner, launched: Launched[Sequence], given: abc.Sequence[tuple[int, Sequence, int]]):
+    def __init__(self, runner: Runner, launched: Launched, given: abc.Sequence[tuple[int, Sequence, int]]):
         super().__init__(sequence for _, sequence, _ in given)
         self._launched = launched
         self._slices: list[tuple[list[tuple[int, Sequence, int]], tuple[jax.Array, ...], jax.Array | None]] = []
@@ -132,7 +132,7 @@ class Prefilled(Results):
       parts: of its results.
     """
 
-    def __init__(self, launched: Launched[Sequence], parts: abc.Sequence[Results]):
+    def __init__(self, launched: Launched, parts: abc.Sequence[Results]):
         super().__init__(())
         self._launched, self._parts = launched, parts
 
@@ -143,7 +143,7 @@ class Prefilled(Results):
             yield from part.read()
 
 
-def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched[Sequence]) -> Prefilled:
+def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Prefilled:
     """Launches what follows a prefill step, and is read after it."""
     wanted = list(enumerate(launched.step.wanted))
     answers = [(row, s) for row, (s, i) in wanted if isinstance(s, Generation) and i == s.length - 1]
@@ -183,7 +183,7 @@ def _logprob(count: int, token: int, logprob: Any, rank: Any, top_logprob: Any, 
     return Logprob(float(logprob), top, token, int(rank))
 
 
-def _note_prefill(sequence: Sequence, launched: Launched[Sequence]) -> None:
+def _note_prefill(sequence: Sequence, launched: Launched) -> None:
     """How long the device took for what the first token waited for."""
     if sequence.generated or sequence.metrics.prefill:  # it was put back, and has been timed
         return

@@ -21,7 +21,7 @@ from vlcache_jax.engine.pages import Lease, Pages
 from vlcache_jax.engine.request import Sequence
 
 
-class Scheduler[S: Sequence]:
+class Scheduler:
     """Admits sequences and gives them pages.
 
     Args:
@@ -38,20 +38,20 @@ class Scheduler[S: Sequence]:
 
     def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int):
         self.pages = pages
-        self.waiting: list[S] = []
-        self.prefilling: list[S] = []
-        self.decoding: list[S] = []
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
         self._lanes = list(range(max_sequences))
         self._max_rows = max_rows
         self._num_layers = num_layers
-        self._fillers: dict[int, S] = {}  # id of a record that is not settled yet -> who is to fill it
+        self._fillers: dict[int, Sequence] = {}  # id of a record that is not settled yet -> who is to fill it
 
     @property
-    def running(self) -> list[S]:
+    def running(self) -> list[Sequence]:
         """Those that have pages."""
         return self.prefilling + self.decoding
 
-    def add(self, sequence: S) -> None:
+    def add(self, sequence: Sequence) -> None:
         """It waits from now on. Whoever is to fill what it links is not less urgent than it is."""
         for use in sequence.images:
             if use.captured is not None:
@@ -59,7 +59,7 @@ class Scheduler[S: Sequence]:
         bisect.insort(self.waiting, sequence, key=_order)
         self._hurry(sequence)
 
-    def _hurry(self, sequence: S) -> None:
+    def _hurry(self, sequence: Sequence) -> None:
         """Those that are to fill what it links, and what these link, come before it, also where they are put back."""
         for use in sequence.images:
             filler = None if use.linked is None else self._fillers.get(id(use.linked))
@@ -73,13 +73,13 @@ class Scheduler[S: Sequence]:
                 bisect.insort(self.waiting, filler, key=_order)
             self._hurry(filler)
 
-    def admit(self) -> list[S]:
+    def admit(self) -> list[Sequence]:
         """Gives pages and lanes to those that come next, as long as there are any.
 
         Raises:
           RuntimeError: nothing runs, and there are not enough pages for the first.
         """
-        admitted: list[S] = []
+        admitted: list[Sequence] = []
         spare = sum(self._may_grow(sequence) for sequence in self.running)
         firsts = {id(s.layout): s.lease for s in reversed(self.running) if s.lease is not None and not s.lease.is_fork}
         while self.waiting and self._lanes:
@@ -98,10 +98,10 @@ class Scheduler[S: Sequence]:
             admitted.append(sequence)
         return admitted
 
-    def _may_grow(self, sequence: S) -> bool:
+    def _may_grow(self, sequence: Sequence) -> bool:
         return sequence.lease is not None and sequence.most > self.pages.size * len(sequence.lease.table)
 
-    def _take(self, sequence: S, first: Lease | None, spare: int) -> Lease | None:
+    def _take(self, sequence: Sequence, first: Lease | None, spare: int) -> Lease | None:
         length = sequence.length
         if first is not None and not sequence.generated:
             return self.pages.fork(first, len(sequence.layout), length, spare=spare)
@@ -117,13 +117,13 @@ class Scheduler[S: Sequence]:
                 exact, most = len(chain), len(chain) - 1
         return self.pages.take(length, chain, most=most, keep=exact, usable=_usable(sequence), spare=spare)
 
-    def next_turn(self, is_ready: Collection[S]) -> list[Prefill[S]]:
+    def next_turn(self, is_ready: Collection[Sequence]) -> list[Prefill]:
         """The prefills that are cut into steps together: of the first sequences that have what they count on.
 
         Args:
           is_ready: those of `prefilling` that need nothing more from the cache.
         """
-        turn: list[Prefill[S]] = []
+        turn: list[Prefill] = []
         rows = 0
         for sequence in self.prefilling:
             if sequence not in is_ready or sequence.lease is None or not sequence.lease.is_ready:
@@ -139,7 +139,7 @@ class Scheduler[S: Sequence]:
                 break
         return turn
 
-    def prefills(self, sequence: S) -> list[Prefill[S]]:
+    def prefills(self, sequence: Sequence) -> list[Prefill]:
         """What an admitted sequence has to compute, one after the other."""
         assert sequence.lease is not None
         lease, layout, layers = sequence.lease, sequence.layout, self._num_layers
@@ -159,7 +159,7 @@ class Scheduler[S: Sequence]:
             make(longer, whole.behind(len(layout)), links=False),
         ]
 
-    def launched(self, turn: Iterable[Prefill[S]]) -> None:
+    def launched(self, turn: Iterable[Prefill]) -> None:
         """These prefills have been launched."""
         for sequence in (prefill.sequence for prefill in turn):
             sequence.prefilled += 1
@@ -168,7 +168,7 @@ class Scheduler[S: Sequence]:
                 self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
 
-    def grow(self, sequences: Listed[S], count: int) -> int:
+    def grow(self, sequences: Listed[Sequence], count: int) -> int:
         """Gives each the pages that its next `count` tokens need, or as many tokens as there are pages for.
 
         Returns:
@@ -183,7 +183,7 @@ class Scheduler[S: Sequence]:
             count //= 2
         return count
 
-    def preempt(self, busy: Collection[S]) -> bool:
+    def preempt(self, busy: Collection[Sequence]) -> bool:
         """Puts back the last of those that run, if there is one.
 
         Args:
@@ -201,7 +201,7 @@ class Scheduler[S: Sequence]:
         self.put_back(max(others, key=_order))
         return True
 
-    def put_back(self, sequence: S, *, failed: bool = False) -> None:
+    def put_back(self, sequence: Sequence, *, failed: bool = False) -> None:
         """It gives up lane and pages, and waits again.
 
         Args:
@@ -211,7 +211,7 @@ class Scheduler[S: Sequence]:
         sequence.restart()
         bisect.insort(self.waiting, sequence, key=_order)
 
-    def release(self, sequence: S, *, failed: bool) -> None:
+    def release(self, sequence: Sequence, *, failed: bool) -> None:
         """It gives up lane and pages; what is exact in them stays, unless it failed."""
         for group in (self.waiting, self.prefilling, self.decoding):
             if sequence in group:
@@ -225,7 +225,7 @@ class Scheduler[S: Sequence]:
         sequence.lease = None
         heapq.heappush(self._lanes, sequence.lane)
 
-    def finish(self, sequence: S, *, failed: bool) -> None:
+    def finish(self, sequence: Sequence, *, failed: bool) -> None:
         """It has ended, one way or the other; see `release`."""
         self.release(sequence, failed=failed)
         for use in sequence.images:

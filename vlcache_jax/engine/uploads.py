@@ -18,7 +18,7 @@ from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.tier import TierError
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Prefill, linked_images
-from vlcache_jax.engine.device_copies import Kept
+from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.readiness import PATIENCE
 from vlcache_jax.inputs.layout import ImageSpan
 
@@ -91,18 +91,18 @@ class _Piece:
         return sum(record.data[self.layers].nbytes for record in self.batch.records)
 
 
-class Linking:
-    """Links the stored images of some prefills.
+class Upload:
+    """Brings the stored images of some prefills to the device and links them.
 
     Args:
-      kept: links.
+      copies: links, and says what is on the device already.
       transfers: bring records to its device.
       prefills: these.
     """
 
-    def __init__(self, kept: Kept, transfers: Transfers, prefills: abc.Iterable[Prefill[Any]]):
-        self._kept, self._runner, self._transfers = kept, kept.runner, transfers
-        batches = list(_batches(kept, linked_images(prefills)))
+    def __init__(self, copies: DeviceCopies, transfers: Transfers, prefills: abc.Iterable[Prefill]):
+        self._copies, self._runner, self._transfers = copies, copies.runner, transfers
+        batches = list(_batches(copies, linked_images(prefills)))
         groups = self._runner.definitions.links.link_groups
         self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
         self._started: deque[tuple[_Piece, Future[list[jax.Array]]]] = deque()
@@ -124,13 +124,13 @@ class Linking:
             data, batch = coming.result(), piece.batch
             read += data
             if batch.records:
-                done.append(self._kept.link(piece.layers, data, batch.places(), batch.where))
+                done.append(self._copies.link(piece.layers, data, batch.places(), batch.where))
             else:
                 assert batch.where is not None
-                done.append(self._kept.recall(piece.layers, batch.where, batch.places()))
+                done.append(self._copies.recall(piece.layers, batch.where, batch.places()))
             if piece.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
-                    self._kept.tier.fill(record, record.meta.tokens, 0)
+                    self._copies.tier.fill(record, record.meta.tokens, 0)
             self._linked.append((piece.nbytes, done[-1]))
         return read, done
 
@@ -170,13 +170,13 @@ def _is_ready(array: Any) -> bool:
 
 
 def _batches(
-    kept: Kept, images: abc.Sequence[tuple[Record, list[tuple[Prefill[Any], ImageSpan]]]]
+    copies: DeviceCopies, images: abc.Sequence[tuple[Record, list[tuple[Prefill, ImageSpan]]]]
 ) -> abc.Iterator[_Batch]:
     """Images that are linked together, and where their tokens belong."""
-    runner, tier = kept.runner, kept.tier
+    runner, tier = copies.runner, copies.tier
     tier.need(record for record, _ in images)
-    here: list[tuple[Index, Prefill[Any], ImageSpan]] = []
-    by_size: dict[int, list[tuple[Record, Prefill[Any], ImageSpan]]] = {}
+    here: list[tuple[Index, Prefill, ImageSpan]] = []
+    by_size: dict[int, list[tuple[Record, Prefill, ImageSpan]]] = {}
     for record, users in images:
         if (place := tier.find(record)) is not None:
             here += [(place, *user) for user in users]
@@ -192,17 +192,17 @@ def _batches(
             records = tuple(record for record, _, _ in some)
             new = [record for record in dict.fromkeys(records) if record not in promoted]
             promoted.update(new)
-            where = _promoted(kept, records, new, size) if tier.num_pages else None
+            where = _promoted(copies, records, new, size) if tier.num_pages else None
             yield _Batch(records, functools.cache(places), where, tuple(new))
 
 
-def _places(runner: Runner, users: abc.Sequence[tuple[Prefill[Any], ImageSpan]], size: int) -> jax.Array | np.ndarray:
+def _places(runner: Runner, users: abc.Sequence[tuple[Prefill, ImageSpan]], size: int) -> jax.Array | np.ndarray:
     slots = [prefill.to_link[span.tokens] for prefill, span in users]
     positions = [prefill.layout.positions[:, span.tokens] for prefill, span in users]
     return runner.places(slots, positions, size)
 
 
-def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill[Any], ImageSpan]]) -> abc.Iterator[_Batch]:
+def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill, ImageSpan]]) -> abc.Iterator[_Batch]:
     """Of images in the device tier, as many tokens together as one program links, whosever they are."""
     size = sum(len(place) for place, _, _ in here)
     source, slots = np.concatenate([place for place, _, _ in here]), np.full(size, runner.num_slots, np.int32)
@@ -221,12 +221,12 @@ def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill[Any], Image
         first += rung
 
 
-def _promoted(kept: Kept, records: abc.Sequence[Record], new: abc.Iterable[Record], size: int) -> jax.Array:
+def _promoted(copies: DeviceCopies, records: abc.Sequence[Record], new: abc.Iterable[Record], size: int) -> jax.Array:
     """Where in the device tier the tokens of records go on their way, of those that are `new`."""
-    tokens = kept.runner.definitions.links.kept_tokens
+    tokens = copies.runner.definitions.links.kept_tokens
     where = tokens + np.arange(len(records) * size, dtype=np.int32)  # nowhere
     for record in new:
-        if (place := kept.tier.take(record)) is not None:
+        if (place := copies.tier.take(record)) is not None:
             first = records.index(record) * size
             where[first : first + record.meta.tokens] = place[: record.meta.tokens]
     return jax.device_put(where)

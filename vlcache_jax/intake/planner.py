@@ -1,4 +1,4 @@
-"""Between prompts and the engine: which images are known, what is linked, what is computed and kept (host).
+"""Plans requests: which images are known, what of them is linked, what is computed and kept (host).
 
 Requests are looked up one after the other, in their order, as if each had run before the next came: a record gets
 its place in the cache when it is planned, and is filled when the engine gets there. So a call means the same as its
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import cast
@@ -24,7 +23,7 @@ from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.ladder import round_up
-from vlcache_jax.engine.request import ImageUse, Linked, Request
+from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
 from vlcache_jax.intake.costs import Image, Load, Rates, choose
 from vlcache_jax.models import ModelConfig
@@ -34,7 +33,7 @@ from vlcache_jax.reuse.policies import Policy, make_plan
 from vlcache_jax.reuse.selection import Choice, make_choice
 
 
-class Linker:
+class Planner:
     """Plans requests whose images are identified.
 
     Args:
@@ -69,10 +68,10 @@ class Linker:
         self._fingerprint, self._codec_name = fingerprint, codec_name
         self._token_rungs = token_rungs
 
-    def plan(self, request: Request, policy: Policy) -> Linked:
+    def plan(self, request: Request, policy: Policy) -> Planned:
         """Looks a request up, plans it, and gives what it will compute a place in the cache.
 
-        Whoever asks for it ends `Linked.hold`, once.
+        Whoever asks for it ends `Planned.hold`, once.
         """
         start = time.perf_counter()
         layers = self._config.text.num_layers
@@ -112,7 +111,7 @@ class Linker:
         key = request_key(keys) if handles else None
         known = key is not None and self.store.requests.remember(key, keys, request.owner)
         request.metrics.lookup += time.perf_counter() - start
-        return Linked(
+        return Planned(
             request=request,
             layout=layout,
             plan=plan,
@@ -122,7 +121,7 @@ class Linker:
             keeps_pages=policy.links,
             request_key=key,
             request_known=known,
-            hold=Hold(self.store, handles, made, None if known else key),
+            hold=Holding(self.store, handles, made, None if known else key),
         )
 
     def _find(self, image: ImageRef, context: str, approximate: bool, brought: dict[str, str]) -> Handle:
@@ -273,50 +272,3 @@ def _fresh(layout: Layout, plan: Plan, choice: Choice | None, layers: int) -> li
 def _has(handle: Handle, context: str | None, canonical: bool) -> bool:
     """Whether a record was passed over that is as good as the one that would be made."""
     return any(r.meta.context == context and r.meta.canonical >= canonical for r in handle.passed_over)
-
-
-class Hold:
-    """What a planned request needs in the cache until it has run, and what it is to fill there.
-
-    Its users are whoever planned it, and each sequence that runs for it.
-
-    Args:
-      handles: of what was found.
-      made: records to be filled.
-      new_request: the request key that was not known before; None: it was, or there is none.
-    """
-
-    def __init__(self, store: Store, handles: list[Handle], made: list[Record], new_request: str | None):
-        self._store, self._handles, self._made, self._new_request = store, handles, made, new_request
-        self._lock = threading.Lock()
-        self._users = 1
-
-    def enter(self) -> None:
-        """One more user."""
-        with self._lock:
-            self._users += 1
-
-    def fail(self) -> None:
-        """The request is not served: its list of images is as unknown as before."""
-        with self._lock:
-            key, self._new_request = self._new_request, None
-        if key is not None:
-            self._store.requests.forget(key)
-
-    def leave(self, *, failed: bool = False) -> None:
-        """One user less; after the last one, records that nobody has begun to fill are given up.
-
-        Args:
-          failed: see `fail`.
-        """
-        if failed:
-            self.fail()
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        for record in self._made:
-            if not record.is_claimed:
-                self._store.cancel(record)
-        for handle in self._handles:
-            handle.release()

@@ -1,4 +1,4 @@
-"""From linked requests to the sequences that run, and from their tokens to text."""
+"""From planned requests to the sequences that run, and from their tokens to text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlcache_jax.checks import check_text, short
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.opening import bad_word_tokens, bias_row, words_array
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Linked
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import Choice
@@ -134,20 +134,20 @@ class SequenceBuilder:
         room = max(1, self._memory.max_model_len - length)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def answers(self, linked: Linked, params: SamplingParams, priority: int = 0) -> list[Generation]:
+    def answers(self, planned: Planned, params: SamplingParams, priority: int = 0) -> list[Generation]:
         """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
-        choice, error = self._choice(linked, 1)
+        choice, error = self._choice(planned, 1)
         first = int(self._random.integers(2**32)) if params.seed is None else _as_uint32(params.seed)
         answers = [
             Generation(
-                linked.layout,
-                linked.plan,
-                new_slots=self.new_slots(len(linked.layout), params),
-                images=_uses(linked, capture=i == 0),
+                planned.layout,
+                planned.plan,
+                new_slots=self.new_slots(len(planned.layout), params),
+                images=_uses(planned, capture=i == 0),
                 choice=choice,
-                owner=self._owner(linked),
-                hold=linked.hold,
-                metrics=dataclasses.replace(linked.request.metrics),
+                owner=self._owner(planned),
+                hold=planned.hold,
+                metrics=dataclasses.replace(planned.request.metrics),
                 priority=priority,
                 error=error,
                 params=params,
@@ -160,7 +160,7 @@ class SequenceBuilder:
         ]
         if params.prompt_logprobs is not None:
             layers = self._config.text.num_layers
-            whole = linked.plan.wanting(range(len(linked.layout)), layers)
+            whole = planned.plan.wanting(range(len(planned.layout)), layers)
             answers[0].plan, answers[0].choice = dataclasses.replace(whole, shift=False), None
         return answers
 
@@ -183,38 +183,38 @@ class SequenceBuilder:
         words_array(words, self._config.text.vocab_size)  # checks them
         return words
 
-    def forced(self, linked: Linked, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
+    def forced(self, planned: Planned, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
         """The sequence that scores a continuation."""
-        length, layers = len(linked.layout), self._config.text.num_layers
-        choice, error = self._choice(linked, len(tokens))
+        length, layers = len(planned.layout), self._config.text.num_layers
+        choice, error = self._choice(planned, len(tokens))
         wanted = range(length - 1, length + len(tokens) - 1)
         return Forced(
-            linked.layout.extended(tokens),
-            linked.plan.extended(len(tokens), layers).wanting(wanted, layers),
+            planned.layout.extended(tokens),
+            planned.plan.extended(len(tokens), layers).wanting(wanted, layers),
             new_slots=0,
-            images=_uses(linked, capture=capture),
+            images=_uses(planned, capture=capture),
             choice=choice,
-            owner=self._owner(linked),
-            hold=linked.hold if capture else None,
+            owner=self._owner(planned),
+            hold=planned.hold if capture else None,
             error=error,
             keep_logits=keep_logits,
-            metrics=dataclasses.replace(linked.request.metrics),
+            metrics=dataclasses.replace(planned.request.metrics),
         )
 
-    def _owner(self, linked: Linked) -> str | None:
-        return linked.request.owner if self._keeps_pages and linked.keeps_pages else None
+    def _owner(self, planned: Planned) -> str | None:
+        return planned.request.owner if self._keeps_pages and planned.keeps_pages else None
 
-    def _choice(self, linked: Linked, outputs: int) -> tuple[Choice | None, str | None]:
+    def _choice(self, planned: Planned, outputs: int) -> tuple[Choice | None, str | None]:
         """How the request chooses rows, or why it cannot: one prefill step has to hold all of its rows and logits."""
-        if linked.choice is not None:
-            rows = linked.plan.rows(1)[0] + (outputs - 1)
+        if planned.choice is not None:
+            rows = planned.plan.rows(1)[0] + (outputs - 1)
             ladder = self._memory.ladder
             if rows > ladder.max_rows or outputs > ladder.max_sequences:
                 return None, (
-                    f"reuse {linked.policy} chooses among all rows of a prompt, so it must have at most max_rows = "
+                    f"reuse {planned.policy} chooses among all rows of a prompt, so it must have at most max_rows = "
                     f"{ladder.max_rows} of them and {ladder.max_sequences} scored tokens, got {rows} and {outputs}"
                 )
-        return linked.choice, None
+        return planned.choice, None
 
     def check_length(self, name: str, length: int, new_slots: int) -> None:
         """Raises a ValueError if a prompt of `length` tokens and `new_slots` more do not fit."""
@@ -234,9 +234,9 @@ def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwa
         return error
 
 
-def _uses(linked: Linked, *, capture: bool) -> tuple[ImageUse, ...]:
+def _uses(planned: Planned, *, capture: bool) -> tuple[ImageUse, ...]:
     """What a sequence does with its images; of several answers to a request one captures."""
-    return tuple(dataclasses.replace(use, captured=use.captured if capture else None) for use in linked.uses)
+    return tuple(dataclasses.replace(use, captured=use.captured if capture else None) for use in planned.uses)
 
 
 def _as_uint32(seed: int) -> int:
