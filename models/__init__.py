@@ -1,9 +1,9 @@
 """The models: Flax NNX modules that define Qwen2-VL, Qwen2.5-VL and Qwen3-VL, dense and with mixtures of experts, and
 the seam to their checkpoints.
 
-A family is one folder (`qwen2_vl/`, `qwen3_vl/` and others), each with the same file names: `config.py` reads
-`config.json`, `vision.py` is the vision tower and its host-computed tables, `video.py` says how prompts show videos,
-`published.py` holds tensor names and the published sizes as data. `family.py` says what such a folder must hold;
+A family is one folder (`qwen2_vl/`, `qwen3_vl/` and others), each with the same file names where it has its own:
+`config.py` reads `config.json`, `vision.py` is the vision tower and its host-computed tables, `published.py` holds
+tensor names, the published sizes and how prompts show videos as data. `family.py` says what such a folder must hold;
 nothing outside it asks for a family's name.
 
 The decoder is the same network in all families, up to flags of its config, and stands once, in `decoder.py`, with

@@ -15,7 +15,7 @@ import vlcache_jax.base
 from tests.helper import user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache import config
-from vlcache_jax.cache.why import Why
+from vlcache_jax.cache.record import Why
 from vlcache_jax.device.link_definitions import LinkDefinitions
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.testing import make_checkpoint

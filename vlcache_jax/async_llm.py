@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
 from vlcache_jax.base import template_options
-from vlcache_jax.calls import Call
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.request import Generation
@@ -23,7 +22,7 @@ from vlcache_jax.llm import LLM, Conversation, PromptLike, Reuse
 from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.progress import Progress
 from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.serving import Job, RequestError
+from vlcache_jax.serving import Call, Job, RequestError
 
 _THREADS = 32  # requests whose images are being identified; others wait for one of them
 

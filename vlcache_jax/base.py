@@ -15,13 +15,12 @@ from typing import Any, Self, cast
 import jax
 
 from vlcache_jax import first_contact
-from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.cache.config import CacheConfig, open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.movement import Movement
-from vlcache_jax.cache.opening import open_tiers
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.calls import Call, Caller
+from vlcache_jax.calls import Caller
 from vlcache_jax.checks import check_flags, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
@@ -32,7 +31,6 @@ from vlcache_jax.device.programs import Programs, program_name, use_compilation_
 from vlcache_jax.device.runner import Runner, check_kernels
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.engine import Engine, EngineStats
-from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.foreign import CALLS, ENGINE, ours, warn_ignored
@@ -54,11 +52,12 @@ from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
 from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
-from vlcache_jax.progress import Progress, say
+from vlcache_jax.progress import Progress, interruptible, say
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.serving import Call
 
 Reuse = str | float | os.PathLike[str] | Schedule | Policy
 

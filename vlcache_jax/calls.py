@@ -1,101 +1,23 @@
-"""A call of the public API, from checked arguments to what it returns."""
+"""From checked arguments of the public API to what a call returns."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from vlcache_jax.cache.keys import Salt, owner_key
 from vlcache_jax.engine.ahead import Ahead
-from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Forced, Generation, Group, Planned, Request
+from vlcache_jax.engine.request import Forced, Generation, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.intake.identification import Arrivals, Identifier
 from vlcache_jax.intake.planner import Planner
 from vlcache_jax.intake.sequences import SequenceBuilder, or_error
 from vlcache_jax.outputs import Reporter, RequestOutput, Score
-from vlcache_jax.progress import Progress
-from vlcache_jax.reuse.policies import Policy
-from vlcache_jax.sampling import SamplingParams
-from vlcache_jax.serving import Job, RequestError, Result, serve
+from vlcache_jax.progress import Progress, interruptible
+from vlcache_jax.serving import Call, Chunk, Job, RequestError, serve
 from vlcache_jax.verification import verify as verify_answers
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of `LLM`; see `LLM.chat`.
-
-    Attributes:
-      name: of a request, with {} for its number: "conversations[{}]".
-      listed: the requests as they came.
-      render: makes a prompt of one.
-      policy, salt, on_error: of all of them.
-      params: sampling parameters for all of them, or of each; None: the checkpoint's own.
-      priority: of all of them, lower ones first.
-      first: number of the first one.
-      group: of its rows, if a wrong one ends the call; calls that belong together share it.
-      called_at: when it came.
-    """
-
-    name: str
-    listed: Sequence[Any]
-    render: Callable[..., Prompt]
-    policy: Policy
-    salt: Salt
-    on_error: str
-    params: SamplingParams | Sequence[SamplingParams] | None = None
-    priority: int = 0
-    first: int = 0
-    group: Group | None = None
-    called_at: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        if self.on_error not in ("raise", "return"):
-            raise ValueError(f'on_error must be "raise" or "return", got {self.on_error!r}')
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise ValueError(f"priority must be an integer, got {self.priority!r}")
-        owner_key(self.salt)  # checks the salt
-        if self.group is None and self.stops:
-            object.__setattr__(self, "group", Group())
-
-    @property
-    def stops(self) -> bool:
-        """Whether a wrong row ends it."""
-        return self.on_error == "raise"
-
-    def prompt(self, row: int) -> Prompt | ValueError:
-        """The prompt of a request, or what is wrong with it."""
-        name = self.name.format(self.first + row)
-        try:
-            return self.render(self.listed[row], name=name)
-        except ValueError as error:
-            return error
-        except Exception as error:  # a caller's own objects may raise anything
-            return ValueError(f"{name} must be readable, got {type(error).__name__}: {error}")
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunk[T: Result]:
-    """Rows of a call; see `vlcache_jax.serving.Chunk`.
-
-    Attributes:
-      sequences: (row, its planned request) -> what runs for it.
-      failed: (row, what is wrong with it) -> its result.
-    """
-
-    caller: Caller
-    call: Call
-    arrivals: Arrivals
-    sequences: Callable[[int, Planned], Sequence[Running]]
-    failed: Callable[[int, str], T]
-
-    def start(self, row: int, request: Request, heard: Callable[[Job], object]) -> Job:
-        return self.caller.start(row, request, self.call, self.sequences, heard)
 
 
 class Caller:
@@ -160,7 +82,7 @@ class Caller:
 
         return _watched(outputs(), bar)
 
-    def _to_answer(self, call: Call) -> _Chunk[RequestOutput]:
+    def _to_answer(self, call: Call) -> Chunk[RequestOutput]:
         params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
         prompts = self._prompts(call)
 
@@ -173,7 +95,7 @@ class Caller:
             return self._sequences.answers(planned, _good(params[row]), call.priority)
 
         arrivals = self._check(prompts, params, self._sequences.new_slots, call)
-        return _Chunk(self, call, arrivals, sequences, failed)
+        return Chunk(call, arrivals, sequences, failed)
 
     def scores(
         self, call: Call, continuations: Sequence[str | Sequence[int]], *, keep_logits: bool, show: bool
@@ -194,24 +116,24 @@ class Caller:
             return self.reporter.score(job.planned, sequence)
 
         arrivals = self._check(prompts, forced, lambda _, tokens: len(tokens), call)
-        chunk = _Chunk(self, call, arrivals, sequences, lambda _, error: self.reporter.failed_score(error))
+        chunk = Chunk(call, arrivals, sequences, lambda _, error: self.reporter.failed_score(error))
         return _watched(self._serve([chunk], score), bar)
 
     def start(
         self,
+        chunk: Chunk[Any],
         row: int,
         request: Request,
-        call: Call,
-        sequences: Callable[[int, Planned], Sequence[Running]],
         heard: Callable[[Job], object],
         *,
         streams: bool = False,
     ) -> Job:
         """Plans a request and submits the sequences that run for it, behind all that were planned before."""
+        call = chunk.call
         with self._arriving:
             self.loop.check_open()
             planned = self._planner.plan(request, call.policy)
-            job = Job(call.first + row, planned, sequences(row, planned), heard, call, streams=streams)
+            job = Job(call.first + row, planned, chunk.sequences(row, planned), heard, call, streams=streams)
             for sequence in job.sequences:
                 sequence.called_at = call.called_at
             self.loop.submit(job.sequences)
@@ -230,7 +152,7 @@ class Caller:
             for row, request in window:
                 if isinstance(request, ValueError):
                     raise RequestError({0: str(request)})
-                job = self.start(row, request, call, chunk.sequences, heard, streams=True)
+                job = self.start(chunk, row, request, heard, streams=True)
                 self.loop.begin()
                 return job
         raise AssertionError("a call has a row")
@@ -247,9 +169,9 @@ class Caller:
         for sequence in job.sequences:
             sequence.is_aborted = True
 
-    def _serve[T: Result](
+    def _serve[T: RequestOutput | Score](
         self,
-        chunks: Iterable[_Chunk[T]],
+        chunks: Iterable[Chunk[T]],
         result: Callable[[Job], T],
         *,
         keeps: bool = False,
@@ -265,7 +187,7 @@ class Caller:
             return found
 
         try:
-            yield from serve(chunks, self.loop, finish)
+            yield from serve(chunks, self.loop, self.start, finish)
         except RequestError:
             raise
         except (Exception, KeyboardInterrupt):
@@ -273,7 +195,7 @@ class Caller:
                 self._planner.store.requests.forget(key)
             raise
 
-    def _finish[T: Result](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
+    def _finish[T: RequestOutput | Score](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
         """The result of a job that has ended, None if it was given up. It lets go of the cache unless it `keeps` it."""
         fault = next((sequence.fault for sequence in job.sequences if sequence.fault is not None), None)
         has_failed = fault is not None or any(one.is_aborted or one.error is not None for one in job.sequences)
@@ -346,7 +268,7 @@ def _watched[T](results: Generator[T], bar: Progress) -> Iterator[T]:
             bar.close()
 
 
-def in_order[T: Result](results: Iterator[tuple[int, T]]) -> list[T]:
+def in_order[T: RequestOutput | Score](results: Iterator[tuple[int, T]]) -> list[T]:
     """All results of a call, by row; of several for a row the last one.
 
     Raises:

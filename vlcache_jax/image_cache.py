@@ -14,7 +14,7 @@ from vlcache_jax.cache.keys import SHARED, Salt, alias_key, owner_key
 from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import CacheStats, Handle, Store
 from vlcache_jax.cache.writer import Writer
-from vlcache_jax.calls import Call, Caller, in_order
+from vlcache_jax.calls import Caller, in_order
 from vlcache_jax.checks import check_flags, check_text, short
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.pages import Pages
@@ -26,6 +26,7 @@ from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.intake.identification import Identifier
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.serving import Call
 
 
 class ImageCache:

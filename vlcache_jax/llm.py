@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Unpack, cast
 
 from vlcache_jax.base import BaseLLM, Reuse
-from vlcache_jax.calls import Call, in_order
+from vlcache_jax.calls import in_order
 from vlcache_jax.checks import check_flags, short
 from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.serving import Call
 
 Conversation = Sequence[Mapping[str, Any]]
 Asked = Conversation | Mapping[str, Any]

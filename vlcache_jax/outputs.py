@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
-from vlcache_jax.cache.why import Why as Why
+from vlcache_jax.cache.record import Why as Why
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics

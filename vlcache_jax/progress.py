@@ -1,15 +1,21 @@
-"""What a wait is for: a bar on a terminal; in a pipe or a file, plain lines now and then. Both on stderr."""
+"""What a wait is for: a bar on a terminal; in a pipe or a file, plain lines now and then. Both on stderr.
+
+And how it ends at Ctrl-C.
+"""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import contextvars
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 SECONDS = 3.0  # from one line to the next, unless work of another kind begins
+_AGAIN = 0.01  # seconds until an interrupt that was swallowed comes again
 
 
 class Progress:
@@ -144,3 +150,27 @@ class _Lines:
 
     def close(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets Ctrl-C through that arrives while jax attends to the garbage collector, where Python drops every exception.
+
+    The same signal is sent again a moment later. Only the main thread is ever interrupted; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            threading.Timer(_AGAIN, _thread.interrupt_main).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

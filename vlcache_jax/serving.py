@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
+from vlcache_jax.cache.keys import Salt, owner_key
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
+from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.intake.identification import Arrivals
+from vlcache_jax.outputs import RequestOutput, Score
 from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.sampling import SamplingParams
 
 _NAMED = 20  # rows that one message names
 _AHEAD = 4  # times as many requests as run together are submitted ahead
@@ -39,35 +45,58 @@ class RequestError(ValueError):
         return type(self), (self.errors, self.outputs)
 
 
-class Result(Protocol):
-    """What a request came to."""
-
-    @property
-    def error(self) -> str | None: ...
-
-
-class Call(Protocol):
-    """What rows have in common.
+@dataclass(frozen=True)
+class Call:
+    """A call of `LLM`; see `LLM.chat`.
 
     Attributes:
+      name: of a request, with {} for its number: "conversations[{}]".
+      listed: the requests as they came.
+      render: makes a prompt of one.
+      policy, salt, on_error: of all of them.
+      params: sampling parameters for all of them, or of each; None: the checkpoint's own.
+      priority: of all of them, lower ones first.
       first: number of the first one.
-      policy: under which they are planned.
-      group: of its rows, if a wrong one ends the call.
-      stops: whether a wrong one does: before its chunk runs; or, where only pixels or logits show it, after what runs
-        then.
+      group: of its rows, if a wrong one ends the call; calls that belong together share it.
+      called_at: when it came.
     """
 
-    @property
-    def first(self) -> int: ...
+    name: str
+    listed: Sequence[Any]
+    render: Callable[..., Prompt]
+    policy: Policy
+    salt: Salt
+    on_error: str
+    params: SamplingParams | Sequence[SamplingParams] | None = None
+    priority: int = 0
+    first: int = 0
+    group: Group | None = None
+    called_at: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("raise", "return"):
+            raise ValueError(f'on_error must be "raise" or "return", got {self.on_error!r}')
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise ValueError(f"priority must be an integer, got {self.priority!r}")
+        owner_key(self.salt)  # checks the salt
+        if self.group is None and self.stops:
+            object.__setattr__(self, "group", Group())
 
     @property
-    def policy(self) -> Policy: ...
+    def stops(self) -> bool:
+        """Whether a wrong row ends it: before its chunk runs; or, where only pixels or logits show it, after what runs
+        then."""
+        return self.on_error == "raise"
 
-    @property
-    def group(self) -> Group | None: ...
-
-    @property
-    def stops(self) -> bool: ...
+    def prompt(self, row: int) -> Prompt | ValueError:
+        """The prompt of a request, or what is wrong with it."""
+        name = self.name.format(self.first + row)
+        try:
+            return self.render(self.listed[row], name=name)
+        except ValueError as error:
+            return error
+        except Exception as error:  # a caller's own objects may raise anything
+            return ValueError(f"{name} must be readable, got {type(error).__name__}: {error}")
 
 
 class Job:
@@ -114,34 +143,35 @@ class Job:
             self._heard(self)
 
 
-class Chunk[T: Result](Protocol):
+@dataclass(frozen=True, eq=False)
+class Chunk[T: RequestOutput | Score]:
     """Rows of a call that are checked together.
 
     Attributes:
       call: theirs.
       arrivals: they, counted from 0.
+      sequences: (row, its planned request) -> what runs for it.
+      failed: (row, what is wrong with it) -> its result.
     """
 
-    @property
-    def call(self) -> Call: ...
-
-    @property
-    def arrivals(self) -> Arrivals: ...
-
-    def start(self, row: int, request: Request, heard: Callable[[Job], object]) -> Job:
-        """Plans and submits a request."""
-
-    def failed(self, row: int, error: str) -> T:
-        """The result of a row that is wrong."""
+    call: Call
+    arrivals: Arrivals
+    sequences: Callable[[int, Planned], Sequence[Running]]
+    failed: Callable[[int, str], T]
 
 
-def serve[T: Result](
-    chunks: Iterable[Chunk[T]], loop: Loop, finish: Callable[[Job], T | None]
+def serve[T: RequestOutput | Score](
+    chunks: Iterable[Chunk[T]],
+    loop: Loop,
+    start: Callable[[Chunk[T], int, Request, Callable[[Job], object]], Job],
+    finish: Callable[[Job], T | None],
 ) -> Iterator[tuple[int, T]]:
     """Yields the rows of a call with their results, as they end.
 
     Args:
       chunks: one is asked for when the rows of the one before are under way.
+      start: plans and submits the request of a row; what it is given last is called with the job when it begins, and
+        when it ends.
       finish: the result of a request that has ended, None if it was given up; called once for each that was started.
 
     Raises:
@@ -170,7 +200,7 @@ def serve[T: Result](
                 begun: list[Job] = []
                 for row, found in window:
                     if isinstance(found, Request):
-                        job = running[chunk.call.first + row] = chunk.start(row, found, heard.put)
+                        job = running[chunk.call.first + row] = start(chunk, row, found, heard.put)
                         begun.append(job)
                         yield from ended(_AHEAD * loop.engine.runner.ladder.max_sequences)
                     elif chunk.call.stops:

@@ -1,4 +1,4 @@
-"""What published checkpoints of Qwen2.5-VL look like: as Qwen2-VL's, but for what is here."""
+"""What published checkpoints of Qwen2.5-VL look like: as Qwen2-VL's, but for what is here; and their videos."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 from vlcache_jax.models import qwen2_vl
 from vlcache_jax.models.family import Size, text_fields
+from vlcache_jax.models.video import Videos
 
 POSITIONS = 128000
 VISION = {
@@ -36,4 +37,10 @@ PUBLISHED = dataclasses.replace(
         "Qwen2.5-VL-72B": Size("qwen2_5_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), WIDER_VISION),
     },
     output_width="out_hidden_size",
+)
+# All chunks in one run of placeholders, positions by the seconds between them.
+VIDEO = Videos(
+    processor="Qwen2VLVideoProcessor",
+    chunk="<|video_pad|>",
+    time_step=lambda vision, seconds: vision.tokens_per_second * seconds,
 )

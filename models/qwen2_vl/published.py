@@ -1,8 +1,9 @@
-"""What published checkpoints of Qwen2-VL look like."""
+"""What published checkpoints of Qwen2-VL look like, and how their prompts show videos."""
 
 from __future__ import annotations
 
 from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+from vlcache_jax.models.video import Videos
 
 POSITIONS = 32768
 VISION = {
@@ -46,4 +47,10 @@ PUBLISHED = Published(
     has_flat=True,
     system_turn="You are a helpful assistant.",
     output_width="hidden_size",
+)
+# All chunks in one run of placeholders, one position apart.
+VIDEO = Videos(
+    processor="Qwen2VLVideoProcessor",
+    chunk="<|video_pad|>",
+    time_step=lambda vision, seconds: 1,
 )

@@ -1,8 +1,9 @@
-"""What published checkpoints of Qwen3-VL look like."""
+"""What published checkpoints of Qwen3-VL look like, and how their prompts show videos."""
 
 from __future__ import annotations
 
 from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+from vlcache_jax.models.video import Videos
 
 POSITIONS = 262144
 OWN = {"head_dim": 128, "attention_bias": False}
@@ -58,4 +59,13 @@ PUBLISHED = Published(
         "Qwen3-VL-8B": Size("qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION),
         "Qwen3-VL-32B": Size("qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION),
     },
+)
+# Each chunk stands on its own behind the text that says when it was seen. Each has markers of its own; those that a
+# chat template puts around the whole video go, as in the code at the models' release (transformers 4.57). The library
+# of today leaves them around the chunks.
+VIDEO = Videos(
+    processor="Qwen3VLVideoProcessor",
+    chunk="<{seconds:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>",
+    time_step=lambda vision, seconds: 0,
+    markers=("<|vision_start|>", "<|vision_end|>"),
 )

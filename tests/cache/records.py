@@ -8,9 +8,8 @@ import numpy as np
 
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.movement import fill
-from vlcache_jax.cache.record import Meta, Record, blocks
+from vlcache_jax.cache.record import Meta, Record, Why, blocks
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Tier, TierError, verified
-from vlcache_jax.cache.why import Why
 
 GRID = (1, 4, 6)
 

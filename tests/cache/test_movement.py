@@ -16,11 +16,10 @@ from vlcache_jax.cache.channel import Breaker
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
 from vlcache_jax.cache.movement import Movement
-from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import RefusedError, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
-from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
 
 CONTEXT = key(7)

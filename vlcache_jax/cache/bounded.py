@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+
+_MOST_REQUESTS = 4096  # a hundred bytes an image
 
 
 class Bounded[V]:
@@ -40,3 +43,25 @@ class Bounded[V]:
     def clear(self) -> None:
         with self._lock:
             self._values.clear()
+
+
+class Requests:
+    """Remembers the images of the last requests, by their request keys. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._known = Bounded[tuple[str, tuple[str, ...]]](_MOST_REQUESTS)  # request key -> owner, entry keys
+
+    def remember(self, key: str, entries: Sequence[str], owner: str) -> bool:
+        """Notes a request's list of images; whether the same list was there before."""
+        return self._known.put(key, (owner, tuple(entries)))
+
+    def forget(self, key: str) -> None:
+        self._known.pop(key)
+
+    def find(self, key: str, owner: str) -> tuple[str, ...] | None:
+        """The entry keys of a request's images, by its request key; None if it is not this owner's."""
+        found, entries = self._known.get(key) or (None, ())
+        return entries if found == owner else None
+
+    def clear(self) -> None:
+        self._known.clear()

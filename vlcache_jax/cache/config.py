@@ -1,19 +1,22 @@
-"""What a user can set about the cache."""
+"""What a user can set about the cache, and the tiers that this opens."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vlcache_jax.cache.tiers.peer import check_peers
-from vlcache_jax.cache.tiers.remote import check_remote, masked
+from vlcache_jax.cache.tier import Tier
+from vlcache_jax.cache.tiers.disk import DiskTier
+from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
+from vlcache_jax.cache.tiers.remote import check_remote, masked, open_remote
 from vlcache_jax.checks import parse_bytes
 
 CODECS = ("int8", "int4")  # of `vlcache_jax.pallas_kernels`, which takes long to import
 LOADS = ("auto", "link", "encoder", "compute")
 ADMISSIONS = ("always", "second")
+_TIMEOUT = 10.0  # seconds that a store elsewhere may take to answer
 _STAGING = 2**31  # bytes of host memory for records that pass through, where none are kept
 
 
@@ -124,3 +127,28 @@ class CacheConfig:
     def owner_bytes(self) -> int | None:
         """See `salt_bytes`."""
         return None if self.salt_bytes is None else int(self.salt_bytes)
+
+
+def open_tiers(config: CacheConfig, *, fingerprint: Callable[[], str], codec: str) -> list[Tier]:
+    """The tiers outside host memory that a configuration names, the fastest first: disk, peers, remote store.
+
+    Args:
+      fingerprint: of the model; asked for when a record is.
+      codec: of K, V, as keys name it.
+
+    Raises:
+      ValueError: one cannot be used as it is named. Whether it answers, nobody asks yet.
+      ImportError: a library is not installed; the message says which.
+    """
+    tiers: list[Tier] = []
+    timeout = _TIMEOUT if config.timeout is None else config.timeout
+    if config.disk is not None:
+        tiers.append(DiskTier(config.disk, int(config.disk_bytes), owner_bytes=config.owner_bytes, ttl=config.ttl))
+    if config.peers:
+        tiers += [
+            PeerTier(url, token=config.peer_token, timeout=timeout, model=fingerprint, codec=codec)
+            for url in config.peers
+        ]
+    if config.remote is not None:
+        tiers.append(open_remote(config.remote, timeout=timeout, namespace=lambda: fingerprint()[:16]))
+    return tiers

@@ -8,8 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from vlcache_jax.cache.keys import NO_TENANTS
-from vlcache_jax.cache.record import Meta, Record
-from vlcache_jax.cache.why import Why
+from vlcache_jax.cache.record import Meta, Record, Why
 
 
 class MemoryTier:

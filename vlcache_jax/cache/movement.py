@@ -20,10 +20,9 @@ import numpy.typing as npt
 from vlcache_jax.cache.bounded import Bounded
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.meter import Meter, TierStats
-from vlcache_jax.cache.record import Meta, Part, Record
+from vlcache_jax.cache.record import Meta, Part, Record, Why
 from vlcache_jax.cache.store import Outside, Store
 from vlcache_jax.cache.tier import DamagedError, Found, Tier, TierError, verified
-from vlcache_jax.cache.why import Why
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from vlcache_jax.cache.ages import Ages
-from vlcache_jax.cache.bounded import Bounded
+from vlcache_jax.cache.bounded import Bounded, Requests
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.memory import MemoryTier
 from vlcache_jax.cache.meter import TierStats
-from vlcache_jax.cache.record import Meta, Record
-from vlcache_jax.cache.requests import Requests
-from vlcache_jax.cache.why import Why
+from vlcache_jax.cache.record import Meta, Record, Why
 from vlcache_jax.inputs.processor import Grid
 
 _REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece

@@ -20,9 +20,8 @@ from typing import IO, Any
 
 from vlcache_jax.commands.rows import BEGINNINGS, Answer, Row
 from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
-from vlcache_jax.engine.interrupts import interruptible
 from vlcache_jax.files import check_readable, check_writable
-from vlcache_jax.progress import Progress, say
+from vlcache_jax.progress import Progress, interruptible, say
 from vlcache_jax.sampling import SamplingParams
 
 _TOLD = 3  # wrong rows that are named

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor, Future, wait
 
-from vlcache_jax.cache.record import Record
-from vlcache_jax.cache.why import Why
+from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.engine.request import ImageUse, Sequence
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.reuse.plan import Plan

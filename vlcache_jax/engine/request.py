@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.cache.store import Handle, Store
-from vlcache_jax.cache.why import Why
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.pages import Chain, Lease, Picture

@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.keys import context_keys, request_key
 from vlcache_jax.cache.movement import Movement
-from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.record import Meta, Record, Why
 from vlcache_jax.cache.store import Handle, Store
-from vlcache_jax.cache.why import Why
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
