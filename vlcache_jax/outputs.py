@@ -297,7 +297,7 @@ class Reporter:
     def _image_report(self, index: int, use: ImageUse, plan: Plan, cached: int) -> ImageReuse:
         image = use.span.image
         depth = plan.depth[use.span.tokens]
-        is_resident = use.span.start + use.span.length <= cached
+        is_resident = use.span.within(cached)
         linked = None if is_resident else use.linked
         moved = 0
         if linked is not None and use.kv_tier != "device":
@@ -332,5 +332,5 @@ def _fetched(record: Record, tier: str) -> int:
 def _exact_tokens(sequence: Generation) -> int:
     """Prompt tokens whose K, V were reused exactly."""
     linked = [use.span for use in sequence.images if use.linked is not None and use.span.state == "exact"]
-    behind = (sequence.plan.depth[max(span.start, sequence.cached) : span.start + span.length] for span in linked)
+    behind = (sequence.plan.depth[max(span.start, sequence.cached) : span.stop] for span in linked)
     return sequence.cached + sum(int(np.count_nonzero(depth == 0)) for depth in behind)

@@ -125,7 +125,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         layouts.setdefault(id(sequence.layout), layout)
 
     def note_links(turn: list[Prefill]) -> None:
-        spans = (span for one in turn for span in one.layout.images if span.start + span.length > one.cached)
+        spans = (span for one in turn for span in one.layout.images if not span.within(one.cached))
         lengths = [span.length for span in spans if span.state != "miss"]
         pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in turn for span in one.layout.images}
         if lengths and sum(pages.values()) * PAGE_TOKENS <= links.kept_tokens:

@@ -149,7 +149,7 @@ def linked_images(
     users: dict[int, tuple[Record, list[tuple[Prefill, ImageSpan]]]] = {}
     for prefill in prefills:
         for use in prefill.sequence.images if prefill.links else ():
-            if use.linked is not None and use.span.start + use.span.length > prefill.cached:
+            if use.linked is not None and not use.span.within(prefill.cached):
                 users.setdefault(id(use.linked), (use.linked, []))[1].append((prefill, use.span))
     return list(users.values())
 
@@ -279,7 +279,7 @@ def _image_rows(prefills: abc.Sequence[Prefill], length: list[int]) -> tuple[lis
             number = known.setdefault(id(span.image), len(images))
             if number == len(images):
                 images.append(span.image)
-            place = slice(first + span.start, first + span.start + span.length)
+            place = slice(first + span.start, first + span.stop)
             image[place] = number
             image_row[place] = np.arange(span.length)
         first += len(prefill.layout)

@@ -37,7 +37,7 @@ class Readiness:
             return False
         if self._missing(sequence):
             return False
-        for use in self._linking(sequence):
+        for use in self._uncached(sequence):
             if use.linked is not None and use.linked.is_settled and not use.linked.is_ready:
                 use.why, use.linked = use.linked.failure or Why.load_failed, None
                 if not sequence.generated:
@@ -74,18 +74,18 @@ class Readiness:
                 return True
         return False
 
-    def _linking(self, sequence: Sequence) -> list[ImageUse]:
+    def _uncached(self, sequence: Sequence) -> list[ImageUse]:
         """Its images that are not in pages as a whole."""
         assert sequence.lease is not None
         cached = len(sequence.layout) if sequence.lease.is_fork else sequence.lease.cached
-        return [use for use in sequence.images if use.span.start + use.span.length > cached]
+        return [use for use in sequence.images if not use.span.within(cached)]
 
     def _missing(self, sequence: Sequence) -> list[Record]:
         """The records that it has to wait for. What comes layer by layer is waited for where it is linked."""
         assert sequence.lease is not None
         linked = [
             use.linked
-            for use in self._linking(sequence)
+            for use in self._uncached(sequence)
             if use.linked is not None and not (use.linked.is_loading and use.linked.has_arrived(self._first_layers))
         ]
         depth = sequence.plan.behind(sequence.lease.cached).depth

@@ -80,8 +80,17 @@ class Span:
     state: State
 
     @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.start + self.length
+
+    @property
     def tokens(self) -> slice:
-        return slice(self.start, self.start + self.length)
+        return slice(self.start, self.stop)
+
+    def within(self, count: int) -> bool:
+        """Whether it lies as a whole in the first `count` tokens."""
+        return self.stop <= count
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,13 +81,9 @@ class Planner:
         try:
             for context, image in zip(contexts, request.images, strict=False):
                 handles.append(self._find(image, context, policy.approximates, brought))
-            layout = self._layout(request, handles)
-            plan = make_plan(policy, layout, layers)
-            choice = make_choice(policy, layout, layers)
+            layout, plan, choice = self._arrange(request, handles, policy)
             if not self._links_all and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
-                layout = self._layout(request, handles)
-                plan = make_plan(policy, layout, layers)
-                choice = make_choice(policy, layout, layers)
+                layout, plan, choice = self._arrange(request, handles, policy)
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
@@ -138,12 +134,12 @@ class Planner:
         assert found is not None
         return found
 
-    def _layout(self, request: Request, handles: list[Handle]) -> Layout:
-        """By what was found."""
+    def _arrange(self, request: Request, handles: list[Handle], policy: Policy) -> tuple[Layout, Plan, Choice | None]:
+        """Where everything lies and what of it is computed, by what was found."""
         states: list[State] = [
             "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
         ]
-        return make_layout(
+        layout = make_layout(
             request.token_ids,
             request.starts,
             request.images,
@@ -151,6 +147,8 @@ class Planner:
             states or None,
             request.moments,
         )
+        layers = self._config.text.num_layers
+        return layout, make_plan(policy, layout, layers), make_choice(policy, layout, layers)
 
     def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> bool:
         """Lets go of what is not to be used of what was found; whether K, V are among it.
@@ -259,11 +257,7 @@ def _fresh(layout: Layout, plan: Plan, choice: Choice | None, layers: int) -> li
         chosen = sum(choice.keep) / sum(span.length for span in layout.images if span.state == "approximate")
     before = np.concatenate([[0], np.cumsum(np.minimum(plan.depth, layers))])
     return [
-        float(
-            (before[span.start + span.length] - before[span.start]) / span.length
-            + chosen * (span.state == "approximate")
-        )
-        / layers
+        float((before[span.stop] - before[span.start]) / span.length + chosen * (span.state == "approximate")) / layers
         for span in layout.images
     ]
 

@@ -282,7 +282,7 @@ def make_plan(policy: Policy, layout: Layout, num_layers: int) -> Plan:
     for span in layout.spans:
         if span.state in ("text", "miss") and (least := depth[span.tokens].min()) < num_layers:
             raise ValueError(
-                f"plan of {name} must compute tokens {span.start} to {span.start + span.length - 1} in every layer, "
+                f"plan of {name} must compute tokens {span.start} to {span.stop - 1} in every layer, "
                 f"as no record has them, got a depth of {least}"
             )
     return plan
@@ -346,8 +346,7 @@ def edge_tokens(layout: Layout, num_layers: int, counts: Callable[[int], tuple[i
     plan = first_tokens(layout, num_layers, lambda tokens: [min(counts(tokens)[0], tokens)] * num_layers)
     for span in layout.images:
         if span.state == "approximate":
-            end = span.start + span.length
-            plan.depth[end - min(counts(span.length)[1], span.length) : end] = num_layers
+            plan.depth[span.stop - min(counts(span.length)[1], span.length) : span.stop] = num_layers
     plan.depth[-1] = num_layers + 1
     return plan
 

@@ -291,7 +291,7 @@ def make_choice(policy: Policy, layout: Layout, num_layers: int) -> Choice | Non
             f"{policy.check_layer}, got {keep}"
         )
     last = layout.images[-1]
-    return Choice(policy, keep, len(layout), last.start + last.length)
+    return Choice(policy, keep, len(layout), last.stop)
 
 
 def project(

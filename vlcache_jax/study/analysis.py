@@ -38,7 +38,7 @@ def recompute(probe: Probe, runs: Runs, level: int, *, last: bool = False) -> Tr
     mask = np.zeros(len(placed.layout), bool)
     for span in placed.images:
         count = level * span.length // UNITS
-        start = span.start + (span.length - count if last else 0)
+        start = span.stop - count if last else span.start
         mask[start : start + count] = True
     return probe.run(placed, probe.text_only(placed) | mask, runs.donor)
 
