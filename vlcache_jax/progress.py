@@ -1,6 +1,6 @@
 """What a wait is for: a bar on a terminal; in a pipe or a file, plain lines now and then. Both on stderr.
 
-And how it ends at Ctrl-C.
+`interruptible` sees to it that Ctrl-C ends it.
 """
 
 from __future__ import annotations

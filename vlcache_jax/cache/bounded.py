@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-_MOST_REQUESTS = 4096  # a hundred bytes an image
+_MOST_REQUESTS = 4096  # each a list of images, of a hundred bytes apiece
 
 
 class Bounded[V]:
