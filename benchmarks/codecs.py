@@ -88,9 +88,9 @@ def check_coded(llm: LLM, codec: str, scores: Sequence[Any]) -> int:
     """
     if found := {image.match for score in scores for image in score.cache.images} - {"approximate"}:
         raise ValueError(f"images must be linked from another context with codec {codec}, got {', '.join(found)}")
-    text = llm._runner.config.text
+    text = llm.service.device.runner.config.text
     planes = () if codec == AUTO else CODECS[codec].planes(text.num_kv_heads, text.head_dim)
-    metas = [record.meta for record in llm._store.tier.records() if record.meta.context is not None]
+    metas = [record.meta for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     sizes = {(meta.planes, meta.nbytes // meta.padded) for meta in metas}
     if len(sizes) != 1 or {own for own, _ in sizes} != {planes}:
         raise ValueError(f"records of codec {codec} must have planes of {planes} bytes, got {sizes}")

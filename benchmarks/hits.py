@@ -76,8 +76,8 @@ def count_hit(directory: pathlib.Path, place: str, codec: str, *, images: int = 
         directory, dtype="float32", ladder=Ladder(), max_model_len=length, enable_prefix_caching=False,
         cache=make_cache(codec, "16GiB", device_bytes=PLACES[place]), use_tqdm=False,
     ) as llm:  # fmt: skip
-        llm._ahead.stop()
-        config = llm._checkpoint.config
+        llm.service.ahead.stop()
+        config = llm.service.checkpoint.config
         known = KnownImages(config, llm.get_tokenizer(), images=images, tokens=tokens, text_before=BEFORE)
         falling = falling_schedule(config.model_type, config.text.num_layers)
         llm.cache.precompute(known.files, mm_processor_kwargs=known.limits)

@@ -127,8 +127,8 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
                 ask(fresh["bytes"]())
                 llm.cache.flush()
                 bar.update()
-                llm._ahead.wait()
-                llm._ahead.stop()
+                llm.service.ahead.wait()
+                llm.service.ahead.stop()
                 for kind in fresh:
                     ask(fresh[kind]())
                 bar.update()

@@ -259,9 +259,9 @@ def measure(
         cases.setdefault(protocol.case, []).append(protocol)
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
         for schedule in given.values():
-            llm._parse_policy(schedule)
+            llm.service.policy_of(schedule)
         for policy in asked.values():
-            llm._parse_policy(policy)
+            llm.service.policy_of(policy)
         for found in sets:
             image_tokens, num_layers = _sizes(llm, found.asked)
             for case in accuracy.possible(list(cases), found.asked):

@@ -81,7 +81,7 @@ class Ours:
         return {"encode": metrics.encode, "prefill": metrics.prefill + metrics.first_token}
 
     def logits(self, slots: int) -> np.ndarray:
-        runner = self.llm._runner
+        runner = self.llm.service.device.runner
         kept: dict[str, Any] = {}
         head = runner.head
         runner.head = lambda *args: kept.setdefault("out", head(*args))  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from vlcache_jax import base
+from vlcache_jax import service
 from vlcache_jax.benchmarks.prefill import TEXT, VISION
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.device.checkpoint import Checkpoint
@@ -97,5 +97,5 @@ def drawn_weights() -> Iterator[None]:
     ) -> Checkpoint:
         return _Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), revision)
 
-    with mock.patch.object(base, "open_checkpoint", open_drawn):
+    with mock.patch.object(service, "open_checkpoint", open_drawn):
         yield

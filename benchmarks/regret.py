@@ -49,9 +49,9 @@ def measure(model: str | None, *, dtype: str, repeats: int, out: pathlib.Path | 
         found = calibrate(model, dtype=dtype)
         cache = CacheConfig(load="link")
         with LLM(model, dtype=dtype, cache=cache, enable_prefix_caching=False, max_model_len=2048) as llm:
-            llm._ahead.stop()
-            llm._planner.rates = found.rates  # and no file
-            vision = llm._runner.config.vision
+            llm.service.ahead.stop()
+            llm.service.intake.planner.rates = found.rates  # and no file
+            vision = llm.service.device.runner.config.vision
             cell = vision.patch_size * vision.merge_size
             rows = []
             with Progress("measuring", len(TOKENS) * len(REUSES) * (2 + repeats)) as bar:
@@ -60,8 +60,8 @@ def measure(model: str | None, *, dtype: str, repeats: int, out: pathlib.Path | 
                     for reuse in REUSES:
                         rows.append({"tokens": tokens, "reuse": reuse} | _row(llm, picture, reuse, repeats, bar))
             head = environment("jax") | {
-                "dtype": str(llm._runner.dtype),
-                "layers": llm._runner.config.text.num_layers,
+                "dtype": str(llm.service.device.runner.dtype),
+                "layers": llm.service.device.runner.config.text.num_layers,
                 "repeats": repeats,
                 "seconds": dataclasses.asdict(found.rates),
             }
@@ -76,7 +76,7 @@ def _row(llm: Any, picture: bytes, reuse: str, repeats: int, bar: Progress) -> d
 
     def run(load: str, text: str) -> Any:
         llm.cache.flush()
-        llm._store.config = dataclasses.replace(llm._store.config, load=load)
+        llm.service.cache.store.config = dataclasses.replace(llm.service.cache.store.config, load=load)
         prompt = f"{text}<|vision_start|><|image_pad|><|vision_end|>What is it?"
         [output] = llm.generate(
             [{"prompt": prompt, "multi_modal_data": {"image": picture}}], one, reuse=reuse, use_tqdm=False

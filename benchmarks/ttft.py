@@ -154,23 +154,24 @@ def measure(
                 **settings,
             ) as llm:  # fmt: skip
                 # The first runs compile what they call for, which is far less than `warmup` does for any request.
-                llm._ahead.stop()
+                llm.service.ahead.stop()
                 check_room(llm, setup.sizes)
-                rates.append(measure_rates(llm._runner.dtype))  # once an engine is open: it is to touch jax first
+                # Once an engine is open: it is to touch jax first.
+                rates.append(measure_rates(llm.service.device.runner.dtype))
                 head = head or _head(setup, llm, name)
                 cases += _Measuring(llm, setup, place, cache.codec).cases(with_baselines=not cases)
-                rates.append(measure_rates(llm._runner.dtype))
+                rates.append(measure_rates(llm.service.device.runner.dtype))
     fastest = best(rates)
     publish(make_rows(cases, fastest), head | {"rates": told(fastest)}, out, picture)
 
 
 def _head(setup: Setup, llm: LLM, name: str) -> dict[str, Any]:
-    layers = llm._checkpoint.config.text.num_layers
+    layers = llm.service.checkpoint.config.text.num_layers
     images = ", ".join(f"{count} x {tokens}" for count, tokens in setup.sizes)
     return environment("jax") | {
         "model": f"{name}, {layers} layers" if setup.model is not None else name,
-        "device": str(llm._runner._normalization.devices()),
-        "dtype": str(llm._runner.dtype),
+        "device": str(llm.service.device.runner.normalization.devices()),
+        "dtype": str(llm.service.device.runner.dtype),
         "layers": layers,
         "prompt": f"{setup.text_before} text tokens, images of {images} tokens, {TEXT_AFTER} text tokens",
         "repeats": setup.repeats,
@@ -186,7 +187,7 @@ class _Measuring:
 
     def __init__(self, llm: LLM, setup: Setup, place: str, codec: str):
         self._llm, self._setup, self._place, self._codec = llm, setup, place, codec
-        self._config = llm._checkpoint.config
+        self._config = llm.service.checkpoint.config
 
     def cases(self, *, with_baselines: bool) -> list[Case]:
         """All configurations at all sizes; those that use no stored K, V only where `with_baselines`."""
@@ -244,7 +245,7 @@ class _Measuring:
 
     def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> Case:
         config, report = self._config, outputs[0].cache
-        itemsize = np.dtype(self._llm._runner.dtype).itemsize
+        itemsize = np.dtype(self._llm.service.device.runner.dtype).itemsize
         plan = known.plan(report, spread_ranks(*image_grid(known.tokens)) if name == SHIFT else None)
         plan = dataclasses.replace(plan, shift=name == SHIFT)
         least = functools.partial(

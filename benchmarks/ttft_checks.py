@@ -28,7 +28,7 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     [output] = llm.generate(prompt, one, use_tqdm=False, verify=True)
     if output.num_cached_tokens == 0 or not output.cache.exact:
         raise ValueError(f"a repeat must hit exactly, got {output.cache}")
-    most, found = 1e-3 if llm._runner.dtype == np.float32 else 0.5, output.verification
+    most, found = 1e-3 if llm.service.device.runner.dtype == np.float32 else 0.5, output.verification
     if found is None or not found.max_logit_difference < most:
         raise ValueError(f"a repeat must have the logits of a cold run, got {found}")
 
@@ -42,7 +42,7 @@ def check_room(llm: LLM, sizes: Sequence[tuple[int, int]]) -> None:
     Raises:
       ValueError: it does not.
     """
-    tier = llm._tier
+    tier = llm.service.cache.tier
     wanted = max(images * -(-tokens // PAGE_TOKENS) for images, tokens in sizes)
     if 0 < tier.num_pages < wanted:
         raise ValueError(

@@ -21,5 +21,4 @@ autodoc_class_signature = "mixed"
 # Links to headings of other pages are checked like links to pages; a dead one is an error (-W).
 myst_heading_anchors = 3
 suppress_warnings = ["config.cache"]
-autoclass_content = "both"  # an engine's arguments are told by `__init__`
 smartquotes = False

@@ -323,11 +323,11 @@ def textured_image() -> Callable[..., np.ndarray]:
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[weakref.WeakSet[Any]]:
-    """Every `LLM` that was opened."""
-    from vlcache_jax import LLM
+    """Every `Service` that was opened."""
+    from vlcache_jax.service import Service
 
     opened: weakref.WeakSet[Any] = weakref.WeakSet()
-    init = LLM.__init__
+    init = Service.__init__
 
     @functools.wraps(init)
     def noted(self: Any, *args: Any, **options: Any) -> None:
@@ -335,7 +335,7 @@ def engines() -> Iterator[weakref.WeakSet[Any]]:
         opened.add(self)
 
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(LLM, "__init__", noted)
+        context.setattr(Service, "__init__", noted)
         yield opened
 
 
@@ -343,8 +343,8 @@ def engines() -> Iterator[weakref.WeakSet[Any]]:
 def no_page_leaks(engines: weakref.WeakSet[Any]) -> Iterator[None]:
     """What no request uses is free or resident, whatever a test did."""
     yield
-    for llm in list(engines):
-        assert llm._pages.stats().in_use == 0
+    for service in list(engines):
+        assert service.cache.pages.stats().in_use == 0
 
 
 @pytest.fixture

@@ -63,15 +63,15 @@ def compilations():
 
 def spoil(llm, monkeypatch):
     """Fills pages with NaN when they become free. (V must be finite: a flaw is carried by K.)"""
-    give_back = llm._pages._give_back
+    give_back = llm.service.cache.pages._give_back
 
     def spoiled(page):
         give_back(page)
         slots = slice(page.number * PAGE, (page.number + 1) * PAGE)
-        for layer in llm._runner._pool or ():
+        for layer in llm.service.device.runner._pool or ():
             layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
 
-    monkeypatch.setattr(llm._pages, "_give_back", spoiled)
+    monkeypatch.setattr(llm.service.cache.pages, "_give_back", spoiled)
 
 
 def damage_first_passage(monkeypatch, damage):
@@ -88,12 +88,12 @@ def damage_first_passage(monkeypatch, damage):
 
 def assert_nothing_left(llm):
     """Nobody has a lane, pages or records any more."""
-    with llm._loop._changed:
-        assert llm._loop._changed.wait_for(lambda: llm._loop._thread is None, WITHIN)
+    with llm.service.loop._changed:
+        assert llm.service.loop._changed.wait_for(lambda: llm.service.loop._thread is None, WITHIN)
     llm.cache.flush()
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.in_use) == (0, 0, 0)
-    records = llm._store.tier.records()
+    records = llm.service.cache.store.tier.records()
     assert not any(record.held for record in records)
     assert all(record.is_settled for record in records)
-    assert not llm._store._left
+    assert not llm.service.cache.store._left

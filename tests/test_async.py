@@ -13,7 +13,7 @@ import pytest
 
 import vlcache_jax.async_llm as async_llm
 from tests.helper import WITHIN, assert_nothing_left, user
-from vlcache_jax import AsyncLLM, Ladder, QueueFullError, RequestError, SamplingParams
+from vlcache_jax import LLM, AsyncLLM, Ladder, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.serving import Job
 
@@ -47,15 +47,15 @@ def directory(checkpoints):
 def shared(directory):
     """An engine that all tests use; what is compiled for it is used by all others, too."""
     engine = AsyncLLM(directory, **SETTINGS)
-    engine._llm._ahead.stop()  # it compiles what these tests may never need
+    engine.service.ahead.stop()  # it compiles what these tests may never need
     yield engine
-    engine._llm.close()
+    engine.service.close()
 
 
 @pytest.fixture
 def engine(shared):
     """It is empty at first, and nothing may be left behind in the end."""
-    shared._llm.reset_mm_cache()
+    shared.service.reset_mm_cache()
     yield shared
     assert_clean(shared)
 
@@ -67,23 +67,23 @@ def open_engine(directory, shared):
 
     def make(*, closes=True, **options):
         engine = AsyncLLM(directory, **SETTINGS | options)
-        engine._llm._ahead.stop()
-        engine._llm._runner.programs = shared._llm._runner.programs
-        engine._llm._runner.run = shared._llm._runner.run
+        engine.service.ahead.stop()
+        engine.service.device.runner.programs = shared.service.device.runner.programs
+        engine.service.device.runner.run = shared.service.device.runner.run
         if closes:
             opened.append(engine)
         return engine
 
     yield make
     for engine in opened:
-        engine._llm.close()
+        engine.service.close()
 
 
 @pytest.fixture
 def slow(engine, monkeypatch):
     """Windows take long enough for something to happen meanwhile."""
-    window = engine._llm._runner.window
-    monkeypatch.setattr(engine._llm._runner, "window", lambda *given: (time.sleep(0.01), window(*given))[1])
+    window = engine.service.device.runner.window
+    monkeypatch.setattr(engine.service.device.runner, "window", lambda *given: (time.sleep(0.01), window(*given))[1])
 
 
 @pytest.fixture
@@ -105,9 +105,8 @@ def slow_decoder(monkeypatch):
 def assert_clean(engine):
     """Nobody has a lane, pages, records, room or a name any more."""
     assert eventually(lambda: not engine._room._used)
-    llm = engine._llm
-    assert eventually(lambda: not any(record.held for record in llm._store.tier.records()))
-    assert_nothing_left(llm)
+    assert eventually(lambda: not any(record.held for record in engine.service.cache.store.tier.records()))
+    assert_nothing_left(engine)
     assert not engine._jobs
     assert not engine._aborted
     assert not engine._room._waiting
@@ -151,7 +150,7 @@ async def first(generator):
 
 
 def chat(engine, conversation, params=GREEDY, **options):
-    [output] = engine._llm.chat([conversation], params, use_tqdm=False, **options)
+    [output] = LLM(engine.service).chat([conversation], params, use_tqdm=False, **options)
     return output
 
 
@@ -200,7 +199,7 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind, monkeypatc
         **LETTERS, seed=3, n=2 if "n" in kind.split() else 1, logprobs=1 if kind == "logprobs" else None
     )
     for _ in range(2):  # cold, and from the cache
-        engine._llm.reset_prefix_cache()
+        engine.service.reset_prefix_cache()
         told_of.clear()
         outputs = run(stream(engine, prompt, params))
         assert_streams(outputs)
@@ -209,9 +208,9 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind, monkeypatc
         assert {output.request_id for output in outputs} == {outputs[0].request_id}
         assert outputs[0].request_id
     known = told(outputs[-1])
-    engine._llm.reset_mm_cache()
+    engine.service.reset_mm_cache()
     for _ in range(2):
-        engine._llm.reset_prefix_cache()
+        engine.service.reset_prefix_cache()
         expected = chat(engine, prompt, params)
     assert known == told(expected)
     if kind == "logprobs":
@@ -222,8 +221,8 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind, monkeypatc
 
 @pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}])
 def test_a_prompt_is_continued_as_generate_does(engine, prompt):
-    [expected] = engine._llm.generate(prompt, GREEDY, use_tqdm=False)
-    engine._llm.reset_prefix_cache()
+    [expected] = LLM(engine.service).generate(prompt, GREEDY, use_tqdm=False)
+    engine.service.reset_prefix_cache()
     assert told(run(last(engine, prompt))) == told(expected)
 
 
@@ -238,7 +237,7 @@ def test_a_stop_string_that_spans_windows_never_shows_in_part(engine, include):
         cut = SamplingParams(**LETTERS, seed=5, stop=stop, include_stop_str_in_output=include)
         expected = chat(engine, user("a"), cut)
         assert expected.outputs[0].finish_reason == "stop"
-        engine._llm.reset_prefix_cache()
+        engine.service.reset_prefix_cache()
         outputs = run(stream(engine, user("a"), cut))
         assert tokens(outputs[-1]) == tokens(expected)
         assert outputs[-1].outputs[0].text == expected.outputs[0].text == text[: begin + 9 * include]
@@ -249,7 +248,7 @@ def test_many_at_once_are_as_one_by_one(engine, pictures):
     prompts = [user(f"{i}" * (i + 1), *pictures[i % 5 : i % 5 + 1]) for i in range(12)]
     params = [SamplingParams(**LETTERS | {"max_tokens": 5 + i}, seed=i, n=1 + i % 2) for i in range(12)]
     expected = [chat(engine, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    engine._llm.reset_mm_cache()
+    engine.service.reset_mm_cache()
     outputs = run(*(stream(engine, prompt, own) for prompt, own in zip(prompts, params, strict=True)))
     for got, one in zip(outputs, expected, strict=True):
         assert_streams(got)
@@ -480,7 +479,7 @@ def test_others_link_what_an_aborted_request_computes(engine, slow, pictures):
     """They count on its record, so its prompt is computed to the end."""
     shown = user("a", pictures[0])
     [*expected] = [chat(engine, user("a", pictures[0], more)) for more in "xyz"]
-    engine._llm.reset_mm_cache()
+    engine.service.reset_mm_cache()
 
     async def ask():
         busy = [engine.generate(user(text), LONG) for text in "ab"]
@@ -587,7 +586,7 @@ def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_d
         await becomes(lambda: not any(thread._work_queue.qsize() for thread in [engine._threads]))
 
     arriving = threading.Event()
-    arrive = engine._llm._caller.arrive
+    arrive = engine.service.caller.arrive
 
     def noted(*given):
         try:
@@ -596,7 +595,7 @@ def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_d
             arriving.set()
 
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(engine._llm._caller, "arrive", noted)
+        context.setattr(engine.service.caller, "arrive", noted)
         run(ask())
         go_on.set()
         assert arriving.wait(WITHIN)
@@ -644,8 +643,8 @@ def test_an_event_loop_that_is_closed_does_not_end_the_engine(engine, slow, capl
 def under_way(engine, monkeypatch):
     """The most requests that have been under way together."""
     most = [0]
-    arrive = engine._llm._caller.arrive
-    end = engine._llm._caller.end
+    arrive = engine.service.caller.arrive
+    end = engine.service.caller.end
     lock, jobs = threading.Lock(), set()
 
     def arrived(*given):
@@ -660,8 +659,8 @@ def under_way(engine, monkeypatch):
             jobs.discard(job)
         end(job)
 
-    monkeypatch.setattr(engine._llm._caller, "arrive", arrived)
-    monkeypatch.setattr(engine._llm._caller, "end", ended)
+    monkeypatch.setattr(engine.service.caller, "arrive", arrived)
+    monkeypatch.setattr(engine.service.caller, "end", ended)
     return most
 
 
@@ -819,7 +818,7 @@ def test_lower_numbers_come_first(engine, slow):
 def test_an_error_of_the_engine_ends_what_runs_and_only_that(engine, slow, pictures, monkeypatch):
     prompts = [user("a", pictures[0]), user("b"), user("c"), user("d", pictures[1])]
     expected = [tokens(chat(engine, prompt, MEDIUM)) for prompt in prompts]
-    engine._llm.reset_mm_cache()
+    engine.service.reset_mm_cache()
 
     async def ask():
         running = [engine.generate(prompt, MEDIUM) for prompt in prompts[:2]]
@@ -827,7 +826,7 @@ def test_an_error_of_the_engine_ends_what_runs_and_only_that(engine, slow, pictu
             await first(one)
         waiting = [asyncio.create_task(last(engine, prompt, MEDIUM)) for prompt in prompts[2:]]
         await becomes(lambda: engine.stats().waiting == 2)
-        work, failed = engine._llm._runner.run, []
+        work, failed = engine.service.device.runner.run, []
 
         def broken(key, *given):
             if not failed:
@@ -836,7 +835,7 @@ def test_an_error_of_the_engine_ends_what_runs_and_only_that(engine, slow, pictu
             return work(key, *given)
 
         with monkeypatch.context() as context:
-            context.setattr(engine._llm._runner, "run", broken)
+            context.setattr(engine.service.device.runner, "run", broken)
             for one in running:
                 with pytest.raises(RuntimeError, match=r"^the device is gone$") as caught:
                     async for _ in one:
@@ -851,8 +850,8 @@ def test_an_error_of_the_engine_ends_what_runs_and_only_that(engine, slow, pictu
 def test_closing_ends_everything(open_engine, pictures, slow_decoder):
     engine = open_engine(max_waiting=5)
     begun, go_on = slow_decoder
-    window = engine._llm._runner.window
-    engine._llm._runner.window = lambda *given: (time.sleep(0.01), window(*given))[1]
+    window = engine.service.device.runner.window
+    engine.service.device.runner.window = lambda *given: (time.sleep(0.01), window(*given))[1]
 
     async def ask():
         running = [asyncio.create_task(last(engine, user(text), LONG)) for text in "ab"]
@@ -902,17 +901,17 @@ def test_closing_twice_at_once(open_engine):
 def test_closing_between_arrival_and_begin(open_engine, serves):
     """What has been submitted, and has not begun, is ended too."""
     engine = open_engine(closes=False)  # which would hang where this fails
-    begin, closed = engine._llm._loop.begin, []
+    begin, closed = engine.service.loop.begin, []
 
     def close_first():
         if not closed:
             closed.append(True)
-            closing = threading.Thread(target=engine._llm.close)
+            closing = threading.Thread(target=engine.service.close)
             closing.start()
             closing.join(WITHIN)
         begin()
 
-    engine._llm._loop.begin = close_first
+    engine.service.loop.begin = close_first
     found = []
 
     def ask():
@@ -933,7 +932,7 @@ def test_closing_between_arrival_and_begin(open_engine, serves):
 def test_several_event_loops(engine, pictures):
     prompts = [user(f"{i}", *pictures[i % 3 : i % 3 + i % 2]) for i in range(8)]
     expected = [tokens(chat(engine, prompt)) for prompt in prompts]
-    engine._llm.reset_mm_cache()
+    engine.service.reset_mm_cache()
     with ThreadPoolExecutor(2) as threads:
         halves = threads.map(lambda own: run(*(last(engine, prompt) for prompt in own)), (prompts[::2], prompts[1::2]))
         found = [[tokens(output) for output in half] for half in halves]
@@ -962,9 +961,9 @@ def test_an_id_is_aborted_from_another_event_loop(engine, slow):
 
 def test_calls_from_many_threads_are_as_one_by_one(engine, pictures):
     calls = [[user(f"{i}"), user(f"{i}", pictures[i % 4])] for i in range(16)]
-    chatting = engine._llm.chat
+    chatting = LLM(engine.service).chat
     expected = [list(map(tokens, chatting(call, GREEDY, use_tqdm=False))) for call in calls]
-    engine._llm.reset_mm_cache()
+    engine.service.reset_mm_cache()
     with ThreadPoolExecutor(16) as threads:
         found = [
             list(map(tokens, outputs))
@@ -975,7 +974,7 @@ def test_calls_from_many_threads_are_as_one_by_one(engine, pictures):
 
 def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
     """What is compiled ahead is found from them; a server has more of them than memory."""
-    ahead = engine._llm._ahead
+    ahead = engine.service.ahead
     monkeypatch.setattr(ahead, "_stopped", False)
     monkeypatch.setattr(ahead._programs, "program", lambda key: None)  # which programs does not matter
     for seed in range(12):
@@ -988,7 +987,7 @@ def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
 
 def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monkeypatch):
     """Also if the answer ends while an output of it is being made."""
-    reporter = engine._llm._reporter
+    reporter = engine.service.caller.reporter
     completion = reporter._completion
 
     def slowly(index, answer):
@@ -1022,7 +1021,7 @@ def test_random_arrivals_and_ends(engine, slow, pictures, seed):
         for i in range(14)
     ]
     expected = [chat(engine, prompt, params) for prompt, params, *_ in asked]
-    engine._llm.reset_mm_cache()
+    engine.service.reset_mm_cache()
 
     async def one(i, prompt, params, end, delay, priority):
         await asyncio.sleep(delay)

@@ -37,7 +37,7 @@ def pictures(textured_image):
 @pytest.fixture(scope="module")
 def engine(checkpoints):
     with LLM(checkpoints("qwen3_vl-tied"), **SETTINGS) as llm:
-        llm._ahead.stop()  # it compiles what these tests may never need
+        llm.service.ahead.stop()  # it compiles what these tests may never need
         yield llm
 
 
@@ -123,8 +123,8 @@ def test_who_does_not_ask_takes_nothing(llm):
     with contextlib.closing(chat_iter(llm, rows)) as answers:
         next(answers)
         taken = rows.taken
-        with llm._loop._changed:
-            assert llm._loop._changed.wait_for(lambda: llm._loop._thread is None, WITHIN)
+        with llm.service.loop._changed:
+            assert llm.service.loop._changed.wait_for(lambda: llm.service.loop._thread is None, WITHIN)
         assert rows.taken == taken
         assert len(list(answers)) == 59
 
@@ -253,7 +253,7 @@ def test_an_iterable_may_use_the_engine(llm):
 
 
 def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
-    run, calls = llm._runner.run, itertools.count()
+    run, calls = llm.service.device.runner.run, itertools.count()
 
     def broken(key, *given):
         if next(calls) == 60:
@@ -263,7 +263,7 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
     rows = [user(f"{i}") for i in range(40)]
     expected = alone(llm, rows[:1])
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "run", broken)
+        context.setattr(llm.service.device.runner, "run", broken)
         with pytest.raises(OSError, match="the device is gone"):
             list(chat_iter(llm, rows))
     assert_nothing_left(llm)
@@ -272,7 +272,10 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
 
 def test_closing_ends_it(checkpoints, llm):
     with LLM(checkpoints("qwen3_vl-tied"), **SETTINGS) as closing:
-        closing._runner.programs, closing._runner.run = llm._runner.programs, llm._runner.run
+        closing.service.device.runner.programs, closing.service.device.runner.run = (
+            llm.service.device.runner.programs,
+            llm.service.device.runner.run,
+        )
         answers = chat_iter(closing, (user(f"{i}") for i in itertools.count()), LONG)
         next(answers)
         threading.Timer(0.05, closing.close).start()
@@ -364,7 +367,7 @@ def test_jobs_in_several_threads(llm, pictures):
 
 def test_a_long_job_keeps_nothing_of_what_it_yielded(llm, textured_image, monkeypatch):
     """What is compiled ahead is found from answered requests; a job has more of them than memory."""
-    ahead = llm._ahead
+    ahead = llm.service.ahead
     monkeypatch.setattr(ahead, "_stopped", False)
     monkeypatch.setattr(ahead._programs, "program", lambda key: None)  # which programs does not matter
     rows = (user("a", textured_image(64, 64, 100 + seed)) for seed in range(40))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import vlcache_jax.base
+import vlcache_jax.service
 from tests.helper import user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache import config
@@ -108,7 +108,7 @@ def report(found):
 
 
 def kv_records(llm):
-    return [record for record in llm._store.tier.records() if record.meta.context is not None]
+    return [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
 
 
 def linked(llm, image):
@@ -144,7 +144,7 @@ def test_exact_reuse_never_links_what_is_coded(opened, made, image, monkeypatch,
     assert (report(first).match, report(first).why) == ("miss", Why.unknown_image)
     [record], stats = kv_records(llm), llm.cache.stats()
     captured = []
-    monkeypatch.setattr(llm._writer, "kv", lambda parts, layers: captured.extend(parts))
+    monkeypatch.setattr(llm.service.cache.writer, "kv", lambda parts, layers: captured.extend(parts))
     again = score(llm, *prompt, reuse="exact")
     assert (report(again).match, report(again).kv, report(again).why) == ("miss", "none", Why.coded)
     assert report(again).encoder == "host"
@@ -232,7 +232,7 @@ def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     meta, size = record.meta, record.meta.padded * own.planes(2, 24)[0]
     assert meta.planes == own.planes(2, 24)
     for layer, (keys, _) in enumerate(record.data):
-        _, weight = llm._runner.constants[layer]
+        _, weight = llm.service.device.runner.constants[layer]
         assert weight[3] == 0
         stored = own.decode_block(jnp.asarray(keys), 2, 24)[: meta.tokens]
         scales = own.scales(jnp.asarray(keys[size:]), 2, 24)[: meta.tokens, :, 0, 0]
@@ -267,7 +267,7 @@ def test_damage_is_found(opened, made, image, codec):
 def test_scales_that_are_not_finite_are_not_kept(opened, made, image, monkeypatch, codec, value):
     llm = opened(made("qwen2_5_vl"), codec)
     cold = score(llm, "What is ", image, "?", reuse="off")
-    kept = llm._engine._prefiller.copies
+    kept = llm.service.engine._prefiller.copies
     before, capture = llm.cache.stats(), kept.capture
     with monkeypatch.context() as context:
         context.setattr(
@@ -290,7 +290,7 @@ def test_names_of_codecs(name):
 
 
 def test_a_head_width_that_a_codec_does_not_do(made, monkeypatch):
-    monkeypatch.setattr(vlcache_jax.base, "_load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(vlcache_jax.service, "_load", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(
         ValueError, match="head width must be even for codec 'int4' up to 32, or multiples of it, got 40"
     ):

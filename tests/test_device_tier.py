@@ -41,10 +41,12 @@ def opened(checkpoints):
 
         def get(family="qwen3_vl", codec="auto", pages=None, rows=LADDER.rows, device_bytes=PLENTY):
             llm = open_llm(family, codec, device_bytes, rows)
-            llm._ahead.stop()  # which holds requests until what they may call for has been compiled
+            llm.service.ahead.stop()  # which holds requests until what they may call for has been compiled
             llm.reset_mm_cache()
-            llm._tier.clear()
-            llm._tier.num_pages = llm._runner.definitions.links.kept_tokens // PAGE_TOKENS if pages is None else pages
+            llm.service.cache.tier.clear()
+            llm.service.cache.tier.num_pages = (
+                llm.service.device.runner.definitions.links.kept_tokens // PAGE_TOKENS if pages is None else pages
+            )
             return llm
 
         yield get
@@ -71,8 +73,8 @@ def put_nothing(llm, monkeypatch):
     def fail(*_):
         raise AssertionError("nothing has to move")
 
-    monkeypatch.setattr(llm._runner, "put", fail)
-    monkeypatch.setattr(llm._runner, "stage", fail)
+    monkeypatch.setattr(llm.service.device.runner, "put", fail)
+    monkeypatch.setattr(llm.service.device.runner, "stage", fail)
 
 
 HITS = [("qwen3_vl", "auto", reuse) for reuse in ("exact", 0, "0.3", "shift-0.3")]
@@ -111,7 +113,10 @@ def test_what_is_linked_from_host_memory_is_on_the_device_from_then_on(opened, p
     for picture in pictures[:3]:  # the first one has to leave
         score(llm, "See ", picture, "?")
     stats = llm.cache.stats()
-    assert (stats.device_records, stats.device_bytes, stats.device_capacity) == (2, *[2 * llm._tier.page_bytes] * 2)
+    assert (stats.device_records, stats.device_bytes, stats.device_capacity) == (
+        2,
+        *[2 * llm.service.cache.tier.page_bytes] * 2,
+    )
     for kv, picture in [("host", 0), ("device", 0), ("device", 2), ("host", 1), ("device", 2), ("host", 0)]:
         found = score(llm, "See ", pictures[picture], "?")
         assert [(image.match, image.kv) for image in found.cache.images] == [("exact", kv)], picture
@@ -132,7 +137,7 @@ def test_without_room_a_request_goes_on(opened, pictures):
     kvs = [image.kv for image in found.cache.images]
     assert sorted(kvs) == ["device", "host", "host"]
     assert llm.cache.stats().device_records == 1
-    llm._tier.num_pages = 0
+    llm.service.cache.tier.num_pages = 0
     assert_nothing_left(llm)
 
 
@@ -168,7 +173,7 @@ def test_an_image_that_comes_twice(opened, pictures):
     want = score(plain, "Look at ", pictures[0], " or ", pictures[0], "?", reuse="0.3")
     np.testing.assert_array_equal(again.logits, want.logits)
     # Linked from host memory at both places, one record is brought in once.
-    llm._tier.clear()
+    llm.service.cache.tier.clear()
     for kv in ("host", "device"):
         again = score(llm, "Look at ", pictures[0], " or ", pictures[0], "?", reuse="0.3")
         assert [image.kv for image in again.cache.images] == [kv] * 2
@@ -199,7 +204,7 @@ def test_what_leaves_the_cache_leaves_the_device(opened, pictures):
     assert llm.cache.stats().device_records == 2
     [record] = [
         record
-        for record in llm._store.tier.records()
+        for record in llm.service.cache.store.tier.records()
         if record.meta.context is not None and record.meta.entry == llm.cache.key(pictures[1])
     ]
     record.data[0, 0, 0] += 1
@@ -231,20 +236,20 @@ def test_half_a_record_is_not_taken_for_a_copy(opened, pictures):
     llm = opened()
     cold = score(llm, "See ", pictures[0], "?", reuse="off")
     score(llm, "See ", pictures[0], "?")
-    [record] = [record for record in llm._store.tier.records() if record.meta.context is not None]
+    [record] = [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     tier = SlowTier(record)
-    llm._store.tier.remove(record, None)
+    llm.service.cache.store.tier.remove(record, None)
     name = record.meta.name
     del record
-    loading = threading.Thread(target=load, args=(llm._store, tier, name))
+    loading = threading.Thread(target=load, args=(llm.service.cache.store, tier, name))
     loading.start()
-    while llm._store.tier.get(name) is None:
+    while llm.service.cache.store.tier.get(name) is None:
         pass
     found = []
     call = threading.Thread(target=lambda: found.append(score(llm, "See ", pictures[0], "?")))
     call.start()
     tier.gates[0].set()
-    while not len(llm._tier._copies):
+    while not len(llm.service.cache.tier._copies):
         pass
     tier.broken = 1
     for gate in tier.gates:
@@ -271,10 +276,10 @@ def test_nothing_compiles_after_warmup(checkpoints, pictures, reuse):
         count, _ = llm.warmup(verbose=False)
         for _ in range(3):
             score(llm, "See ", pictures[0], "?", reuse=None)
-            llm._tier.clear()
+            llm.service.cache.tier.clear()
             score(llm, "Look at ", pictures[0], "?", reuse=None)
             score(llm, "Look at ", pictures[0], "?", reuse=None)
-        assert llm._runner.programs.num_programs == count
+        assert llm.service.device.runner.programs.num_programs == count
 
 
 @pytest.mark.ladder
@@ -287,12 +292,12 @@ def test_repeats_are_compiled_ahead(checkpoints, pictures, codec):
         ask = functools.partial(llm.chat, user("See ", pictures[0], pictures[1], "?"), ONE, use_tqdm=False)
         ask()
         llm.cache.flush()
-        llm._ahead.wait()
-        count = llm._runner.programs.num_programs
+        llm.service.ahead.wait()
+        count = llm.service.device.runner.programs.num_programs
         [output] = ask()
         assert {image.kv for image in output.cache.images} == {"device"}
         # What serves encoder rows from the device aside: which rows are computed, it is told too late.
-        assert llm._runner.programs.num_programs - count == (codec == "int4")
+        assert llm.service.device.runner.programs.num_programs - count == (codec == "int4")
 
 
 @pytest.mark.parametrize(

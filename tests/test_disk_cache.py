@@ -51,7 +51,7 @@ def empty(llm):
 
 
 def channel_of(llm):
-    [channel] = llm._movement.channels
+    [channel] = llm.service.cache.movement.channels
     return channel
 
 
@@ -99,14 +99,14 @@ def test_what_was_computed_outlives_the_process(checkpoints, tmp_path, picture, 
         assert where(cold[0]) == [("none", "computed")] * 2
         assert tokens(chat(llm, conversation)) == tokens(cold)
     with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
-        monkeypatch.setattr(llm._runner, "encode", lambda *_: pytest.fail("encoded"))
+        monkeypatch.setattr(llm.service.device.runner, "encode", lambda *_: pytest.fail("encoded"))
         monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut"))  # the pixels are hashed alone
         [output] = chat(llm, conversation)
         assert tokens([output]) == tokens(cold)
         assert where(output) == [("disk", "none")] * 2
         assert output.cache.exact
         [first, _] = output.cache.images
-        record = next(r for r in llm._store.records(first.key) if r.meta.context is not None)
+        record = next(r for r in llm.service.cache.store.records(first.key) if r.meta.context is not None)
         read = record.meta.nbytes // record.meta.padded * record.meta.tokens
         assert first.bytes_moved == record.meta.nbytes + read
         counted = disk(llm)
@@ -158,10 +158,10 @@ def test_another_ladder_reads_the_same_files(checkpoints, tmp_path, picture):
     conversation = user("See ", picture, " what?")
     with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:
         cold = chat(llm, conversation)
-        rungs = llm._runner.token_rungs
+        rungs = llm.service.device.runner.token_rungs
     ladder = Ladder(rows=(32, 96), patches=(32, 96, 256), sequences=(4,))
     with open_llm(checkpoints("qwen3_vl"), tmp_path, SIZES | {"ladder": ladder}) as llm:
-        assert llm._runner.token_rungs != rungs
+        assert llm.service.device.runner.token_rungs != rungs
         output = chat(llm, conversation)
         assert where(output[0]) == [("disk", "none")]
         assert tokens(output) == tokens(cold)
@@ -395,10 +395,10 @@ def test_no_fault_changes_an_answer(llm, picture, other, fault, caplog, monkeypa
         with monkeypatch.context() as patch, caplog.at_level("CRITICAL"):
             patch.setattr(channel, "tier", faulty := Faulty(channel.tier, number, fault))
             if fault == "slow":
-                patch.setitem(vars(llm._store.config), "timeout", PATIENCE)
+                patch.setitem(vars(llm.service.cache.store.config), "timeout", PATIENCE)
             before = disk(llm)
             found = tokens(scenario(llm, picture, other))
-            llm._movement.flush()
+            llm.service.cache.movement.flush()
             site = faulty.done[number - 1]
             assert found == cold, f"operation {number}, {site}"
             rose = {name for name in ("failed", "damaged", "late") if getattr(disk(llm), name) > getattr(before, name)}

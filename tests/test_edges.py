@@ -89,7 +89,7 @@ def wrong_rows(pictures, tmp_path):
 def test_all_wrong_rows_are_named_before_anything_runs(llm, wrong_rows, monkeypatch):
     conversations, wrong = wrong_rows
     monkeypatch.setattr(ImageSource, "decode", lambda *_: pytest.fail("decoded"))
-    monkeypatch.setattr(llm._runner, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(llm.service.device.runner, "run", lambda *_: pytest.fail("ran"))
     params = [GREEDY] * len(conversations)
     params[10] = SamplingParams(stop_token_ids=[10**6])
     wrong = {**wrong, 10: "sampling_params[10] stop_token_ids must be below the vocabulary"}
@@ -180,7 +180,7 @@ def test_one_picture_in_several_sizes_has_a_key_for_each(llm, pictures):
     def shown(**asked):
         return {"type": "image", "image": pictures[0], **asked}
 
-    block = 2 * llm._processor.patch_size
+    block = 2 * llm.service.intake.processor.patch_size
     sizes = [
         {},
         {"max_pixels": 6 * block**2},
@@ -215,7 +215,7 @@ def test_what_a_transparent_file_was_taken_for_before_is_not_found(llm):
 
 def test_a_text_that_is_too_long_for_sure_is_not_tokenised(llm, monkeypatch):
     long = "a" * (20 << 20)
-    monkeypatch.setattr(type(llm._renderer.tokenizer), "__call__", lambda *_: pytest.fail("tokenised"))
+    monkeypatch.setattr(type(llm.service.renderer.tokenizer), "__call__", lambda *_: pytest.fail("tokenised"))
     with pytest.raises(RequestError, match=r"conversations\[0\] must be short enough for max_model_len = 1024 tokens"):
         chat(llm, [user(long)])
 
@@ -337,8 +337,8 @@ def test_a_text_request_does_not_wait_for_pixels(llm, pictures, monkeypatch):
     thread.start()
     assert decoding.wait(60)
     steps = []
-    run = llm._runner.run
-    monkeypatch.setattr(llm._runner, "run", lambda key, *args: (steps.append(key[0]), run(key, *args))[1])
+    run = llm.service.device.runner.run
+    monkeypatch.setattr(llm.service.device.runner, "run", lambda key, *args: (steps.append(key[0]), run(key, *args))[1])
     assert tokens(chat(llm, [user("text")])) == expected  # while the other call is still decoding
     assert not answers
     assert steps.count("embed") == 1
@@ -456,7 +456,7 @@ def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
         pytest.fail("the signal was lost")
 
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "run", slow)
+        context.setattr(llm.service.device.runner, "run", slow)
         gc.callbacks.append(attend)
         hook = sys.unraisablehook
         try:
@@ -486,7 +486,7 @@ def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures
         [first] = trusting.generate(prompt(pictures[0]), GREEDY, use_tqdm=False)
         text = tokens(trusting.generate("b", GREEDY, use_tqdm=False))
         assert tokens(trusting.generate(prompt(b"broken"), GREEDY, use_tqdm=False)) == tokens([first])
-        for record in trusting._store.tier.records():
+        for record in trusting.service.cache.store.tier.records():
             record.is_ready = False  # as if it had been settled so
         trusting.reset_prefix_cache()  # pages need no pixels
         outputs = trusting.generate([prompt(b"broken"), "b"], GREEDY, use_tqdm=False, on_error="return")
@@ -501,14 +501,14 @@ def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures
 def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeypatch):
     rows = [user("a"), user("b"), user("c")]
     expected = chat(llm, rows, params)
-    window, steps = llm._runner.window, itertools.count()
+    window, steps = llm.service.device.runner.window, itertools.count()
 
     def damaged(*given):
         sampled = window(*given)
         # The third token of the second row, the window's second.
         return sampled._replace(token=sampled.token.at[1, 1].set(-1)) if next(steps) == 0 else sampled
 
-    monkeypatch.setattr(llm._runner, "window", damaged)
+    monkeypatch.setattr(llm.service.device.runner, "window", damaged)
     outputs = chat(llm, rows, params, on_error="return")
     assert tokens([outputs[0], outputs[2]]) == tokens([expected[0], expected[2]])
     assert outputs[1].error == (
@@ -524,7 +524,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeyp
 def test_damaged_weights_are_told(directory, value, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True)
     with LLM(directory, **SIZES) as damaged:
-        norm = damaged._runner.text["norm"]
+        norm = damaged.service.device.runner.text["norm"]
         norm["scale"] = norm["scale"].at[3].set(value)
         with pytest.raises(RequestError, match=r"^conversations\[0\]: logits must be finite, got NaN or inf"):
             chat(damaged, [user("a")], params)
@@ -539,17 +539,19 @@ def test_damaged_weights_are_told(directory, value, temperature):
 def test_what_a_request_with_damaged_logits_made_is_not_kept(llm, pictures, monkeypatch):
     expected = chat(llm, [user("a", pictures[0]), user("b", pictures[1]), user("a", pictures[0], "more")])
     llm.reset_mm_cache()
-    head, steps = llm._runner.head, itertools.count()
+    head, steps = llm.service.device.runner.head, itertools.count()
 
     def damaged(*given):
         logits, first = head(*given)
         return logits.at[0].set(np.nan) if next(steps) == 0 else logits, first
 
-    monkeypatch.setattr(llm._runner, "head", damaged)
+    monkeypatch.setattr(llm.service.device.runner, "head", damaged)
     outputs = chat(llm, [user("a", pictures[0]), user("b", pictures[1])], on_error="return")
     assert outputs[0].error.startswith("conversations[0]: logits must be finite")
     llm.cache.flush()
-    assert [record.meta.entry for record in llm._store.tier.records()] == [outputs[1].cache.images[0].key] * 2
+    assert [record.meta.entry for record in llm.service.cache.store.tier.records()] == [
+        outputs[1].cache.images[0].key
+    ] * 2
     [again] = chat(llm, [user("a", pictures[0], "more")])
     assert (again.cache.images[0].match, again.cache.request_known) == ("miss", False)
     assert tokens([again]) == tokens([expected[2]])
@@ -557,14 +559,14 @@ def test_what_a_request_with_damaged_logits_made_is_not_kept(llm, pictures, monk
 
 def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
     rows = [user(text) for text in "abcdefghijkl"]  # of which eight run together
-    head, waves = llm._runner.head, []
+    head, waves = llm.service.device.runner.head, []
 
     def damaged(*given):
         waves.append(given)
         logits, first = head(*given)
         return logits.at[1].set(np.nan) if len(waves) == 1 else logits, first
 
-    monkeypatch.setattr(llm._runner, "head", damaged)
+    monkeypatch.setattr(llm.service.device.runner, "head", damaged)
     with pytest.raises(RequestError, match=r"^conversations\[1\]: logits must be finite") as caught:
         chat(llm, rows)
     assert len(waves) == 1
@@ -622,7 +624,7 @@ def test_a_callers_own_objects_may_raise_anything(llm):
 
 
 def test_arguments_are_checked_before_anything_is_fetched(llm, monkeypatch):
-    monkeypatch.setattr(llm._renderer, "image", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(llm.service.renderer, "image", lambda *_: pytest.fail("read"))
     picture = [user("a", b"x")]
     for bad in ({"on_error": "x"}, {"reuse": "x"}, {"cache_salt": 1}, {"params": [GREEDY] * 2}):
         with pytest.raises(ValueError, match="must be"):
@@ -664,7 +666,7 @@ def test_an_open_picture_may_be_in_several_calls_at_once(llm, pictures):
 def test_a_closed_engine_keeps_no_weights(directory):
     engine = LLM(directory, **SIZES)
     chat(engine, [user("a")])
-    runner = weakref.ref(engine._runner)
+    runner = weakref.ref(engine.service.device.runner)
     engine.close()
     gc.collect()
     assert runner() is None

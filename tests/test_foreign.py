@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 import vlcache_jax
-from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax import LLM, AsyncLLM, EngineConfig, Ladder, SamplingParams
+from vlcache_jax.config import EngineOptions
 from vlcache_jax.device import memory_plan
 from vlcache_jax.device.memory_plan import slot_bytes
-from vlcache_jax.foreign import CALLS, ENGINE, SAMPLING, ours
+from vlcache_jax.foreign import CALLS, ENGINE, SAMPLING, VllmOptions, ours
 
 SETTINGS = {
     "ladder": Ladder(rows=(64,), patches=(64,), sequences=(1, 4), window=4),
@@ -98,7 +99,7 @@ CALL_NAMES = "lora_request tokenization_kwargs tools chat_template_content_forma
 @pytest.fixture(scope="module")
 def llm(checkpoints):
     with LLM(model=str(checkpoints("qwen3_vl-tied")), **SETTINGS, limit_mm_per_prompt={"image": 1}) as llm:
-        llm._ahead.stop()
+        llm.service.ahead.stop()
         yield llm
 
 
@@ -144,6 +145,28 @@ def test_every_name_of_vllms_is_known(names, listed, takes):
     for nothing in (None, False, [], {}, ()):
         known = {*names.only, *names.ignored} - names.usual
         assert ours("it", names, dict.fromkeys(known, nothing), own) == {}
+
+
+def test_options_are_those_of_the_configuration():
+    """A type checker reads one list, `EngineConfig` the other."""
+    keywords = EngineOptions.__annotations__
+    fields = {field.name: field.type for field in dataclasses.fields(EngineConfig) if field.init}
+    assert keywords.keys() - VllmOptions.__annotations__.keys() == fields.keys() - {"model"}
+    unset = {"cache", "enable_prefix_caching", "seed"}
+    for name in fields.keys() - {"model"}:
+        assert keywords[name].__forward_arg__ == fields[name] + " | None" * (name in unset)
+    for engine in (LLM, AsyncLLM):
+        assert inspect.signature(engine).parameters.keys() >= fields.keys()
+
+
+def test_one_model_may_have_several_fronts(llm):
+    other = LLM(llm.service)
+    assert other.cache is llm.cache
+    assert other.service.config == EngineConfig(llm.service.config.model, **SETTINGS, limit_mm_per_prompt={"image": 1})
+    assert [one.outputs for one in other.chat([{"role": "user", "content": "a"}], GREEDY)]
+    for given in (llm.service, llm.service.config):
+        with pytest.raises(TypeError, match=f"^dtype must be left out beside {type(given).__name__}, got both"):
+            LLM(given, dtype="float32")
 
 
 def test_what_no_answer_depends_on_is_told_once():
@@ -211,9 +234,9 @@ def test_what_has_another_name_here(checkpoints):
         warnings.simplefilter("always")
         llm = LLM(model, **settings, **others, **unset, enforce_eager=True, limit_mm_per_prompt=limits)
     with llm:
-        assert llm._runner.ladder.max_rows == 64
+        assert llm.service.device.runner.ladder.max_rows == 64
         assert repr(llm).startswith(f"LLM('{model}', dtype='float32'")
-        assert (llm._renderer.max_images, llm._renderer.max_videos) == (2, 1)
+        assert (llm.service.renderer.max_images, llm.service.renderer.max_videos) == (2, 1)
     assert [str(one.message) for one in told] == [
         "enforce_eager has no meaning here and is ignored",
         "limit_mm_per_prompt['video']['num_frames'], limit_mm_per_prompt['video']['width'], "
@@ -230,12 +253,14 @@ def test_what_has_another_name_here(checkpoints):
 
 def test_sizes_in_other_words(llm, checkpoints, monkeypatch):
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 24 * 2**30)  # whatever else runs on the machine
-    pages = memory_plan.round_pages(8 * 2**20 // (128 * slot_bytes(llm._runner.config, np.dtype(np.float32))))
-    assert (llm._runner.num_slots, llm._runner.dtype) == (128 * (pages + 1), np.float32)
+    pages = memory_plan.round_pages(
+        8 * 2**20 // (128 * slot_bytes(llm.service.device.runner.config, np.dtype(np.float32)))
+    )
+    assert (llm.service.device.runner.num_slots, llm.service.device.runner.dtype) == (128 * (pages + 1), np.float32)
     settings = SETTINGS | {"kv_cache_bytes": None, "gpu_memory_utilization": 0.001, "max_num_seqs": 2, "dtype": "half"}
     with LLM(checkpoints("qwen3_vl-tied"), **settings) as small:
-        assert small._runner.ladder.sequences == (1, 2)
-        assert small._runner.dtype == np.float16
+        assert small.service.device.runner.ladder.sequences == (1, 2)
+        assert small.service.device.runner.dtype == np.float16
     with pytest.raises(MemoryError, match="model and KV pool must fit"):
         LLM(checkpoints("qwen3_vl-tied"), **settings | {"gpu_memory_utilization": 1e-9})
 
@@ -425,4 +450,7 @@ def test_outputs_are_json(llm, textured_image):
     [wrong] = llm.chat([[{"role": "user"}]], told, False, on_error="return")
     assert json.loads(json.dumps(wrong.to_dict()))["error"] == wrong.error
     [score] = llm.score(asked, ["ab"], keep_logits=True, use_tqdm=False)
-    assert np.shape(json.loads(json.dumps(score.to_dict()))["logits"]) == (2, llm._runner.config.text.vocab_size)
+    assert np.shape(json.loads(json.dumps(score.to_dict()))["logits"]) == (
+        2,
+        llm.service.device.runner.config.text.vocab_size,
+    )

@@ -65,7 +65,7 @@ def test_what_is_shared_serves_every_tenant(llm, picture, system):
         assert seen(output) == ("exact", "host", "none")
         assert output.outputs[0].token_ids == cold.outputs[0].token_ids
         assert output.cache.images[0].key != key  # the report names the tenant's own
-    assert {record.meta.owner for record in llm._store.tier.records()} == {owner_key(SHARED)}
+    assert {record.meta.owner for record in llm.service.cache.store.tier.records()} == {owner_key(SHARED)}
     assert_nothing_left(llm)
 
 
@@ -75,7 +75,9 @@ def test_what_is_shared_has_nobodys_context(llm, picture):
     mine = ask(llm, "My secret is 42. ", picture, "What?", cache_salt="a")
     assert seen(mine) == ("miss", "none", "host")  # the encoder's rows depend on nothing before
     assert mine.cache.images[0].why is Why.other_context
-    shared = [record.meta for record in llm._store.tier.records() if record.meta.owner == owner_key(SHARED)]
+    shared = [
+        record.meta for record in llm.service.cache.store.tier.records() if record.meta.owner == owner_key(SHARED)
+    ]
     assert {meta.context is None for meta in shared} == {True, False}
     assert len([meta for meta in shared if meta.context is not None]) == 1
     again = ask(llm, "My secret is 42. ", picture, "What?", cache_salt="a")
@@ -116,9 +118,9 @@ def test_deleting_takes_pinned_records_too(llm, picture):
 def test_an_image_lives_as_long_as_it_is_told(checkpoints, picture, tmp_path):
     """In host memory, on the disk, and in the pages of the KV pool."""
     with open_llm(checkpoints("qwen3_vl"), paging=True, ttl=60.0, disk=tmp_path) as llm:
-        [channel] = llm._movement.channels
+        [channel] = llm.service.cache.movement.channels
         now = [channel.tier._clock()]
-        llm._store.ages._clock = llm._movement._clock = channel.tier._clock = lambda: now[0]
+        llm.service.cache.store.ages._clock = llm.service.cache.movement._clock = channel.tier._clock = lambda: now[0]
         long = "word " * 30  # with the image more than a page
         cold = ask(llm, picture, long, reuse="off")
         ask(llm, picture, long)

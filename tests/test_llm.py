@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, user
-from vlcache_jax import LLM, Ladder, SamplingParams, base
+from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
 from vlcache_jax.device.memory_plan import slot_bytes
 from vlcache_jax.models import load_config
@@ -69,11 +69,13 @@ class Oracle:
     def answer(self, conversation, steps):
         """Greedy tokens, and the logits that chose them, float32 [steps, V]."""
         torch = pytest.importorskip("torch")
-        prompt = self.llm._renderer.from_conversation(conversation)
-        processor = self.llm._processor
+        prompt = self.llm.service.renderer.from_conversation(conversation)
+        processor = self.llm.service.intake.processor
         patches = [processor.patches(image.decode()) for image in prompt.images]
         counts = [processor.num_tokens(p.grid) for p in patches]
-        ids = torch.tensor(self.llm._renderer.expander.expand(prompt.token_ids, counts)[0].astype(np.int64))[None]
+        ids = torch.tensor(self.llm.service.renderer.expander.expand(prompt.token_ids, counts)[0].astype(np.int64))[
+            None
+        ]
         inputs = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
         if patches:
             inputs["pixel_values"] = torch.tensor(np.concatenate([processor.pixel_values(p) for p in patches]))
@@ -141,23 +143,23 @@ def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conve
 def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
     """What the programs were called with, not what a report says."""
     written = collections.Counter()
-    run = llm._runner.run
+    run = llm.service.device.runner.run
 
     def spy(key, *args):
         if key[0] == "layer":
-            layers = llm._runner.text["layers"]
+            layers = llm.service.device.runner.text["layers"]
             number = next(i for i in layers if layers[i] is args[0])
             slots = np.asarray(args[4][0])[: args[5][0]]
-            assert (slots < llm._runner.num_slots).all()
+            assert (slots < llm.service.device.runner.num_slots).all()
             written.update((number, int(slot)) for slot in slots)
         return run(key, *args)
 
-    monkeypatch.setattr(llm._runner, "run", spy)
+    monkeypatch.setattr(llm.service.device.runner, "run", spy)
     outputs = llm.chat(conversations, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
     expected, base = set(), PAGE
     for output in outputs:
         count = len(output.prompt_token_ids)
-        assert output.cache.rows == (count,) * llm._checkpoint.config.text.num_layers
+        assert output.cache.rows == (count,) * llm.service.checkpoint.config.text.num_layers
         for layer, rows in enumerate(output.cache.rows):
             expected |= {(layer, base + slot) for slot in range(rows)}
         base += -(-(count + 1) // PAGE) * PAGE
@@ -172,20 +174,20 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
     rng = np.random.default_rng(0)
     ladder = Ladder(rows=(64, 256), patches=(64, 256), sequences=(1, 4, 8))
     with open_llm(family_checkpoint, ladder=ladder, reuse="approximate") as llm:
-        decoders = mock.Mock(wraps=base.import_decoders)
-        monkeypatch.setattr(base, "import_decoders", decoders)
+        decoders = mock.Mock(wraps=service.import_decoders)
+        monkeypatch.setattr(service, "import_decoders", decoders)
         count, _ = llm.warmup()
         told = capsys.readouterr().err
         assert "warming up: taking 0.02 GB for keys and values\n" in told
         assert "fingerprinting the weights\n" in told
         decoders.assert_called_once_with()
-        most = 60 + 20 * len(set(llm._runner.definitions.like))  # kinds of layers
-        assert count == llm._runner.programs.num_programs <= most
+        most = 60 + 20 * len(set(llm.service.device.runner.definitions.like))  # kinds of layers
+        assert count == llm.service.device.runner.programs.num_programs <= most
         with open_llm(family_checkpoint, ladder=None, max_rows=8192, max_model_len=None) as default:
-            assert len(default._runner.programs.keys()) <= most
+            assert len(default.service.device.runner.programs.keys()) <= most
         monkeypatch.setattr(checkpoint, "tensor_digests", lambda plan: pytest.fail("weights were hashed"))
-        ran, run = set(), llm._runner.run
-        monkeypatch.setattr(llm._runner, "run", lambda key, *args: ran.add(key) or run(key, *args))
+        ran, run = set(), llm.service.device.runner.run
+        monkeypatch.setattr(llm.service.device.runner, "run", lambda key, *args: ran.add(key) or run(key, *args))
         requests, params = [], []
         for i in range(50):
             parts = []
@@ -220,7 +222,7 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
         assert not compiled
         assert {"encode", "link", "stage", "window"} <= {key[0] for key in ran}
         assert not ran & {("pool",), ("lanes",), ("encoder_rows",)}
-        assert llm._runner.programs.num_programs == count
+        assert llm.service.device.runner.programs.num_programs == count
     with compilations() as compiled:
         jax.jit(lambda x: x + len(compiled))(np.arange(1237))
     assert compiled  # it does listen
@@ -231,7 +233,7 @@ def test_nearly_equal_pools_have_the_same_programs(family_checkpoint):
     texts = []
     for pages in (40, 41, 42):
         with open_llm(family_checkpoint, kv_cache_bytes=pages * page_bytes(family_checkpoint)) as llm:
-            programs, keys = llm._runner.programs, llm._runner.programs.keys()
+            programs, keys = llm.service.device.runner.programs, llm.service.device.runner.programs.keys()
             assert llm.stats().pages == pages // 2 * 2
             assert llm.stats().kv_cache_bytes == pages // 2 * 2 * page_bytes(family_checkpoint)
             layer = next(key for key in keys if key[0] == "layer")
@@ -246,7 +248,7 @@ def test_bf16(llm, family_checkpoint, conversations):
     params = SamplingParams(temperature=5, seed=0, max_tokens=4, ignore_eos=True, logprobs=1)
     with open_llm(family_checkpoint, dtype="bfloat16") as narrow:
         outputs = narrow.chat(conversations, params, use_tqdm=False)
-        assert narrow._runner._pool[0][0].dtype == "bfloat16"
+        assert narrow.service.device.runner._pool[0][0].dtype == "bfloat16"
     answers = [output.outputs[0] for output in outputs]
     scores = llm.score(conversations, [answer.token_ids for answer in answers], use_tqdm=False)
     logprobs = np.array([[logprob.chosen for logprob in answer.logprobs] for answer in answers])
@@ -352,7 +354,7 @@ def test_bad_requests_run_nothing_and_break_nothing(llm, conversations, case, mo
     make, message = BAD_REQUESTS[case]
     before = llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "run", lambda *_: pytest.fail("something ran"))
+        context.setattr(llm.service.device.runner, "run", lambda *_: pytest.fail("something ran"))
         with pytest.raises(ValueError, match=message):
             llm.chat([conversations[0], make(None)], GREEDY, use_tqdm=False)
     assert llm.chat(conversations[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
@@ -426,7 +428,7 @@ def test_what_does_not_fit_is_not_loaded(family_checkpoint, monkeypatch):
 
 def test_a_fault_in_the_middle_leaves_the_engine_usable(llm, conversations, monkeypatch):
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
-    run = llm._runner.run
+    run = llm.service.device.runner.run
     faults = (("window", 2, KeyboardInterrupt), ("layer", 2, RuntimeError), ("stage", 1, KeyboardInterrupt))
     for name, count, error in faults:
         calls = []
@@ -439,7 +441,7 @@ def test_a_fault_in_the_middle_leaves_the_engine_usable(llm, conversations, monk
             return result
 
         with monkeypatch.context() as context:
-            context.setattr(llm._runner, "run", failing)
+            context.setattr(llm.service.device.runner, "run", failing)
             with pytest.raises(error):
                 llm.chat(conversations, GREEDY, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)] == expected
@@ -490,14 +492,14 @@ def test_threads_are_served_one_after_the_other(llm, conversations):
 
 def test_pictures_are_identified_though_all_threads_are_busy(llm, textured_image):
     """Whoever waits for pictures does what no thread has begun."""
-    prompt = llm._renderer.from_conversation(user(*(textured_image(40, 56, seed) for seed in range(4))))
-    expected = [image.key for image in llm._identifier.identify([prompt])[0].images]
+    prompt = llm.service.renderer.from_conversation(user(*(textured_image(40, 56, seed) for seed in range(4))))
+    expected = [image.key for image in llm.service.intake.identifier.identify([prompt])[0].images]
     is_over = threading.Event()
-    for threads in (llm._threads, llm._quick_threads):
+    for threads in (llm.service.intake.threads, llm.service.intake.quick_threads):
         for _ in range(threads._max_workers):
             threads.submit(is_over.wait)
     with ThreadPoolExecutor(1) as caller:
-        identified = caller.submit(llm._identifier.identify, [prompt], lookup=False)
+        identified = caller.submit(llm.service.intake.identifier.identify, [prompt], lookup=False)
         try:
             [request] = identified.result(timeout=60)  # or it would wait for ever
         finally:

@@ -27,7 +27,7 @@ def open_llm(directory, **changes):
 
 
 def page_bytes(llm):
-    return PAGE * slot_bytes(llm._runner.config, np.dtype(np.float32))
+    return PAGE * slot_bytes(llm.service.device.runner.config, np.dtype(np.float32))
 
 
 def chat(llm, *conversations, params=GREEDY, **options):
@@ -70,9 +70,11 @@ def test_a_repeat_computes_one_row(llm, picture, monkeypatch):
     before = llm.stats()
     [first] = chat(llm, request)
     launched = []
-    run = llm._runner.run
+    run = llm.service.device.runner.run
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1])
+        context.setattr(
+            llm.service.device.runner, "run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1]
+        )
         [again] = chat(llm, request)
     length = len(again.prompt_token_ids)
     assert tokens([again]) == tokens([first]) == tokens([cold])
@@ -95,7 +97,7 @@ def test_a_repeat_computes_one_row(llm, picture, monkeypatch):
 
 def test_a_prompt_of_whole_pages_computes_a_row_that_writes_nowhere(llm):
     words = "a b c d e f g h " * 100
-    tokenizer = llm._renderer.tokenizer
+    tokenizer = llm.service.renderer.tokenizer
     prompt = tokenizer.decode(tokenizer(words)["input_ids"][: 2 * PAGE])
     assert len(tokenizer(prompt)["input_ids"]) == 2 * PAGE
     ask = lambda **options: llm.generate(prompt, GREEDY, use_tqdm=False, **options)  # noqa: E731
@@ -122,7 +124,7 @@ def test_requests_of_one_call_share_before_any_has_run(llm, picture):
 
 
 def test_a_call_runs_together_while_the_one_before_it_ends(llm, monkeypatch):
-    loop, is_let_go = llm._loop, threading.Event()
+    loop, is_let_go = llm.service.loop, threading.Event()
     step, submit = loop.engine.step, loop.submit
 
     def step_and_stay():
@@ -174,7 +176,7 @@ def test_an_image_exchanged_under_equal_text_is_never_found(llm, picture):
     [first] = chat(llm, user(LONG, one, LONG))
     [second] = chat(llm, user(LONG, other, LONG))
     np.testing.assert_array_equal(first.prompt_token_ids, second.prompt_token_ids)
-    place = first.prompt_token_ids.tolist().index(llm._renderer.image_token_id)
+    place = first.prompt_token_ids.tolist().index(llm.service.renderer.image_token_id)
     assert place - PAGE < second.num_cached_tokens <= place
     assert tokens([second]) == tokens(chat(llm, user(LONG, other, LONG), reuse="off"))
 
@@ -206,19 +208,19 @@ def test_a_chain_that_ends_inside_an_image_goes_on_from_its_record_or_before_it(
     span = first.cache.images[0].tokens
     assert span > 1.5 * PAGE
     llm.cache.flush()
-    pages = llm._pages
+    pages = llm.service.cache.pages
     tail = [page for page in pages._residents if page.piece.images and page.children == []]
     for page in tail:
         pages._cut_off(page)
     [linked] = chat(llm, request)
     assert linked.num_cached_tokens == PAGE + span - (
-        PAGE - first.prompt_token_ids.tolist().index(llm._renderer.image_token_id)
+        PAGE - first.prompt_token_ids.tolist().index(llm.service.renderer.image_token_id)
     )
     assert (linked.cache.images[0].kv, linked.cache.images[0].match) == ("host", "exact")
     assert tokens([linked]) == cold
     llm.cache.flush()
-    for record in list(llm._store.tier.records()):
-        llm._store.tier.remove(record)
+    for record in list(llm.service.cache.store.tier.records()):
+        llm.service.cache.store.tier.remove(record)
     for page in [page for page in pages._residents if page.piece.images and page.children == []]:
         pages._cut_off(page)
     [computed] = chat(llm, request)
@@ -233,13 +235,13 @@ def test_memory_never_turns_approximate_reuse_into_exact(llm, picture):
     request = user("here ", picture[0], "?")
     chat(llm, request)
     llm.cache.flush()
-    [key] = {record.meta.entry for record in llm._store.tier.records()}
-    [mine] = [record for record in llm._store.records(key) if record.meta.context is not None]
-    llm._store.tier.remove(mine)
+    [key] = {record.meta.entry for record in llm.service.cache.store.tier.records()}
+    [mine] = [record for record in llm.service.cache.store.records(key) if record.meta.context is not None]
+    llm.service.cache.store.tier.remove(mine)
     chat(llm, user("there, and further away ", picture[0]))
     [output] = chat(llm, request, reuse="full")
     assert output.cache.images[0].match == "approximate"
-    assert output.num_cached_tokens <= output.prompt_token_ids.tolist().index(llm._renderer.image_token_id)
+    assert output.num_cached_tokens <= output.prompt_token_ids.tolist().index(llm.service.renderer.image_token_id)
 
 
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2", "cacheblend-0.2", "full-two-pass"])
@@ -256,12 +258,12 @@ def test_answers_to_one_request_share_its_pages(llm, picture, reuse):
     ]
     llm.reset_prefix_cache()
     most = []
-    window = llm._runner.window
-    llm._runner.window = lambda *args: (most.append(llm.stats().in_use), window(*args))[1]
+    window = llm.service.device.runner.window
+    llm.service.device.runner.window = lambda *args: (most.append(llm.stats().in_use), window(*args))[1]
     try:
         [output] = chat(llm, request, params=several, reuse=reuse)
     finally:
-        del llm._runner.window
+        del llm.service.device.runner.window
     assert [answer.token_ids for answer in output.outputs] == apart
     length = len(output.prompt_token_ids)
     own = -(-(length % PAGE + 20) // PAGE)
@@ -373,7 +375,7 @@ def test_forks_of_prompts_that_end_with_an_image(llm, picture, reuse, more):
         params = SamplingParams(temperature=0, max_tokens=4, n=n, ignore_eos=True, logprobs=1)
         return llm.generate(own, params, use_tqdm=False, **options)[0]
 
-    tokenizer = llm._renderer.tokenizer
+    tokenizer = llm.service.renderer.tokenizer
     ids = tokenizer("a b c d e f g h " * 200)["input_ids"]
     llm.generate(prompt("elsewhere ", picture[::-1]), GREEDY, use_tqdm=False)
     images = sum(image.tokens for image in llm.generate(prompt("x", picture), GREEDY, use_tqdm=False)[0].cache.images)
@@ -391,8 +393,8 @@ def test_forks_of_prompts_that_end_with_an_image(llm, picture, reuse, more):
 def test_the_youngest_is_put_back(directory, llm, monkeypatch):
     with open_llm(directory, kv_cache_bytes=7 * page_bytes(llm), max_model_len=7 * PAGE) as tiny:
         put_back = []
-        put = tiny._engine.scheduler.put_back
-        monkeypatch.setattr(tiny._engine.scheduler, "put_back", lambda one: (put_back.append(one), put(one)))
+        put = tiny.service.engine.scheduler.put_back
+        monkeypatch.setattr(tiny.service.engine.scheduler, "put_back", lambda one: (put_back.append(one), put(one)))
         requests = [user(LONG), user(LONG, "?"), user("another one")]
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         outputs = chat(tiny, *requests, params=params)
@@ -409,13 +411,15 @@ def test_questions_about_a_document_hold_it_once(engine, tmp_path, monkeypatch, 
     with open_llm(
         directory, ladder=ladder, max_model_len=size + 2 * PAGE, kv_cache_bytes=200 * page_bytes(engine)
     ) as llm:
-        tokenizer = llm._renderer.tokenizer
+        tokenizer = llm.service.renderer.tokenizer
         ids = tokenizer("lorem ipsum dolor sit amet " * 2000)["input_ids"][:size]
         document = tokenizer.decode(ids)
         prompts = [f"{document} {i} what is it?" for i in range(questions)]
         most = []
-        window = llm._runner.window
-        monkeypatch.setattr(llm._runner, "window", lambda *args: (most.append(llm.stats().in_use), window(*args))[1])
+        window = llm.service.device.runner.window
+        monkeypatch.setattr(
+            llm.service.device.runner, "window", lambda *args: (most.append(llm.stats().in_use), window(*args))[1]
+        )
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert all(output.prompt_token_ids[:size].tolist() == ids for output in outputs)

@@ -72,12 +72,14 @@ def pool(llm, length):
     """K and V of the slots of the request that ended last: [L, 2, length, K, D]."""
     place = np.arange(length)
     slots = llm.last_table[place // PAGE] * PAGE + place % PAGE
-    return np.stack([np.stack([np.asarray(half)[slots] for half in layer]) for layer in llm._runner._pool])
+    return np.stack(
+        [np.stack([np.asarray(half)[slots] for half in layer]) for layer in llm.service.device.runner._pool]
+    )
 
 
 def kv_records(llm):
     llm.cache.flush()
-    return [record for record in llm._store.tier.records() if record.meta.context is not None]
+    return [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
@@ -88,13 +90,13 @@ def directory(request, checkpoints):
 @pytest.fixture(scope="module")
 def engine(directory):
     with open_llm(directory) as llm:
-        end = llm._pages.end
+        end = llm.service.cache.pages.end
 
         def noted(lease, *args, **options):
             llm.last_table = lease.table
             end(lease, *args, **options)
 
-        llm._pages.end = noted
+        llm.service.cache.pages.end = noted
         yield llm
 
 
@@ -109,7 +111,7 @@ def llm(engine):
 @pytest.fixture
 def from_records(llm, monkeypatch):
     """What comes again is linked, though its pages may be there."""
-    monkeypatch.setattr(llm._sequences, "_keeps_pages", False)
+    monkeypatch.setattr(llm.service.intake.sequences, "_keeps_pages", False)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,7 @@ class Depths:
 
 
 def falling(llm, *levels):
-    layers = llm._checkpoint.config.text.num_layers
+    layers = llm.service.checkpoint.config.text.num_layers
     levels = [*levels, *[levels[-1]] * layers][:layers]
     return Schedule(tuple(levels), "any", "any", allow_other_model=True)
 
@@ -201,7 +203,7 @@ def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, rat
         if record not in elsewhere:
             [twin] = [other for other in elsewhere if other.meta.entry == record.meta.entry]
             twin.data[:] = record.data
-            llm._store.tier.remove(record)
+            llm.service.cache.store.tier.remove(record)
     [output] = chat(llm, target, reuse=ratio)
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
     assert max(output.cache.rows) < length
@@ -283,7 +285,7 @@ def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, direc
 @pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
 def test_p6_any_rows_at_any_depth_equal_the_dense_computation(llm, target, donors, make):
     """Scattered rows that drop out at random layers, against all rows in all layers with K, V overridden."""
-    layers = llm._checkpoint.config.text.num_layers
+    layers = llm.service.checkpoint.config.text.num_layers
     check_against_dense(llm, target, Depths(lambda k, t, n: min(make(k, t, n), layers)))
 
 
@@ -297,7 +299,7 @@ def test_p6_moved_keys_and_values_equal_the_dense_computation(llm, target, donor
 
 
 def check_against_dense(llm, target, policy):
-    layers = llm._checkpoint.config.text.num_layers
+    layers = llm.service.checkpoint.config.text.num_layers
     [output] = chat(llm, target, reuse=policy)
     length = len(output.prompt_token_ids)
     actual = pool(llm, length)
@@ -308,10 +310,10 @@ def check_against_dense(llm, target, policy):
 
 def dense_reference(llm, conversation, policy):
     """K, V of a plan: every row goes through every layer, and only those that the plan names write."""
-    runner, planner = llm._runner, llm._planner
+    runner, planner = llm.service.device.runner, llm.service.intake.planner
     config = runner.config.text
-    prompt = llm._renderer.from_conversation(conversation)
-    [request] = llm._identifier.identify([prompt])
+    prompt = llm.service.renderer.from_conversation(conversation)
+    [request] = llm.service.intake.identifier.identify([prompt])
     planned = planner.plan(request, policy)
     with contextlib.ExitStack() as stack:
         stack.callback(planned.hold.leave)
@@ -381,7 +383,7 @@ def dense_reference(llm, conversation, policy):
 
 @each_family
 def test_p7_the_first_layer_needs_no_rows_of_its_own(llm, target, donors):
-    layers = llm._checkpoint.config.text.num_layers
+    layers = llm.service.checkpoint.config.text.num_layers
     counts = [0.9, 0.5, 0.25, 0.1]
     all_rows = Depths(lambda k, t, n: sum(t < int(share * n) for share in counts[:layers]))
     fewer = Depths(lambda k, t, n: d if (d := all_rows.depth(k, t, n)) != 1 else 0)
@@ -409,7 +411,7 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
     monkeypatch.setattr(vlcache_jax.inputs.images, "_open", forbidden)
     monkeypatch.setattr(vlcache_jax.inputs.images.ImageSource, "decode", forbidden)
     monkeypatch.setattr(vlcache_jax.inputs.processor.ImageProcessor, "patches", forbidden)
-    monkeypatch.setattr(llm._runner, "encode", forbidden)
+    monkeypatch.setattr(llm.service.device.runner, "encode", forbidden)
     repeat = chat(llm, user("What is ", str(path), " and ", png(b), "?"))
     assert tokens(repeat) == tokens(first)
     assert repeat[0].cache.exact
@@ -420,7 +422,7 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
     [encoder_only] = chat(llm, user("Now what is ", png(b), "?"), reuse="exact")
     assert tokens([encoder_only]) == tokens(cold)
     assert encoder_only.cache.images[0].kv == "none"
-    monkeypatch.setattr(llm._engine._prefiller.copies, "link", forbidden)
+    monkeypatch.setattr(llm.service.engine._prefiller.copies, "link", forbidden)
     chat(llm, user("What is ", str(path), " and ", png(b), "?"))  # it is still in pages
     llm.reset_prefix_cache()
     with pytest.raises(AssertionError, match="to be skipped"):
@@ -432,7 +434,7 @@ def test_kept_encoder_rows_give_the_same_bits(llm, b, monkeypatch):
     cold = logits(llm, request, reuse="off")
     chat(llm, user("Elsewhere ", b))
     llm.cache.flush()
-    monkeypatch.setattr(llm._runner, "encode", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr(llm.service.device.runner, "encode", lambda *_: pytest.fail("encoded"))
     [score] = llm.score([request], [FORCED], reuse="exact", keep_logits=True, use_tqdm=False)
     assert [(image.encoder, image.kv) for image in score.cache.images] == [("host", "none")]
     np.testing.assert_array_equal(score.logits, cold[0])
@@ -441,13 +443,15 @@ def test_kept_encoder_rows_give_the_same_bits(llm, b, monkeypatch):
 @pytest.mark.parametrize("reuse", [0, 0.3, "shift-0.3", MPIC(5), "full-two-pass"])
 def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, donors, monkeypatch, reuse):
     launched = []
-    run = llm._runner.run
-    monkeypatch.setattr(llm._runner, "run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1])
+    run = llm.service.device.runner.run
+    monkeypatch.setattr(
+        llm.service.device.runner, "run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1]
+    )
     [output] = chat(llm, target, reuse=reuse, params=SamplingParams(max_tokens=1, temperature=0))
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
-    layers = llm._checkpoint.config.text.num_layers
+    layers = llm.service.checkpoint.config.text.num_layers
     counts = collections.Counter(launched)
-    links = 2 * len(llm._runner.definitions.links.link_groups)
+    links = 2 * len(llm.service.device.runner.definitions.links.link_groups)
     assert [counts[name] for name in ("link", "embed", "layer", "head")] == [links, 1, layers, 1]
     assert not {"encode", "window"} & counts.keys()
     # What is there is linked before anything is computed.
@@ -458,15 +462,15 @@ def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, dono
 @pytest.mark.parametrize("reuse", ["exact", 0, 0.3, "shift-0.3", MPIC(5)])
 def test_bytes_moved_are_those_of_the_records(llm, target, donors, monkeypatch, reuse):
     moved = []
-    put, stage = llm._runner.put, llm._runner.stage
-    monkeypatch.setattr(llm._runner, "put", lambda data: (moved.append(data.nbytes), put(data))[1])
+    put, stage = llm.service.device.runner.put, llm.service.device.runner.stage
+    monkeypatch.setattr(llm.service.device.runner, "put", lambda data: (moved.append(data.nbytes), put(data))[1])
 
     def staged(rows, place):
         if isinstance(rows, np.ndarray):  # and not what was encoded on the device
-            moved.append(rows[:, place < llm._runner.ladder.max_rows].nbytes)
+            moved.append(rows[:, place < llm.service.device.runner.ladder.max_rows].nbytes)
         return stage(rows, place)
 
-    monkeypatch.setattr(llm._runner, "stage", staged)
+    monkeypatch.setattr(llm.service.device.runner, "stage", staged)
 
     def ask(reuse):
         moved.clear()
@@ -476,7 +480,7 @@ def test_bytes_moved_are_those_of_the_records(llm, target, donors, monkeypatch, 
 
     records = {True: {}, False: {}}
     llm.cache.flush()
-    for record in llm._store.tier.records():
+    for record in llm.service.cache.store.tier.records():
         records[record.meta.context is None][record.meta.entry] = record.data.nbytes
     for image in ask(reuse):
         kv = records[False][image.key] if image.kv == "host" else 0
@@ -513,8 +517,8 @@ def test_the_answer_reads_what_is_linked_and_nothing_else(llm, target, donors):
 
 def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
     """Read from the arguments of the executed programs."""
-    run = llm._runner.run
-    layers = llm._runner.text["layers"]
+    run = llm.service.device.runner.run
+    layers = llm.service.device.runner.text["layers"]
     for reuse in ("off", 0, 0.3, "shift-0.3", falling(llm, 400, 300, 100, 20), MPIC(5)):
         rows = [0] * len(layers)
 
@@ -522,14 +526,14 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
             if key[0] == "layer":
                 layer = next(i for i in layers if layers[i] is args[0])
                 slots, (writing, needed) = np.asarray(args[4][0])[: key[1]], args[5]
-                assert (slots[:writing] < llm._runner.num_slots).all()
+                assert (slots[:writing] < llm.service.device.runner.num_slots).all()
                 assert 0 < needed <= writing
                 rows[layer] += int(writing)
                 assert key[1] == len(slots) == len(args[1])
             return run(key, *args)
 
         with monkeypatch.context() as context:
-            context.setattr(llm._runner, "run", spy)
+            context.setattr(llm.service.device.runner, "run", spy)
             [output] = chat(llm, target, reuse=reuse)
         assert output.cache.rows == tuple(rows)
         images = output.cache.images
@@ -556,8 +560,10 @@ def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, mo
     with open_llm(directory, cache=CacheConfig(host_bytes=host_bytes, variants=variants)) as other:
         one_by_one = [chat(other, request, reuse=reuse)[0] for request in requests]
         other.reset_mm_cache()
-        encode = other._runner.encode
-        monkeypatch.setattr(other._runner, "encode", lambda p, grids: (encoded.extend(grids), encode(p, grids))[1])
+        encode = other.service.device.runner.encode
+        monkeypatch.setattr(
+            other.service.device.runner, "encode", lambda p, grids: (encoded.extend(grids), encode(p, grids))[1]
+        )
         together = chat(other, *requests, reuse=reuse)
         num_encoded = len(encoded)
         cold = chat(other, *requests, reuse="off")
@@ -623,7 +629,7 @@ def test_an_earlier_image_is_context_too(llm, a, b):
     assert [image.match for image in two.cache.images] == ["miss", "miss"]
     assert [image.why.value for image in two.cache.images] == ["unknown_image", "other_context"]
     assert two.cache.images[1].key == one.cache.images[1].key
-    placeholder = llm._renderer.image_token_id
+    placeholder = llm.service.renderer.image_token_id
     assert two.num_cached_tokens <= two.prompt_token_ids.tolist().index(placeholder)
     assert tokens([two]) == tokens(chat(llm, exchanged, reuse="off"))
     for request in (first, exchanged):
@@ -658,7 +664,7 @@ def test_clashing_keys_are_told_apart(directory, textured_image, monkeypatch):
 
 def test_a_grid_that_differs_is_another_image(llm, a):
     chat(llm, user(a))
-    for record in llm._store.tier.records():
+    for record in llm.service.cache.store.tier.records():
         record.meta = dataclasses.replace(record.meta, grid=(1, 2, 2))
     [output] = chat(llm, user(a))
     assert output.cache.images[0].match == "miss"
@@ -751,30 +757,30 @@ def test_what_is_computed_behind_approximate_reuse_is_never_exact(llm, a, b, tex
     assert [image.match for image in output.cache.images] == ["approximate", "miss"]
     key = output.cache.images[1].key
     llm.cache.flush()
-    assert [record.meta.canonical for record in llm._store.records(key) if record.meta.context] == [False]
+    assert [record.meta.canonical for record in llm.service.cache.store.records(key) if record.meta.context] == [False]
     [again] = chat(llm, behind, reuse="full")
     assert again.cache.images[1].match == "approximate"  # the same context, and yet
     [exact] = chat(llm, behind, reuse="exact")
     assert [image.match for image in exact.cache.images] == ["miss", "miss"]
     assert tokens([exact]) == tokens(chat(llm, behind, reuse="off"))
     llm.cache.flush()
-    assert [record.meta.canonical for record in llm._store.records(key) if record.meta.context] == [True]
+    assert [record.meta.canonical for record in llm.service.cache.store.records(key) if record.meta.context] == [True]
     [now] = chat(llm, behind, reuse="full")
     assert [image.match for image in now.cache.images] == ["exact", "exact"]
 
 
 def test_blended_rows_are_never_stored(llm, target, donors):
     llm.cache.flush()
-    before = {id(record): record.meta.checksums for record in llm._store.tier.records()}
+    before = {id(record): record.meta.checksums for record in llm.service.cache.store.tier.records()}
     chat(llm, target, reuse=0.3)
     llm.cache.flush()
-    assert {id(record): record.checksums() for record in llm._store.tier.records()} == before
+    assert {id(record): record.checksums() for record in llm.service.cache.store.tier.records()} == before
 
 
 @pytest.mark.usefixtures("from_records")
 @pytest.mark.parametrize("variants", [None, 2])
 def test_an_image_shown_in_three_contexts_in_turn(llm, a, monkeypatch, variants):
-    monkeypatch.setattr(llm._store, "config", CacheConfig(variants=variants))
+    monkeypatch.setattr(llm.service.cache.store, "config", CacheConfig(variants=variants))
     turns = [user(text, a) for text in ("one ", "two ", "three ")]
     images = [output.cache.images[0] for turn in turns * 2 for output in chat(llm, turn)]
     assert [image.why.value for image in images[:3]] == ["unknown_image", "other_context", "other_context"]
@@ -817,9 +823,9 @@ def test_small_budgets(directory, textured_image):
                 assert tokens(outputs) == tokens(chat(llm, *group, reuse="off"))
             stats = llm.cache.stats()
             assert stats.bytes <= stats.capacity == 400_000
-            assert stats.bytes == sum(record.data.nbytes for record in llm._store.tier.records())
+            assert stats.bytes == sum(record.data.nbytes for record in llm.service.cache.store.tier.records())
         assert stats.evicted > 0
-        assert llm._store.stats().pinned == 2
+        assert llm.service.cache.store.stats().pinned == 2
         assert chat(llm, user(images[0], "keep this"))[0].cache.images[0].match == "exact"
         assert llm.cache.unpin(images[0]) == 2
         assert llm.cache.evict(images[0]) >= 2
@@ -882,10 +888,12 @@ def test_memory_that_cannot_be_had_is_no_error(llm, a, b, monkeypatch, caplog):
 
 def test_verification_captures_nothing(llm, a, monkeypatch):
     captured = []
-    kv = llm._writer.kv
-    monkeypatch.setattr(llm._writer, "kv", lambda parts, *rest: (captured.extend(parts), kv(parts, *rest))[1])
-    publish = llm._store.publish
-    monkeypatch.setattr(llm._store, "publish", lambda record: (time.sleep(0.3), publish(record))[1])
+    kv = llm.service.cache.writer.kv
+    monkeypatch.setattr(
+        llm.service.cache.writer, "kv", lambda parts, *rest: (captured.extend(parts), kv(parts, *rest))[1]
+    )
+    publish = llm.service.cache.store.publish
+    monkeypatch.setattr(llm.service.cache.store, "publish", lambda record: (time.sleep(0.3), publish(record))[1])
     chat(llm, user("x", a), verify=True)
     assert len({id(part.record) for part in captured}) == 1
     assert sum(len(part.tokens) for part in captured) == captured[0].record.meta.tokens
@@ -894,8 +902,8 @@ def test_verification_captures_nothing(llm, a, monkeypatch):
 
 def test_flush_waits_in_every_thread(llm, a, monkeypatch):
     go, waiting, found = threading.Event(), threading.Semaphore(0), []
-    publish, result = llm._store.publish, concurrent.futures.Future.result
-    monkeypatch.setattr(llm._store, "publish", lambda record: (go.wait(), publish(record))[1])
+    publish, result = llm.service.cache.store.publish, concurrent.futures.Future.result
+    monkeypatch.setattr(llm.service.cache.store, "publish", lambda record: (go.wait(), publish(record))[1])
     chat(llm, user("x", a))
     monkeypatch.setattr(concurrent.futures.Future, "result", lambda job: (waiting.release(), result(job))[1])
 
@@ -926,7 +934,7 @@ def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
     assert llm.cache.pin(a) == 2
     assert llm.cache.stats().pinned_bytes == llm.cache.stats().bytes
     assert llm.cache.unpin(a) == 2
-    monkeypatch.setattr(llm._store, "config", CacheConfig(pinned_share=0))
+    monkeypatch.setattr(llm.service.cache.store, "config", CacheConfig(pinned_share=0))
     key = output.cache.images[0].key
     with pytest.raises(ValueError, match=rf"image must fit in the 0 bytes that pinned_share leaves, got \d+ .* {key}"):
         llm.cache.pin(a)
@@ -936,7 +944,7 @@ def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
 def test_an_exact_hit_needs_no_encoder_record(llm, a, monkeypatch):
     first = chat(llm, user(png(a), "?"))
     llm.cache.flush()
-    llm._store.tier.remove(llm._store.tier.get(f"enc/{first[0].cache.images[0].key}"))
+    llm.service.cache.store.tier.remove(llm.service.cache.store.tier.get(f"enc/{first[0].cache.images[0].key}"))
     with monkeypatch.context() as context:
         context.setattr(vlcache_jax.inputs.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
         again = chat(llm, user(png(a), "?"))
@@ -959,7 +967,7 @@ def test_a_closed_engine_says_so(directory, a):
 def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
     requests = [user(a, "one"), user(a, "two", b), user("three", b, a)]
     cold = tokens(chat(llm, *requests, reuse="off"))
-    run = llm._runner.run
+    run = llm.service.device.runner.run
     for fatal in ("encode", "link", "layer", "window"):
         with monkeypatch.context() as context:
 
@@ -968,14 +976,14 @@ def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
                     raise KeyboardInterrupt
                 return run(key, *args)
 
-            context.setattr(llm._runner, "run", failing)
+            context.setattr(llm.service.device.runner, "run", failing)
             with pytest.raises(KeyboardInterrupt):
                 chat(llm, *requests)
         llm.cache.flush()
-        assert not llm._store.requests._known  # a call that failed has served nothing
+        assert not llm.service.cache.store.requests._known  # a call that failed has served nothing
         stats = llm.cache.stats()
         assert stats.pinned == 0
-        assert all(record.is_ready for record in llm._store.tier.records())
+        assert all(record.is_ready for record in llm.service.cache.store.tier.records())
         assert not llm.cache.verify()
         if fatal != "window":
             llm.reset_mm_cache()
@@ -1032,7 +1040,7 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
     images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
     with open_llm(directory, max_rows=64) as llm:  # steps end inside images
         schedule = falling(llm, 500, 500, 100, 20)
-        assert llm.warmup(reuse=schedule, verbose=False)[0] == llm._runner.programs.num_programs
+        assert llm.warmup(reuse=schedule, verbose=False)[0] == llm.service.device.runner.programs.num_programs
         moving = Spread(schedule=schedule, shift=True)
         assert llm.warmup(reuse=moving, verbose=False)[0] > 0
         for thread in threading.enumerate():
@@ -1098,5 +1106,5 @@ def test_bad_arguments(llm, a, directory):
         open_llm(directory, cache="4GiB")
     stats = llm.cache.stats()
     assert (stats.bytes, stats.encoder_records, stats.kv_records) == (0, 0, 0)
-    own = Schedule((500, 300, 10, 0), llm._checkpoint.config.model_type, llm.fingerprint)
+    own = Schedule((500, 300, 10, 0), llm.service.checkpoint.config.model_type, llm.fingerprint)
     assert chat(llm, user("x", a), reuse=own)[0].cache.policy == "schedule 0.4050"

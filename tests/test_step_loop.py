@@ -33,16 +33,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 def open_llm(directory, **changes):
     settings = {"ladder": LADDER, "max_model_len": 4 * PAGE, "kv_cache_bytes": 2**24, "use_tqdm": False}
     llm = LLM(directory, **settings | changes)
-    llm._ahead.stop()  # it compiles what these tests may never need
+    llm.service.ahead.stop()  # it compiles what these tests may never need
     return llm
 
 
 def renew(llm, host_bytes=PLENTY, pages=None):
     """An empty cache of another size, and an empty pool of other pages; programs stay as they are."""
     llm.reset_mm_cache()
-    llm._pages.count = llm._runner.num_slots // PAGE - 1 if pages is None else pages
-    llm._pages.reset()
-    llm._store.tier.capacity = host_bytes
+    llm.service.cache.pages.count = llm.service.device.runner.num_slots // PAGE - 1 if pages is None else pages
+    llm.service.cache.pages.reset()
+    llm.service.cache.store.tier.capacity = host_bytes
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def short_steps(directory):
 def reference(directory, engine):
     """Runs requests one by one; it shares nothing but compiled programs."""
     with open_llm(directory) as llm:
-        llm._runner.programs = engine._runner.programs
-        llm._runner.run = engine._runner.run
+        llm.service.device.runner.programs = engine.service.device.runner.programs
+        llm.service.device.runner.run = engine.service.device.runner.run
         yield llm
 
 
@@ -99,9 +99,9 @@ class Driver:
         self.llm, self.by_hand = llm, by_hand
 
     def arrive(self, asked, heard=None):
-        call = self.llm._call(
-            "conversation", [asked.conversation], self.llm._renderer.from_conversation, asked.policy, None, "return",
-            params=asked.params, priority=asked.priority,
+        call = self.llm.service.call(
+            "conversation", [asked.conversation], self.llm.service.renderer.from_conversation, asked.policy, None,
+            "return", params=asked.params, priority=asked.priority,
         )  # fmt: skip
 
         def listen(job):
@@ -110,13 +110,13 @@ class Driver:
             if heard is not None:
                 heard(job)
 
-        begin = self.llm._loop.begin
+        begin = self.llm.service.loop.begin
         if self.by_hand:
-            self.llm._loop.begin = lambda: None
+            self.llm.service.loop.begin = lambda: None
         try:
-            job = self.llm._caller.arrive(call, listen)
+            job = self.llm.service.caller.arrive(call, listen)
         finally:
-            self.llm._loop.begin = begin
+            self.llm.service.loop.begin = begin
         return job
 
     @staticmethod
@@ -126,7 +126,7 @@ class Driver:
 
     def step(self):
         """One pass; whether there was anything to do."""
-        loop, engine = self.llm._loop, self.llm._engine
+        loop, engine = self.llm.service.loop, self.llm.service.engine
         arriving, loop._arriving = loop._arriving, []
         for sequence in arriving:
             engine.add(sequence)
@@ -141,12 +141,12 @@ class Driver:
             while self.step():
                 pass
         else:
-            self.llm._loop.wait()
+            self.llm.service.loop.wait()
 
     def output(self, job):
         """What a job that has ended came to."""
-        output = self.llm._caller.reporter.output(job.planned, job.sequences)
-        self.llm._caller.end(job)
+        output = self.llm.service.caller.reporter.output(job.planned, job.sequences)
+        self.llm.service.caller.end(job)
         return output
 
 
@@ -262,9 +262,9 @@ class Fences:
         self._given = []
         self._users = collections.Counter()
         self._reading = {}  # where a record's memory begins -> number of the results that follow its last launch
-        run, start = llm._runner.run, Transfers.start
+        run, start = llm.service.device.runner.run, Transfers.start
         device_put = jax.device_put
-        init, leave, removed = Holding.__init__, Holding.leave, llm._store.tier._removed
+        init, leave, removed = Holding.__init__, Holding.leave, llm.service.cache.store.tier._removed
 
         def noted_run(key, *args):
             self._keep(args)
@@ -297,12 +297,12 @@ class Fences:
             removed(record, why)
             self._gone(record)
 
-        monkeypatch.setattr(llm._runner, "run", noted_run)
+        monkeypatch.setattr(llm.service.device.runner, "run", noted_run)
         monkeypatch.setattr(Transfers, "start", noted_start)
         monkeypatch.setattr(jax, "device_put", noted_device_put)
         monkeypatch.setattr(Holding, "__init__", noted_init)
         monkeypatch.setattr(Holding, "leave", noted_leave)
-        monkeypatch.setattr(llm._store.tier, "_removed", noted_removed)
+        monkeypatch.setattr(llm.service.cache.store.tier, "_removed", noted_removed)
 
     def check(self):
         """The engine is idle."""
@@ -323,17 +323,17 @@ class Fences:
         return array.ctypes.data
 
     def _read(self, data):
-        self._reading[self._place(data)] = self._llm._engine._launched + 1
+        self._reading[self._place(data)] = self._llm.service.engine._launched + 1
 
     def _released(self, record):
         if self._users[record] or "data" not in record.__dict__:
             return
-        self.early += self._reading.get(self._place(record.data), 0) > self._llm._engine._read
+        self.early += self._reading.get(self._place(record.data), 0) > self._llm.service.engine._read
         self._gone(record)
 
     def _gone(self, record):
         """It is spoiled if nobody is to read it any more. What is still to be filled is whole afterwards, but lost."""
-        is_placed = self._llm._store.tier.get(record.meta.name) is record
+        is_placed = self._llm.service.cache.store.tier.get(record.meta.name) is record
         if not (self._users[record] or is_placed) and record.is_settled and "data" in record.__dict__:
             self._reading.pop(self._place(record.data), None)
             record.data[...] = np.nan
@@ -361,7 +361,10 @@ def others(request, checkpoints):
     """Engines of other families as `engine` and `reference` are."""
     directory = checkpoints(request.param)
     with open_llm(directory) as llm, open_llm(directory) as alone:
-        alone._runner.programs, alone._runner.run = llm._runner.programs, llm._runner.run
+        alone.service.device.runner.programs, alone.service.device.runner.run = (
+            llm.service.device.runner.programs,
+            llm.service.device.runner.run,
+        )
         yield llm, alone
 
 
@@ -375,7 +378,7 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
     rng = np.random.default_rng(seed)
     kind = ("plain", "tiny", "aborts", "tiny", "thread", "small cache")[seed % 6]
     policies = POLICIES
-    if llm._runner.ladder.max_rows == SHORT_STEPS.max_rows:
+    if llm.service.device.runner.ladder.max_rows == SHORT_STEPS.max_rows:
         policies = [policy for policy in POLICIES if policy != "cacheblend-0.2"]  # all of its rows stand in one step
     if kind == "aborts" and rng.random() < 0.5:
         policies = policies[:3]
@@ -421,12 +424,12 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
                 driver.abort(job)
         driver.finish()
         outputs = [driver.output(job) for job in jobs]
-        llm._writer.flush()
+        llm.service.cache.writer.flush()
         fences.check()
     stats = llm.stats()
     assert stats.in_use == stats.waiting == stats.running == 0
-    assert sorted(llm._engine.scheduler._lanes) == list(range(LADDER.max_sequences))
-    assert not llm._engine.scheduler._fillers
+    assert sorted(llm.service.engine.scheduler._lanes) == list(range(LADDER.max_sequences))
+    assert not llm.service.engine.scheduler._fillers
     was_plenty = is_plain and stats.evictions == before.evictions and stats.preemptions == before.preemptions
     memory = "short" if host_bytes < PLENTY else "plenty" if was_plenty else ""
     # Whoever came after an aborted request saw it run, or saw it not.
@@ -494,27 +497,27 @@ def agrees(k, was_aborted, outputs, worlds, memory):
 
 def at_once(llm, monkeypatch):
     """A request that ends leaves at once, whatever of it is still to be read."""
-    end = llm._engine._end
+    end = llm.service.engine._end
 
     def ended(sequence, **options):
         end(sequence, **options)
-        while llm._engine._leaving:
-            llm._engine._leave(llm._engine._leaving.popleft()[1])
+        while llm.service.engine._leaving:
+            llm.service.engine._leave(llm.service.engine._leaving.popleft()[1])
 
-    monkeypatch.setattr(llm._engine, "_end", ended)
+    monkeypatch.setattr(llm.service.engine, "_end", ended)
 
 
 def at_launch(llm, monkeypatch):
     """A request leaves when its prompt has been launched."""
-    launched, leave = llm._engine.scheduler.launched, llm._engine._leave
+    launched, leave = llm.service.engine.scheduler.launched, llm.service.engine._leave
 
     def leaving(turn):
         launched(turn)
         for prefill in turn:
             leave(prefill.sequence)
 
-    monkeypatch.setattr(llm._engine.scheduler, "launched", leaving)
-    monkeypatch.setattr(llm._engine, "_leave", lambda sequence: None)
+    monkeypatch.setattr(llm.service.engine.scheduler, "launched", leaving)
+    monkeypatch.setattr(llm.service.engine, "_leave", lambda sequence: None)
 
 
 @pytest.mark.parametrize("broken", [None, at_once, at_launch])
@@ -527,7 +530,7 @@ def test_records_stay_until_what_reads_them_has_been_read(engine, pictures, monk
         job = driver.arrive(Asked(shown, GREEDY, "exact"))
         driver.finish()
         last = driver.output(job)
-        engine._writer.flush()
+        engine.service.cache.writer.flush()
         engine.reset_prefix_cache()
     assert last.cache.images[0].kv == "host"
     with monkeypatch.context() as context:
@@ -536,13 +539,13 @@ def test_records_stay_until_what_reads_them_has_been_read(engine, pictures, monk
         fences = Fences(engine, context)
         watched = driver.arrive(Asked(shown, GREEDY, "exact"))
         assert engine.cache.evict(pictures[3]) == 0  # it is held
-        for record in list(engine._store.tier.records()):
-            engine._store.tier.remove(record)
+        for record in list(engine.service.cache.store.tier.records()):
+            engine.service.cache.store.tier.remove(record)
         driver.step()  # launches the hit's step
         assert watched.sequences[0].prefilled == 1
         assert not watched.sequences[0].generated
         driver.abort(watched)
-        engine._caller.end(watched)  # who asked for it has gone
+        engine.service.caller.end(watched)  # who asked for it has gone
         assert fences.spoiled == 0 or broken is at_launch
         driver.finish()
         assert fences.spoiled == 2  # encoder rows and K, V
@@ -569,13 +572,13 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
         job = driver.arrive(Asked(one, GREEDY, "exact"))
         driver.finish()
         outputs = [driver.output(job)]
-        engine._writer.flush()
+        engine.service.cache.writer.flush()
         job = driver.arrive(Asked(other, GREEDY, "exact"))
-        for record in list(engine._store.tier.records()):
-            engine._store.tier.remove(record)
+        for record in list(engine.service.cache.store.tier.records()):
+            engine.service.cache.store.tier.remove(record)
         driver.finish()
         outputs.append(driver.output(job))
-        engine._writer.flush()
+        engine.service.cache.writer.flush()
         assert outputs[1].cache.images[0].encoder == "host"
         assert fences.spoiled > 0
         fences.check()
@@ -605,7 +608,7 @@ class Windows:
 
     def __init__(self, llm, monkeypatch):
         self.rows, self.ended, self.delivered = [], {}, collections.defaultdict(list)
-        decode, read, end = engine_module.decode, llm._engine._read_next, llm._engine._end
+        decode, read, end = engine_module.decode, llm.service.engine._read_next, llm.service.engine._end
         number, reading = {}, []
 
         def noted_decode(runner, lanes, active, tokens):
@@ -615,7 +618,7 @@ class Windows:
             return results
 
         def noted_read():
-            results = llm._engine._flying[0]
+            results = llm.service.engine._flying[0]
             reading[:] = [number.get(id(results))]
             before = {sequence: len(sequence.generated) for row in self.rows for sequence in row}
             read()
@@ -629,8 +632,8 @@ class Windows:
             end(sequence, **options)
 
         monkeypatch.setattr(engine_module, "decode", noted_decode)
-        monkeypatch.setattr(llm._engine, "_read_next", noted_read)
-        monkeypatch.setattr(llm._engine, "_end", noted_end)
+        monkeypatch.setattr(llm.service.engine, "_read_next", noted_read)
+        monkeypatch.setattr(llm.service.engine, "_end", noted_end)
 
 
 def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
@@ -642,7 +645,7 @@ def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
         job = driver.arrive(Asked(conversation, GREEDY, "exact"))
         driver.finish()
         driver.output(job)
-    many._writer.flush()
+    many.service.cache.writer.flush()
     windows = Windows(many, monkeypatch)
     decoding = [driver.arrive(Asked(user(f"{i} and more"), LONG, "exact")) for i in range(32)]
     while not all(job.sequences[0].generated for job in decoding):
@@ -656,7 +659,7 @@ def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
         driver.step()
         passes += 1
     assert passes <= 2
-    assert len(many._engine.scheduler.decoding) >= 32
+    assert len(many.service.engine.scheduler.decoding) >= 32
 
     many.reset_prefix_cache()
     first = len(windows.rows)
@@ -725,17 +728,17 @@ def test_an_engine_that_cannot_go_on_says_so(engine, pictures):
     renew(engine)
     driver = Driver(engine)
     conversation = user("See ", pictures[0], "?")
-    prompt = engine._renderer.from_conversation(conversation)
-    [lost] = engine._identifier.identify([prompt])
-    planned = engine._planner.plan(lost, parse_policy("exact"))
+    prompt = engine.service.renderer.from_conversation(conversation)
+    [lost] = engine.service.intake.identifier.identify([prompt])
+    planned = engine.service.intake.planner.plan(lost, parse_policy("exact"))
     with pytest.raises(RuntimeError, match="nothing can go on: 0 requests wait and 1 run"):
         engine.chat(conversation, GREEDY, use_tqdm=False)
     job = driver.arrive(Asked(conversation, GREEDY, "exact"))
     with pytest.raises(RuntimeError, match="nothing can go on"):
         driver.finish()
-    engine._engine.fail(RuntimeError("stuck"))
+    engine.service.engine.fail(RuntimeError("stuck"))
     assert job.has_ended
-    engine._caller.end(job)
+    engine.service.caller.end(job)
     planned.hold.leave(failed=True)
     [output] = engine.chat(conversation, GREEDY, use_tqdm=False)
     assert output.cache.images[0].why.value == "unknown_image"
@@ -764,11 +767,11 @@ class Librarys:
     def logits(self, conversation, answer=()):
         """Float32 [n, V] of the prompt's n tokens and the answer's, and the prompt's token ids."""
         torch = pytest.importorskip("torch")
-        prompt = self.llm._renderer.from_conversation(conversation)
-        processor = self.llm._processor
+        prompt = self.llm.service.renderer.from_conversation(conversation)
+        processor = self.llm.service.intake.processor
         patches = [processor.patches(image.decode()) for image in prompt.images]
         counts = [processor.num_tokens(p.grid) for p in patches]
-        prompt_ids = self.llm._renderer.expander.expand(prompt.token_ids, counts)[0].tolist()
+        prompt_ids = self.llm.service.renderer.expander.expand(prompt.token_ids, counts)[0].tolist()
         image = self.model.config.image_token_id
         assert image not in answer  # the library would look for pixels
         ids = torch.tensor([[*prompt_ids, *answer]])
@@ -862,7 +865,7 @@ def assert_told(llm, expected, tokens, logprobs, count):
         best = np.argsort(-row, kind="stable")[:count]
         assert list(one.top) == best.tolist()
         np.testing.assert_allclose(list(one.top.values()), row[best], atol=5e-5)
-        assert one.texts == {t: llm._renderer.tokenizer.decode([t]) for t in (token, *best.tolist())}
+        assert one.texts == {t: llm.service.renderer.tokenizer.decode([t]) for t in (token, *best.tolist())}
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def llm(engine):
 @pytest.fixture
 def from_records(llm, monkeypatch):
     """What comes again is linked, though its pages may be there."""
-    monkeypatch.setattr(llm._sequences, "_keeps_pages", False)
+    monkeypatch.setattr(llm.service.intake.sequences, "_keeps_pages", False)
 
 
 @pytest.fixture
@@ -112,16 +112,19 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
         [output] = chat(llm, conversation, reuse="off", params=GREEDY)
         answer = output.outputs[0].token_ids
         [score] = llm.score([conversation], [answer], reuse="off", keep_logits=True, use_tqdm=False)
-        [request] = llm._identifier.identify([llm._renderer.from_conversation(conversation)], lookup=False)
+        [request] = llm.service.intake.identifier.identify(
+            [llm.service.renderer.from_conversation(conversation)], lookup=False
+        )
         images = list(zip(request.images, request.moments, strict=True))
         rows = [
-            np.asarray(llm._runner.encode([one.patches.pixels], [one.grid]))[:, : one.num_tokens] for one, _ in images
+            np.asarray(llm.service.device.runner.encode([one.patches.pixels], [one.grid]))[:, : one.num_tokens]
+            for one, _ in images
         ]
-        values = llm._processor.pixel_values
+        values = llm.service.intake.processor.pixel_values
         pixels = [
             torch.tensor(np.concatenate([values(i.patches) for i, m in images if (m is None) == p])) for p in (1, 0)
         ]
-        planned = llm._planner.plan(request, llm._policy).layout
+        planned = llm.service.intake.planner.plan(request, llm.service.policy).layout
     assert [(m.video, m.chunk) for _, m in images if m] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     [chunk, *_, last] = [one.grid for one, moment in images if moment]
     grids = torch.tensor([[3, *chunk[1:]], [3, *last[1:]]])
@@ -274,7 +277,7 @@ def test_what_was_kept_by_another_rule_of_positions_is_not_found(llm, film, pict
         before.setattr(planner, "context_keys", contexts_with_bare_times)
         chat(llm, target)
         assert {one.match for one in chat(llm, target)[0].cache.images} == {"exact"}
-    expected = ["exact"] * 5 if llm._checkpoint.config.model_type == "qwen3_vl" else ["exact"] * 2 + ["miss"] * 3
+    expected = ["exact"] * 5 if llm.service.checkpoint.config.model_type == "qwen3_vl" else ["exact"] * 2 + ["miss"] * 3
     assert [one.match for one in chat(llm, target)[0].cache.images] == expected
     assert_close(logits(llm, target), logits(llm, target, reuse="off"))
 
@@ -326,12 +329,12 @@ def test_wrong_videos_are_told_of(llm, film):
     outputs = chat(llm, *rows.values(), on_error="return")
     for message, output in zip(rows, outputs, strict=True):
         assert message in output.error, output.error
-    llm._renderer.max_videos = 1
+    llm.service.renderer.max_videos = 1
     try:
         with pytest.raises(ValueError, match="must hold at most 1 videos, got 2"):
             chat(llm, user(video(film[:2]), "and", video(film[:2])))
     finally:
-        llm._renderer.max_videos = None
+        llm.service.renderer.max_videos = None
 
 
 def test_prompts_without_a_template(llm, film):

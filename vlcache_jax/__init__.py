@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from vlcache_jax.async_llm import AsyncLLM as AsyncLLM
     from vlcache_jax.async_llm import QueueFullError as QueueFullError
     from vlcache_jax.cache.config import CacheConfig as CacheConfig
+    from vlcache_jax.config import EngineConfig as EngineConfig
     from vlcache_jax.device.ladder import Ladder as Ladder
     from vlcache_jax.llm import LLM as LLM
     from vlcache_jax.outputs import RequestOutput as RequestOutput
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "vlcache_jax.async_llm",
     "CacheConfig": "vlcache_jax.cache.config",
+    "EngineConfig": "vlcache_jax.config",
     "LLM": "vlcache_jax.llm",
     "Ladder": "vlcache_jax.device.ladder",
     "MPIC": "vlcache_jax.reuse.policies",
@@ -35,6 +37,7 @@ __all__ = [
     "MPIC",
     "AsyncLLM",
     "CacheConfig",
+    "EngineConfig",
     "Ladder",
     "QueueFullError",
     "RequestError",

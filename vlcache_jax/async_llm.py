@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import pathlib
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
-from vlcache_jax.base import template_options
+from vlcache_jax.calls import Conversation, PromptLike
+from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
-from vlcache_jax.llm import LLM, Conversation, PromptLike, Reuse
 from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.progress import Progress
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.service import Service, template_options
 from vlcache_jax.serving import Call, Job, RequestError
 
 _THREADS = 32  # requests whose images are being identified; others wait for one of them
@@ -42,22 +43,32 @@ class AsyncLLM:
     device. It may be used from several event loops.
 
     Args:
-      model: see `LLM`.
+      model: see `LLM`. A `Service` may have several fronts; the first that is closed closes it for all.
       max_waiting: requests at most that are not answered yet, those that run included.
       when_full: what happens to one more: "wait" until there is room, or "raise" a `QueueFullError`.
-      options: those of `LLM`.
+      options: see `LLM`.
+
+    Attributes:
+      service: the parts, for who measures them.
 
     Raises:
-      What `LLM` raises.
+      ValueError: `max_waiting` or `when_full` is wrong. Else what `LLM` raises.
     """
 
-    def __init__(self, model: str | pathlib.Path, *, max_waiting: int = 1024, when_full: str = "wait", **options: Any):
+    @shows_options
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | EngineConfig | Service,
+        *,
+        max_waiting: int = 1024,
+        when_full: str = "wait",
+        **options: Unpack[EngineOptions],
+    ):
         if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
             raise ValueError(f"max_waiting must be a positive integer, got {max_waiting!r}")
         if when_full not in ("wait", "raise"):
             raise ValueError(f'when_full must be "wait" or "raise", got {when_full!r}')
-        self._llm = LLM(model, **options)
-        self._is_silent = not options.get("use_tqdm", True)
+        self.service = Service.of(model, **options)
         self._room = _Room(max_waiting, raises=when_full == "raise")
         self._threads = ThreadPoolExecutor(_THREADS, "vlcache-requests")
         self._jobs: dict[str, Job | None] = {}  # None: it is still being identified
@@ -102,7 +113,7 @@ class AsyncLLM:
             raise ValueError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
         params = None if sampling_params is None else sampling_params.clone()  # the caller's may be set meanwhile
         render = self._renders(prompt, mm_processor_kwargs, **template)
-        call = self._llm._call(
+        call = self.service.call(
             "prompt", [prompt], render, reuse, cache_salt, "return", params=params, priority=priority
         )
         with self._lock:
@@ -134,36 +145,36 @@ class AsyncLLM:
 
     def stats(self) -> EngineStats:
         """See `LLM.stats`."""
-        return self._llm.stats()
+        return self.service.stats()
 
     async def get_tokenizer(self) -> Any:
         """See `LLM.get_tokenizer`."""
-        return self._llm.get_tokenizer()
+        return self.service.renderer.tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """See `LLM.get_default_sampling_params`."""
-        return self._llm.get_default_sampling_params()
+        return self.service.intake.sequences.default_params()
 
     @property
     def cache(self) -> ImageCache:
         """The image cache; its methods that decode or wait block."""
-        return self._llm.cache
+        return self.service.images
 
     async def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
         """See `LLM.warmup`."""
-        return await asyncio.to_thread(self._llm.warmup, reuse=reuse, verbose=verbose)
+        return await asyncio.to_thread(self.service.warmup, reuse, verbose=verbose)
 
     async def reset_mm_cache(self) -> None:
         """See `LLM.reset_mm_cache`."""
-        await asyncio.to_thread(self._llm.reset_mm_cache)
+        await asyncio.to_thread(self.service.reset_mm_cache)
 
     async def reset_prefix_cache(self) -> None:
         """See `LLM.reset_prefix_cache`."""
-        await asyncio.to_thread(self._llm.reset_prefix_cache)
+        await asyncio.to_thread(self.service.reset_prefix_cache)
 
     async def close(self) -> None:
         """Ends all requests with a RuntimeError, and gives back the memory of weights and pool."""
-        await asyncio.to_thread(self._llm.close)
+        await asyncio.to_thread(self.service.close)
         self._threads.shutdown(wait=False)  # what is still to arrive is told by the engine that it is closed
 
     async def __aenter__(self) -> AsyncLLM:
@@ -181,21 +192,21 @@ class AsyncLLM:
                 raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
             if beside := template_options(self.generate, template):
                 raise ValueError(f"{next(iter(beside))} must be left out, got it beside a prompt that has no messages")
-            return self._llm._renderer.from_prompt
+            return self.service.renderer.from_prompt
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
-        return self._llm._renders(self.generate, mm_processor_kwargs, **template)
+        return self.service.renders(self.generate, mm_processor_kwargs, **template)
 
     async def _stream(self, call: Call, request_id: str) -> AsyncGenerator[RequestOutput]:
         events = asyncio.get_running_loop()
         more = asyncio.Event()
-        caller = self._llm._caller
+        caller = self.service.caller
 
         def heard(_: Job) -> None:
             events.call_soon_threadsafe(more.set)
 
         def arrive() -> Job:
-            with Progress("serving", show=False) if self._is_silent else contextlib.nullcontext():
+            with Progress("serving", show=False) if not self.service.config.use_tqdm else contextlib.nullcontext():
                 return caller.arrive(call, heard)
 
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.engine.ahead import Ahead
@@ -18,6 +18,9 @@ from vlcache_jax.outputs import Reporter, RequestOutput, Score
 from vlcache_jax.progress import Progress, interruptible
 from vlcache_jax.serving import Call, Chunk, Job, RequestError, serve
 from vlcache_jax.verification import verify as verify_answers
+
+Conversation = Sequence[Mapping[str, Any]]
+PromptLike = str | Mapping[str, Any] | Sequence[int]
 
 
 class Caller:

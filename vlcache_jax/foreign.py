@@ -10,7 +10,9 @@ import pathlib
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+_OURS = (str(pathlib.Path(__file__).parent), "<string>")  # files; what a dataclass writes itself has the other name
 
 
 @dataclass(frozen=True)
@@ -42,70 +44,181 @@ def _listed(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# Of EngineArgs, AsyncEngineArgs and LLM of vLLM 0.33.0, and of the versions before it.
+def _notes(options: type) -> dict[str, tuple[Any, ...]]:
+    """What stands beside the types of options."""
+    hints = get_type_hints(options, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
+# Of EngineArgs, AsyncEngineArgs and LLM of vLLM 0.33.0, and of the versions before it, by what comes of them here.
+
+
+class _Renamed(TypedDict, total=False):
+    """The same here under the name beside it."""
+
+    kv_cache_memory_bytes: Annotated[int | str | None, "kv_cache_bytes"]
+    max_num_batched_tokens: Annotated[int | None, "max_rows"]
+    use_tqdm_on_load: Annotated[bool | None, "use_tqdm"]
+
+
+class _Only(TypedDict, total=False):
+    """Errors, unless the value is one of those beside it."""
+
+    # one device
+    data_parallel_size: Annotated[Any, 1]
+    decode_context_parallel_size: Annotated[Any, 1]
+    device_ids: Any
+    nnodes: Annotated[Any, 1]
+    pipeline_parallel_size: Annotated[Any, 1]
+    prefill_context_parallel_size: Annotated[Any, 1]
+    tensor_parallel_size: Annotated[Any, 1]
+    # weights and numbers as the checkpoint has them
+    config_format: Annotated[Any, "auto", "hf"]
+    hf_config_path: Any
+    hf_overrides: Any
+    kv_cache_dtype: Annotated[Any, "auto"]
+    load_format: Annotated[Any, "auto", "safetensors", "hf", "fastsafetensors", "instanttensor", "runai_streamer"]
+    mm_encoder_attn_dtype: Annotated[Any, "auto"]
+    model_class_overrides: Any
+    model_weights: Any
+    quantization: Any
+    quantization_config: Any
+    rope_scaling: Any
+    rope_theta: Any
+    tokenizer: Any
+    tokenizer_mode: Annotated[Any, "auto", "hf", "slow"]
+    tokenizer_revision: Any
+    # what there is not
+    convert: Annotated[Any, "auto", "none"]
+    default_mm_loras: Any
+    diffusion_config: Any
+    ec_transfer_config: Any
+    enable_lora: Any
+    enable_mm_embeds: Any
+    enable_prompt_adapter: Any
+    enable_prompt_embeds: Any
+    enable_return_routed_experts: Any
+    io_processor_plugin: Any
+    kv_transfer_config: Any
+    logits_processors: Any
+    logprobs_mode: Annotated[Any, "raw_logprobs"]
+    mm_encoder_only: Any
+    override_pooler_config: Any
+    pooler_config: Any
+    return_sampling_mask: Any
+    runner: Annotated[Any, "auto", "generate"]
+    skip_tokenizer_init: Any
+    task: Annotated[Any, "auto", "generate"]
+    video_pruning_rate: Annotated[Any, 0]
+    watermark_config: Any
+    # what is said in another place
+    chat_template: Any
+    download_dir: Any
+    generation_config: Annotated[Any, "auto"]
+    hf_token: Annotated[Any, True]
+    language_model_only: Any
+    media_io_kwargs: Any
+    override_generation_config: Any
+
+
+# No answer depends on these.
+# fmt: off
+_Ignored = TypedDict(  # noqa: UP013
+    "_Ignored",
+    {
+        "attention_backend": Any, "attention_config": Any, "block_size": Any, "compilation_config": Any,
+        "cuda_graph_sizes": Any, "cudagraph_capture_sizes": Any, "cudagraph_metrics": Any, "disable_cascade_attn": Any,
+        "disable_custom_all_reduce": Any, "disable_sliding_window": Any, "enable_flashinfer_autotune": Any,
+        "enforce_eager": Any, "gdn_prefill_backend": Any, "ir_op_priority": Any, "kda_decode_backend": Any,
+        "kda_prefill_backend": Any, "kernel_config": Any, "linear_backend": Any, "max_cudagraph_capture_size": Any,
+        "max_seq_len_to_capture": Any, "mm_encoder_attn_backend": Any, "model_impl": Any, "moe_backend": Any,
+        "monokernel": Any, "optimization_level": Any, "override_attention_dtype": Any, "performance_mode": Any,
+        "sparse_indexer_topk_backend": Any, "use_fp64_gumbel": Any, "use_v2_block_manager": Any,
+
+        "async_scheduling": Any, "disable_async_output_proc": Any, "disable_chunked_mm_input": Any,
+        "enable_chunked_prefill": Any, "long_prefill_token_threshold": Any,
+        "long_prefill_token_threshold_adaptive": Any, "max_long_partial_prefills": Any, "max_logprobs": Any,
+        "max_num_active_seqs": Any, "max_num_partial_prefills": Any, "max_num_queued_reqs": Any,
+        "max_num_queued_tokens": Any, "max_num_scheduled_tokens": Any, "multi_step_stream_outputs": Any,
+        "num_lookahead_slots": Any, "num_scheduler_steps": Any, "preemption_mode": Any,
+        "prefill_schedule_interval": Any, "scheduler_cls": Any, "scheduler_delay_factor": Any,
+        "scheduler_reserve_full_isl": Any, "scheduling_policy": Any, "stream_interval": Any, "watermark": Any,
+
+        "calculate_kv_scales": Any, "cpu_offload_gb": Any, "cpu_offload_params": Any,
+        "disable_hybrid_kv_cache_manager": Any, "enable_cumem_allocator": Any, "enable_sleep_mode": Any,
+        "kv_cache_dtype_skip_layers": Any, "kv_offloading_backend": Any, "kv_offloading_size": Any,
+        "kv_sharing_fast_prefill": Any, "num_gpu_blocks_override": Any, "offload_backend": Any,
+        "offload_group_size": Any, "offload_num_in_group": Any, "offload_params": Any, "offload_prefetch_step": Any,
+        "prefix_cache_retention_interval": Any, "prefix_caching_hash_algo": Any, "prefix_match_unit": Any,
+        "sleep_mode_backend": Any, "sleep_mode_offload_cudagraph": Any, "sleep_preserve_parameter_names": Any,
+        "swa_bounded_replay": Any, "swap_space": Any,
+
+        "disable_mm_preprocessor_cache": Any, "ec_manager_config": Any, "enable_mm_processor_stats": Any,
+        "enable_multimodal_encoder_data_parallel": Any, "enable_shm_tensor_arena": Any, "interleave_mm_strings": Any,
+        "mm_device_do_normalize": Any, "mm_encoder_fp8_scale_path": Any, "mm_encoder_fp8_scale_save_margin": Any,
+        "mm_encoder_fp8_scale_save_path": Any, "mm_encoder_tp_mode": Any, "mm_hasher_algorithm": Any,
+        "mm_ipc_gpu_memory_gb": Any, "mm_processor_cache_gb": Any, "mm_processor_cache_type": Any,
+        "mm_processor_device": Any, "mm_shm_cache_max_object_size_mb": Any, "mm_tensor_ipc": Any,
+        "renderer_num_workers": Any, "skip_mm_profiling": Any, "video_pruning_method": Any,
+
+        "_api_process_count": Any, "_api_process_rank": Any, "all2all_backend": Any, "cp_kv_cache_interleave_size": Any,
+        "cpu_distributed_timeout_seconds": Any, "data_parallel_address": Any, "data_parallel_backend": Any,
+        "data_parallel_external_lb": Any, "data_parallel_hybrid_lb": Any, "data_parallel_multi_port_external_lb": Any,
+        "data_parallel_rank": Any, "data_parallel_rpc_port": Any, "data_parallel_size_local": Any,
+        "data_parallel_start_rank": Any, "dbo_decode_token_threshold": Any, "dbo_prefill_token_threshold": Any,
+        "dcp_comm_backend": Any, "dcp_kv_cache_interleave_size": Any, "dcp_q_replicate": Any, "device": Any,
+        "disable_nccl_for_dp_synchronization": Any, "distributed_executor_backend": Any,
+        "distributed_timeout_seconds": Any, "dp_sync_interval": Any, "elastic_ep_max_dp_size": Any,
+        "enable_batch_sharded_sampling": Any, "enable_dbo": Any, "enable_elastic_ep": Any,
+        "enable_ep_weight_filter": Any, "enable_eplb": Any, "enable_expert_parallel": Any,
+        "enable_fault_tolerance": Any, "enable_hc_sp": Any, "enable_nccl_comm_suspend": Any, "engine_use_ray": Any,
+        "eplb_config": Any, "expert_placement_strategy": Any, "fault_tolerance_config": Any, "master_addr": Any,
+        "master_port": Any, "max_parallel_loading_workers": Any, "node_rank": Any, "numa_bind": Any,
+        "numa_bind_cpus": Any, "numa_bind_nodes": Any, "ray_workers_use_nsight": Any, "ubatch_size": Any,
+        "worker_cls": Any, "worker_extension_cls": Any, "worker_use_ray": Any,
+
+        "allow_deprecated_quantization": Any, "code_revision": Any, "ignore_patterns": Any,
+        "model_loader_extra_config": Any, "pt_load_map_location": Any, "safetensors_load_strategy": Any,
+        "safetensors_prefetch_block_size": Any, "safetensors_prefetch_num_threads": Any, "trust_remote_code": Any,
+        "weight_transfer_config": Any,
+
+        "enable_lora_bias": Any, "enable_mixed_moe_lora_format": Any, "enable_moe_shared_loras": Any,
+        "enable_tower_connector_lora": Any, "fully_sharded_loras": Any, "long_lora_scaling_factors": Any,
+        "lora_dtype": Any, "lora_extra_vocab_size": Any, "lora_target_modules": Any, "max_cpu_loras": Any,
+        "max_lora_cls_labels": Any, "max_lora_rank": Any, "max_loras": Any, "specialize_active_lora": Any,
+
+        "enable_mamba_cache_stochastic_rounding": Any, "enable_mamba_shared_prefix_checkpoint": Any,
+        "engram_config": Any, "mamba_backend": Any, "mamba_block_size": Any, "mamba_cache_dtype": Any,
+        "mamba_cache_mode": Any, "mamba_cache_philox_rounds": Any, "mamba_config": Any, "mamba_ssm_cache_dtype": Any,
+        "mamba_ssu_algorithm": Any, "replayssm_buffer_len": Any, "use_replayssm": Any,
+
+        "num_speculative_tokens": Any, "per_request_spec_decode_metrics": Any, "spec_method": Any, "spec_model": Any,
+        "spec_tokens": Any, "speculative_config": Any, "speculative_model": Any,
+
+        "guided_decoding_backend": Any, "logits_processor_pattern": Any, "reasoning_config": Any,
+        "reasoning_parser": Any, "reasoning_parser_plugin": Any, "structured_outputs_config": Any,
+
+        "additional_config": Any, "aggregate_engine_logging": Any, "aux_output_config": Any,
+        "collect_detailed_traces": Any, "custom_histogram_buckets": Any, "disable_log_requests": Any,
+        "disable_log_stats": Any, "enable_layerwise_nvtx_tracing": Any, "enable_log_requests": Any,
+        "enable_logging_iteration_details": Any, "enable_mfu_metrics": Any, "enable_trace_replay": Any,
+        "fail_on_environ_validation": Any, "jit_monitor_mode": Any, "jit_monitor_verbose": Any, "kv_cache_metrics": Any,
+        "kv_cache_metrics_sample": Any, "kv_events_config": Any, "log_config_file": Any, "log_level": Any,
+        "logging_config": Any, "otlp_traces_endpoint": Any, "profiler_config": Any, "served_model_name": Any,
+        "show_hidden_metrics_for_version": Any, "shutdown_timeout": Any, "tokens_only": Any, "watchdog_config": Any,
+    },
+    total=False,
+)
+# fmt: on
+
+
+class VllmOptions(_Renamed, _Only, _Ignored, total=False):
+    """The options of vLLM's engines that are taken here."""
+
+
 ENGINE = Names(
-    renamed={
-        "kv_cache_memory_bytes": "kv_cache_bytes",
-        "max_num_batched_tokens": "max_rows",
-        "use_tqdm_on_load": "use_tqdm",
-    },
-    only={
-        # one device
-        "data_parallel_size": (1,),
-        "decode_context_parallel_size": (1,),
-        "device_ids": (),
-        "nnodes": (1,),
-        "pipeline_parallel_size": (1,),
-        "prefill_context_parallel_size": (1,),
-        "tensor_parallel_size": (1,),
-        # weights and numbers as the checkpoint has them
-        "config_format": ("auto", "hf"),
-        "hf_config_path": (),
-        "hf_overrides": (),
-        "kv_cache_dtype": ("auto",),
-        "load_format": ("auto", "safetensors", "hf", "fastsafetensors", "instanttensor", "runai_streamer"),
-        "mm_encoder_attn_dtype": ("auto",),
-        "model_class_overrides": (),
-        "model_weights": (),
-        "quantization": (),
-        "quantization_config": (),
-        "rope_scaling": (),
-        "rope_theta": (),
-        "tokenizer": (),
-        "tokenizer_mode": ("auto", "hf", "slow"),
-        "tokenizer_revision": (),
-        # what there is not
-        "convert": ("auto", "none"),
-        "default_mm_loras": (),
-        "diffusion_config": (),
-        "ec_transfer_config": (),
-        "enable_lora": (),
-        "enable_mm_embeds": (),
-        "enable_prompt_adapter": (),
-        "enable_prompt_embeds": (),
-        "enable_return_routed_experts": (),
-        "io_processor_plugin": (),
-        "kv_transfer_config": (),
-        "logits_processors": (),
-        "logprobs_mode": ("raw_logprobs",),
-        "mm_encoder_only": (),
-        "override_pooler_config": (),
-        "pooler_config": (),
-        "return_sampling_mask": (),
-        "runner": ("auto", "generate"),
-        "skip_tokenizer_init": (),
-        "task": ("auto", "generate"),
-        "video_pruning_rate": (0,),
-        "watermark_config": (),
-        # what is said in another place
-        "chat_template": (),
-        "download_dir": (),
-        "generation_config": ("auto",),
-        "hf_token": (True,),
-        "language_model_only": (),
-        "media_io_kwargs": (),
-        "override_generation_config": (),
-    },
+    renamed={name: new for name, (new,) in _notes(_Renamed).items()},
+    only=_notes(_Only),
     instead={
         "attention_backend": "implementation chooses the kernels",
         "chat_template": "give it to each call of chat",
@@ -126,71 +239,7 @@ ENGINE = Names(
         "num_gpu_blocks_override": "kv_cache_bytes sizes the pool",
         "override_generation_config": "give sampling_params to each call",
     },
-    ignored=_listed(
-        """
-        attention_backend attention_config block_size compilation_config cuda_graph_sizes cudagraph_capture_sizes
-        cudagraph_metrics disable_cascade_attn disable_custom_all_reduce disable_sliding_window
-        enable_flashinfer_autotune enforce_eager gdn_prefill_backend ir_op_priority kda_decode_backend
-        kda_prefill_backend kernel_config linear_backend max_cudagraph_capture_size max_seq_len_to_capture
-        mm_encoder_attn_backend model_impl moe_backend monokernel optimization_level override_attention_dtype
-        performance_mode sparse_indexer_topk_backend use_fp64_gumbel use_v2_block_manager
-
-        async_scheduling disable_async_output_proc disable_chunked_mm_input enable_chunked_prefill
-        long_prefill_token_threshold long_prefill_token_threshold_adaptive max_long_partial_prefills max_logprobs
-        max_num_active_seqs max_num_partial_prefills max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens
-        multi_step_stream_outputs num_lookahead_slots num_scheduler_steps preemption_mode prefill_schedule_interval
-        scheduler_cls scheduler_delay_factor scheduler_reserve_full_isl scheduling_policy stream_interval watermark
-
-        calculate_kv_scales cpu_offload_gb cpu_offload_params disable_hybrid_kv_cache_manager enable_cumem_allocator
-        enable_sleep_mode kv_cache_dtype_skip_layers kv_offloading_backend kv_offloading_size kv_sharing_fast_prefill
-        num_gpu_blocks_override offload_backend offload_group_size offload_num_in_group offload_params
-        offload_prefetch_step prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit
-        sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names swa_bounded_replay swap_space
-
-        disable_mm_preprocessor_cache ec_manager_config enable_mm_processor_stats
-        enable_multimodal_encoder_data_parallel enable_shm_tensor_arena interleave_mm_strings mm_device_do_normalize
-        mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode
-        mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device
-        mm_shm_cache_max_object_size_mb mm_tensor_ipc renderer_num_workers skip_mm_profiling video_pruning_method
-
-        _api_process_count _api_process_rank all2all_backend cp_kv_cache_interleave_size
-        cpu_distributed_timeout_seconds data_parallel_address data_parallel_backend data_parallel_external_lb
-        data_parallel_hybrid_lb data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port
-        data_parallel_size_local data_parallel_start_rank dbo_decode_token_threshold dbo_prefill_token_threshold
-        dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate device disable_nccl_for_dp_synchronization
-        distributed_executor_backend distributed_timeout_seconds dp_sync_interval elastic_ep_max_dp_size
-        enable_batch_sharded_sampling enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb
-        enable_expert_parallel enable_fault_tolerance enable_hc_sp enable_nccl_comm_suspend engine_use_ray eplb_config
-        expert_placement_strategy fault_tolerance_config master_addr master_port max_parallel_loading_workers node_rank
-        numa_bind numa_bind_cpus numa_bind_nodes ray_workers_use_nsight ubatch_size worker_cls worker_extension_cls
-        worker_use_ray
-
-        allow_deprecated_quantization code_revision ignore_patterns model_loader_extra_config pt_load_map_location
-        safetensors_load_strategy safetensors_prefetch_block_size safetensors_prefetch_num_threads trust_remote_code
-        weight_transfer_config
-
-        enable_lora_bias enable_mixed_moe_lora_format enable_moe_shared_loras enable_tower_connector_lora
-        fully_sharded_loras long_lora_scaling_factors lora_dtype lora_extra_vocab_size lora_target_modules
-        max_cpu_loras max_lora_cls_labels max_lora_rank max_loras specialize_active_lora
-
-        enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint engram_config mamba_backend
-        mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config
-        mamba_ssm_cache_dtype mamba_ssu_algorithm replayssm_buffer_len use_replayssm
-
-        num_speculative_tokens per_request_spec_decode_metrics spec_method spec_model spec_tokens speculative_config
-        speculative_model
-
-        guided_decoding_backend logits_processor_pattern reasoning_config reasoning_parser reasoning_parser_plugin
-        structured_outputs_config
-
-        additional_config aggregate_engine_logging aux_output_config collect_detailed_traces custom_histogram_buckets
-        disable_log_requests disable_log_stats enable_layerwise_nvtx_tracing enable_log_requests
-        enable_logging_iteration_details enable_mfu_metrics enable_trace_replay fail_on_environ_validation
-        jit_monitor_mode jit_monitor_verbose kv_cache_metrics kv_cache_metrics_sample kv_events_config log_config_file
-        log_level logging_config otlp_traces_endpoint profiler_config served_model_name
-        show_hidden_metrics_for_version shutdown_timeout tokens_only watchdog_config
-        """
-    ),
+    ignored=frozenset(_Ignored.__annotations__),
     usual=frozenset({"disable_log_stats", "enable_chunked_prefill"}),
 )
 
@@ -240,30 +289,47 @@ SAMPLING = Names(
 )
 
 # Of LLM.chat, LLM.generate and AsyncLLM.generate.
-CALLS = Names(
-    only={
-        "add_special_tokens": (),
-        "guided_options_request": (),
-        "lora_request": (),
-        "mm_processor_kwargs": (),
-        "prompt_adapter_request": (),
-        "prompt_token_ids": (),
-        "reasoning_parser_kwargs": (),
-        "tokenization_kwargs": (),
-        "tools": (),
-        "truncate_prompt_tokens": (-1,),
+
+
+class _OnlyOfCalls(TypedDict, total=False):
+    """Errors, unless the value is one of those beside it."""
+
+    add_special_tokens: Any
+    guided_options_request: Any
+    lora_request: Any
+    mm_processor_kwargs: Any
+    prompt_adapter_request: Any
+    prompt_token_ids: Any
+    reasoning_parser_kwargs: Any
+    tokenization_kwargs: Any
+    tools: Any
+    truncate_prompt_tokens: Annotated[Any, -1]
+
+
+# fmt: off
+_IgnoredOfCalls = TypedDict(  # noqa: UP013
+    "_IgnoredOfCalls",
+    {
+        "chat_template_content_format": Any, "data_parallel_rank": Any, "kv_hints": Any, "priority": Any,
+        "prompt_text": Any, "reasoning_ended": Any, "session_id": Any, "trace_headers": Any,
     },
+    total=False,
+)
+# fmt: on
+
+
+class VllmCallOptions(_OnlyOfCalls, _IgnoredOfCalls, total=False):
+    """The arguments of vLLM's calls that are taken here."""
+
+
+CALLS = Names(
+    only=_notes(_OnlyOfCalls),
     instead={
         "mm_processor_kwargs": "write it into each prompt's dict",
         "prompt_token_ids": 'write it into each prompt: {"prompt_token_ids": [...]}',
         "tools": 'give chat_template_kwargs={"tools": [...]}, and read calls from the answer\'s text',
     },
-    ignored=_listed(
-        """
-        chat_template_content_format data_parallel_rank kv_hints priority prompt_text reasoning_ended session_id
-        trace_headers
-        """
-    ),
+    ignored=frozenset(_IgnoredOfCalls.__annotations__),
     strange={
         "sampling": "is it sampling_params?",
         **dict.fromkeys(("temperature", "max_tokens"), "write it into sampling_params=SamplingParams(...)"),
@@ -322,7 +388,7 @@ def warn_ignored(names: Collection[str], instead: str = "") -> None:
 
 def warn(message: str) -> None:
     """Warns whoever called this package."""
-    warnings.warn(message, UserWarning, skip_file_prefixes=(str(pathlib.Path(__file__).parent),))
+    warnings.warn(message, UserWarning, skip_file_prefixes=_OURS)
 
 
 def _asks_nothing(value: Any) -> bool:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
-from vlcache_jax.base import BaseLLM, Reuse
-from vlcache_jax.calls import in_order
+from vlcache_jax.calls import Conversation, PromptLike, in_order
 from vlcache_jax.checks import check_flags, short
-from vlcache_jax.foreign import CALLS, ours
+from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
+from vlcache_jax.engine.engine import EngineStats
+from vlcache_jax.foreign import CALLS, VllmCallOptions, ours
+from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.outputs import RequestOutput, Score
+from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.service import Service
 from vlcache_jax.serving import Call
 
-Conversation = Sequence[Mapping[str, Any]]
 Asked = Conversation | Mapping[str, Any]
-PromptLike = str | Mapping[str, Any] | Sequence[int]
 
 
-class LLM(BaseLLM):
+class LLM:
     """Serves one Qwen vision-language model::
 
         with LLM("Qwen/Qwen3-VL-8B-Instruct") as llm:
@@ -33,7 +36,32 @@ class LLM(BaseLLM):
 
     A call means the same as its requests run one by one, in list order. Every request is checked before anything runs.
     Calls from several threads run together. After an error or Ctrl-C the engine serves on.
+
+    Args:
+      model: a converted checkpoint, a Hugging Face directory, the id of a model on the hub, or "tiny-vqa", a small
+        trained model that ships with the package; or an `EngineConfig`; or a `Service` that is open.
+      options: those of `EngineConfig`, and those of vLLM; of the latter, those on which no answer depends are ignored,
+        with a warning.
+
+    Attributes:
+      cache: the image cache.
+      max_model_len: tokens of prompt and answer at most.
+      service: the parts, for who measures them.
+
+    Raises:
+      FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an option is wrong.
+      TypeError: there is no such option; of vLLM's the error says what to write.
+      NotImplementedError: the implementation asked for does not do this model, dtype or device.
+      MemoryError: weights and pool do not fit. Nothing has been loaded then.
     """
+
+    @shows_options
+    def __init__(self, model: str | os.PathLike[str] | EngineConfig | Service, **options: Unpack[EngineOptions]):
+        self.service = Service.of(model, **options)
+        self.cache: ImageCache = self.service.images
+        self.max_model_len: int = self.service.device.memory.max_model_len
+
+    __init__.__qualname__ = "LLM"  # by which Python's own errors call it
 
     def chat(
         self,
@@ -65,8 +93,8 @@ class LLM(BaseLLM):
           reuse: see the class; None is what the engine was made with.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
-          mm_processor_kwargs: of the images and videos of this call, see `LLM`; `fps` may also be a list with one for
-            each video of a conversation.
+          mm_processor_kwargs: of the images and videos of this call, see `EngineConfig`; `fps` may also be a list with
+            one for each video of a conversation.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
           template: `chat_template`, a Jinja text in place of the checkpoint's; `chat_template_kwargs`, names that it
@@ -85,12 +113,12 @@ class LLM(BaseLLM):
           ValueError: another argument is wrong. Nothing has run then.
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
-        render = self._renders(self.chat, mm_processor_kwargs, **template)
+        render = self.service.renders(self.chat, mm_processor_kwargs, **template)
         if messages is not None and conversations is not None:
             raise ValueError("conversations must be left out beside messages, got both")
         given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
         listed, name = _listed_conversations(given, kind)
-        call = self._call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def chat_iter(
@@ -131,15 +159,15 @@ class LLM(BaseLLM):
             )
         if isinstance(sampling_params, SamplingParams):
             sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
-        render = self._renders(self.chat_iter, mm_processor_kwargs, **template)
-        call = self._call("conversations[{}]", [], render, reuse, cache_salt, on_error)
-        size = self._runner.ladder.max_sequences
+        render = self.service.renders(self.chat_iter, mm_processor_kwargs, **template)
+        call = self.service.call("conversations[{}]", [], render, reuse, cache_salt, on_error)
+        size = self.service.device.runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
         calls = (
             dataclasses.replace(call, listed=rows, params=params, first=size * number)
             for number, (rows, params) in enumerate(_batched(conversations, sampling_params, size))
         )
-        return self._caller.answers(calls, total=total, show=use_tqdm, returns_all=False)
+        return self.service.caller.answers(calls, total=total, show=use_tqdm, returns_all=False)
 
     def generate(
         self,
@@ -151,7 +179,7 @@ class LLM(BaseLLM):
         cache_salt: str | None = None,
         verify: bool = False,
         on_error: str = "raise",
-        **foreign: Any,
+        **foreign: Unpack[VllmCallOptions],
     ) -> list[RequestOutput]:
         """Continues prompts as they are, without a chat template.
 
@@ -171,8 +199,8 @@ class LLM(BaseLLM):
         """
         check_flags(verify=verify, use_tqdm=use_tqdm)
         ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
-        (listed, name), render = _listed_prompts(prompts), self._renderer.from_prompt
-        call = self._call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        (listed, name), render = _listed_prompts(prompts), self.service.renderer.from_prompt
+        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def score(
@@ -203,13 +231,77 @@ class LLM(BaseLLM):
           RequestError, ValueError: see `chat`; also an empty continuation, or one without its conversation.
         """
         check_flags(keep_logits=keep_logits, use_tqdm=use_tqdm)
-        render = self._renders(self.score, mm_processor_kwargs, **template)
+        render = self.service.renders(self.score, mm_processor_kwargs, **template)
         listed, name = _listed_conversations(conversations, "conversations")
-        call = self._call(name, listed, render, reuse, cache_salt, on_error)
-        return in_order(self._caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
+        call = self.service.call(name, listed, render, reuse, cache_salt, on_error)
+        return in_order(self.service.caller.scores(call, continuations, keep_logits=keep_logits, show=use_tqdm))
+
+    def warmup(self, *, reuse: Reuse | None = None, verbose: bool = True) -> tuple[int, float]:
+        """Does ahead what the first requests would wait for.
+
+        Every program is compiled. The memory of the KV pool is taken, weights of a directory of the hub are read and
+        hashed (keys of images name them), and the decoders of pictures and videos are imported.
+
+        Args:
+          reuse: what calls will ask for; None is what the engine was made with.
+          verbose: show what is done and, at the end, what was compiled; on stderr.
+
+        Compiled programs are also kept on disk, so that the next process only loads them.
+
+        Returns:
+          How many programs were compiled, and the seconds it took.
+        """
+        return self.service.warmup(reuse, verbose=verbose)
+
+    @property
+    def kernels(self) -> dict[tuple[Any, ...], tuple[dispatch.Choice, ...]]:
+        """The kernels in the programs compiled so far: which implementation runs each case, and why.
+
+        A program's key is its name and sizes. See `vlcache_jax.pallas_kernels`.
+        """
+        return self.service.kernels
+
+    def stats(self) -> EngineStats:
+        """What the KV pool's pages hold now, and counters; those of the image cache are in `cache.stats()`."""
+        return self.service.stats()
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, one of transformers."""
+        return self.service.renderer.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of the checkpoint, which calls without any take."""
+        return self.service.intake.sequences.default_params()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights, as schedules name them. The first use on a directory of the hub reads and hashes them all."""
+        return self.service.checkpoint.source_digest
+
+    def reset_mm_cache(self) -> None:
+        """Forgets every image, and every prompt."""
+        self.service.reset_mm_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prompt that is in the KV pool; what is kept of images stays."""
+        self.service.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives back the memory of weights and pool. The engine cannot be used any more, and calls under way end."""
+        self.service.close()
+
+    def __repr__(self) -> str:
+        checkpoint = self.service.checkpoint
+        return f"{type(self).__name__}({str(checkpoint.directory)!r}, dtype={checkpoint.dtype.name!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _answer(self, call: Call, verify: bool, show: bool) -> list[RequestOutput]:
-        return in_order(self._caller.answers([call], total=len(call.listed), show=show, verify=verify))
+        return in_order(self.service.caller.answers([call], total=len(call.listed), show=show, verify=verify))
 
 
 def _batched(

@@ -81,12 +81,12 @@ def test_info_counts_what_an_engine_counts(run, family_checkpoint):
     result = run("info", family_checkpoint, "--image", "90x120", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     with LLM(family_checkpoint, dtype="float32", kv_cache_bytes="8MiB", use_tqdm=False) as llm:
-        checkpoint, config = llm._checkpoint, llm._runner.config
-        llm._ahead.stop()
+        checkpoint, config = llm.service.checkpoint, llm.service.device.runner.config
+        llm.service.ahead.stop()
         ask = [{"role": "user", "content": [{"type": "image", "image": np.zeros((90, 120, 3), np.uint8)}]}]
         [output] = llm.chat(ask, SamplingParams(max_tokens=1), use_tqdm=False)
         llm.cache.flush()
-        kinds = {record.meta.context is None: record.meta for record in llm._store.tier.records()}
+        kinds = {record.meta.context is None: record.meta for record in llm.service.cache.store.tier.records()}
     [image] = output.cache.images
     slot = slot_bytes(config, checkpoint.dtype)
     found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])

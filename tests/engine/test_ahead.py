@@ -27,11 +27,11 @@ def engine(checkpoints):
 @pytest.fixture
 def llm(engine):
     """As if nothing had been compiled or seen."""
-    engine._ahead.wait()
+    engine.service.ahead.wait()
     engine.reset_mm_cache()
-    engine._runner.programs._compiled.clear()
+    engine.service.device.runner.programs._compiled.clear()
     yield engine
-    engine._ahead.wait()
+    engine.service.ahead.wait()
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def slow(programs, monkeypatch):
     ],
 )
 def test_a_repeat_compiles_nothing(llm, ask, count, params, reuse):
-    programs = llm._runner.programs
+    programs = llm.service.device.runner.programs
     ask(llm, count, params, reuse=reuse)
-    llm._ahead.wait()
+    llm.service.ahead.wait()
     compiled = programs.num_programs
     again = ask(llm, count, params, reuse=reuse)
     assert {image.match for image in again[0].cache.images} == {"exact"}
@@ -90,12 +90,12 @@ def test_a_repeat_compiles_nothing(llm, ask, count, params, reuse):
 def test_where_nothing_is_kept_nothing_is_compiled(llm, ask):
     ask(llm, 1, reuse="off")
     ask(llm, 0)
-    assert llm._ahead._thread is None
-    assert llm._runner.programs.missing([LINK])
+    assert llm.service.ahead._thread is None
+    assert llm.service.device.runner.programs.missing([LINK])
 
 
 def test_a_program_that_two_threads_want_is_compiled_once(llm, monkeypatch):
-    programs = llm._runner.programs
+    programs = llm.service.device.runner.programs
     go, _, keys = slow(programs, monkeypatch)
     threads = [threading.Thread(target=programs.run, args=[("lanes",)]) for _ in range(3)]
     for thread in threads:
@@ -107,7 +107,7 @@ def test_a_program_that_two_threads_want_is_compiled_once(llm, monkeypatch):
 
 
 def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
-    programs = llm._runner.programs
+    programs = llm.service.device.runner.programs
     with monkeypatch.context() as context:
         context.setattr(programs, "_lower", lambda key: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -129,7 +129,7 @@ def test_no_program_is_compiled_where_maps_run_out(llm, ask, monkeypatch, tmp_pa
 
 
 def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog):
-    programs = llm._runner.programs
+    programs = llm.service.device.runner.programs
     lower = programs._lower
 
     def failing(key):
@@ -140,7 +140,7 @@ def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog)
     monkeypatch.setattr(programs, "_lower", failing)
     with caplog.at_level(logging.DEBUG, "vlcache_jax.engine.ahead"):
         ask(llm, 1)
-        llm._ahead.wait()
+        llm.service.ahead.wait()
     assert f"compiling {LINK} ahead failed" in caplog.text
     assert programs.missing([LINK])
     assert ask(llm, 1)[0].cache.images[0].match == "exact"
@@ -150,13 +150,13 @@ def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog)
 def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end):
     ladder = Ladder(rows=(64,), patches=(64,), sequences=(1,))
     llm = LLM(checkpoints("qwen3_vl"), ladder=ladder, max_model_len=128, kv_cache_bytes=2**20, use_tqdm=False)
-    programs = llm._runner.programs
+    programs = llm.service.device.runner.programs
     with monkeypatch.context() as context:
         go, begun, keys = slow(programs, context)
-        llm._ahead._keys = [("lanes",), LINK]
-        llm._ahead.start()
+        llm.service.ahead._keys = [("lanes",), LINK]
+        llm.service.ahead.start()
         assert begun.wait(60)
-        ending = threading.Thread(target=llm.close if end == "close" else llm._ahead.stop)
+        ending = threading.Thread(target=llm.close if end == "close" else llm.service.ahead.stop)
         ending.start()
         ending.join(0.2)
         assert ending.is_alive()
@@ -166,7 +166,7 @@ def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end)
     if end == "warmup":
         llm.warmup(reuse="off", verbose=False)
         ask(llm, 1)
-        assert llm._ahead._thread is None
+        assert llm.service.ahead._thread is None
         assert programs.missing([LINK]) == [LINK]
         llm.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "vlcache-ahead"]

@@ -42,7 +42,7 @@ def engine(checkpoints):
 def llm(engine):
     """An engine whose cache is empty, and has counted nothing."""
     engine.reset_mm_cache()
-    engine._store._counts = CacheStats()
+    engine.service.cache.store._counts = CacheStats()
     return engine
 
 
@@ -92,7 +92,7 @@ def test_who_waits_for_what_is_not_finite_computes(llm, picture, monkeypatch):
 
 def test_encoder_rows_that_are_not_finite_are_not_kept(llm, picture, monkeypatch):
     cold = tokens(ask(llm, (picture, "what?"), reuse="off"))
-    once(monkeypatch, llm._runner, "encode", lambda rows: rows.at[0, 2].set(np.nan))
+    once(monkeypatch, llm.service.device.runner, "encode", lambda rows: rows.at[0, 2].set(np.nan))
     [output] = ask(llm, (picture, "what?"))
     assert output.error.startswith("conversations[0]: logits must be finite")
     llm.cache.flush()
@@ -102,7 +102,7 @@ def test_encoder_rows_that_are_not_finite_are_not_kept(llm, picture, monkeypatch
 
 
 def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeypatch):
-    projection = llm._runner.text["layers"][1]["self_attn"]["v_proj"]
+    projection = llm.service.device.runner.text["layers"][1]["self_attn"]["v_proj"]
     monkeypatch.setitem(projection, "kernel", projection["kernel"].at[3, 5].set(np.inf))
     [output] = ask(llm, (picture, "what?"))
     assert output.error.startswith("conversations[0]: logits must be finite")
@@ -110,7 +110,7 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
     stats = llm.cache.stats()
     assert (stats.not_finite, stats.failed, stats.bytes) == (1, 1, 0)  # the encoder rows go with their request
     used = slice(PAGE, PAGE + len(output.prompt_token_ids))
-    for number, (k, v) in enumerate(llm._runner._pool):
+    for number, (k, v) in enumerate(llm.service.device.runner._pool):
         assert np.isfinite(v).all()
         flawed = np.isnan(k[used]).any(-1).all(0)
         assert flawed.tolist() == [number > 0, number > 1]  # of the heads
@@ -118,11 +118,11 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
 
 @pytest.mark.parametrize(("slots", "message"), [([4, 9, 4], "got 4 more than once"), ([0, -2], "got -2")])
 def test_no_slot_is_linked_twice(llm, slots, message):
-    runner = llm._runner
+    runner = llm.service.device.runner
     layers, size = runner.definitions.links.link_groups[0], runner.token_rungs[0]
     data = np.ones((layers.stop, 2, size, 2, 16), np.float32)
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)
     places = runner.places([np.array([4, 9])], [np.zeros((3, 2), np.int32)], size)
-    llm._engine._prefiller.copies.link(layers, [runner.put(data)], places, None)
+    llm.service.engine._prefiller.copies.link(layers, [runner.put(data)], places, None)
     assert {(runner._pool[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}

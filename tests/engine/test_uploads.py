@@ -61,12 +61,12 @@ def loading(llm, conversation):
     """Has the K, V of a conversation's image leave memory, and come again slowly; the tier, and the load's thread."""
     llm.chat(conversation, PARAMS, use_tqdm=False)
     llm.cache.flush()
-    [record] = [record for record in llm._store.tier.records() if record.meta.context is not None]
+    [record] = [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     tier = SlowTier(record)
-    llm._store.tier.remove(record, None)
-    thread = threading.Thread(target=load, args=(llm._store, tier, record.meta.name))
+    llm.service.cache.store.tier.remove(record, None)
+    thread = threading.Thread(target=load, args=(llm.service.cache.store, tier, record.meta.name))
     thread.start()
-    while llm._store.tier.get(record.meta.name) is None:
+    while llm.service.cache.store.tier.get(record.meta.name) is None:
         time.sleep(0.001)
     return tier, thread
 
@@ -84,8 +84,8 @@ def asking(llm, *conversations, **options):
 def spy(llm, monkeypatch):
     """Launches in their order: ("link", its first layer), ("layer", its number) and others by name."""
     launched, changed = [], threading.Condition()
-    kept = llm._engine._prefiller.copies
-    run, link, numbers = llm._runner.run, kept.link, llm._runner.text["layers"]
+    kept = llm.service.engine._prefiller.copies
+    run, link, numbers = llm.service.device.runner.run, kept.link, llm.service.device.runner.text["layers"]
 
     def noted(entry):
         with changed:
@@ -105,7 +105,7 @@ def spy(llm, monkeypatch):
         noted(("link", layers.start))
         return made
 
-    monkeypatch.setattr(llm._runner, "run", noted_run)
+    monkeypatch.setattr(llm.service.device.runner, "run", noted_run)
     monkeypatch.setattr(kept, "link", noted_link)
 
     def wait_for(entry):
@@ -160,8 +160,8 @@ def test_records_that_another_thread_brings(llm, picture, textured_image, monkey
     conversations = [user("See ", picture, " and ", textured_image(90, 60, 2), f" {i}?") for i in range(4)]
     llm.chat(user("Other ", picture, textured_image(90, 60, 2)), PARAMS, use_tqdm=False)
     expected = [output.outputs[0].token_ids for output in llm.chat(conversations, PARAMS, use_tqdm=False, reuse=reuse)]
-    monkeypatch.setitem(llm._runner.__dict__, "is_host", False)
-    monkeypatch.setattr(type(llm._runner), "transfer_bytes", 20_000)
+    monkeypatch.setitem(llm.service.device.runner.__dict__, "is_host", False)
+    monkeypatch.setattr(type(llm.service.device.runner), "transfer_bytes", 20_000)
     for _ in range(5):
         outputs = llm.chat(conversations, PARAMS, use_tqdm=False, reuse=reuse)
         assert [output.outputs[0].token_ids for output in outputs] == expected
@@ -170,7 +170,7 @@ def test_records_that_another_thread_brings(llm, picture, textured_image, monkey
 
 def test_what_comes_while_nobody_looks_is_found(llm, picture, monkeypatch):
     """A record is there, or a picture, between the look at what a prompt lacks and the wait for it."""
-    readiness, looked = llm._engine._readiness, itertools.count()
+    readiness, looked = llm.service.engine._readiness, itertools.count()
     is_ready = readiness.is_ready
     monkeypatch.setattr(readiness, "is_ready", lambda sequence: next(looked) > 0 and is_ready(sequence))
     [output] = llm.chat(user("See ", picture, " what?"), PARAMS, use_tqdm=False)
@@ -233,9 +233,11 @@ def deep(tmp_path_factory):
 
 def counted(llm, monkeypatch, *conversation, reuse):
     """The logits of an answer, and how many programs of each name were launched for it."""
-    names, run = collections.Counter(), llm._runner.run
+    names, run = collections.Counter(), llm.service.device.runner.run
     with monkeypatch.context() as context:
-        context.setattr(llm._runner, "run", lambda key, *args: (names.update([key[0]]), run(key, *args))[1])
+        context.setattr(
+            llm.service.device.runner, "run", lambda key, *args: (names.update([key[0]]), run(key, *args))[1]
+        )
         [score] = llm.score([user(*conversation)], ["ab"], reuse=reuse, keep_logits=True, use_tqdm=False)
     return score.logits, names
 
@@ -250,10 +252,10 @@ def test_images_are_linked_together_and_layers_launched_together(deep, textured_
     deep.cache.flush()
     before = "See " if reuse == "exact" else "Look at "
     logits, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
-    groups = len(deep._runner.definitions.links.link_groups)
+    groups = len(deep.service.device.runner.definitions.links.link_groups)
     assert names["link"] == groups * 2  # four images, and one
     assert names["stage"] == (reuse != "exact")  # the rows of all images
-    vision = deep._checkpoint.config.vision
+    vision = deep.service.checkpoint.config.vision
     assert names["layers"] == (9 - 1 - vision.num_deepstack) // BLOCK
     assert names["layers"] * BLOCK + names["layer"] == 9
     monkeypatch.setattr("vlcache_jax.engine.passage.BLOCK_ROWS", 0)

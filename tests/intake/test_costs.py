@@ -160,9 +160,9 @@ def loading(engine):
 
     def loading(load, keeps_pages=False):
         engine.reset_mm_cache()
-        engine._store.config = dataclasses.replace(engine._store.config, load=load)
-        engine._store._counts = CacheStats()
-        engine._sequences._keeps_pages = keeps_pages
+        engine.service.cache.store.config = dataclasses.replace(engine.service.cache.store.config, load=load)
+        engine.service.cache.store._counts = CacheStats()
+        engine.service.intake.sequences._keeps_pages = keeps_pages
         return engine
 
     yield loading
@@ -187,7 +187,7 @@ def answers(outputs):
 
 
 def kept(llm):
-    return {record.meta.name: record for record in llm._store.tier.records() if record.is_ready}
+    return {record.meta.name: record for record in llm.service.cache.store.tier.records() if record.is_ready}
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_a_full_cache_evicts_nothing_for_what_is_there(loading, a, b, monkeypatc
     llm = loading("compute")
     chat(llm, user(a))
     chat(llm, user(b))
-    monkeypatch.setattr(llm._store.tier, "capacity", llm.cache.stats().bytes)
+    monkeypatch.setattr(llm.service.cache.store.tier, "capacity", llm.cache.stats().bytes)
     for prompt in (user(a), user(b), user(a)):
         [output] = chat(llm, prompt)
         assert told(output) == [FORCED["compute"]]
@@ -387,7 +387,7 @@ def test_a_calibrated_engine_goes_by_what_was_measured(home, tmp_path_factory, a
     assert Rates.load(found.identity) is None  # measuring writes nothing
     rates.save(found.identity)
     with open_llm(model, "auto", kv_cache_bytes=64 * 2**20) as llm:
-        assert llm._planner.rates == rates
+        assert llm.service.intake.planner.rates == rates
         chat(llm, user(a))
         expected = choose(rates, found.image)
         assert told(chat(llm, user(a))[0]) == [FORCED[expected]]

@@ -47,7 +47,7 @@ def full_attention(q, k, length):
 
 def scores_by_hand(policy, probe, runs):
     """The specification's formulas (A.7, A.8) on the rows of a cold run, in float64."""
-    runner, placed = probe._runner, runs.placed
+    runner, placed = probe.runner, runs.placed
     n, is_image = len(placed.layout), placed.is_image
     total = np.zeros(n)
     for layer in policy.scored_layers:
@@ -178,7 +178,7 @@ def test_deepstack_follows_the_rows(checkpoints, case, name):
         policy = parse_policy(f"{name}-0.3")
         probe = Probe(engine)
         runs = prepare(probe, case)
-        assert policy.check_layer < engine._runner.config.vision.num_deepstack - 1
+        assert policy.check_layer < engine.service.device.runner.config.vision.num_deepstack - 1
         keep = int(Fraction("0.3") * runs.placed.is_image.sum())
         chosen = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")[:keep]
         expected = logits_by_hand(probe, runs, 1, [chosen])
@@ -219,11 +219,11 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
     ladder = Ladder(rows=(96, 128), patches=(256, 512), sequences=(1, 4))
     with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
         engine.warmup(reuse=policy, verbose=False)
-        programs = engine._runner.programs.num_programs
+        programs = engine.service.device.runner.programs.num_programs
         for conversation in (*case.donors, case.formal):
-            launched = record_launches(monkeypatch, engine._runner)
+            launched = record_launches(monkeypatch, engine.service.device.runner)
             [output] = engine.chat(conversation, SamplingParams(max_tokens=2), reuse=policy, use_tqdm=False)
-        assert engine._runner.programs.num_programs == programs
+        assert engine.service.device.runner.programs.num_programs == programs
         # The check layer's K, V are computed of all rows; those that are not chosen do not attend there.
         rows = [key[1:3] for key in launched if key[0] == "layer"]
         assert output.cache.rows[1] > 96 >= output.cache.rows[2]

@@ -150,7 +150,7 @@ def test_channels_without_weight_and_keys_without_length_stay_finite(checkpoints
 def test_rows_are_projected_once(checkpoints, family):
     """What moves needs K, V of the rows before attention, which the layer computes too: the compiler sees one."""
     with LLM(checkpoints(family), **SIZES) as llm:
-        programs = llm._runner.programs
+        programs = llm.service.device.runner.programs
         size = programs.definitions.ladder.rows[0]
         plain, moving = (
             programs._lower(("layer", size, size, False, moves)).compile().as_text().count(" dot(")

@@ -152,7 +152,7 @@ def test_what_is_read(llm, tsv):
     settings = {name: parse_policy(name) for name in ("full", "spread-0.3", "shift-0.3")}
     protocol = Protocol("text_first")
     results = accuracy.run(llm, samples, settings, [protocol], max_tokens=2)[protocol]
-    text = llm._runner.config.text
+    text = llm.service.device.runner.config.text
     token = 2 * text.num_kv_heads * text.head_dim * 4
     for full, spread, shift in zip(*(results[name] for name in settings), strict=True):
         images = len(samples[full.sample].images)

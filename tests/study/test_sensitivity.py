@@ -70,7 +70,7 @@ def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
     seen: list[int] = []
     again = profile(llm, [case, other], max_level=40, work=work, progress=seen.append)
     np.testing.assert_array_equal(again.values, whole.values)
-    assert (again.samples, again.fingerprint, seen) == (2, llm._checkpoint.source_digest, [1, 2])
+    assert (again.samples, again.fingerprint, seen) == (2, llm.service.checkpoint.source_digest, [1, 2])
     # The same answer behind another prompt is another case.
     twin = Case(other.formal, other.donors, case.answer)
     np.testing.assert_array_equal(

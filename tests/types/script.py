@@ -1,8 +1,9 @@
 """A user's script, for mypy: what it must see of an editable install from outside the clone (`.ci/run`)."""
 
+from collections.abc import AsyncIterator
 from typing import assert_type
 
-from vlcache_jax import LLM, RequestOutput, SamplingParams
+from vlcache_jax import LLM, AsyncLLM, CacheConfig, EngineConfig, RequestOutput, SamplingParams
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.outputs import TokenLogprob
 
@@ -13,3 +14,23 @@ with LLM("tiny-vqa") as llm:
     llm.cache.evict("a.png", salt="mine")  # type: ignore[call-arg]
     SamplingParams(temperature="hot")  # type: ignore[arg-type]
     ModelConfig(5)  # type: ignore[arg-type, call-arg]
+
+# Options of ours and of vLLM; misspelt ones, and others of a wrong type.
+LLM("tiny-vqa", max_model_len=512, cache=CacheConfig(host_bytes="1GiB"), seed=None)
+LLM("tiny-vqa", max_num_batched_tokens=64, tensor_parallel_size=1, enforce_eager=True, trust_remote_code=False)
+LLM("tiny-vqa", max_modellen=512)  # type: ignore[call-arg]
+LLM("tiny-vqa", enforce_eagr=True)  # type: ignore[call-arg]
+LLM("tiny-vqa", max_model_len="512")  # type: ignore[arg-type]
+LLM("tiny-vqa", max_num_batched_tokens="64")  # type: ignore[arg-type]
+llm.generate("Hello", lora_request=None, priority=0)
+llm.generate("Hello", lora_requests=None)  # type: ignore[call-arg]
+
+# One configuration and one model for both engines.
+config = EngineConfig("tiny-vqa", dtype="float32", reuse=0.1)
+EngineConfig("tiny-vqa", dtype=32)  # type: ignore[arg-type]
+EngineConfig("tiny-vqa", reuze="exact")  # type: ignore[call-arg]
+engine = AsyncLLM(config, max_waiting=8)
+assert_type(engine.generate("Hello"), AsyncIterator[RequestOutput])
+assert_type(LLM(engine.service).service.config, EngineConfig)
+AsyncLLM("tiny-vqa", max_waitin=8)  # type: ignore[call-arg]
+AsyncLLM("tiny-vqa", reuse="exact", max_num_seqs=8.5)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from vlcache_jax.inputs.videos import is_video, read_video
 from vlcache_jax.progress import Progress, say
 
 if TYPE_CHECKING:
+    from vlcache_jax.config import EngineOptions
     from vlcache_jax.llm import LLM
     from vlcache_jax.outputs import RequestOutput
 
@@ -31,7 +32,7 @@ def ask(
     system: str | None,
     fps: float | None,
     sampling: Mapping[str, Any],
-    options: Mapping[str, Any],
+    options: EngineOptions,
     twice: bool,
 ) -> None:
     """Prints the answer, and on stderr what it took; twice: then again, now that the images are known.

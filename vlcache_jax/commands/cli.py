@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 import warnings
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from vlcache_jax.convert.command import convert_command
 from vlcache_jax.files import PICTURES, check_writable
 from vlcache_jax.progress import say
 from vlcache_jax.reuse.schedule import Schedule
+
+if TYPE_CHECKING:
+    from vlcache_jax.config import EngineOptions
 
 app = typer.Typer(
     name="vlcache",
@@ -230,18 +233,22 @@ def run_command(
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
         defaults: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(**defaults)
-        chosen = {"mm_processor_kwargs": opt.image_limits(max_pixels), "max_model_len": max_model_len, "seed": seed}
-        options = {name: value for name, value in chosen.items() if value is not None} | {
-            "dtype": dtype,
-            "allow_remote_images": allow_remote_images,
-            "allowed_local_media_path": images_from,
-        }
         cache = CacheConfig(
             host_bytes=host_bytes, device_bytes=device_bytes, disk=disk, disk_bytes=disk_bytes, remote=remote,
             peers=peer or (), peer_token=os.environ.get("VLCACHE_PEER_TOKEN") if peer else None, codec=codec,
         )  # fmt: skip
-        memory = {"max_rows": max_rows, "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes), "cache": cache}
-        job = Job(source, model, reuse, system, defaults, options, memory, trust_request_chat_template)
+        options: EngineOptions = {
+            "mm_processor_kwargs": opt.image_limits(max_pixels),
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "dtype": dtype,
+            "allow_remote_images": allow_remote_images,
+            "allowed_local_media_path": images_from,
+            "max_rows": max_rows,
+            "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
+            "cache": cache,
+        }
+        job = Job(source, model, reuse, system, defaults, options, trust_request_chat_template)
         run(job, out, overwrite=overwrite, retry=retry_errors)
 
 
@@ -283,7 +290,7 @@ def ask_command(
     with say_errors():
         from vlcache_jax.commands.ask import ask
 
-        options = {
+        options: EngineOptions = {
             "reuse": reuse,
             "dtype": dtype,
             "mm_processor_kwargs": opt.image_limits(max_pixels),

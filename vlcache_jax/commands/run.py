@@ -16,7 +16,7 @@ import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from vlcache_jax.commands.rows import BEGINNINGS, Answer, Row
 from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
@@ -24,7 +24,11 @@ from vlcache_jax.files import check_readable, check_writable
 from vlcache_jax.progress import Progress, interruptible, say
 from vlcache_jax.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from vlcache_jax.config import EngineOptions
+
 _TOLD = 3  # wrong rows that are named
+_IDLE = ("cache", "kv_cache_bytes", "max_rows")  # options that no answer depends on, but for the cache's codec
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,6 @@ class Job:
       system: message before the rows that have none.
       defaults: sampling parameters where a row names none.
       options: of the engine.
-      memory: options that no answer depends on.
       trusts_templates: whether rows may bring chat templates.
     """
 
@@ -46,8 +49,7 @@ class Job:
     reuse: str
     system: str | None
     defaults: Mapping[str, Any]
-    options: Mapping[str, Any]
-    memory: Mapping[str, Any]
+    options: EngineOptions
     trusts_templates: bool = False
 
     @property
@@ -56,9 +58,12 @@ class Job:
 
     def rows(self) -> Iterator[tuple[int, str, str]]:
         """The lines that are not empty: numbers from 1, digests of them and all settings, and what they hold."""
-        codec = self.memory["cache"].codec
+        cache = self.options["cache"]
+        codec = "auto" if cache is None else cache.codec
         way = self.reuse if codec == "auto" else f"{self.reuse} {codec}"  # what is linked, and so what is answered
-        given = [self.name, way, sorted(self.defaults.items()), sorted(self.options.items())]
+        options = sorted(self.options.items())
+        chosen = [[name, value] for name, value in options if name not in _IDLE and value is not None]
+        given = [self.name, way, sorted(self.defaults.items()), chosen]
         settings = json.dumps(given if self.system is None else [*given, self.system])
         with self.source.open(encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(file, 1):
@@ -166,7 +171,7 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
     with interruptible():
         from vlcache_jax import LLM
 
-        llm = LLM(job.name, **job.options, **job.memory)
+        llm = LLM(job.name, **job.options)
     with llm, bar:
         if overwrite:
             file.truncate(0)

@@ -172,7 +172,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     from vlcache_jax.models import Rows
     from vlcache_jax.pallas_kernels import PAGE, make_work
 
-    runner = llm._runner
+    runner = llm.service.device.runner
     layer = runner.config.text.num_layers - 2
     pages = range(1, runner.num_slots // PAGE)
     rungs = [size for size in runner.ladder.rows if size <= min(len(pages) * PAGE, llm.max_model_len)]

@@ -65,9 +65,9 @@ def plan_memory(
     Args:
       ladder: as wished; None is the default.
       weights: bytes of the weights.
-      max_rows, max_model_len, kv_cache_bytes: see `LLM`.
+      max_rows, max_model_len, kv_cache_bytes: see `EngineConfig`.
       max_patches: of an image.
-      max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `LLM`.
+      max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `EngineConfig`.
       device_bytes: see `CacheConfig`; of it are taken as many pages as `round_pages` says, before the pool.
       codec: of stored K, V.
 

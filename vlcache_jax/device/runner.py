@@ -61,10 +61,10 @@ class Runner:
         self.dtype = params["language_model"]["norm"]["scale"].dtype
         self._visual = params["visual"]
         self.text = params["language_model"]
-        self._head = params.get("lm_head", self.text["embed_tokens"])
-        self._normalization = jax.device_put(normalization)
+        self.head_weights = params.get("lm_head", self.text["embed_tokens"])
+        self.normalization = jax.device_put(normalization)
         self.definitions = Definitions(
-            config, params, self._normalization,
+            config, params, self.normalization,
             num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation, codec=codec,
             kept_tokens=kept_tokens,
         )  # fmt: skip
@@ -101,7 +101,7 @@ class Runner:
             pixels[first : first + len(own)] = own.reshape(len(own), channels, -1, area)
             first += len(own)
         return self.run(
-            ("encode", size), self._visual, pixels, self._normalization, self.definitions.tables(grids, size)
+            ("encode", size), self._visual, pixels, self.normalization, self.definitions.tables(grids, size)
         )
 
     def stage(self, encoded: jax.Array | np.ndarray, place: np.ndarray) -> None:
@@ -127,7 +127,7 @@ class Runner:
     @functools.cached_property
     def is_host(self) -> bool:
         """Whether the device reads the host's memory as it lies."""
-        [device] = self._normalization.devices()
+        [device] = self.normalization.devices()
         return bool(device.platform == "cpu")
 
     def put(self, record: np.ndarray) -> jax.Array:
@@ -172,7 +172,7 @@ class Runner:
         most = self.ladder.max_sequences
         size = most if len(x) > most else min(round_up(count, self.ladder.sequences), len(x))
         first = min(first, len(x) - size)
-        return self.run(("head", len(x), size), self.text["norm"], self._head, x, np.int32(first)), first
+        return self.run(("head", len(x), size), self.text["norm"], self.head_weights, x, np.int32(first)), first
 
     def open_lane(self, lane: int, marks: np.ndarray, bias: np.ndarray, words: np.ndarray, recent: np.ndarray) -> None:
         """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.device.sampler.Lanes`."""
@@ -214,7 +214,7 @@ class Runner:
         padded[:count], padded[count:, ANSWER] = rows, NO_LANE
         lanes, self._lanes = self._lanes_now(), None
         chosen, self._lanes, self._pool = self.run(
-            ("window", size), self.text, self._head, self.take_pool(), lanes, padded, work, np.int32(tokens)
+            ("window", size), self.text, self.head_weights, self.take_pool(), lanes, padded, work, np.int32(tokens)
         )
         return chosen
 

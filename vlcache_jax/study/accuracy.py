@@ -248,7 +248,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
 
 def _score(llm: LLM, formal: Sequence[Any], forced: list[list[int]], reuse: Any) -> tuple[list[Any], float]:
     """Scores of the forced answers, and the seconds it took; where programs were compiled, a second time."""
-    programs = llm._runner.programs
+    programs = llm.service.device.runner.programs
     while True:
         compiled, start = programs.num_programs, time.perf_counter()
         scores = llm.score(formal, forced, reuse=reuse, keep_logits=True)
@@ -267,8 +267,8 @@ def _results(
     *,
     moved: bool = False,
 ) -> list[Result]:
-    text_config = llm._runner.config.text
-    kv_bytes = 2 * text_config.num_kv_heads * text_config.head_dim * np.dtype(llm._runner.dtype).itemsize
+    text_config = llm.service.device.runner.config.text
+    kv_bytes = 2 * text_config.num_kv_heads * text_config.head_dim * np.dtype(llm.service.device.runner.dtype).itemsize
     results = []
     for i, found, text, cold in zip(chosen, scores, texts, reference, strict=True):
         images, rows = found.cache.images, found.cache.rows
@@ -370,7 +370,7 @@ def run(
         another kind of file.
     """
     for policy in settings.values():
-        llm._parse_policy(policy)
+        llm.service.policy_of(policy)
     log = WorkLog(work, _identity(llm, samples, max_tokens))
     several = [i for i, sample in enumerate(samples) if len(sample.images) > 1]
     if not several and any(protocol.donors == "apart" for protocol in protocols):
@@ -408,7 +408,7 @@ def run(
 
 
 def _identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
-    digest = hashlib.sha256(repr((llm.fingerprint, str(llm._runner.dtype), max_tokens)).encode())
+    digest = hashlib.sha256(repr((llm.fingerprint, str(llm.service.device.runner.dtype), max_tokens)).encode())
     for sample in samples:
         digest.update(repr(dataclasses.astuple(sample)).encode())
     return digest.hexdigest()[:16]

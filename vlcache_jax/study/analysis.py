@@ -121,7 +121,7 @@ def answer_attention(probe: Probe, placed: Placed, trace: Trace) -> tuple[list[A
       For each image its weights [L, H, T], a softmax over its own tokens (MPIC, figure 4), of scores that are divided
       by the root of the head's width, as attention has them, and of raw ones; both from the prompt's last row.
     """
-    runner = probe._runner
+    runner = probe.runner
     size, n, row = len(placed.x), len(placed.layout), placed.prompt_length - 1
     position = np.zeros((3, size), np.int32)
     position[:, :n] = placed.layout.positions

@@ -66,7 +66,7 @@ def calibrate(
     """Opens a model and measures; writes nothing.
 
     Args:
-      model, dtype: see `LLM`.
+      model, dtype: see `EngineConfig`.
       codec: see `CacheConfig`.
       grids: rows and columns of tokens of a small picture and of a large one.
       repeats: runs of each picture and kind, after two that warm up.
@@ -88,7 +88,7 @@ def calibrate(
         max_num_seqs=1,
         mm_processor_kwargs={"min_pixels": pixels[0], "max_pixels": pixels[1]},
     ) as llm:
-        llm._ahead.stop()  # what it compiles would run beside what is measured
+        llm.service.ahead.stop()  # what it compiles would run beside what is measured
         for _ in range(ATTEMPTS):
             seconds, image = _measure(llm, grids, repeats)
             slopes = {name: _slope(of) for name, of in seconds.items()}
@@ -103,12 +103,12 @@ def calibrate(
         transfer, hit = slopes.pop("transfer", 0.0), slopes.pop("hit")
         assert image.kv_bytes is not None
         link = max(0.0, hit - transfer * image.kv_bytes / image.tokens)
-        return Calibration(llm._machine, Rates({"host": transfer}, link=link, **slopes), image)
+        return Calibration(llm.service.device.identity, Rates({"host": transfer}, link=link, **slopes), image)
 
 
 def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[Seconds, Image]:
     """Seconds of each rate, those of hits as a whole, and the larger picture."""
-    vision = llm._runner.config.vision
+    vision = llm.service.device.runner.config.vision
     cell = vision.patch_size * vision.merge_size
     prompts = [
         {
@@ -139,10 +139,10 @@ def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[
                 # As a whole: steps this short begin and end before the clock that times them looks.
                 seconds["hit"][tokens].append(hit.metrics.ttft - hit.metrics.identified)
     assert hit is not None
-    text, dtype = llm._runner.config.text, np.dtype(llm._runner.dtype)
+    text, dtype = llm.service.device.runner.config.text, np.dtype(llm.service.device.runner.dtype)
     shape = 1 + vision.num_deepstack, -1, text.hidden_size
     measured: dict[str, Mapping[int, Sequence[float]]] = {**seconds, "stage": _timed(_stage, shape, dtype, repeats)}
-    if not llm._runner.is_host:  # else records are read where they lie
+    if not llm.service.device.runner.is_host:  # else records are read where they lie
         # By the clock: the engine's own figure begins only when the copy has been handed over.
         measured["transfer"] = _timed(lambda data: data, (-1,), np.dtype(np.uint8), repeats)
     [found] = hit.cache.images

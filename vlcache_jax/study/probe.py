@@ -80,11 +80,11 @@ class Probe:
 
     def __init__(self, llm: LLM):
         self._llm = llm
-        self._runner = llm._runner
-        self.config = llm._runner.config
+        self.runner = llm.service.device.runner
+        self.config = llm.service.device.runner.config
         self._run = jax.jit(self._dense)
         self._embed = jax.jit(self._embedded)
-        self._head = jax.jit(lambda norm, head, x: self._runner.definitions.logits(norm, head, x))
+        self._head = jax.jit(lambda norm, head, x: self.runner.definitions.logits(norm, head, x))
 
     @property
     def num_layers(self) -> int:
@@ -92,9 +92,9 @@ class Probe:
 
     def place(self, conversation: Any, continuation: Sequence[int] = ()) -> Placed:
         """Renders a conversation, encodes its images and appends a continuation."""
-        llm, runner = self._llm, self._runner
-        prompt = llm._renderer.from_conversation(conversation)
-        [request] = llm._identifier.identify([prompt], None, lookup=False)
+        llm, runner = self._llm, self.runner
+        prompt = llm.service.renderer.from_conversation(conversation)
+        [request] = llm.service.intake.identifier.identify([prompt], None, lookup=False)
         merge_size = self.config.vision.merge_size
         layout = make_layout(request.token_ids, request.starts, request.images, merge_size, moments=request.moments)
         prompt_length = len(layout)
@@ -129,11 +129,11 @@ class Probe:
             masks[:, :n] = write
         text = self.config.text
         if donor is None:
-            zeros = jnp.zeros((self.num_layers, size, text.num_kv_heads, text.head_dim), self._runner.dtype)
+            zeros = jnp.zeros((self.num_layers, size, text.num_kv_heads, text.head_dim), self.runner.dtype)
             donor = (zeros, zeros)
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions
-        runner = self._runner
+        runner = self.runner
         inputs, raw_k, v, attended, hidden = self._run(
             runner.text, placed.x, placed.deepstack, position, masks, donor, np.int32(n)
         )
@@ -142,11 +142,11 @@ class Probe:
 
     def logits(self, hidden: jax.Array) -> npt.NDArray[np.float32]:
         """Logits of hidden states that left the last layer."""
-        runner = self._runner
+        runner = self.runner
         count = len(hidden)
         size = max(64, 1 << max(0, count - 1).bit_length())
         padded = jnp.zeros((size, hidden.shape[1]), hidden.dtype).at[:count].set(hidden)
-        logits = self._head(runner.text["norm"], runner._head, padded)
+        logits = self._head(runner.text["norm"], runner.head_weights, padded)
         return np.asarray(logits)[:count]
 
     def transplant(self, donors: Sequence[tuple[Placed, Trace]], target: Placed) -> Values:
@@ -161,7 +161,7 @@ class Probe:
             raise ValueError(f"donor must show the target's images in their order, got {found}")
         text = self.config.text
         shape = self.num_layers, len(target.x), text.num_kv_heads, text.head_dim
-        k = v = jnp.zeros(shape, self._runner.dtype)
+        k = v = jnp.zeros(shape, self.runner.dtype)
         for mine, (span, trace) in zip(target.images, images, strict=True):
             k, v = (
                 whole.at[:, mine.tokens].set(part[:, span.tokens])
@@ -183,7 +183,7 @@ class Probe:
     # Programs.
 
     def _embedded(self, table: Any, encoded: jax.Array, source: jax.Array) -> Any:
-        return decoder.embed(bind(self._runner.definitions.table_graph, table), encoded, source)
+        return decoder.embed(bind(self.runner.definitions.table_graph, table), encoded, source)
 
     def _dense(
         self,
@@ -202,14 +202,14 @@ class Probe:
         )
         inputs, keys, values, outputs = [], [], [], []
         for i in range(self.num_layers):
-            layer = self._runner.definitions.bind_layer(text["layers"][i])
+            layer = self.runner.definitions.bind_layer(text["layers"][i])
             # K, V of rows that do not write go nowhere: their slots are beyond the pool.
             slot = jnp.where(write[i] & (index < n), index, size + index)
             rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
             k, v = rope.rotate(donor[0][i], cos, sin), donor[1][i]
             inputs.append(x)
             out, _, _, (raw_k, new_v) = layer.self_attn(
-                layer.input_layernorm(x), k, v, rows, keep=size, implementation=self._runner.implementation
+                layer.input_layernorm(x), k, v, rows, keep=size, implementation=self.runner.implementation
             )
             x = layer.transform(x + out, index < n)
             if i < len(deepstack):

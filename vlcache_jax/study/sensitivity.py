@@ -167,7 +167,7 @@ class Profiler:
         for i in range(layer, probe.num_layers):
             own, donor = ((part[0][i], part[1][i]) for part in (overridden.values, runs.donor))
             x = self._layer(
-                probe._runner.text["layers"][i],
+                probe.runner.text["layers"][i],
                 x,
                 own,
                 donor,
@@ -221,14 +221,14 @@ class Profiler:
         end = jnp.where(real, start + rows + 1, 0).reshape(-1)
         begin = jnp.where(real, start, 0).reshape(-1)
         places = jnp.tile(position[:, jnp.minimum(rows, size - 1)], (1, candidates))
-        layer = probe._runner.definitions.bind_layer(params)
+        layer = probe.runner.definitions.bind_layer(params)
         x, _, _, _ = layer(
             x,
             k,
             v,
             Rows(slot, places, begin, end, slot),
             keep=len(x),
-            implementation=probe._runner.implementation,
+            implementation=probe.runner.implementation,
         )
         return x
 
@@ -261,8 +261,8 @@ def profile(
     if not cases:
         raise ValueError("cases must not be empty")
     profiler = Profiler(llm, max_level)
-    fingerprint = llm._checkpoint.source_digest
-    log = WorkLog(work, f"profile {fingerprint} {llm._runner.dtype} {max_level}")
+    fingerprint = llm.service.checkpoint.source_digest
+    log = WorkLog(work, f"profile {fingerprint} {llm.service.device.runner.dtype} {max_level}")
     total = np.zeros((profiler.probe.num_layers, max_level + 1))
     for number, case in enumerate(cases):
         key = hashlib.sha256(repr((case.formal, case.donors, case.answer)).encode()).hexdigest()
@@ -271,5 +271,5 @@ def profile(
             log.add(key, values)
         total += values
         progress(number + 1)
-    model_type = llm._runner.config.model_type
+    model_type = llm.service.device.runner.config.model_type
     return Scores(total / len(cases), model_type, fingerprint, len(cases))

@@ -1,0 +1,462 @@
+"""An open model: the one place where its parts are put together, for every front of it."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, Unpack, cast
+
+import jax
+
+from vlcache_jax import first_contact
+from vlcache_jax.cache.config import open_tiers
+from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
+from vlcache_jax.cache.movement import Movement
+from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.tier import Tier
+from vlcache_jax.cache.writer import Writer
+from vlcache_jax.calls import Caller
+from vlcache_jax.checks import check_flags
+from vlcache_jax.config import EngineConfig, EngineOptions, Reuse
+from vlcache_jax.convert.source import locate
+from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
+from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.memory_plan import MemoryPlan, kept_token_bytes, plan_memory
+from vlcache_jax.device.programs import Key, Programs, program_name, use_compilation_cache
+from vlcache_jax.device.runner import Runner, check_kernels
+from vlcache_jax.engine.ahead import Ahead
+from vlcache_jax.engine.engine import Engine, EngineStats
+from vlcache_jax.engine.loop import Loop
+from vlcache_jax.engine.pages import Pages
+from vlcache_jax.foreign import CALLS, ours
+from vlcache_jax.image_cache import ImageCache
+from vlcache_jax.inputs.films import import_decoders
+from vlcache_jax.inputs.processor import ImageProcessor
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer
+from vlcache_jax.inputs.settings import read_settings
+from vlcache_jax.inputs.video_processor import VideoProcessor
+from vlcache_jax.intake.costs import Identity, Rates, identity_of, time_limit
+from vlcache_jax.intake.identification import Identifier
+from vlcache_jax.intake.media import Media
+from vlcache_jax.intake.planner import Planner
+from vlcache_jax.intake.recognition import Recognizer
+from vlcache_jax.intake.sequences import SequenceBuilder, read_generation_config
+from vlcache_jax.models import ModelConfig, load_config
+from vlcache_jax.outputs import Reporter
+from vlcache_jax.pallas_kernels import CODECS, PAGE, Codec, dispatch
+from vlcache_jax.pallas_kernels.checks import CHECKS
+from vlcache_jax.progress import Progress, interruptible, say
+from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.serving import Call
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """How records are kept, and what their keys say of the model.
+
+    Attributes:
+      codec: of K, V; None: they are kept as they are.
+      codec_name: of K, V, as keys name it.
+      fingerprint: of the weights. The first call on a directory of the hub reads and hashes them all.
+    """
+
+    codec: Codec | None
+    codec_name: str
+    fingerprint: Callable[[], str]
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """What computes.
+
+    Attributes:
+      runner: has weights and KV pool, and its `programs`.
+      memory: what fits.
+      identity: what rates that were measured hold for.
+    """
+
+    runner: Runner
+    memory: MemoryPlan
+    identity: Identity
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """What is kept.
+
+    Attributes:
+      store: records in host memory.
+      movement: records on their way to and from tiers outside it.
+      writer: fills records with what was computed.
+      tier: says which records are kept on the device.
+      pages: prompts in the KV pool.
+    """
+
+    store: Store
+    movement: Movement
+    writer: Writer
+    tier: DeviceTier
+    pages: Pages
+
+
+@dataclass(frozen=True, eq=False)
+class Intake:
+    """What makes of prompts what can run.
+
+    Attributes:
+      processor: of images.
+      identifier: finds out which images prompts show.
+      planner: looks requests up and plans them.
+      sequences: makes of planned requests what runs.
+      threads: decode images.
+      quick_threads: hash files and read their heads.
+    """
+
+    processor: ImageProcessor
+    identifier: Identifier
+    planner: Planner
+    sequences: SequenceBuilder
+    threads: Executor
+    quick_threads: Executor
+
+
+@dataclass(eq=False)
+class Service:
+    """An open model. `LLM` and `AsyncLLM` are fronts of it.
+
+    Attributes:
+      config: what it was opened with.
+      checkpoint: files of the model.
+      policy: what is done with known images, unless a call says otherwise.
+      renderer: makes prompts of messages.
+      intake: makes of prompts what can run.
+      device: what computes; gone when the service is closed.
+      loop: the thread that drives the engine.
+      ahead: compiles what a repeat will call for.
+      cache: what is kept.
+      stored: how it is kept.
+      caller: answers and scores prompts.
+      images: `LLM.cache`.
+    """
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    policy: Policy
+    renderer: PromptRenderer
+    intake: Intake
+    device: Device
+    loop: Loop
+    ahead: Ahead
+    cache: Cache
+    stored: Stored
+    caller: Caller
+    images: ImageCache
+
+    @classmethod
+    def open(cls, config: EngineConfig) -> Self:
+        """Opens a model. What can be told to be wrong without its weights is told before they are loaded.
+
+        Raises:
+          FileNotFoundError, ValueError: the checkpoint is missing, damaged or of an unknown model, or an option does
+            not fit it.
+          NotImplementedError: the implementation asked for does not do this model, dtype or device.
+          MemoryError: weights and pool do not fit. Nothing has been loaded then.
+        """
+        directory = _find(config)
+        jax_device = _meet_device(config)
+        checkpoint = _open_checkpoint(config, directory, jax_device)
+        stored = _how_stored(config, checkpoint)
+        tiers = open_tiers(config.cache, fingerprint=stored.fingerprint, codec=stored.codec_name)
+        policy = checkpoint.check_policy(config.policy)
+        renderer, processor = _open_inputs(config, checkpoint)
+        videos = VideoProcessor.from_pretrained(checkpoint.directory, checkpoint.config, processor)
+        device = _open_device(config, checkpoint, jax_device, processor, stored.codec)
+        runner, memory = device.runner, device.memory
+        renderer.max_tokens = memory.max_model_len
+        sequences = _open_sequences(config, checkpoint, memory, renderer.tokenizer)
+        rates = Rates.load(device.identity)
+        cache = _open_cache(config, device, tiers, rates, stored.codec)
+        threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
+        quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
+        loop = Loop(Engine(runner, cache.writer, cache.pages, threads, cache.tier))
+        ahead = Ahead(runner.programs)
+        media = Media(
+            processor, videos, renderer,
+            max_patches=runner.token_rungs[-1] * processor.merge_size**2, max_pixels=config.max_image_pixels,
+        )  # fmt: skip
+        identifier = Identifier(
+            Recognizer(cache.store, media, fingerprint=stored.fingerprint, codec=stored.codec_name), renderer,
+            threads=threads, quick_threads=quick_threads,
+        )  # fmt: skip
+        planner = Planner(
+            checkpoint.config, cache.store, cache.movement, cache.writer,
+            dtype=runner.dtype, codec=stored.codec, token_rungs=runner.token_rungs, fingerprint=stored.fingerprint,
+            codec_name=stored.codec_name, rates=rates if config.cache.load == "auto" else None,
+        )  # fmt: skip
+        intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
+        reporter = Reporter(checkpoint.config.text.num_layers, sequences.token_text)
+        caller = Caller(identifier, planner, loop, sequences, reporter, ahead)
+        images = ImageCache(
+            cache.store, cache.movement, cache.tier, cache.writer, cache.pages, identifier, renderer, caller
+        )
+        return cls(
+            config, checkpoint, policy, renderer, intake, device, loop, ahead, cache, stored, caller, images
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, model: str | os.PathLike[str] | EngineConfig | Self, **options: Unpack[EngineOptions]) -> Self:
+        """The service that a front was given, or opens by its arguments.
+
+        Raises:
+          TypeError, ValueError: see `EngineConfig.of`; or there are options beside a configuration or a service.
+          FileNotFoundError, NotImplementedError, MemoryError: see `open`.
+        """
+        if not isinstance(model, EngineConfig | Service):
+            return cls.open(EngineConfig.of(model, **options))
+        for name in options:
+            raise TypeError(f"{name} must be left out beside {type(model).__name__}, got both")
+        return cls.open(model) if isinstance(model, EngineConfig) else model
+
+    @property
+    def engine(self) -> Engine:
+        """Runs what the loop is given; gone when the service is closed."""
+        return self.loop.engine
+
+    @property
+    def kernels(self) -> dict[Key, tuple[dispatch.Choice, ...]]:
+        """See `LLM.kernels`."""
+        return dict(self.device.runner.programs.kernels)
+
+    def stats(self) -> EngineStats:
+        """See `LLM.stats`."""
+        self.loop.check_open()
+        return self.engine.stats()
+
+    def warmup(self, reuse: Reuse | None, *, verbose: bool) -> tuple[int, float]:
+        """See `LLM.warmup`."""
+        check_flags(verbose=verbose)
+        policy = self.policy_of(reuse)
+        self.loop.check_open()
+        self.ahead.stop()
+        compiled = _compile_all(self.device.runner.programs, policy, verbose)
+        with interruptible(), Progress("warming up", show=verbose):
+            with Progress(f"taking {self.stats().kv_cache_bytes / 1e9:.2f} GB for keys and values"):
+                self.loop.prepare()
+            self.stored.fingerprint()
+            import_decoders()
+        return compiled
+
+    def reset_mm_cache(self) -> None:
+        """See `LLM.reset_mm_cache`."""
+        self.loop.check_open()
+        self.cache.writer.flush()
+        self.cache.store.clear()
+        self.cache.pages.clear()
+
+    def reset_prefix_cache(self) -> None:
+        """See `LLM.reset_prefix_cache`."""
+        self.loop.check_open()
+        self.cache.pages.clear()
+
+    def close(self) -> None:
+        """Gives back the memory of weights and pool; calls under way end."""
+        self.ahead.stop()
+        self.loop.close()
+        self.images.close()
+        for threads in (self.intake.threads, self.intake.quick_threads):
+            threads.shutdown(cancel_futures=True)
+        self.cache.writer.close()
+        self.cache.movement.close()
+        self.cache.store.clear()
+        vars(self).pop("device", None)  # who is closed needs no weights
+
+    def policy_of(self, reuse: Reuse | None) -> Policy:
+        """What a call asks for; None is what the service was opened with.
+
+        Raises:
+          ValueError: it is no policy, or one of another model.
+        """
+        return self.policy if reuse is None else self.checkpoint.check_policy(parse_policy(reuse))
+
+    def call(
+        self,
+        name: str,
+        listed: Sequence[Any],
+        render: Callable[..., Prompt],
+        reuse: Reuse | None,
+        salt: str | None,
+        on_error: str,
+        **more: Any,
+    ) -> Call:
+        """A call, checked; see `Call`.
+
+        Raises:
+          RuntimeError: the service is closed.
+          ValueError: an argument is wrong.
+        """
+        self.loop.check_open()
+        return Call(name, listed, render, self.policy_of(reuse), salt, on_error, **more)
+
+    def renders(
+        self, caller: Callable[..., Any], settings: Mapping[str, Any] | None, **template: Any
+    ) -> Callable[..., Prompt]:
+        """What makes a prompt of a conversation; `caller` is what was called."""
+        read_settings(settings)  # wrong ones are the call's, not a row's
+        own = Template(**template_options(caller, template))
+        return partial(self.renderer.from_conversation, mm_processor_kwargs=settings, template=own)
+
+
+def template_options(caller: Callable[..., Any], given: Mapping[str, Any]) -> TemplateOptions:
+    """What is said of the template, of all that a call of `caller` was given beside its own arguments.
+
+    Raises:
+      TypeError: the rest is unknown, or must be written in another way; see `ours`.
+    """
+    known = TemplateOptions.__annotations__
+    if others := {name: value for name, value in given.items() if name not in known}:
+        named = inspect.signature(caller).parameters.keys() - {"template"}  # those are `known`
+        ours(caller.__name__, CALLS, others, (*sorted(named), *known))
+    return cast(TemplateOptions, {name: value for name, value in given.items() if name in known})
+
+
+# The steps of opening, in their order.
+
+
+def _find(config: EngineConfig) -> pathlib.Path:
+    """The checkpoint's directory. What its small files tell to be wrong is said before anything takes time."""
+    directory = locate(os.fspath(config.model), config.revision).directory
+    load_config(directory)
+    check_tokenizer(directory)
+    return directory
+
+
+def _meet_device(config: EngineConfig) -> jax.Device:
+    if config.implementation is None:
+        first_contact.meet(CHECKS, show=config.use_tqdm)  # from here on jax may hold the device's memory
+    device = jax.devices()[0]
+    dispatch.check_device(config.implementation, device)
+    use_compilation_cache()
+    return device
+
+
+def _open_checkpoint(config: EngineConfig, directory: pathlib.Path, device: jax.Device) -> Checkpoint:
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    checkpoint = open_checkpoint(directory, dtype=dtype, verify_weights=config.verify_weights)
+    if config.implementation is not None:
+        check_kernels(checkpoint.config, checkpoint.dtype, config.implementation)
+    return checkpoint
+
+
+def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> Stored:
+    codec = None if config.cache.codec == "auto" else CODECS[config.cache.codec]
+    if codec is not None:
+        codec.group(checkpoint.config.text.head_dim)  # checks it
+
+    @functools.cache
+    def fingerprint() -> str:
+        with Progress("fingerprinting the weights", show=config.use_tqdm):
+            return checkpoint.fingerprint
+
+    return Stored(codec, str(checkpoint.dtype) + ("" if codec is None else f" {codec.name}"), fingerprint)
+
+
+def _open_inputs(config: EngineConfig, checkpoint: Checkpoint) -> tuple[PromptRenderer, ImageProcessor]:
+    renderer = PromptRenderer.from_pretrained(checkpoint.directory, access=config.access)
+    renderer.video_options = config.settings.videos
+    renderer.max_images, renderer.max_videos = config.limits.get("image"), config.limits.get("video")
+    processor = ImageProcessor.from_pretrained(checkpoint.directory).with_limits(config.settings.limits)
+    _check_processor(processor, renderer, checkpoint.config)
+    return renderer, processor
+
+
+def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config: ModelConfig) -> None:
+    """A checkpoint whose files contradict each other would answer, but wrongly."""
+    for name in ("patch_size", "merge_size", "temporal_patch_size"):
+        expected, got = getattr(config.vision, name), getattr(processor, name)
+        if got != expected:
+            raise ValueError(f"{name} of the image processor must be the model's {expected}, got {got}")
+    if renderer.image_token_id != config.image_token_id:
+        raise ValueError(
+            f"image placeholder of the tokenizer must be the model's {config.image_token_id}, "
+            f"got {renderer.image_token_id}"
+        )
+    if renderer.video_token_id != config.video_token_id:
+        raise ValueError(
+            f"video placeholder of the tokenizer must be the model's {config.video_token_id}, "
+            f"got {renderer.video_token_id}"
+        )
+
+
+def _open_device(
+    config: EngineConfig, checkpoint: Checkpoint, device: jax.Device, processor: ImageProcessor, codec: Codec | None
+) -> Device:
+    """Sees that it fits, and loads the weights."""
+    model = checkpoint.config
+    memory = plan_memory(
+        model, checkpoint.dtype, device, config.ladder,
+        weights=checkpoint.nbytes(), max_rows=config.max_rows, max_sequences=config.max_num_seqs,
+        max_patches=processor.max_pixels // processor.patch_size**2, max_model_len=config.max_model_len,
+        kv_cache_bytes=cast(int | None, config.kv_cache_bytes), share=config.gpu_memory_utilization,
+        device_bytes=int(config.cache.device_bytes), codec=codec,
+    )  # fmt: skip
+    runner = Runner(
+        model, _load(checkpoint, device, config.use_tqdm), processor.normalization_table,
+        num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), ladder=memory.ladder,
+        implementation=config.implementation, codec=codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
+    )  # fmt: skip
+    runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
+    codec_name = None if codec is None else codec.name
+    return Device(runner, memory, identity_of(model, device.device_kind, runner.dtype.name, codec_name))
+
+
+def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:
+    doing = f"loading weights of {checkpoint.directory.resolve().name} ({checkpoint.nbytes() / 1e9:.2f} GB)"
+    with Progress(doing, checkpoint.num_parameters, show=show) as bar:
+        return checkpoint.load(device, bar.update)
+
+
+def _open_sequences(
+    config: EngineConfig, checkpoint: Checkpoint, memory: MemoryPlan, tokenizer: Any
+) -> SequenceBuilder:
+    model = checkpoint.config
+    defaults = read_generation_config(checkpoint.directory, tokenizer, model.text.vocab_size)
+    return SequenceBuilder(model, memory, tokenizer, *defaults, config.seed, config.enable_prefix_caching)
+
+
+def _open_cache(
+    config: EngineConfig, device: Device, tiers: Sequence[Tier], rates: Rates | None, codec: Codec | None
+) -> Cache:
+    runner, memory = device.runner, device.memory
+    store = Store(config.cache)
+    room, limit = partial(round_up, rungs=runner.token_rungs), partial(time_limit, rates)
+    movement = Movement(store, tiers, room, limit=limit)
+    tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * kept_token_bytes(runner.config, runner.dtype, codec))
+    pages = Pages(memory.num_slots // PAGE)
+    store.forgotten, store.expired = tier.drop, pages.drop
+    return Cache(store, movement, Writer(store), tier, pages)
+
+
+def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:
+    keys = programs.missing(programs.keys_for(policy))
+    with interruptible(), Progress("compiling", len(keys), show=verbose) as bar:
+        count, seconds = programs.compile(keys, lambda _: bar.update())
+    if verbose and count:
+        say(f"compiled {count} programs in {seconds:.1f} s")
+        _say_kernels(choice for choices in programs.kernels.values() for choice in choices)
+    return count, seconds
+
+
+def _say_kernels(choices: Iterable[dispatch.Choice]) -> None:
+    uses = collections.Counter((choice.kernel, choice.implementation, choice.why) for choice in choices)
+    for (kernel, implementation, why), number in sorted(uses.items()):
+        say(f"{kernel}: {implementation} in {number} cases ({why})")
