@@ -1,6 +1,12 @@
-"""Measurements. Each prints a table, writes JSON, and fails on empty or wrong output.
+"""What `vlcache bench` runs. Each measurement prints a table, writes JSON, and fails on empty or wrong output.
 
-Run one with `uv run --group test python -m vlcache_jax.benchmarks.prefill`. Figures that the README quotes are kept in
-`results/`, with date, chip and versions. Timings on shared machines are noisy: both sides of a comparison run at
-one time, in turn, and medians count.
+Figures that the docs quote are kept in `results/`, with date, chip and versions. Timings on shared machines are noisy:
+both sides of a comparison run at one time, in turn, and medians count. `gpu` is for a clone, and in no wheel.
 """
+
+# The allocator keeps its pages instead of returning them after each large array; both sides get that.
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "268435456",
+}

@@ -11,13 +11,32 @@ from unittest import mock
 import numpy as np
 
 from vlcache_jax import service
-from vlcache_jax.benchmarks.prefill import TEXT, VISION
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.device.checkpoint import Checkpoint
 from vlcache_jax.models.params import parameters
 from vlcache_jax.models.published import SIZES, find_name
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint
+
+# Of the small one.
+TEXT = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+VISION = {
+    "depth": 8,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_heads": 6,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [2, 4, 6],
+}
 
 
 def make_random_model(

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import vlcache_jax
-from vlcache_jax.benchmarks.prefill import ALLOCATOR
+from vlcache_jax.benchmarks import ALLOCATOR
 from vlcache_jax.benchmarks.throughput_load import Load, longest
 from vlcache_jax.files import check_writable
 from vlcache_jax.progress import Progress
@@ -390,10 +390,9 @@ def decode_seconds(trace: Sequence[Sequence[int]]) -> float:
     Args:
       trace: of each window its rows, the slots that they see in its first step, and its steps.
     """
-    from vlcache_jax.benchmarks import compile_report
-    from vlcache_jax.benchmarks.floor import H200, decode
+    from vlcache_jax.benchmarks.floor import H200, MODELS, decode
 
-    config = compile_report.MODELS[FLOOR_MODEL]
+    config = MODELS[FLOOR_MODEL]
     return sum(
         max(operator.operations / H200.matrix, operator.bytes / H200.memory)
         for rows, contexts, steps in trace

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlcache_jax.benchmarks import ALLOCATOR
 from vlcache_jax.benchmarks.floor import FALLING, Rates, floor, pairs
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
-from vlcache_jax.benchmarks.prefill import ALLOCATOR
 from vlcache_jax.benchmarks.rates import best, measure_rates, told
-from vlcache_jax.benchmarks.ttft_checks import check_exact, check_found, check_logprobs, check_room
+from vlcache_jax.benchmarks.ttft_checks import check_coded, check_exact, check_found, check_logprobs, check_room
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, Case, make_rows, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.files import check_writable
@@ -210,7 +210,6 @@ class _Measuring:
     def _measure(self, known: KnownImages, reuses: Mapping[str, Any], bar: Progress) -> dict[str, list[Any]]:
         """The timed outputs of each configuration."""
         from vlcache_jax import SamplingParams
-        from vlcache_jax.benchmarks.codecs import check_coded
 
         one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
         looked_at = dataclasses.replace(one, logprobs=LOGPROBS)

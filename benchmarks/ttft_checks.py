@@ -9,6 +9,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.pallas_kernels import CODECS
 
 if TYPE_CHECKING:
     from vlcache_jax import LLM
@@ -31,6 +32,27 @@ def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:
     most, found = 1e-3 if llm.service.device.runner.dtype == np.float32 else 0.5, output.verification
     if found is None or not found.max_logit_difference < most:
         raise ValueError(f"a repeat must have the logits of a cold run, got {found}")
+
+
+def check_coded(llm: LLM, codec: str, scores: Sequence[Any]) -> int:
+    """Bytes of K, V that a token takes.
+
+    Raises:
+      ValueError: an image was not linked, or records are not coded as they should be.
+    """
+    if found := {image.match for score in scores for image in score.cache.images} - {"approximate"}:
+        raise ValueError(f"images must be linked from another context with codec {codec}, got {', '.join(found)}")
+    text = llm.service.device.runner.config.text
+    planes = () if codec == "auto" else CODECS[codec].planes(text.num_kv_heads, text.head_dim)
+    metas = [record.meta for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
+    sizes = {(meta.planes, meta.nbytes // meta.padded) for meta in metas}
+    if len(sizes) != 1 or {own for own, _ in sizes} != {planes}:
+        raise ValueError(f"records of codec {codec} must have planes of {planes} bytes, got {sizes}")
+    [(_, size)] = sizes
+    entries = {meta.entry for meta in metas}
+    if missing := {image.key for score in scores for image in score.cache.images} - entries:
+        raise ValueError(f"every image must have a record of codec {codec}, {len(missing)} have none")
+    return size
 
 
 def check_room(llm: LLM, sizes: Sequence[tuple[int, int]]) -> None:

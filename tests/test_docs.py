@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from vlcache_jax.assets import PICTURES
-from vlcache_jax.benchmarks.compile_report import MODELS
+from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.info import NOTHING, describe
 from vlcache_jax.device.memory_plan import slot_bytes

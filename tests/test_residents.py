@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from research.compile_report import abstract_runner
 from tests.helper import SIZES, damage_first_passage, spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
-from vlcache_jax.benchmarks.compile_report import MODELS, abstract_runner
+from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.device.memory_plan import slot_bytes
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
 from vlcache_jax.reuse.parse import parse_policy

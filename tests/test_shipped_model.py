@@ -71,7 +71,7 @@ def test_the_answers_of_the_demo_are_right():
 @pytest.mark.ladder
 def test_transformers_gives_the_same_answers_and_most_are_right():
     pytest.importorskip("torch")
-    from vlcache_jax.benchmarks.tiny_vqa.agreement import compare
+    from research.tiny_vqa.agreement import compare
 
     found = compare(load_samples([], questions=20), "text_first")
     assert len(found) == 20 * len(TASKS)

@@ -1,5 +1,4 @@
-"""A small Qwen3-VL that answers: pictures of coloured glyphs, questions about them, training, evaluation splits.
+"""A small Qwen3-VL that answers: pictures of coloured glyphs, questions about them, evaluation splits.
 
-`pictures` draws, `tasks` asks, `conversations` puts both into chat turns, `train` trains (torch), `splits` writes the
-evaluation files. See README.md beside this file.
+`pictures` draws, `tasks` asks, `splits` writes the evaluation files. `research/tiny_vqa` trains the model.
 """

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from vlcache_jax.benchmarks.compile_report import MODELS
-from vlcache_jax.benchmarks.floor import H200, decode, floor, reference
+from vlcache_jax.benchmarks.floor import H200, MODELS, decode, floor, reference
 from vlcache_jax.models.published import published_config
 from vlcache_jax.reuse.plan import Plan
 

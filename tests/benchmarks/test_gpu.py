@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.benchmarks import gpu
-from vlcache_jax.benchmarks.shapes import ATTENTION
+from vlcache_jax.pallas_kernels.shapes import ATTENTION
 
 SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
 

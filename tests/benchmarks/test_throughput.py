@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 import vlcache_jax
 from vlcache_jax.benchmarks import throughput
-from vlcache_jax.benchmarks.compile_report import MODELS
-from vlcache_jax.benchmarks.floor import decode, prefill
+from vlcache_jax.benchmarks.floor import MODELS, decode, prefill
 from vlcache_jax.benchmarks.throughput_load import BEFORE, IMAGE, SHARES, TEXT, Load, longest
 from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.plan import Plan

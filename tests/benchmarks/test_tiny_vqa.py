@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from research.tiny_vqa.conversations import converse
 from vlcache_jax.benchmarks.tiny_vqa import splits
-from vlcache_jax.benchmarks.tiny_vqa.conversations import converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_splits
 from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, RELATED, TASKS, ask
@@ -205,7 +205,7 @@ def test_splits_of_no_number_of_images(tmp_path, bad):
 @pytest.fixture(scope="module")
 def training():
     pytest.importorskip("torch")
-    from vlcache_jax.benchmarks.tiny_vqa import train
+    from research.tiny_vqa import train
 
     return train
 
@@ -316,7 +316,7 @@ def test_labels_of_image_tokens(training):
 def _train_in_process(rank, folder, store):
     import torch.distributed as dist
 
-    from vlcache_jax.benchmarks.tiny_vqa import train
+    from research.tiny_vqa import train
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     trainer = train.Trainer(folder, variant="small", seed=3, learning_rate=1e-3)
@@ -348,8 +348,8 @@ def test_processes_share_a_step(training, tmp_path):
 def test_a_student_begins_where_its_teacher_is(training, tmp_path):
     import torch
 
+    from research.tiny_vqa.transfer import Student
     from vlcache_jax.assets import TINY_VQA
-    from vlcache_jax.benchmarks.tiny_vqa.transfer import Student
 
     student = Student(tmp_path / "run", teacher=TINY_VQA, seed=0, learning_rate=1e-3, image_numbers=False)
     theirs, own = (model.model.language_model for model in (student.teacher, student.model))

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from vlcache_jax.benchmarks.compile_report import (
-    MODELS,
+from research.compile_report import (
     SLOTS,
     abstract_runner,
     compile_key,
@@ -19,11 +18,12 @@ from vlcache_jax.benchmarks.compile_report import (
     compile_program,
     prefill_bounds,
 )
-from vlcache_jax.benchmarks.shapes import ATTENTION, LINK, AttentionShape, LinkShape
+from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.device.definitions import BLOCK
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import CODECS, attention, link, paged_attention
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, AttentionShape, LinkShape
 
 pytestmark = pytest.mark.cuda_gate
 

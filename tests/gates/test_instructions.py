@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vlcache_jax.benchmarks import sass
-from vlcache_jax.benchmarks.shapes import ATTENTION
+from research import sass
+from vlcache_jax.pallas_kernels.shapes import ATTENTION
 
 pytestmark = pytest.mark.cuda_gate
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 
-from vlcache_jax.benchmarks.shapes import ATTENTION, AttentionShape
 from vlcache_jax.first_contact import Verdict, contact
 from vlcache_jax.pallas_kernels import PAGE, attention, carry_flaws, dispatch, link, paged_cases
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu, mosaic_gpu_merge
@@ -40,6 +39,7 @@ from vlcache_jax.pallas_kernels.cases import (
     windows,
 )
 from vlcache_jax.pallas_kernels.paged_cases import Rows
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, AttentionShape
 
 ATOL = 2e-2  # weights and results are rounded to bfloat16
 RACES = dispatch.interpreter(dispatch.Choice("attention", "", "mosaic_gpu_interpreted", ""))

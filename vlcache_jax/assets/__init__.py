@@ -1,4 +1,4 @@
-"""What ships with the package: a small trained Qwen3-VL (benchmarks/tiny_vqa), schedules for it, and pictures."""
+"""What ships with the package: a small trained Qwen3-VL (research/tiny_vqa), schedules for it, and pictures."""
 
 import pathlib
 

@@ -1,0 +1,5 @@
+"""Measurements and training for those who work on the project: run from a clone, and in no wheel.
+
+Each is a command, such as `uv run --group test python -m research.prefill`. Those that count or measure print a table
+and write JSON, which docs quote from `benchmarks/results`; `published` writes the tables of the docs from these files.
+"""

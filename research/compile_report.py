@@ -1,0 +1,235 @@
+"""Compiles the programs of real models for an H200, on a machine without one: what they cost and what they need.
+
+    uv run --extra cuda13 python -m research.compile_report --full --out benchmarks/results/compile.json
+
+Kernels report registers, and bytes spilled to memory (there should be none); programs their memory plan: bytes of the
+KV pool updated in place, temporaries, and how many operations they launch. `tests/gates` asserts on a smaller list.
+Needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there is no driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from vlcache_jax.benchmarks.floor import MODELS
+from vlcache_jax.device.definitions import BLOCK
+from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.packed import unpack
+from vlcache_jax.device.runner import Runner
+from vlcache_jax.models import ModelConfig, abstract_model
+from vlcache_jax.pallas_kernels import PAGE, attention, link, paged_attention
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK
+from vlcache_jax.study import report
+
+TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
+SLOTS = 20480
+# Rows of each layer of a selective prefill of 20480 slots: a schedule of mean 0.025, with its text rows.
+SHRINKING = (2048, 1024, 512, 256, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What compiling a program told.
+
+    Attributes:
+      seconds: of lowering and compiling.
+      alias, temp: bytes updated in place, and of temporaries.
+      operations: that the program launches: fusions, library calls, kernels, copies; a loop is one.
+      looped: operations of one pass of its loops.
+      spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
+      registers: of a thread, likewise.
+    """
+
+    seconds: float
+    alias: int
+    temp: int
+    operations: int
+    looped: int
+    spills: int | None
+    registers: int | None
+
+
+@functools.cache
+def h200() -> Any:
+    """An H200 to compile for."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
+
+
+def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = ()) -> Compiled:
+    """Compiles for an H200; arguments are trees of anything with shape and dtype."""
+    sharding = jax.sharding.SingleDeviceSharding(h200())
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    start = time.perf_counter()
+    with _ptxas_output() as output:
+        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile()
+    seconds = time.perf_counter() - start
+    plan, text = compiled.memory_analysis(), compiled.as_text()
+    if plan is None or text is None:
+        raise RuntimeError("the compiler gives no memory plan")
+    loops = [_computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output[0])
+    registers = [int(n) for n in re.findall(r"[Uu]sed (\d+) registers", output[0])]
+    return Compiled(
+        seconds=seconds,
+        alias=plan.alias_size_in_bytes,
+        temp=plan.temp_size_in_bytes,
+        operations=_operations(text[text.index("ENTRY") :]),
+        looped=sum(map(_operations, loops)),
+        spills=max((sum(map(int, frame)) for frame in frames), default=None),
+        registers=max(registers, default=None),
+    )
+
+
+def _operations(text: str) -> int:
+    """How many instructions of a computation are launched."""
+    names = re.findall(r"^\s*(?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
+    return sum(name not in ("parameter", "bitcast", "get-tuple-element", "tuple", "constant") for name in names)
+
+
+def _computation(text: str, name: str) -> str:
+    """The instructions of a computation of a compiled program."""
+    begin = text.index(f"\n%{name} (")
+    return text[begin : text.index("\n}", begin)]
+
+
+@contextmanager
+def _ptxas_output() -> Iterator[list[str]]:
+    """What the assembler prints, from below Python, while Mosaic GPU kernels compile."""
+    output: list[str] = []
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [(fd, os.dup(fd)) for fd in (1, 2)]
+    with tempfile.TemporaryFile() as file:
+        try:
+            for fd, _ in kept:
+                os.dup2(file.fileno(), fd)
+            yield output
+        finally:
+            for fd, copy in kept:
+                os.dup2(copy, fd)
+                os.close(copy)
+            file.seek(0)
+            output.append(file.read().decode(errors="replace"))
+
+
+def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **stored: Any) -> Runner:
+    """A runner without weights, whose programs can be compiled but not run. `stored`: `codec` and `kept_tokens`."""
+    params = nnx.to_pure_dict(nnx.state(abstract_model(config, jnp.bfloat16)))
+    normalization = np.zeros((3, 256), np.float32)
+    return Runner(
+        config, params, normalization,
+        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation, **stored,
+    )  # fmt: skip
+
+
+def compile_key(runner: Runner, name: str, *sizes: Any) -> Compiled:
+    """Compiles one of the runner's programs."""
+    return compile_program(*runner.definitions.define((name, *sizes)))
+
+
+def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
+    """Compiles a whole prefill as one program; `bounds` are the rows of each layer, and those that leave the last."""
+    layer = jax.jit(runner.definitions.layer_step, static_argnames="keep")  # traced once for each shape
+
+    def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: jax.Array, works: dict[int, Any]) -> Any:
+        updated = []
+        for params, (k, v), keep in zip(layers, pool, bounds[1:], strict=True):
+            own = unpack(rows, len(x))
+            x, k, v, _ = layer(params, x, k, v, own, np.full(2, len(x), np.int32), works[keep], None, keep=keep)
+            updated.append([k, v])
+        return x, updated
+
+    text = runner.config.text
+    _, (layer_params, x, k, _, rows, *_), _ = runner.definitions.layer(bounds[0], bounds[0], False)
+    works = {keep: runner.definitions.work_config(keep).abstract() for keep in bounds[1:]}
+    return compile_program(prefill, ([layer_params] * text.num_layers, x, [[k, k]] * text.num_layers, rows, works), 2)
+
+
+def prefill_bounds(num_layers: int, *, shrinking: bool) -> tuple[int, ...]:
+    """Rows of each layer of a cold prefill of 4096 rows, or of a schedule; one row's logits are wanted."""
+    if not shrinking:
+        return (4096,) * num_layers + (1,)
+    return (*(SHRINKING[i * len(SHRINKING) // num_layers] for i in range(num_layers)), 1)
+
+
+def kernels(model: str) -> Iterator[tuple[str, Compiled]]:
+    """Every real shape of the model's kernels."""
+    for shape in ATTENTION[model]:
+        attend = functools.partial(attention, implementation="mosaic_gpu")
+        if shape.has_pages:
+            attend_pages = functools.partial(paged_attention, implementation="mosaic_gpu")
+            work = shape.work("mosaic_gpu").config.abstract()
+            yield f"paged attention, {shape.name}", compile_program(attend_pages, (*shape.paged_specs(), work))
+        if not shape.has_pages or shape.name == "cold 4096":
+            yield f"attention, {shape.name}", compile_program(attend, shape.specs())
+    for case in LINK.get(model, ()):
+        write = functools.partial(link, implementation="mosaic_gpu")
+        yield f"link {case.T} tokens", compile_program(write, case.specs(), (0, 1))
+
+
+def programs(model: str) -> Iterator[tuple[str, Compiled]]:
+    """Layer steps, decoding, the encoder, linking, and whole prefills of a model."""
+    runner = abstract_runner(MODELS[model])
+    for size, keep in ((8192, 8192), (2048, 512), (512, 512), (64, 64), (64, 1)):
+        yield f"layer {size} -> {keep}", compile_key(runner, "layer", size, keep, False)
+    for size in (1, 64):
+        yield f"window {size}", compile_key(runner, "window", size)
+    yield "encode 4096 patches", compile_key(runner, "encode", 4096)
+    layers = runner.definitions.links.link_groups[0].stop
+    for size, count in ((4096, 1), (1024, 16)):
+        name = f"link {count} x {size} tokens, {layers} layers"
+        yield name, compile_key(runner, "link", size, count, layers)
+    yield f"{BLOCK} layers of 512 rows", compile_key(runner, "layers", 512)
+    for shrinking in (False, True):
+        bounds = prefill_bounds(runner.config.text.num_layers, shrinking=shrinking)
+        yield f"prefill {bounds[0]} rows{', shrinking' * shrinking}", compile_prefill(runner, bounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="all models; otherwise Qwen3-VL-8B")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    arguments = parser.parse_args()
+    rows = []
+    for model in MODELS if arguments.full else ("Qwen3-VL-8B",):
+        for of_kernels, compiled in ((True, kernels(model)), (False, programs(model))):
+            for name, result in compiled:
+                print(f"{model}: {name}: {result}", file=sys.stderr)
+                rows.append(
+                    {
+                        "model": model,
+                        "program": name,
+                        "compile s": result.seconds,
+                        "spilled bytes": result.spills,
+                        "registers": result.registers if of_kernels else "",
+                        "in place MB": result.alias / 1e6,
+                        "temporary MB": result.temp / 1e6,
+                        "operations": result.operations,
+                        "in loops": result.looped,
+                    }
+                )
+    head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc") | {"target": "NVIDIA H200"}
+    report.publish(f"Compiled for an H200 with jax {jax.__version__}", rows, head, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

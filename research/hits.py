@@ -1,0 +1,160 @@
+"""What a hit costs Qwen3-VL-8B on an H200, counted: 20 known images of 1024 tokens, 20 text tokens before and 6 after.
+
+A falling schedule of mean 0.025 says what is computed. Bytes and operations are those of the model's shapes, seconds
+those that the rates of an H200 leave them (`floor`), so nothing here was measured on a GPU. Launches are the programs
+that the engine hands to its device: a narrow model with as many layers makes them here, with the same prompt, the same
+rows and a GPU's ladder.
+
+    python -m research.hits --out benchmarks/results/hits_h200_counted.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from vlcache_jax.benchmarks.floor import BEFORE, H200, IMAGE, IMAGES, MODELS, floor
+from vlcache_jax.benchmarks.known_images import KnownImages
+from vlcache_jax.benchmarks.ttft import falling_schedule, kept_bytes, make_cache
+from vlcache_jax.benchmarks.ttft_checks import check_found
+from vlcache_jax.files import check_writable
+from vlcache_jax.models import ModelConfig
+from vlcache_jax.pallas_kernels import CODECS
+from vlcache_jax.progress import Progress
+from vlcache_jax.reuse.plan import Plan
+from vlcache_jax.study.report import environment, publish
+from vlcache_jax.testing import make_checkpoint
+
+MODEL = "Qwen3-VL-8B"
+PLACES: dict[str, int | str] = {"host": 0, "device": "1GB"}  # device memory for copies
+TITLE = f"A hit of {MODEL} on an H200, counted, nothing of it measured on a GPU"
+# Of the narrow model, whose layers and DeepStack features are as many as the model's.
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+VISION = {
+    "depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [0, 1, 2],
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+    """A hit of the narrow model.
+
+    Attributes:
+      place, codec: of the stored K, V.
+      launches: programs handed to the device.
+      moved: tokens whose K, V went to the device, and tokens whose encoder rows did.
+      plan: what was computed.
+    """
+
+    place: str
+    codec: str
+    launches: int
+    moved: tuple[int, int]
+    plan: Plan
+
+
+def count_hit(directory: pathlib.Path, place: str, codec: str, *, images: int = IMAGES, tokens: int = IMAGE) -> Hit:
+    """Runs a hit of the model in `directory` and counts.
+
+    Raises:
+      ValueError: an image was not found as it should be, or other bytes were moved than `moved_bytes` says.
+    """
+    from vlcache_jax import LLM, Ladder, SamplingParams
+
+    one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    length = BEFORE + images * (tokens + 2) + 16
+    with LLM(
+        directory, dtype="float32", ladder=Ladder(), max_model_len=length, enable_prefix_caching=False,
+        cache=make_cache(codec, "16GiB", device_bytes=PLACES[place]), use_tqdm=False,
+    ) as llm:  # fmt: skip
+        llm.service.ahead.stop()
+        config = llm.service.checkpoint.config
+        known = KnownImages(config, llm.get_tokenizer(), images=images, tokens=tokens, text_before=BEFORE)
+        falling = falling_schedule(config.model_type, config.text.num_layers)
+        llm.cache.precompute(known.files, mm_processor_kwargs=known.limits)
+        llm.cache.flush()
+        before = llm.stats().launches
+        [output] = llm.generate(known.draw(), one, reuse=falling, use_tqdm=False)
+        launches = llm.stats().launches - before
+    check_found("the hit", place, output)
+    report = output.cache
+    # What lies in the device's memory moves nothing.
+    linked = sum(image.tokens for image in report.images if image.kv == "host")
+    staged = sum(image.recomputed[0] for image in report.images if image.encoder == "host")
+    hit = Hit(place, codec, launches, (linked, staged), known.plan(report))
+    reported, counted = sum(image.bytes_moved for image in report.images), moved_bytes(config, hit, itemsize=4)
+    if reported != counted:
+        raise ValueError(f"bytes counted must be those that the engine moved, {reported}, got {counted}")
+    return hit
+
+
+def moved_bytes(config: ModelConfig, hit: Hit, itemsize: int = 2) -> int:
+    """Bytes of records that a hit moves to the device: K, V of all layers, and encoder rows of what is computed."""
+    linked, staged = hit.moved
+    rows = (1 + config.vision.num_deepstack) * config.text.hidden_size * itemsize
+    return linked * config.text.num_layers * kept_bytes(config, hit.codec, itemsize) + staged * rows
+
+
+def make_row(config: ModelConfig, hit: Hit) -> dict[str, Any]:
+    """Of the table: the same hit of a model as wide as `config`, in bfloat16, on an H200."""
+    loaded = moved_bytes(config, hit)
+    least = floor(config, hit.plan, H200, loaded=loaded, kept=kept_bytes(config, hit.codec, 2))
+    return {
+        "K, V in": hit.place,
+        "codec": hit.codec,
+        "MB on the bus": loaded / 1e6,
+        "bus ms": 1e3 * least.parts["load"],
+        "arithmetic ms": 1e3 * (least.seconds - least.parts["load"]),
+        "floor ms": 1e3 * least.seconds,
+        "launches": hit.launches,
+    }
+
+
+def measure(config: ModelConfig, codecs: Sequence[str] = ("auto", *CODECS), **prompt: int) -> list[dict[str, Any]]:
+    """The rows of the table: every place and codec.
+
+    Args:
+      config: of the model.
+      prompt: `images` and `tokens` of each, see `count_hit`.
+    """
+    vision = {**VISION, "deepstack_visual_indexes": list(range(config.vision.num_deepstack))}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="vlcache-bench-") as folder:
+        text = {**TEXT, "num_hidden_layers": config.text.num_layers}
+        directory = make_checkpoint(folder, config.model_type, text=text, vision=vision)
+        with Progress("counting", len(PLACES) * len(codecs)) as bar:
+            for place, codec in itertools.product(PLACES, codecs):
+                rows.append(make_row(config, count_hit(directory, place, codec, **prompt)))
+                bar.update()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    arguments = parser.parse_args()
+    check_writable("out", arguments.out)
+    config = MODELS[MODEL]
+    rows = measure(config)
+    levels = falling_schedule(config.model_type, config.text.num_layers)
+    head = environment("jax") | {
+        "images": IMAGES,
+        "tokens of each": IMAGE,
+        "schedule": f"levels {list(dict.fromkeys(levels.levels))} of 500, mean {levels.mean_text}",
+        "dtype": "bfloat16",
+        "launches": f"of a narrow model of {config.text.num_layers} layers",
+        "rates": dataclasses.asdict(H200),
+    }
+    publish(TITLE, rows, head, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What the host does for a step: rows, their work lists, and handing both over; and how much before the first layer.
+
+    uv run python -m research.host --out benchmarks/results/host.json
+
+For Qwen3-VL-8B without its weights: shapes alone decide. Every part is timed alone, medians, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from research.compile_report import abstract_runner
+from vlcache_jax.benchmarks.floor import MODELS
+from vlcache_jax.device.packed import pack
+from vlcache_jax.engine.batching import Prefill, prefill_steps
+from vlcache_jax.engine.pages import Pages
+from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.inputs.layout import ImageRef, make_layout
+from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
+from vlcache_jax.reuse.plan import full_prefill
+from vlcache_jax.reuse.policies import Policy, Scheduled, make_plan
+from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.study import report
+
+MODEL = "Qwen3-VL-8B"
+SIDE = 32  # merged patches of an image
+TEXT = 5
+
+
+def sequence(images: int, text: int, layers: int, policy: Policy | None = None) -> Sequence:
+    """A prompt of images, known from elsewhere under `policy`, and of text behind them."""
+    size = SIDE * SIDE
+    refs = [ImageRef(str(i), (1, 2 * SIDE, 2 * SIDE), size, _no_pixels) for i in range(images)]
+    starts = [TEXT + i * (size + 2) for i in range(images)]
+    tokens = np.zeros(TEXT + images * (size + 2) + text, np.int32)
+    layout = make_layout(tokens, starts, refs, 2, ["approximate"] * images if policy is not None else None)
+    plan = full_prefill(layout, layers) if policy is None else make_plan(policy, layout, layers)
+    return Sequence(layout, plan, 10)
+
+
+def _no_pixels() -> Any:
+    raise AssertionError("nothing is computed")
+
+
+def prefills(sequences: list[Sequence], runner: Any) -> list[Prefill]:
+    """What they compute together."""
+    layers = runner.config.text.num_layers
+    pages = Pages(runner.num_slots // PAGE - 1)
+    scheduler = Scheduler(pages, runner.ladder.max_sequences, runner.ladder.max_rows, layers)
+    for one in sequences:
+        scheduler.add(one)
+    scheduler.admit()
+    return scheduler.next_turn(scheduler.prefilling)
+
+
+def work_lists(step: Any, config: Callable[[int], Any], count: int | None = None) -> list[Any]:
+    """The work lists of a step's layers, of the first `count` kinds of layers."""
+    kinds = dict.fromkeys((bound, is_chosen) for bound, _, is_chosen in step.leaving)
+    return [step.work(*kind, config(kind[0])) for kind in [*kinds][:count]]
+
+
+def milliseconds(work: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):  # the first fills caches
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times[1:])
+
+
+def measure(repeats: int) -> list[dict[str, Any]]:
+    """One row for each case."""
+    runner = abstract_runner(MODELS[MODEL])
+    definitions, layers = runner.definitions, runner.config.text.num_layers
+    falling = Schedule(tuple(int(120 * 0.9**layer) for layer in range(layers)), "any", "any", allow_other_model=True)
+    cases = {
+        "prefill, 8192 rows of 8 images": [sequence(8, 0, layers)],
+        "prefill, 8192 rows of 64 texts": [sequence(0, 123, layers) for _ in range(64)],
+        f"19 known images, a schedule of {layers} layers": [sequence(19, 40, layers, Scheduled(falling))],
+    }
+    rows = []
+    for name, sequences in cases.items():
+        turn = prefills(sequences, runner)
+        step = prefill_steps(turn, runner.ladder, runner.num_slots, layers)[0]
+        works = functools.partial(work_lists, step, definitions.work_config)
+        made = works()
+        packed = pack(step.rows, runner.ladder.max_rows)
+        parts: dict[str, Callable[[], Any]] = {
+            "rows ms": functools.partial(prefill_steps, turn, runner.ladder, runner.num_slots, layers),
+            "work lists ms": works,
+            "handing over ms": functools.partial(jax.device_put, (packed, made)),
+        }
+        took = {part: milliseconds(work, repeats) for part, work in parts.items()}
+        # The other lists are made while the device computes.
+        first = milliseconds(functools.partial(works, 1), repeats)
+        first += milliseconds(functools.partial(jax.device_put, (packed, made[:1])), repeats)
+        took |= {"together ms": sum(took.values()), "until the first layer ms": took["rows ms"] + first}
+        rows.append({"case": name, "arrays": 1 + len(made), **took})
+    count, config = 64, definitions.work_config(64, decode=True)
+    pages = np.arange(1, 1 + count * 8, dtype=np.int32).reshape(count, 8)
+    tables, last = list(pages), np.full(count, 7 * PAGE + 70)
+
+    def window() -> Any:
+        shared = shared_prefixes(tables)
+        return make_work(np.arange(count), 0 * last, last, tables, config, least=last - 8, shared=shared)
+
+    work, state = window(), np.zeros((count, 14), np.int32)
+    took = {
+        "rows ms": milliseconds(lambda: np.stack([state[0]] * count), repeats),
+        "work lists ms": milliseconds(window, repeats),
+        "handing over ms": milliseconds(lambda: jax.device_put((state, work)), repeats),
+    }
+    together = sum(took.values())
+    took |= {"together ms": together, "until the first layer ms": together}
+    rows.append({"case": "a window of 8 tokens, 64 answers", "arrays": 2, **took})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    arguments = parser.parse_args()
+    rows = measure(arguments.repeats)
+    report.publish(f"The host's part of a step, {MODEL}", rows, report.environment("jax", "numpy"), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

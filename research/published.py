@@ -1,0 +1,444 @@
+"""Tables that the docs quote, made of results: `python -m research.published`.
+
+A page has `<!-- table NAME -->` before a table and `<!-- end -->` behind it, or `<!-- figure NAME -->` and
+`<!-- end -->` around a figure within a line; what stands between is written anew. A test fails where a page says
+something else than its files.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from vlcache_jax.benchmarks.policies import OWN
+from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
+from vlcache_jax.reuse.parse import APPROXIMATE
+from vlcache_jax.study.accuracy import COLD
+from vlcache_jax.study.pairs import interval
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+COMPARED = ("full", "0.03", APPROXIMATE, "shift-0.1")  # with intervals
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = ("unnumbered", "numbered", "without_key_norm")
+GOALS = ("goal_together_text_first.json", "goal_together.json", "goal_text_first.json", "goal_question_first.json")
+LENGTHS = tuple(
+    f"key_lengths_{name}.json"
+    for name in ("unnumbered", "unnumbered_test", "numbered", "without_key_norm", "without_key_norm_test")
+)
+# Of a table's columns: what stands before the images, how they were cached, and how many a question shows.
+CASES = (
+    ("text_first", "together", "one"), ("question_first", "together", "one"),
+    ("text_first", "together", "several"), ("question_first", "together", "several"),
+    ("text_first", "apart", "several"), ("question_first", "apart", "several"),
+)  # fmt: skip
+_TABLE = re.compile(r"(<!-- table (\w[\w -]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(r"(<!-- figure (\w[\w -]*) -->).*?(<!-- end -->)")
+
+Row = dict[str, Any]
+
+
+def _rows(name: str) -> list[Row]:
+    rows: list[Row] = _file(name)["rows"]
+    return rows
+
+
+def _file(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return content
+
+
+def _case(row: Row) -> tuple[str, str, str]:
+    return row["arrangement"], row["donors"], row["images"]
+
+
+def losses(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line for each setting: rows computed, and in each case what it loses in the mean over tasks."""
+    yield [
+        "`reuse`", "rows, %", "rows x layers, %",
+        "one image: other text", "another question", "two, seen together: other text", "another question",
+        "two, seen apart: other text", "another question",
+    ]  # fmt: skip
+    lines: dict[str, dict[tuple[str, str, str], Row]] = {}
+    for row in rows:
+        if label := _label(row):
+            lines.setdefault(label, {})[_case(row)] = row
+    for label, own in lines.items():
+        first = next(iter(own.values()))
+        value, style = ("mean", "{:.1f}") if first["reuse"] == COLD else ("difference", "{:+.1f}")
+        cells = [style.format(own[case][value]) if case in own else "" for case in CASES]
+        yield [label, f"{first['rows %']:.1f}", f"{first['rows x layers %']:.1f}", *cells]
+
+
+def _label(row: Row) -> str:
+    """What a setting is called in all cases, though each has schedules of its own; empty if it stands there already."""
+    reuse, (_, by_rows, schedule) = row["reuse"], row["group"].partition("rows of ")
+    if reuse == COLD:
+        return "cold, right of 100"
+    if not by_rows:
+        return f"`{reuse}`"
+    kind = reuse.partition("-")[0]
+    kind = f"{kind}-" if kind in ("spread", "shift") else ""
+    if reuse.endswith(schedule):
+        return f"`{kind}{OWN}`" if schedule == OWN else f"`{kind}{OWN}` of the other context"
+    return f"`{kind}ratio` of its mean" if schedule == OWN else ""
+
+
+def goals(rows: Sequence[Row], settings: Sequence[str], digits: int = 1) -> Iterator[list[str]]:
+    """A line for each case and setting: what is lost, in the mean and in the worst task, with intervals."""
+    yield ["images", "`reuse`", "questions", "cold", "mean", "worst task", "some task may lose", "ms", "MB read"]
+    for case in CASES:
+        for row in rows:
+            if _case(row) == case and row["reuse"] in settings:
+                worst = "-"
+                if row["worst difference"] < 0:
+                    worst = f"{interval(row, 'worst ', digits)} {row['worst task']}"
+                cold = row["mean"] - row["difference"]
+                yield [
+                    _title(case), f"`{row['reuse']}`", str(row["questions"]), f"{cold:.{digits}f}",
+                    interval(row, digits=digits), worst, f"{row['at most']:.2f}", f"{row['ms']:.0f}",
+                    f"{row['MB read']:.1f}",
+                ]  # fmt: skip
+
+
+def choice(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line for each case: what settings lose in the mean over tasks, and the error of their logits."""
+    settings = [name for name in dict.fromkeys(row["reuse"] for row in rows) if name != COLD]
+    yield ["images", *(f"`{name}`" for name in settings)]
+    for case in CASES:
+        own = {row["reuse"]: row for row in rows if _case(row) == case}
+        if own:
+            cells = [f"{own[name]['difference']:+.1f}, {own[name]['logit MSE']:.2g}" for name in settings]
+            yield [_title(case), *cells]
+
+
+def cold(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A line for each case without reuse: how many of 100 answers are right, by task."""
+    own = [row for row in rows if row["reuse"] == COLD and row["donors"] == "together"]
+    tasks = list(dict.fromkeys(task for row in own for task in _tasks(row)))
+    yield ["images", *tasks, "mean"]
+    for case in CASES:
+        for row in own:
+            if _case(row) == case:
+                scores = [f"{row[task]:.1f}" if task in _tasks(row) else "" for task in tasks]
+                yield [_title(case).replace(", seen together", ""), *scores, f"{row['mean']:.1f}"]
+
+
+def _tasks(row: Row) -> list[str]:
+    """What stands between the setting and the number of questions; "-" where there are no such questions."""
+    names = list(row)
+    return [name for name in names[names.index("reuse") + 1 : names.index("questions")] if row[name] != "-"]
+
+
+def answers(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """How many of 100 answers are right cold and under the ways to reuse: one image, and two that were seen apart."""
+    yield ["images that come again", "questions", "cold", '`"approximate"`', '`"full"`']
+    for case in CASES[:2] + CASES[4:]:
+        own = {row["reuse"]: row for row in rows if _case(row) == case}
+        if own:
+            right = [f"{own[reuse]['mean']:.1f}" for reuse in (COLD, APPROXIMATE, "full")]
+            yield [_title(case), str(own[COLD]["questions"]), *right]
+
+
+def _title(case: tuple[str, str, str]) -> str:
+    arrangement, donors, images = case
+    shown = "one" if images == "one" else f"two, seen {donors}"
+    return f"{shown}, behind {'other text' if arrangement == 'text_first' else 'another question'}"
+
+
+def inside() -> Iterator[list[str]]:
+    """What reuse does in the shipped model (`vlcache analyze errors`) in three cases."""
+    names = ("text_first", "question_first", "apart")
+    found = [json.loads((RESULTS / f"tiny_vqa_errors_{name}.json").read_text(encoding="utf-8")) for name in names]
+    pages = ("other text", "another question", "other text, images seen apart")
+    figures = [f"../benchmarks/results/tiny_vqa_errors_{name}.png" for name in names]
+    yield ["behind", *(f"[{page}]({figure})" for page, figure in zip(pages, figures, strict=True))]
+    attention = [report["error of attention outputs, by answer token"] for report in found]
+    for setting in attention[0]:
+        yield [f"error of attention outputs, {setting}", *(f"{np.nanmean(of[setting]):.2f}" for of in attention)]
+    halves = [np.array_split(np.array(of["r = 0"], float), 2) for of in attention]
+    yield [
+        "r = 0, first and second half of the answer",
+        *(" ".join(f"{np.nanmean(x):.2f}" for x in of) for of in halves),
+    ]
+    logits = [report["error of the logits, by layer"] for report in found]
+    before, behind = "reused in a layer and all before", "reused in a layer and all behind"
+    layers = len(logits[0][before])
+    yield ["error of the logits, all layers reused", *(f"{of[before][-1]:.2g}" for of in logits)]
+    for layer in (2, 3):
+        yield [f"layers 0 to {layer} alone reused", *(f"{of[before][layer]:.2g}" for of in logits)]
+    yield [f"layers 4 to {layers - 1} alone reused", *(f"{of[behind][4]:.2g}" for of in logits)]
+    moved = [report["deviation of K, V, and the part that all tokens of an image share, by layer"] for report in found]
+    for title, name in (
+        (f"K of layers 1 to {layers - 1} differ from a cold run's by, %", "K"),
+        ("of it shared by all tokens of an image, %", "of K shared"),
+    ):
+        yield [title, *(" ".join(f"{100 * share:.2g}" for share in of[name][1:]) for of in moved)]
+
+
+def gains() -> Iterator[list[str]]:
+    """What recomputing in one layer alone takes off the logits' error in the shipped model, behind another question."""
+    found = json.loads((RESULTS / "tiny_vqa_sensitivity.json").read_text(encoding="utf-8"))
+    ratios = [name for name in found if name.startswith("r = ")]
+    layers = range(len(found[ratios[0]]))
+    yield ["less error than under full reuse, %", *(f"layer {layer}" for layer in layers)]
+    for ratio in ratios:
+        yield [ratio, *(f"{100 * (1 - found[ratio][layer] / found['full reuse']):.1f}" for layer in layers)]
+
+
+def lengths() -> Iterator[list[str]]:
+    """Error of the logits where moved keys keep their length and where it is left free, and the answers that brings."""
+    yield ["model", "split", "images", "length kept", "left free", "points gained"]
+    for name in LENGTHS:
+        found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for case in CASES:
+            for row in found["rows"]:
+                if _case(row) == case and row["reuse"] == APPROXIMATE:
+                    errors = [f"{row[f'{lengths} MSE']:.2g}" for lengths in ("kept", "free")]
+                    yield [found["model"], found["split"], _title(case), *errors, interval(row, "gain ")]
+
+
+def codecs() -> Iterator[list[str]]:
+    """What coded records cost in the shipped model's answers: divergence from those of records as computed."""
+    yield [
+        "behind",
+        "`reuse`",
+        "codec",
+        "right of 100",
+        "mean KL",
+        "largest KL of a token",
+        "same most likely token, %",
+    ]
+    for behind, name in (("other text", "codecs_cpu.json"), ("another question", "codecs_cpu_question_first.json")):
+        for row in _rows(name):
+            if row["task"] == "all":
+                kl = [f"{row[of]:.2g}" for of in ("mean KL", "largest KL")] if row["codec"] != "auto" else ["", ""]
+                cells = [behind, f"`{row['reuse']}`", f"`{row['codec']}`", f"{row['right %']:.1f}", *kl]
+                yield [*cells, f"{row['agreement %']:.2f}"]
+
+
+def ttft(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Times to the first token of known images behind new text (`vlcache bench ttft --disk DIR`)."""
+    of_disk = {row["configuration"]: row for row in rows if row["K, V in"] == "disk"}
+    yield [
+        "", "first token, s", "spread", "from disk, s", "times faster than cold", "than encoder cached", "rows a layer",
+        "operations a second, of cold's", "floor, s", "times its floor", "but for computing, %",
+    ]  # fmt: skip
+    for row in rows:
+        if row["K, V in"] != "disk":
+            name = row["configuration"]
+            disk = f"{of_disk[name]['TTFT ms'] / 1000:.3g}" if name in of_disk else ""
+            cells = [f"{row['TTFT ms'] / 1000:.3g}", _spread(row["spread ms"] / 1000, "{:.3g}"), disk]
+            cells += [_times(row[of]) for of in ("over cold", "over encoder cached")]
+            cells += [f"{row['rows a layer']:.0f}", f"{row['GFLOP/s of cold']:.2f}", f"{row['floor ms'] / 1000:.3g}"]
+            yield [name, *cells, f"{row['times floor']:.1f}", f"{row['TTFT minus compute %']:.0f}"]
+
+
+def ttft_sizes(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Seconds to the first token by image tokens (`vlcache bench ttft --image-tokens 1024,2048`)."""
+    shown = ("cold", "encoder cached", "r = 0.1", "schedule, mean 0.0250", "shift, r = 0.03", "r = 0")
+    yield ["image tokens", *shown, "operations a second, of cold's: r = 0.1, schedule", "r = 0, times its floor"]
+    for tokens in dict.fromkeys(row["image tokens"] for row in rows):
+        found = {row["configuration"]: row for row in rows if row["image tokens"] == tokens}
+        rates = [f"{found[name]['GFLOP/s of cold']:.2f}" for name in ("r = 0.1", "schedule, mean 0.0250")]
+        cells = [f"{found[name]['TTFT ms'] / 1000:.3g}" for name in shown]
+        yield [str(tokens), *cells, ", ".join(rates), f"{found['r = 0']['times floor']:.1f}"]
+
+
+def ttft_first(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What README shows of `ttft`."""
+    names = {
+        "cold": "cold",
+        'encoder cached (`"exact"`)': "encoder cached",
+        '`"approximate"`': "shift, r = 0.03",
+        '`"full"`': "r = 0",
+    }
+    yield ["", *names]
+    found = {row["configuration"]: row for row in rows if row["K, V in"] != "disk"}
+    yield ["seconds", *(f"{found[name]['TTFT ms'] / 1000:.2g}" for name in names.values())]
+    yield ["slowest less fastest", *(_spread(found[name]["spread ms"] / 1000, "{:.2g}") for name in names.values())]
+    yield ["times faster", *(_times(found[name]["over cold"]) for name in names.values())]
+
+
+def _spread(seconds: float, form: str) -> str:
+    """The slowest run less the fastest."""
+    return form.format(seconds) if seconds else "one run"
+
+
+def _times(ratio: float) -> str:
+    """A ratio of times, which are not known to more than two digits."""
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
+def prefill(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Cold runs beside torch (`python -m research.prefill`)."""
+    yield ["dtype", "tokens", "prefill, s", "torch", "encoder, s", "torch", "together, torch's of ours"]
+    for row in rows:
+        parts = [row[f"{part} ms, {who}"] for part in ("prefill", "encode") for who in ("vlcache", "torch")]
+        yield [row["dtype"], str(row["slots"]), *(f"{ms / 1000:.3g}" for ms in parts), f"{_torch_share(row):.2f}"]
+
+
+def _torch_share(row: Row) -> float:
+    """What torch takes of our time for pictures and prompt."""
+    ours, torch = (sum(row[f"{part} ms, {who}"] for part in ("prefill", "encode")) for who in ("vlcache", "torch"))
+    return float(torch / ours)
+
+
+def torch_speed(dtype: str) -> str:
+    """How many times as fast as ours torch's cold runs are, encoder and prefill together: "1.35 to 1.40"."""
+    found = sorted(1 / _torch_share(row) for row in _rows("prefill_cpu.json") if row["dtype"] == dtype)
+    return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+
+def variants() -> Iterator[list[str]]:
+    """Throughput of 96 requests under ways to reuse, and beside transformers (`vlcache bench batch`)."""
+    yield ["", "tokens/s", "spread", "runs", "decode steps", "launches a token", "same answers, %"]
+    for title, name, place in (
+        ("`\"off\"`", "reuse", 0), ("`\"exact\"`", "reuse", 1), ("`0.1`", "reuse", 2), ("`\"shift-0.02\"`", "reuse", 3),
+        ("the engine", "transformers", 0), ("transformers + torch", "transformers", 1),
+    ):  # fmt: skip
+        row = _rows(f"throughput_{name}_cpu_96.json")[place]
+        launches = "" if row["launches a token"] is None else f"{row['launches a token']:.3f}"
+        yield [
+            title, f"{row['tokens/s']:.0f}", f"{row['spread %']:.0f} %", str(len(row["runs"])),
+            f"{row['decode steps']:.0f}", launches, f"{row['equal answers %']:.0f}",
+        ]  # fmt: skip
+
+
+def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
+    yield ["", "into memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
+    written = {
+        row["store"]: f"{row['ms']:.0f} ms" for row in rows if (row["what"], row["codec"]) == ("write", "bfloat16")
+    }
+    loads = [row for row in rows if row["what"] == "read" and "not possible" not in row["page cache"]]
+    for memory, where in (("new", "that is mapped anew"), ("old", "that was mapped before")):
+        for store, page_cache in dict.fromkeys((row["store"], row["page cache"]) for row in loads):
+            case = (store, page_cache, memory)
+            own = [row for row in loads if (row["store"], row["page cache"], row["memory"]) == case]
+            cells = [f"{row['ms']:.0f} ms, {row['ratio %']:.0f} %" for row in own]
+            is_first = memory == "new" and page_cache != "cold"
+            title = f"{store}, cold" if page_cache == "cold" else store
+            yield [title, where, written.get(store, "") if is_first else "", *cells]
+
+
+def modelled(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Time of attention of Qwen3-VL-8B by a model of the chip, of the kernel's before the work list."""
+    yield ["attention", "of the kernel before"]
+    for row in rows:
+        if row["model"] == "Qwen3-VL-8B":
+            yield [row["case"], f"{row['ratio']:.2f}"]
+
+
+def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Milliseconds of the host until the first launch of a hit (`python -m research.launched`)."""
+    yield ["", "median, ms", "least, ms"]
+    for row in rows:
+        yield [row["what"], f"{row['ms']:.3g}", f"{row['least ms']:.3g}"]
+
+
+def host(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Milliseconds that the host takes for a step (`python -m research.host`)."""
+    yield ["", "rows", "work lists", "handing over", "together", "of it before the first layer"]
+    for row in rows:
+        parts = ("rows", "work lists", "handing over", "together", "until the first layer")
+        yield [row["case"], *(f"{row[f'{part} ms']:.1f}" for part in parts)]
+
+
+def markdown(lines: Iterator[list[str]]) -> str:
+    """A table, its first line the head."""
+    head, *rest = lines
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rest)) + "\n"
+
+
+def _of(make: Callable[[Sequence[Row]], Iterator[list[str]]], name: str) -> Iterator[list[str]]:
+    return make(_rows(name))
+
+
+def _compared(rows: Sequence[Row]) -> Iterator[list[str]]:
+    return goals(rows, COMPARED)
+
+
+# The lines of each table, the first one its head.
+TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
+    "inside": inside,
+    "gains": gains,
+    "lengths": lengths,
+    "codecs": codecs,
+    "ttft": functools.partial(_of, ttft, "ttft_cpu.json"),
+    "ttft first": functools.partial(_of, ttft_first, "ttft_cpu.json"),
+    "ttft bfloat16": functools.partial(_of, ttft, "ttft_bf16_cpu.json"),
+    "ttft shipped": functools.partial(_of, ttft, "ttft_tiny_vqa_cpu.json"),
+    "ttft 8b": functools.partial(_of, ttft, "ttft_8b_cpu.json"),
+    "ttft sizes": functools.partial(_of, ttft_sizes, "ttft_sizes_cpu.json"),
+    "host": functools.partial(_of, host, "host.json"),
+    "launched": functools.partial(_of, launched, "launched_cpu.json"),
+    "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
+    "stores": functools.partial(_of, stores, "stores_cpu.json"),
+    "throughput": variants,
+    "attention by model": functools.partial(_of, modelled, "attention_model.json"),
+    "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
+}
+for _model in MODELS:
+    TABLES[f"choice {_model}"] = functools.partial(_of, choice, f"choice_{_model}.json")
+    for _size, (_name, _make) in itertools.product(
+        SIZES, {"losses": losses, "goals": _compared, "answers": answers, "cold": cold}.items()
+    ):
+        TABLES[f"{_name} {_model} {_size}"] = functools.partial(_of, _make, f"study_{_model}_{_size}.json")
+
+
+def _apart(reused: bool) -> str:
+    """Right answers of 100 about two images seen apart, behind another question, in the largest sample."""
+    case = ("question_first", "apart", "several")
+    [row] = [row for row in _rows("goal_question_first.json") if _case(row) == case and row["reuse"] == APPROXIMATE]
+    return f"{row['mean'] - (0 if reused else row['difference']):.2f}"
+
+
+# Figures within a line.
+FIGURES: dict[str, Callable[[], str]] = {
+    "torch float32": functools.partial(torch_speed, "float32"),
+    "torch bfloat16": functools.partial(torch_speed, "bfloat16"),
+    "apart cold": functools.partial(_apart, False),
+    "apart approximate": functools.partial(_apart, True),
+}
+
+
+def rewrite(text: str) -> str:
+    """A page with its tables and figures as the files say.
+
+    Raises:
+      ValueError: there is no such table, or figure.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        if name not in TABLES:
+            raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name}")
+        return f"{begin}{markdown(TABLES[name]())}{end}"
+
+    def fill_in(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        if name not in FIGURES:
+            raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {name}")
+        return f"{begin}{FIGURES[name]()}{end}"
+
+    return _FIGURE.sub(fill_in, _TABLE.sub(fill, text))
+
+
+def main() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := rewrite(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"{page} is as the results say now")
+
+
+if __name__ == "__main__":
+    main()

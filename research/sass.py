@@ -1,0 +1,268 @@
+"""Instructions of the kernels' inner loops, counted in their machine code for an H200, on a machine without one.
+
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.sass --out instructions.json
+
+Mosaic GPU writes what `nvdisasm` reads out of a compiled kernel. Counted are the innermost loops that multiply matrices
+and those that only load; waits, which turn out of line, are not. Some instructions of a turn are branched over: for
+each number of selects (which mask), or of accesses to shared memory, that a turn may have, the longest way counts.
+jax's own kernel, `jax.experimental.pallas.ops.gpu.attention_mgpu`, stands beside ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import graphlib
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+
+from research.compile_report import compile_program
+from vlcache_jax.pallas_kernels import paged_attention
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, AttentionShape
+from vlcache_jax.study import report
+
+_INSTRUCTION = re.compile(r":(\d+)\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(\w+)\s+)?([A-Z][A-Z0-9_.]*) *(.*?)\s*$")
+_TARGET = re.compile(r"^(.*)`\((\.L\w+)\)")
+SHARED_MEMORY = ("LDS", "LDSM", "STS", "STSM")
+COUNTED = ("HGMMA", "FFMA", "FMUL", "FADD", "FMNMX", "MUFU", "F2FP", "FSEL", "ISETP", "R2UR", "BAR", "LDG", "UTMALDG")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One of machine code: its name without modifiers, the cycles it stalls at least, and which may come next."""
+
+    name: str
+    stall: int
+    after: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A way through a loop: its instructions, how many cycles they stall at least, and how many bear which name."""
+
+    instructions: int
+    stall: int
+    names: collections.Counter[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+      name: of its function.
+      compute: loops that multiply; turns by their number of selects.
+      load: loops that only load; turns by their number of accesses to shared memory.
+      registers: of a thread at the launch.
+      spills: bytes of stack and of spilled registers.
+      shared_memory: bytes of a program.
+      warnings: of the assembler.
+    """
+
+    name: str
+    compute: list[dict[int, Turn]]
+    load: list[dict[int, Turn]]
+    registers: int
+    spills: int
+    shared_memory: int
+    warnings: list[str]
+
+
+def parse(text: str) -> list[Instruction]:
+    """Reads what `nvdisasm` writes of one kernel, with stall cycles in front of each instruction."""
+    labels: dict[str, int] = {}
+    lines: list[re.Match[str]] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = len(lines)
+        elif match := _INSTRUCTION.search(line):
+            lines.append(match)
+    code = []
+    for at, match in enumerate(lines):
+        stall, predicate, name, operands = match.groups()
+        name = name.split(".")[0]
+        target = _TARGET.match(operands) if name == "BRA" else None
+        if name in ("BRX", "CALL", "JMP") or (name == "BRA" and target is None):
+            raise ValueError(f"branches must have a label, got {match[0]}")
+        goes_on = name not in ("BRA", "EXIT", "RET") or predicate is not None or (target and target[1].strip())
+        after = ([labels[target[2]]] if target else []) + ([at + 1] if goes_on and at + 1 < len(lines) else [])
+        code.append(Instruction(name, int(stall), tuple(after)))
+    return code
+
+
+def loops(code: list[Instruction]) -> dict[int, set[int]]:
+    """The instructions of each loop by its first one: what reaches a branch back to it without passing it."""
+    before: list[list[int]] = [[] for _ in code]
+    for at, instruction in enumerate(code):
+        for after in instruction.after:
+            before[after].append(at)
+    everything = (1 << len(code)) - 1
+    dominators = [1] + [everything] * (len(code) - 1)  # of each, as bits: those that every way to it passes
+    changed = True
+    while changed:
+        changed = False
+        for at in range(1, len(code)):
+            found = functools.reduce(int.__and__, (dominators[b] for b in before[at]), everything) | 1 << at
+            changed |= found != dominators[at]
+            dominators[at] = found
+    found_loops: dict[int, set[int]] = {}
+    for at, instruction in enumerate(code):
+        for first in instruction.after:
+            if dominators[at] >> first & 1:
+                body = found_loops.setdefault(first, {first})
+                ahead = [at]
+                while ahead:
+                    if (here := ahead.pop()) not in body:
+                        body.add(here)
+                        ahead += before[here]
+    return found_loops
+
+
+def innermost(code: list[Instruction], names: Iterable[str]) -> dict[int, set[int]]:
+    """The loops that hold such instructions, but no other such loop."""
+    holding = {
+        first: body for first, body in loops(code).items() if not {code[at].name for at in body}.isdisjoint(names)
+    }
+    return {first: body for first, body in holding.items() if not any(body > other for other in holding.values())}
+
+
+def turns(code: list[Instruction], first: int, names: Iterable[str]) -> dict[int, Turn]:
+    """The longest turns of a loop by how many instructions of these names they have; inner loops are left out."""
+    found = loops(code)
+    body = found[first].difference(*(inner for inner in found.values() if inner < found[first]))
+    before: dict[int, list[int]] = {at: [] for at in body}
+    for at in body:
+        for after in code[at].after:
+            if after in body and after != first:
+                before[after].append(at)
+    ways: dict[int, dict[int, Turn]] = {}
+    for at in graphlib.TopologicalSorter(before).static_order():
+        instruction, ways[at] = code[at], {}
+        arriving = [Turn(0, 0, collections.Counter())] if at == first else []
+        for turn in arriving + [turn for b in before[at] for turn in ways[b].values()]:
+            counts = turn.names + collections.Counter([instruction.name])
+            _keep_longest(ways[at], Turn(turn.instructions + 1, turn.stall + instruction.stall, counts), names)
+    whole: dict[int, Turn] = {}
+    for at in body:
+        if first in code[at].after:
+            for turn in ways[at].values():
+                _keep_longest(whole, turn, names)
+    return dict(sorted(whole.items()))
+
+
+def _keep_longest(ways: dict[int, Turn], turn: Turn, names: Iterable[str]) -> None:
+    key = sum(turn.names[name] for name in names)
+    if key not in ways or ways[key].instructions < turn.instructions:
+        ways[key] = turn
+
+
+def kernels(compile_them: Callable[[], object]) -> list[Kernel]:
+    """The Mosaic GPU kernels that this compiles, which must not have been compiled before.
+
+    Raises:
+      RuntimeError: none was compiled, or `nvdisasm` (package nvidia-cuda-nvdisasm) is not there.
+    """
+    with tempfile.TemporaryDirectory() as folder, _environment("MOSAIC_GPU_DUMP_TO", folder):
+        compile_them()
+        found = sorted(pathlib.Path(folder).glob("*.sass_ctrl"))
+        if not found:
+            raise RuntimeError(f"no kernel was compiled and disassembled, got {os.listdir(folder)}")
+        return [_read(path) for path in found]
+
+
+def _read(path: pathlib.Path) -> Kernel:
+    code = parse(path.read_text())
+    assembler = path.with_suffix(".ptxas").read_text()
+    [memory] = re.findall(r"smem_scratch_bytes=(\d+)", path.with_suffix(".resources.txt").read_text())
+    [spilled] = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", assembler)
+    [registers] = re.findall(r"Used (\d+) registers", assembler)
+    compute = innermost(code, ["HGMMA"])
+    load = [first for first, body in innermost(code, ["UTMALDG"]).items() if first not in compute]
+    return Kernel(
+        name=path.stem,
+        compute=[turns(code, first, ["FSEL"]) for first in compute],
+        load=[turns(code, first, SHARED_MEMORY) for first in load],
+        registers=int(registers),
+        spills=sum(map(int, spilled)),
+        shared_memory=int(memory),
+        warnings=re.findall(r"^.*(?:warning|C75\d\d).*$", assembler, re.MULTILINE),
+    )
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def compile_paged(shape: AttentionShape) -> Kernel:
+    """Our kernel for a case (another one merges what it gives)."""
+    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+    arguments = *shape.paged_specs(), shape.work("mosaic_gpu").config.abstract()
+    return kernels(lambda: compile_program(attend, arguments))[0]
+
+
+def compile_jaxs(shape: AttentionShape, *, causal: bool) -> Kernel:
+    """jax's kernel for as many rows as slots, two warpgroups of 64 rows and blocks of 128 slots as in ours."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=causal)
+    attend = functools.partial(attention_mgpu.attention, config=config)
+    # In jax 0.11.2 it does float16 alone.
+    q, k = (jax.ShapeDtypeStruct((1, shape.N, heads, shape.D), jnp.float16) for heads in (shape.H, shape.K))
+    [kernel] = kernels(lambda: compile_program(attend, (q, k, k)))
+    return kernel
+
+
+def _rows(name: str, kernel: Kernel) -> Iterator[dict[str, object]]:
+    for kind, loops_of_kind in (("multiplies", kernel.compute), ("loads", kernel.load)):
+        whole = min((turn.instructions for loop in loops_of_kind for turn in loop.values()), default=0)
+        for loop in loops_of_kind:
+            for turn in loop.values():
+                yield {
+                    "kernel": name,
+                    "loop": kind,
+                    "instructions": turn.instructions,
+                    "more": turn.instructions - whole,
+                    "stall cycles": turn.stall,
+                    **{instruction: turn.names[instruction] for instruction in COUNTED},
+                    "of shared memory": sum(turn.names[instruction] for instruction in SHARED_MEMORY),
+                    "registers": kernel.registers,
+                    "spilled bytes": kernel.spills,
+                    "shared memory": kernel.shared_memory,
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    arguments = parser.parse_args()
+    cases = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
+    cold = cases["cold 4096"]
+    compiled = {f"paged attention, {name}": compile_paged(cases[name]) for name in ("cold 4096", "decode 8 x 20480")}
+    for causal in (False, True):
+        name = f"jax.experimental.pallas.ops.gpu.attention_mgpu, {'causal' if causal else 'not causal'}"
+        compiled[name] = compile_jaxs(cold, causal=causal)
+    rows = [row for name, kernel in compiled.items() for row in _rows(name, kernel)]
+    head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm") | {"target": "NVIDIA H200"}
+    report.publish("Instructions of a warp for each turn of a loop", rows, head, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

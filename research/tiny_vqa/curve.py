@@ -1,0 +1,50 @@
+"""Draws the learning curves of runs: `python -m research.tiny_vqa.curve RUN... --out FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+
+import numpy as np
+
+from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
+
+
+def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
+    """One panel a run: the share of right answers in training, by task, and where the grids grow."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(runs), figsize=(5.5 * len(runs), 3.6), squeeze=False, sharey=True)
+    for axis, run in zip(axes[0], runs, strict=True):
+        lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        for task, kinds in TASKS.items():
+            means = [
+                np.mean([line["right"][kind] for kind in kinds if kind in line["right"]] or [np.nan]) for line in lines
+            ]
+            axis.plot([line["step"] for line in lines], 100 * np.array(means), label=task, linewidth=1)
+        for before, after in itertools.pairwise(lines):
+            if after["stage"] != before["stage"]:
+                axis.axvline(after["step"], color="gray", linewidth=0.5)
+        axis.set_title(f"{run.name}, {lines[-1]['seconds'] / 3600:.1f} h")
+        axis.set_xlabel("step")
+    axes[0, 0].set_ylabel("right, %")
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=pathlib.Path, nargs="+", help="folders of runs")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="picture to write")
+    args = parser.parse_args()
+    draw(args.runs, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,701 @@
+"""Trains the small model: `python -m research.tiny_vqa.train --out RUN`. Stopped, it goes on from RUN.
+
+The grids grow while the model learns; each step is a few groups of conversations, all of one shape within a group.
+Under torchrun the processes share a step's groups, which on few cores is faster than threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from research.tiny_vqa.conversations import MIXTURE, converse
+from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES, Picture, Size, draw_pictures, render
+from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, ask
+from vlcache_jax.inputs.processor import ImageProcessor
+from vlcache_jax.study.questions import number_name
+from vlcache_jax.testing import TOKEN_IDS, make_checkpoint
+
+_VOCABULARY = 512
+# Family, text and vision settings; "small" is shipped.
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "small": (
+        "qwen3_vl",
+        {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
+        {"hidden_size": 128, "intermediate_size": 384, "depth": 4, "num_heads": 2, "deepstack_visual_indexes": [1, 2]},
+    ),
+    "large": (
+        "qwen3_vl",
+        {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
+        {"hidden_size": 256, "intermediate_size": 1024, "depth": 6, "num_heads": 4, "deepstack_visual_indexes": [1, 3]},
+    ),
+    # Without key norms; see `transfer`. Its heads are as wide as those of "small".
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4},
+        {"hidden_size": 128, "intermediate_size": 384, "depth": 4, "num_heads": 2, "window_size": 64},
+    ),
+}
+_TEXT = {"vocab_size": _VOCABULARY, "num_key_value_heads": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [12, 10, 10]}
+# What a family's own settings are.
+_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        {"head_dim": 64, "rope_parameters": _ROPE | {"mrope_interleaved": True}},
+        {"num_position_embeddings": 256},
+    ),
+    "qwen2_5_vl": ({"rope_parameters": _ROPE}, {}),
+}
+_ALIGNMENT_WEIGHT, _TEMPERATURE, _NORM_WEIGHT = 0.3, 0.25, 1e-3
+# What an image token shows and where, in words as they stand inside a sentence; and words that it is or is not.
+_WORDS = (
+    [f" {colour}" for colour in COLOURS],
+    [f" {shape}" for shape in SHAPES],
+    [*"12345"],
+    [f" {c}" for c in "ABCDE"],
+)
+_FLAGS = (" code", " nothing")
+_NUMBERS = [f" {number_name(i + 1)}" for i in range(4)]  # of images
+_BOUND_AT = 2  # the layer by which image tokens are drawn to the number of their image
+# How often each kind of question is asked; those about several images only where there are several.
+SHARES = {
+    "what": 0.04,
+    "colour": 0.02,
+    "where": 0.04,
+    "attribute": 0.06,
+    "code": 0.04,
+    "contents": 0.06,
+    "places": 0.06,
+    "colours": 0.1,
+    "count": 0.18,
+    "exists": 0.06,
+    "more": 0.12,
+    "shows_code": 0.08,
+    "at_code": 0.08,
+    "find_code": 0.06,
+}
+# Questions about several things at once hold more lookups a token, and the key stands right before each answer.
+_EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2}
+_ABOUT_SEVERAL = ("more", "shows_code", "at_code", "find_code")
+# What is at a place, where something is, one and several at once: the rest follows from these.
+_LEADING = ("what", "where", "contents", "places")
+_EARLY_MIXTURE = {"image_first": 0.8, "text_first": 0.1, "question_first": 0.1}
+_VISION = {"patch_size": 8}
+MIN_PIXELS, MAX_PIXELS = 32 * 32, 400 * 16 * 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is shown until the model gets `promote` of each of the `_LEADING` kinds right.
+
+    Attributes:
+      sizes: of pictures; a group takes one for all its pictures of the same place.
+      images: shares of conversations with 1, 2, ... images; none: the encoder alone learns, until it sees everything.
+      mixture: shares of the arrangements.
+      shares: how often each kind of question is asked.
+    """
+
+    sizes: tuple[Size, ...]
+    images: tuple[float, ...]
+    promote: float
+    mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: MIXTURE)
+    shares: Mapping[str, float] = dataclasses.field(default_factory=lambda: SHARES)
+
+
+def _sizes(least: int, most: int, cells: tuple[int, ...] = (32,)) -> tuple[Size, ...]:
+    sides = range(least, most + 1)
+    sizes = [Size(rows, columns, cell) for rows in sides for columns in sides for cell in cells]
+    return tuple(size for size in sizes if size.tokens <= 400)
+
+
+# In a line one word tells the place: a row or a column.
+_LINES = tuple(Size(*side) for n in (1, 2, 3, 4) for side in ((1, n), (n, 1)))
+CURRICULUM = (
+    Stage(_sizes(1, 5, (32, 48, 64)), (), 0.99),
+    Stage(_LINES, (1.0,), 0.6, _EARLY_MIXTURE, _EARLY_SHARES),
+    Stage(
+        (Size(1, 3), Size(3, 1)) + 3 * (Size(2, 2), Size(2, 3), Size(3, 2)),
+        (0.9, 0.1),
+        0.75,
+        _EARLY_MIXTURE,
+        _EARLY_SHARES,
+    ),
+    Stage(_sizes(2, 3), (0.7, 0.3), 0.8),
+    Stage(_sizes(2, 4), (0.3, 0.7), 0.8),
+    Stage(_sizes(3, 5), (0.5, 0.45, 0.05), 0.85),
+    Stage(4 * _sizes(3, 5) + _sizes(3, 5, (48, 64)), (0.4, 0.5, 0.06, 0.04), 2.0),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Conversations with pictures of the same sizes.
+
+    Attributes:
+      inputs: of the model.
+      answer: number of the answer that a token of `input_ids` belongs to, -1 for none [B, N].
+      kinds: of the answers' questions, "" for other talk [A].
+      labels: of the image tokens, see `_labels` [T, 6].
+      numbers: of the image that each image token belongs to; -1 where its conversation has no other [T].
+      about: number of the image that the next token, of an answer, is about; -1 if it is of none or of several [B, N].
+    """
+
+    inputs: dict[str, torch.Tensor]
+    answer: torch.Tensor
+    kinds: list[str]
+    labels: torch.Tensor
+    numbers: torch.Tensor
+    about: torch.Tensor
+
+
+class Sampler:
+    """Conversations as tensors.
+
+    Args:
+      checkpoint: directory with tokenizer and image processor.
+
+    Attributes:
+      rng: of everything drawn.
+      numbers: tokens that number images.
+    """
+
+    def __init__(self, checkpoint: pathlib.Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.processor = ImageProcessor.from_pretrained(checkpoint)
+        self.rng = np.random.default_rng(0)
+        self._ids: dict[str, list[int]] = {}
+        self.numbers = self.word_ids(_NUMBERS).tolist()
+
+    def pictures(self, stage: Stage, tokens: int) -> list[Picture]:
+        """Pictures of about so many tokens."""
+        pictures: list[Picture] = []
+        while sum(picture.size.tokens for picture in pictures) < tokens:
+            pictures += draw_pictures(self.rng, [stage.sizes[self.rng.integers(len(stage.sizes))]])
+        return pictures
+
+    def group(self, stage: Stage, tokens: int, turns: int) -> Group:
+        """Conversations of `turns` questions, in all about `tokens` tokens."""
+        rng = self.rng
+        count = 1 + int(rng.choice(len(stage.images), p=stage.images))
+        sizes = [stage.sizes[i] for i in rng.integers(len(stage.sizes), size=count)]
+        batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
+        rows, numbers = [], []
+        shown: list[Picture] = []
+        kinds: list[str] = []
+        for _ in range(batch):
+            pictures = draw_pictures(rng, sizes)
+            kinds_asked = [*self._kinds(stage, count, turns), "what"]  # the last is always possible
+            arrangement = str(rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
+            if arrangement == "question_first":
+                # Every kind stands before pictures equally often. By their shares, places were not learnt there.
+                kinds_asked.insert(0, str(rng.choice(_possible(stage, count))))
+            questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
+            shown += pictures
+            images = [picture.size.tokens for picture in pictures]
+            numbers += [torch.full((size,), i if count > 1 else -1) for i, size in enumerate(images)]
+            messages = converse(rng, images, questions, arrangement)
+            row, answers = self._encode(messages, first_answer=len(kinds))
+            spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
+            asked_about = [-1] * spoken + [_asked_about(question.text) for question in questions]
+            rows.append((row, answers, self._about(row, [a - len(kinds) for a in answers], asked_about)))
+            kinds += [""] * spoken + [question.kind for question in questions]
+        length = max(len(row) for row, *_ in rows)
+        ids = np.full((batch, length), TOKEN_IDS["<|endoftext|>"])
+        answer, about = np.full((2, batch, length), -1)
+        for i, fields in enumerate(rows):
+            for array, values in zip((ids, answer, about), fields, strict=True):
+                array[i, : len(values)] = values
+        encoded = encoder_inputs(self.processor, shown)
+        inputs = {
+            "input_ids": torch.from_numpy(ids),
+            "pixel_values": encoded["hidden_states"],
+            "image_grid_thw": encoded["grid_thw"],
+            "mm_token_type_ids": torch.from_numpy((ids == TOKEN_IDS["<|image_pad|>"]).astype(np.int32)),
+        }
+        return Group(
+            inputs,
+            torch.from_numpy(answer),
+            kinds,
+            torch.cat([_labels(picture) for picture in shown]),
+            torch.cat(numbers),
+            torch.from_numpy(about),
+        )
+
+    def _about(self, ids: list[int], answers: list[int], asked: list[int]) -> list[int]:
+        """Which image the next token is about: the last one named in its answer so far, or the one of the question.
+
+        Args:
+          answers: number of the answer that each token belongs to; none below 0.
+          asked: for each answer the image that its question is about, or -1.
+        """
+        about = [-1] * len(ids)
+        now = -1
+        for i, answer in enumerate(answers[1:]):
+            if answer < 0:
+                continue
+            if answers[i] != answer:
+                now = asked[answer]
+            elif ids[i] in self.numbers:
+                now = self.numbers.index(ids[i])
+            about[i] = now
+        return about
+
+    def word_ids(self, words: Sequence[str]) -> torch.Tensor:
+        """The words' tokens; each must be one."""
+        ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
+        return torch.tensor([token for [token] in ids])
+
+    def _kinds(self, stage: Stage, images: int, turns: int) -> list[str]:
+        kinds = _possible(stage, images)
+        total = sum(stage.shares[kind] for kind in kinds)
+        return [str(k) for k in self.rng.choice(kinds, size=turns, p=[stage.shares[kind] / total for kind in kinds])]
+
+    def _encode(self, messages: list[dict[str, Any]], first_answer: int) -> tuple[list[int], list[int]]:
+        """Token ids, and the number of the answer that each belongs to. An image is its number of tokens."""
+        ids: list[int] = []
+        answers: list[int] = []
+        answer = first_answer
+        for message in messages:
+            self._append(ids, f"<|im_start|>{message['role']}\n")
+            start = len(ids)
+            content = message["content"]
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                if part["type"] == "text":
+                    self._append(ids, part["text"])
+                else:
+                    placeholders = [TOKEN_IDS["<|image_pad|>"]] * int(part["image"])
+                    ids += [TOKEN_IDS["<|vision_start|>"], *placeholders, TOKEN_IDS["<|vision_end|>"]]
+            ids.append(TOKEN_IDS["<|im_end|>"])
+            answers += [-1] * (start - len(answers))
+            if message["role"] == "assistant":
+                answers += [answer] * (len(ids) - start)
+                answer += 1
+            self._append(ids, "\n")
+        return ids, answers + [-1] * (len(ids) - len(answers))
+
+    def _append(self, ids: list[int], text: str) -> None:
+        if text not in self._ids:
+            if len(self._ids) > 100_000:
+                self._ids.clear()
+            self._ids[text] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids += self._ids[text]
+
+
+def _possible(stage: Stage, images: int) -> list[str]:
+    """The kinds of questions that a stage asks about so many images."""
+    return [kind for kind in stage.shares if images > 1 or kind not in _ABOUT_SEVERAL]
+
+
+def _asked_about(question: str) -> int:
+    """Number of the image that a question is about, from 0; -1 if it names none or several."""
+    named = [i for i, number in enumerate(_NUMBERS) if f"image{number}" in question.lower()]
+    return named[0] if len(named) == 1 else -1
+
+
+def encoder_inputs(processor: ImageProcessor, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
+    """Pixels of the pictures' patches and their grids, as the library's towers take them."""
+    patches = [processor.patches(render(picture)) for picture in pictures]
+    pixels = np.concatenate([processor.pixel_values(shown) for shown in patches])
+    return {"hidden_states": torch.from_numpy(pixels), "grid_thw": torch.tensor([shown.grid for shown in patches])}
+
+
+def _labels(picture: Picture) -> torch.Tensor:
+    """Numbers in `_WORDS` of what each image token shows, -1 for nothing; 0 or 1 for each of `_FLAGS` [T, 6]."""
+    size = picture.size
+    labels = torch.full((size.rows, size.columns, 6), -1)
+    labels[:, :, 2] = torch.arange(size.rows)[:, None]
+    labels[:, :, 3] = torch.arange(size.columns)
+    labels[:, :, 4:] = torch.tensor([0, 1])
+    for (row, column), glyph in picture.glyphs.items():
+        shown = (list(COLOURS).index(glyph.colour), SHAPES.index(glyph.shape))
+        labels[row, column, [0, 1, 4, 5]] = torch.tensor([*shown, (row, column) == picture.code, 0])
+    tokens = size.cell // 16
+    return labels.repeat_interleave(tokens, dim=0).repeat_interleave(tokens, dim=1).flatten(0, 1)
+
+
+def new_checkpoint(directory: pathlib.Path, variant: str) -> None:
+    """Writes all of a checkpoint but the weights."""
+    model_type, text, vision = VARIANTS[variant]
+    own_text, own_vision = _FAMILIES[model_type]
+    make_checkpoint(
+        directory,
+        model_type,
+        weights=False,
+        tie_word_embeddings=True,
+        text={**text, **_TEXT, **own_text},
+        vision={**vision, **_VISION, **own_vision},
+        min_pixels=MIN_PIXELS,
+        max_pixels=MAX_PIXELS,
+        corpus=_corpus(),
+        dtype="bfloat16",
+    )
+
+
+def _corpus() -> Iterator[str]:
+    """Texts as in training, pictures left out."""
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        pictures = draw_pictures(rng, [Size(5, 5)] * int(rng.integers(1, 5)))
+        questions = [question for kind in KINDS if (question := ask(rng, pictures, [kind]))]
+        arrangement = str(rng.choice(list(MIXTURE)))
+        for message in converse(rng, pictures, questions, arrangement):
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            yield f"{message['role']}\n" + "".join(part.get("text", "\n") for part in parts)
+
+
+class Trainer:
+    """A model, its optimizer and where they stand, kept in `run/state.pt`.
+
+    Args:
+      run: folder of the run, made if it does not exist.
+      variant: of `VARIANTS`.
+      seed: of the weights and of everything drawn.
+      learning_rate: before its descent.
+      image_numbers: whether image tokens are drawn to the word that numbers their image.
+      curriculum: what is shown, in this order.
+    """
+
+    def __init__(
+        self,
+        run: pathlib.Path,
+        *,
+        variant: str,
+        seed: int,
+        learning_rate: float,
+        image_numbers: bool = True,
+        curriculum: Sequence[Stage] = CURRICULUM,
+    ) -> None:
+        self.run = run
+        self.curriculum = curriculum
+        self.image_numbers = image_numbers
+        run.mkdir(parents=True, exist_ok=True)
+        checkpoint = run / "checkpoint"
+        if not checkpoint.exists():
+            new_checkpoint(checkpoint, variant)
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(checkpoint)
+        self.model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        self.seed = seed
+        self.sampler = Sampler(checkpoint)
+        self._encoded: list[list[torch.Tensor]] = []  # image tokens, and DeepStack's features
+        self.model.model.visual.register_forward_hook(
+            lambda *call: self._encoded.append([call[2].pooler_output, *getattr(call[2], "deepstack_features", [])])
+        )
+        self._bound: list[torch.Tensor] = []
+        self.model.model.language_model.layers[_BOUND_AT].register_forward_pre_hook(
+            lambda _, args: self._bound.append(args[0])
+        )
+        self._numbers = torch.tensor(self.sampler.numbers)
+        self._words = [self.sampler.word_ids(words) for words in _WORDS]
+        self._flags = self.sampler.word_ids(_FLAGS)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        others = [p for p in self.model.parameters() if p.ndim <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+            lr=learning_rate,
+            betas=(0.9, 0.98),
+            fused=True,
+        )
+        self.learning_rate = learning_rate
+        self.step, self.stage, self.seconds = 0, 0, 0.0
+        self.finish: tuple[int, int] | None = None  # first and last step of the learning rate's descent
+        self.right: list[dict[str, list[float]]] = []  # of the stage's last steps
+        if (run / "state.pt").exists():
+            self._load()
+        else:
+            self.begin()
+
+    def begin(self) -> None:
+        """Draws the weights of a new run."""
+        _initialize(self.model)
+
+    def train_step(self, tokens: int, turns: int, groups: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.sampler.rng = np.random.default_rng([self.seed, self.step, rank])
+        rate = self.learning_rate * min(1.0, (self.step + 1) / 200)
+        if self.finish is not None:
+            first, last = self.finish
+            rate *= max(0.0, (last - self.step) / (last - first))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        right: dict[str, list[float]] = {}
+        total = 0.0
+        # Behind its own stage the encoder sees everything, and rests: a third of the time is saved.
+        self.model.model.visual.requires_grad_(not self.curriculum[self.stage].images)
+        for _ in range(groups // processes):
+            if self.curriculum[self.stage].images:
+                loss, answers = self.forward(self.sampler.group(self.curriculum[self.stage], tokens // groups, turns))
+            else:
+                loss, answers = self.look(tokens // groups)
+            (loss / groups).backward()
+            total += loss.item() / groups
+            for kind, values in answers.items():
+                right.setdefault(kind, []).extend(values)
+        if processes > 1:
+            right, total = self._share(right, total)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.seconds += time.perf_counter() - start
+        self.right = [*self.right[-29:], right]
+        accuracy = self.accuracy()
+        stage = self.stage
+        leading = [accuracy[kind] for kind in (*_LEADING, "sight") if kind in accuracy]
+        if len(self.right) == 30 and min(leading) >= self.curriculum[stage].promote:
+            self.stage, self.right = stage + 1, []
+        return {"step": self.step, "stage": stage, "loss": total, "seconds": self.seconds, "right": accuracy}
+
+    def look(self, tokens: int) -> tuple[torch.Tensor, dict[str, list[float]]]:
+        """The encoder's loss on pictures alone, and how many tokens show what they are."""
+        pictures = self.sampler.pictures(self.curriculum[self.stage], tokens)
+        self.model.model.visual(**encoder_inputs(self.sampler.processor, pictures))
+        rows = self._encoded.pop()
+        loss, seen = self._align(rows, torch.cat([_labels(picture) for picture in pictures]))
+        return loss + self.further_loss(rows[0], pictures), {"sight": [seen]}
+
+    def further_loss(self, rows: torch.Tensor, pictures: Sequence[Picture]) -> torch.Tensor:
+        """What a subclass adds to the loss of the encoder's rows for these pictures; nothing here."""
+        return rows.new_zeros(())
+
+    def _share(self, right: dict[str, list[float]], loss: float) -> tuple[dict[str, list[float]], float]:
+        """Sums gradients over the processes; returns all their answers and the sum of their losses."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch.nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        torch.nn.utils.vector_to_parameters(flat, gradients)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (right, loss))
+        kinds = dict.fromkeys(kind for found, _ in parts for kind in found)
+        everything = {kind: [value for found, _ in parts for value in found.get(kind, [])] for kind in kinds}
+        return everything, sum(part for _, part in parts)
+
+    def forward(self, group: Group) -> tuple[torch.Tensor, dict[str, list[float]]]:
+        """The loss, and for each kind of question which answers were right to the last token."""
+        hidden = self.model.model(**group.inputs, use_cache=False).last_hidden_state[:, :-1]
+        answer, labels = group.answer[:, 1:], group.inputs["input_ids"][:, 1:]
+        asked = answer >= 0
+        answer, labels = answer[asked], labels[asked]
+        logits = self.model.lm_head(hidden[asked])
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        alignment, seen = self._align(self._encoded.pop(), group.labels)
+        binding, bound = self._bind(self._bound.pop(), group)
+        with torch.no_grad():
+            wrong = torch.zeros(len(group.kinds)).index_add_(0, answer, (logits.argmax(-1) != labels).float())
+        right: dict[str, list[float]] = {}
+        for kind, errors in zip(group.kinds, wrong.tolist(), strict=True):
+            if kind:
+                right.setdefault(kind, []).append(float(errors == 0))
+        right |= {"sight": [seen], "number": bound}
+        return loss + _ALIGNMENT_WEIGHT * (alignment + binding), right
+
+    def _bind(self, hidden: torch.Tensor, group: Group) -> tuple[torch.Tensor, list[float]]:
+        """The loss that draws tokens to the word that numbers an image, and how often they find it.
+
+        After a few layers, tokens before an answer's are drawn to that of the image it is about and, with
+        `image_numbers`, image tokens to that of their image. Without both, a question about one of two images was
+        answered from either for 800 steps.
+        """
+        numbered = group.about.clone()
+        if self.image_numbers:
+            numbered[group.inputs["mm_token_type_ids"] == 1] = group.numbers
+        number = numbered[numbered >= 0]
+        if not len(number):
+            return hidden.new_zeros(()), []
+        likeness = self._likeness(hidden[numbered >= 0], self._numbers)
+        right = (likeness.argmax(-1) == number).float().mean()
+        return torch.nn.functional.cross_entropy(likeness, number), [right.item()]
+
+    def _align(self, encoded: list[torch.Tensor], labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """The loss that draws image tokens to the words of what they show and where, and how often it finds them.
+
+        Encoders of published models come aligned with text. Without it, colours and places became something that
+        words look up after a thousand steps, shapes not even after five thousand. Lengths are held near those of words:
+        image tokens grew to 60 times a word's, DeepStack's features to 100, and covered whatever layers added.
+        """
+        features = encoded[0]
+        loss = _NORM_WEIGHT * torch.stack([part.square().sum(-1).mean() for part in encoded]).sum()
+        right = torch.ones(len(features), dtype=torch.bool)
+        for ids, numbers in zip(self._words, labels.T, strict=False):
+            likeness = self._likeness(features, ids)
+            loss = loss + torch.nn.functional.cross_entropy(likeness, numbers, ignore_index=-1)
+            right &= (likeness.argmax(-1) == numbers) | (numbers < 0)
+        likeness, flags = self._likeness(features, self._flags), labels[:, len(self._words) :]
+        loss = loss + torch.nn.functional.binary_cross_entropy_with_logits(likeness, flags.float())
+        right &= ((likeness > 0) == flags).all(-1)
+        return loss, right.float().mean().item()
+
+    def _likeness(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        words = self.model.model.language_model.embed_tokens(ids)
+        return features @ torch.nn.functional.normalize(words, dim=-1).T / _TEMPERATURE
+
+    def accuracy(self) -> dict[str, float]:
+        """Share of right answers in the last 30 steps, each token given the right ones before it."""
+        values: dict[str, list[float]] = {}
+        for right in self.right:
+            for kind, found in right.items():
+                values.setdefault(kind, []).extend(found)
+        return {kind: float(np.mean(values[kind])) for kind in (*KINDS, "sight", "number") if values.get(kind)}
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            **{name: getattr(self, name) for name in _KEPT},
+        }
+        torch.save(state, self.run / "state.tmp")
+        os.replace(self.run / "state.tmp", self.run / "state.pt")
+
+    def export(self, directory: pathlib.Path) -> None:
+        """Writes the model as a Hugging Face directory, weights in bfloat16."""
+        shutil.copytree(self.run / "checkpoint", directory, dirs_exist_ok=True)
+        tensors = {
+            name: tensor.to(torch.bfloat16).contiguous()
+            for name, tensor in self.model.state_dict().items()
+            if name != "lm_head.weight"  # is the table of token embeddings
+        }
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def _load(self) -> None:
+        state = torch.load(self.run / "state.pt", weights_only=False)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in _KEPT:
+            setattr(self, name, state[name])
+
+
+_KEPT = ("step", "stage", "seconds", "finish", "right")
+
+
+def _initialize(model: Any) -> None:
+    """Draws weights by width: the library's 0.02 is meant for wide models and learns late here."""
+    layers = model.config.text_config.num_hidden_layers
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        if "deepstack" in name and name.endswith("linear_fc2.weight"):
+            torch.nn.init.zeros_(parameter)  # comes in when the rest knows what to do with it
+            continue
+        match name.split(".")[-2]:
+            case "embed_tokens":
+                std = 0.05
+            case "pos_embed":
+                with torch.no_grad():
+                    parameter.copy_(_smooth_positions(*parameter.shape))
+                continue
+            case "o_proj" | "down_proj" | "linear_fc2" | "proj" if "merger" not in name and "patch_embed" not in name:
+                std = 0.7 / (2 * layers * parameter.shape[1]) ** 0.5
+            case _:
+                std = 0.7 / parameter[0].numel() ** 0.5
+        torch.nn.init.normal_(parameter, std=std)
+    for layer in model.model.language_model.layers:
+        _look_for_likes(layer.self_attn, model.config.text_config)
+
+
+@torch.no_grad()
+def _look_for_likes(attention: Any, config: Any) -> None:
+    """Lets a head of each group begin by attending to what is like the row itself, and by copying it.
+
+    Queries equal to keys, outputs the transpose of values: mimetic initialization (Trockman and Kolter, 2023). Trained
+    models have such heads; lookups then begin from tokens that are already aligned.
+    """
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    q, k, v = (
+        projection.weight.view(-1, attention.head_dim, config.hidden_size)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    out = attention.o_proj.weight.view(config.hidden_size, heads, attention.head_dim)
+    for group in range(groups):
+        head = group * (heads // groups)
+        q[head] = k[group]
+        out[:, head] = 0.3 * v[group].T
+
+
+def _smooth_positions(count: int, width: int) -> torch.Tensor:
+    """Waves over rows and columns, [count, width]: from random position embeddings no second dimension was learnt."""
+    side = int(count**0.5)
+    place = torch.linspace(0, torch.pi, side)[:, None]
+    order = torch.arange(1, width // 4 + 1)
+    waves = 0.8 * torch.cat([(order * place).sin(), (order * place).cos()], dim=1) / order.repeat(2) ** 0.5
+    rows, columns = waves.repeat_interleave(side, dim=0), waves.repeat(side, 1)
+    return torch.cat([rows, columns], dim=1)
+
+
+def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc__, variant: str = "small") -> None:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the run")
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default=variant)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument(
+        "--image-numbers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw image tokens to the word that numbers their image",
+    )
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
+    parser.add_argument("--turns", type=int, default=4, help="questions in a conversation")
+    parser.add_argument("--groups", type=int, default=2, help="of a step; each has pictures of one size")
+    parser.add_argument("--steps", type=int, help="stop after so many; the run can go on later")
+    parser.add_argument("--finish", type=int, help="bring the learning rate to 0 in this many steps from here, and end")
+    parser.add_argument("--export", type=pathlib.Path, help="write the model as it stands to this folder, and end")
+    args = parser.parse_args()
+    torch.set_flush_denormal(True)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+        if args.groups % dist.get_world_size():
+            parser.error(f"--groups must be a multiple of the {dist.get_world_size()} processes, got {args.groups}")
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    if not leads:
+        dist.barrier()  # until the files are there
+    trainer = make(
+        args.out,
+        variant=args.variant,
+        seed=args.seed,
+        learning_rate=args.learning_rate,
+        image_numbers=args.image_numbers,
+    )
+    if leads and dist.is_initialized():
+        dist.barrier()
+    if args.export is not None:
+        trainer.export(args.export)
+        return
+    for layer in trainer.model.model.language_model.layers:
+        layer.compile(dynamic=True)  # a sixth less time a step
+    if args.finish is not None and trainer.finish is None:
+        trainer.finish = (trainer.step, trainer.step + args.finish)
+    last = math.inf if args.steps is None else trainer.step + args.steps
+    if trainer.finish is not None:
+        last = min(last, trainer.finish[1])
+    with open(args.out / "log.jsonl", "a", encoding="utf-8") as log:
+        while trainer.step < last:
+            report = trainer.train_step(args.tokens, args.turns, args.groups)
+            if not leads:
+                continue
+            if trainer.step % 20 == 0:
+                log.write(json.dumps(report) + "\n")
+                log.flush()
+            if trainer.step % 200 == 0 or trainer.stage != report["stage"]:
+                trainer.save()
+    if leads:
+        trainer.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Tables in the docs: how they are made, and that they say what their files say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+
+from research import published
+
+ROW = {
+    "size": "small", "arrangement": "text_first", "donors": "together", "images": "one", "group": "cold",
+    "reuse": "off", "questions": 300, "mean": 99.0, "difference": 0.0, "low": -0.5, "high": 0.5, "worst task": "grid",
+    "worst difference": 0.0, "worst low": -1.0, "worst high": 1.0, "at most": 1.0, "rows %": 100.0,
+    "rows x layers %": 100.0, "MB read": 0.0, "ms": 80.4,
+}  # fmt: skip
+LOST = {
+    "group": "no rows", "reuse": "full", "mean": 95.04, "difference": -3.96, "low": -6.0, "high": -2.0,
+    "worst task": "count", "worst difference": -8.0, "worst low": -12.0, "worst high": -4.0, "at most": 12.0,
+    "rows %": 0.0, "rows x layers %": 0.0, "MB read": 1.68, "ms": 9.6,
+}  # fmt: skip
+APART = {"arrangement": "question_first", "donors": "apart", "images": "several"}
+ROWS = [ROW, ROW | LOST, ROW | APART, ROW | LOST | APART | {"difference": -60.0}]
+
+
+def test_losses_have_a_line_for_each_setting():
+    head, cold, full = published.losses(ROWS)
+    assert len(head) == len(cold) == len(full) == 3 + len(published.CASES)
+    assert cold == ["cold, right of 100", "100.0", "100.0", "99.0", "", "", "", "", "99.0"]
+    assert full == ["`full`", "0.0", "0.0", "-4.0", "", "", "", "", "-60.0"]
+
+
+def test_each_case_has_schedules_of_its_own_and_all_are_one_line():
+    own, other = ({"group": f"rows of {name}"} for name in ("schedule", "schedule-of-text_first"))
+    settings = [own | {"reuse": name} for name in ("schedule", "shift-schedule", "0.0247", "spread-0.0247")]
+    settings += [
+        other | {"reuse": name} for name in ("schedule-of-text_first", "shift-schedule-of-text_first", "0.025")
+    ]
+    settings += [{"group": "r = 0.03", "reuse": "shift-0.03"}]
+    found = [line[0] for line in published.losses([ROW | LOST | setting for setting in settings])]
+    assert found[1:] == [
+        "`schedule`", "`shift-schedule`", "`ratio` of its mean", "`spread-ratio` of its mean",
+        "`schedule` of the other context", "`shift-schedule` of the other context", "`shift-0.03`",
+    ]  # fmt: skip
+
+
+def test_goals_have_a_line_for_each_case_and_setting():
+    _, one, apart = published.goals(ROWS, ["full"])
+    assert one == [
+        "one, behind other text", "`full`", "300", "99.0", "-4.0 [-6.0, -2.0]", "-8.0 [-12.0, -4.0] count", "12.00",
+        "10", "1.7",
+    ]  # fmt: skip
+    assert apart[:2] == ["two, seen apart, behind another question", "`full`"]
+    _, one, _ = published.goals(ROWS, ["full"], digits=2)
+    assert one[3:6] == ["99.00", "-3.96 [-6.00, -2.00]", "-8.00 [-12.00, -4.00] count"]
+
+
+def test_lengths_have_a_line_for_each_case(tmp_path, monkeypatch):
+    case = {"arrangement": "text_first", "donors": "apart", "images": "several", "reuse": published.APPROXIMATE}
+    row = case | {"kept MSE": 0.0941, "free MSE": 0.2394, "gain difference": 4.0, "gain low": -2.04, "gain high": 9.3}
+    found = {"model": "small", "split": "test", "rows": [row | {"reuse": "shift-0.1"}, row]}
+    (tmp_path / "a.json").write_text(json.dumps(found), encoding="utf-8")
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    monkeypatch.setattr(published, "LENGTHS", ["a.json"])
+    _, line = published.lengths()
+    shown = "two, seen apart, behind other text"
+    assert line == ["small", "test", shown, "0.094", "0.24", "+4.0 [-2.0, +9.3]"]
+
+
+def test_answers_have_a_line_for_each_case():
+    rows = [*ROWS, ROW | {"reuse": published.APPROXIMATE, "mean": 98.96}]
+    rows = [row for row in rows if row["donors"] == "together"]
+    _, line = published.answers(rows)
+    assert line == ["one, behind other text", "300", "99.0", "99.0", "95.0"]
+
+
+def test_a_choice_is_told_with_losses_and_errors():
+    rows = [{"logit MSE": 0.0345} | row for row in ROWS]
+    assert list(published.choice(rows)) == [
+        ["images", "`full`"],
+        ["one, behind other text", "-4.0, 0.035"],
+        ["two, seen apart, behind another question", "-60.0, 0.035"],
+    ]
+
+
+def test_cold_answers_are_told_by_task():
+    one = {"reuse": "off", "grid": 99.0, "compare": "-", "questions": 300, "mean": 99.0}
+    case = {name: ROW[name] for name in ("arrangement", "donors", "images")}
+    several = case | {"images": "several"}
+    rows = [case | one, several | one | {"compare": 91.04}, several | one | {"donors": "apart"}, ROW | LOST]
+    assert list(published.cold(rows)) == [
+        ["images", "grid", "compare", "mean"],
+        ["one, behind other text", "99.0", "", "99.0"],
+        ["two, behind other text", "99.0", "91.0", "99.0"],
+    ]
+
+
+def test_times_are_told_by_configuration_and_size():
+    names = ("cold", "encoder cached", "r = 0.1", "r = 0", "schedule, mean 0.0250", "shift, r = 0.03")
+    rows = [
+        {"configuration": name, "K, V in": place, "image tokens": tokens, "TTFT ms": tokens + 1000 * i,
+             "spread ms": 227, "over cold": 11.2 * i,
+         "over encoder cached": 1.0, "rows a layer": 34.4, "GFLOP/s of cold": i / 10, "floor ms": 100.0,
+         "times floor": 2.0 + i, "TTFT minus compute %": 3.0}
+        for tokens in (1024, 2048) for place in ("disk", "host") for i, name in enumerate(names)
+    ]  # fmt: skip
+    host = [row for row in rows if row["K, V in"] == "host"]
+    _, small, large = published.ttft_sizes(host)
+    assert small == ["1024", "1.02", "2.02", "3.02", "5.02", "6.02", "4.02", "0.20, 0.40", "5.0"]
+    assert large[:2] == ["2048", "2.05"]
+    first = [row for row in rows if row["image tokens"] == 1024]
+    for row in first:
+        row["TTFT ms"] *= row["K, V in"] != "disk"  # those do not count
+    _, seconds, spread, faster = published.ttft_first(first)
+    assert seconds == ["seconds", "1", "2", "6", "4"]
+    assert spread == ["slowest less fastest", *["0.23"] * 4]
+    assert faster == ["times faster", "0", "11", "56", "34"]  # no more digits than the times have
+    assert next(itertools.islice(published.ttft(first), 2, None))[:5] == ["encoder cached", "2.02", "0.227", "0", "11"]
+    assert list(published.launched([{"what": "plan", "ms": 732.39, "least ms": 1.0}]))[1] == ["plan", "732", "1"]
+    parts = ("rows", "work lists", "handing over", "together", "until the first layer")
+    row = {"case": "a step"} | {f"{part} ms": i + 0.25 for i, part in enumerate(parts)}
+    assert list(published.host([row]))[1] == ["a step", "0.2", "1.2", "2.2", "3.2", "4.2"]
+
+
+def test_torch_is_told_with_the_encoder(tmp_path, monkeypatch):
+    both = {
+        "dtype": "float32",
+        "prefill ms, vlcache": 2000.0,
+        "prefill ms, torch": 1900.0,
+        "encode ms, vlcache": 5000.0,
+    }
+    rows = [both | {"slots": slots, "encode ms, torch": ms} for slots, ms in ((1, 3100.0), (2, 3000.0))]
+    (tmp_path / "prefill_cpu.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    assert list(published.prefill(rows))[1] == ["float32", "1", "2", "1.9", "5", "3.1", "0.71"]
+    assert published.rewrite("a <!-- figure torch float32 -->0<!-- end --> b") == (
+        "a <!-- figure torch float32 -->1.40 to 1.43<!-- end --> b"
+    )
+    with pytest.raises(ValueError, match=r"figure must be one of .*, got vllm"):
+        published.rewrite("<!-- figure vllm --><!-- end -->")
+
+
+def test_pages_are_rewritten_between_their_marks(monkeypatch):
+    monkeypatch.setitem(published.TABLES, "of a test", lambda: iter([["a", "b"], ["1", "2"]]))
+    page = "Before.\n\n<!-- table of a test -->\nold\n<!-- end -->\n\nBehind.\n"
+    new = "Before.\n\n<!-- table of a test -->\n| a | b |\n| --- | --- |\n| 1 | 2 |\n<!-- end -->\n\nBehind.\n"
+    assert published.rewrite(page) == published.rewrite(new) == new
+    with pytest.raises(ValueError, match=r"table must be one of .*, got nothing"):
+        published.rewrite(page.replace("of a test", "nothing"))
+
+
+def test_the_readmes_times_are_of_files():
+    readme = (published.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!-- table ttft first -->\n|  | cold |" in readme
+    assert re.search(r"torch is\n?<!-- figure torch float32 -->", readme)
+
+
+def test_what_is_told_of_stores_leaves_no_load_out():
+    """Nor what stays below 70 % where the memory that is loaded into was mapped before."""
+    _, *lines = published.stores(published._rows("stores_cpu.json"))
+    names = ["disk", "disk, cold", "object store (file://)", "peer (loopback)", "Redis (loopback)"]
+    assert [line[0] for line in lines] == names * 2
+    assert lines[5] == ["disk", "that was mapped before", "", "36 ms, 41 %", "19 ms, 47 %", "17 ms, 37 %"]
+
+
+def test_who_ran_once_has_no_spread():
+    row = dict.fromkeys(
+        ("TTFT ms", "spread ms", "over cold", "over encoder cached", "rows a layer", "GFLOP/s of cold", "floor ms",
+         "times floor", "TTFT minus compute %"), 0.0,
+    )  # fmt: skip
+    assert list(published.ttft([row | {"configuration": "cold", "K, V in": "host"}]))[1][2] == "one run"
+
+
+def test_pages_say_what_their_files_say():
+    for page in published.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert published.rewrite(text) == text, f"{page}: run python -m research.published"
