@@ -18,7 +18,7 @@ class Loop:
     """Runs an engine's passes in a thread of its own, as long as there is something to do.
 
     Args:
-      engine: is driven by nobody else.
+      engine: is driven by nobody else; gone when the loop is closed.
     """
 
     def __init__(self, engine: Engine):
@@ -103,9 +103,9 @@ class Loop:
             self._is_closed = True
         self.begin()  # what has been submitted, and nobody has begun, ends too
         self.wait()
-        if self.engine is not None:
-            self.engine.close()
-        self.engine = None  # type: ignore[assignment]  # who is closed needs no weights
+        engine = vars(self).pop("engine", None)  # who is closed needs no weights
+        if engine is not None:
+            engine.close()
 
     def check_open(self) -> None:
         """Raises a RuntimeError if the loop is closed."""

@@ -151,6 +151,9 @@ class Lease:
       is_ended: nobody holds it any more.
       is_fork: whether it began with all of another one's prompt.
       table: the pool's page of each of its logical pages.
+      pages: these, as `Pages` knows them.
+      original: the page to be copied, until what the lease is to compute has been launched.
+      era: of `Pages`, when it was taken.
     """
 
     shared: int = 0
@@ -162,9 +165,9 @@ class Lease:
     is_ended: bool = False
     is_fork: bool = False
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    _pages: list[_Page] = field(default_factory=list)
-    _source: _Page | None = None
-    _era: tuple[int, int] = (0, 0)  # see `Pages._era`
+    pages: list[_Page] = field(default_factory=list)
+    original: _Page | None = None
+    era: tuple[int, int] = (0, 0)
 
     @property
     def is_ready(self) -> bool:
@@ -178,8 +181,8 @@ class Lease:
 
     def add(self, pages: Sequence[_Page]) -> None:
         """More of them."""
-        self._pages += pages
-        self.table = np.array([page.number for page in self._pages], np.int32)
+        self.pages += pages
+        self.table = np.array([page.number for page in self.pages], np.int32)
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,7 @@ class Pages:
             way, found = self._find(chain) if chain is not None else ([], 0)
             found = found if usable is None else min(found, usable)
             shared, cached = found // self.size, min(found, most)
-            lease = Lease(shared=shared, cached=cached, _era=self._era)
+            lease = Lease(shared=shared, cached=cached, era=self._era)
             source = way[shared] if cached > shared * self.size else None
             if not self._fill(lease, way[:shared], source, length, spare):
                 if source is None:
@@ -278,9 +281,9 @@ class Pages:
         """A lease that begins with all `prompt` tokens of another one, whatever they are; see `take`."""
         with self._lock:
             shared = prompt // self.size
-            lease = Lease(shared=shared, cached=prompt - 1, is_fork=True, _era=origin._era)
-            source = origin._pages[shared] if prompt % self.size > 1 else None
-            if not self._fill(lease, origin._pages[:shared], source, length, spare):
+            lease = Lease(shared=shared, cached=prompt - 1, is_fork=True, era=origin.era)
+            source = origin.pages[shared] if prompt % self.size > 1 else None
+            if not self._fill(lease, origin.pages[:shared], source, length, spare):
                 return None
             if not origin.is_proven and origin not in lease.sources:
                 lease.sources.append(origin)
@@ -290,7 +293,7 @@ class Pages:
         """Lets each lease hold so many tokens; False, and nothing changes, if there are not enough pages for all."""
         with self._lock:
             missing = [
-                max(0, -(-length // self.size) - len(lease._pages))
+                max(0, -(-length // self.size) - len(lease.pages))
                 for lease, length in zip(leases, lengths, strict=True)
             ]
             if sum(missing) > self._available:
@@ -304,13 +307,13 @@ class Pages:
         """What the lease was to compute has been launched."""
         with self._lock:
             lease.is_computed = True
-            self._forget_source(lease)
+            self._forget_original(lease)
 
     def proven(self, lease: Lease) -> None:
         """What the lease was to compute is there, and is good."""
         with self._lock:
             lease.is_proven = True
-            for page in lease._pages:
+            for page in lease.pages:
                 if page.maker is lease:
                     page.maker = None
 
@@ -323,17 +326,17 @@ class Pages:
         """
         with self._lock:
             lease.is_ended = True
-            if lease._era[0] != self._era[0]:
+            if lease.era[0] != self._era[0]:
                 return
-            if chain is not None and lease.is_proven and lease._era == self._era:
+            if chain is not None and lease.is_proven and lease.era == self._era:
                 self._keep(lease, chain, len(chain), None)
-            for page in lease._pages[lease.shared :]:
+            for page in lease.pages[lease.shared :]:
                 if failed or page.maker is lease:
                     self._cut_off(page)
-            self._forget_source(lease)
-            for page in reversed(lease._pages):  # the first pages of a chain stay longest
+            self._forget_original(lease)
+            for page in reversed(lease.pages):  # the first pages of a chain stay longest
                 self._release(page)
-            lease._pages = []
+            lease.pages = []
 
     # Residents.
 
@@ -405,7 +408,7 @@ class Pages:
         if count < len(chain):
             count -= count % self.size  # a page that holds something else, too, is not found
         node = self._root(chain.owner)
-        for number, page in enumerate(lease._pages[: -(-count // self.size)]):
+        for number, page in enumerate(lease.pages[: -(-count // self.size)]):
             piece = chain.piece(number * self.size, min((number + 1) * self.size, count))
             closest, common = _closest(node, piece)
             if closest is not None and common == piece.length:
@@ -470,7 +473,7 @@ class Pages:
             self._use(page)
         lease.add([*way, *(self._new() for _ in range(needed))])
         if source is not None:
-            lease._source, lease.copy = source, (source.number, lease._pages[len(way)].number)
+            lease.original, lease.copy = source, (source.number, lease.pages[len(way)].number)
             self._copies += 1
         lease.sources = list(dict.fromkeys(page.maker for page in used if page.maker is not None))
         return True
@@ -497,10 +500,10 @@ class Pages:
         page.uses = 1
         return page
 
-    def _forget_source(self, lease: Lease) -> None:
-        if lease._source is not None and lease._era[0] == self._era[0]:
-            self._release(lease._source)
-        lease._source = None
+    def _forget_original(self, lease: Lease) -> None:
+        if lease.original is not None and lease.era[0] == self._era[0]:
+            self._release(lease.original)
+        lease.original = None
 
 
 def _ids(page: _Page) -> bytes:
