@@ -236,12 +236,14 @@ def programs_made_once() -> Iterator[None]:
             told: Any = own.definitions
             rules = *vars(Definitions).values(), *vars(LinkDefinitions).values()  # a test may replace some
             self.place = told.told, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), key
-            self.lowered = None if self.place in known else lower(own, key)
+            self.found = known.get(self.place)
+            self.lowered = None if self.found else lower(own, key)
 
         def compile(self) -> Any:
             if self.lowered is not None:
-                known[self.place] = self.lowered.compile(), self.own.kernels.get(self.key)
-            compiled, kernels = known[self.place]
+                self.found = known[self.place] = self.lowered.compile(), self.own.kernels.get(self.key)
+            assert self.found is not None
+            compiled, kernels = self.found
             if kernels is not None:
                 self.own.kernels[self.key] = kernels
             return compiled

@@ -105,7 +105,9 @@ def places(rng, tokens, width, dtype):
 @functools.partial(jax.jit, static_argnums=0)
 def data_of(codec, stored, bias=None, weight=None):
     heads = stored.shape[2:]
-    blocks = jnp.stack([codec.block(codec.encode(x, *c), *heads) for x, c in zip(stored, ((bias, weight), ()))])
+    constants = (bias, weight), ()
+    blocks = [codec.block(codec.encode(x, *own), *heads) for x, own in zip(stored, constants, strict=True)]
+    blocks = jnp.stack(blocks)
     return jnp.stack([jnp.zeros_like(blocks), blocks])
 
 
