@@ -218,6 +218,7 @@ def programs_made_once() -> Iterator[None]:
     """
     from vlcache_jax.device import programs
     from vlcache_jax.device.definitions import Definitions, shapes
+    from vlcache_jax.device.link_definitions import LinkDefinitions
 
     known: dict[Any, tuple[Any, Any]] = {}
     define, lower, check = Definitions.__init__, programs.Programs._lower, programs.check_maps
@@ -232,13 +233,17 @@ def programs_made_once() -> Iterator[None]:
 
         def __init__(self, own: programs.Programs, key: programs.Key):
             self.own, self.key = own, key
-            self.place = own.definitions.told, tuple(map(repr, jax.config.values.items())), key  # type: ignore[attr-defined]
-            self.lowered = None if self.place in known else lower(own, key)
+            told: Any = own.definitions
+            rules = *vars(Definitions).values(), *vars(LinkDefinitions).values()  # a test may replace some
+            self.place = told.told, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), key
+            self.found = known.get(self.place)
+            self.lowered = None if self.found else lower(own, key)
 
         def compile(self) -> Any:
             if self.lowered is not None:
-                known[self.place] = self.lowered.compile(), self.own.kernels.get(self.key)
-            compiled, kernels = known[self.place]
+                self.found = known[self.place] = self.lowered.compile(), self.own.kernels.get(self.key)
+            assert self.found is not None
+            compiled, kernels = self.found
             if kernels is not None:
                 self.own.kernels[self.key] = kernels
             return compiled

@@ -13,7 +13,7 @@ from vlcache_jax.pallas_kernels import PAGE
 
 # Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of
 # its own opens an engine of these, whose programs are compiled once for all.
-LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(1, 4, 8))
+LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(1, 8))
 SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
 WITHIN = 60  # seconds, for what would hang otherwise
 ATOL = {"float32": 2e-6, "bfloat16": 1e-2}  # of attention, against float64
@@ -39,6 +39,12 @@ each_decoder = pytest.mark.parametrize(
     indirect=True,
     scope="session",
 )
+
+
+def give_pages(llm, count):
+    """The pool is as if it were of so many pages, and empty. (A smaller one has programs of its own.)"""
+    llm.service.cache.pages.count = count
+    llm.service.cache.pages.reset()
 
 
 def user(*parts):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, user
+from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, give_pages, user
 from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
 from vlcache_jax.device.memory_plan import slot_bytes
@@ -132,7 +132,8 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
 def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conversations):
     """Several waves: the same answers, in the same order."""
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
-    with open_llm(family_checkpoint, kv_cache_bytes=3 * page_bytes(family_checkpoint), max_model_len=304) as engine:
+    with open_llm(family_checkpoint) as engine:
+        give_pages(engine, 3)
         outputs = engine.chat(conversations, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == expected
     waves = [o.metrics.wave for o in outputs]
@@ -168,11 +169,12 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
 
 
 @each_decoder
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, monkeypatch, capsys):
     """Requests of random lengths and images, seen and new, every way of sampling: not one compilation, eager ones
     included; and no weights are hashed, and no pool is made."""
     rng = np.random.default_rng(0)
-    ladder = Ladder(rows=(64, 256), patches=(64, 256), sequences=(1, 4, 8))
+    ladder = Ladder(rows=(64, 256), patches=(64, 256), sequences=(1, 8))
     with open_llm(family_checkpoint, ladder=ladder, reuse="approximate") as llm:
         decoders = mock.Mock(wraps=service.import_decoders)
         monkeypatch.setattr(service, "import_decoders", decoders)

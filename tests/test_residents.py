@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from research.compile_report import abstract_runner
-from tests.helper import SIZES, damage_first_passage, spoil, user
+from tests.helper import SIZES, damage_first_passage, give_pages, spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.device.memory_plan import slot_bytes
@@ -291,7 +291,8 @@ def test_tiny_pools(llm, directory, picture, reuse, monkeypatch):
     ]
     chat(llm, user("Elsewhere: ", picture[1], picture[0]))
     one_by_one = [chat(llm, request, params=own, reuse=reuse)[0] for request, own in zip(requests, params, strict=True)]
-    with open_llm(directory, kv_cache_bytes=5 * page_bytes(llm), max_model_len=5 * PAGE) as tiny:
+    with open_llm(directory) as tiny:
+        give_pages(tiny, 5)
         spoil(tiny, monkeypatch)
         assert tiny.stats().pages == 5
         chat(tiny, user("Elsewhere: ", picture[1], picture[0]))
@@ -339,8 +340,9 @@ def test_who_counts_on_one_that_fails_computes(llm, picture, monkeypatch, n):
     assert tokens(chat(llm, *requests[1:], params=params)) == cold
 
 
-def test_who_failed_takes_no_pages_from_who_runs(directory, llm, monkeypatch):
-    with open_llm(directory, kv_cache_bytes=4 * page_bytes(llm), max_model_len=4 * PAGE) as tiny:
+def test_who_failed_takes_no_pages_from_who_runs(directory, monkeypatch):
+    with open_llm(directory) as tiny:
+        give_pages(tiny, 4)
         params = [GREEDY, SamplingParams(temperature=0, max_tokens=450, ignore_eos=True)]
         damage_first_prefill(monkeypatch)
         outputs = chat(tiny, user(LONG), user("b"), params=params, on_error="return")
@@ -392,7 +394,8 @@ def test_forks_of_prompts_that_end_with_an_image(llm, picture, reuse, more):
 
 
 def test_the_youngest_is_put_back(directory, llm, monkeypatch):
-    with open_llm(directory, kv_cache_bytes=7 * page_bytes(llm), max_model_len=7 * PAGE) as tiny:
+    with open_llm(directory) as tiny:
+        give_pages(tiny, 7)
         put_back = []
         put = tiny.service.engine.scheduler.put_back
         monkeypatch.setattr(tiny.service.engine.scheduler, "put_back", lambda one: (put_back.append(one), put(one)))
@@ -407,7 +410,7 @@ def test_the_youngest_is_put_back(directory, llm, monkeypatch):
 @pytest.mark.parametrize(("pages", "questions"), [(10, 16), pytest.param(64, 64, marks=pytest.mark.ladder)])
 def test_questions_about_a_document_hold_it_once(engine, tmp_path, monkeypatch, pages, questions):
     directory = make_checkpoint(tmp_path, model_type="qwen3_vl", seed=4, text={"max_position_embeddings": 9000})
-    ladder = Ladder(rows=(64, 256, 2048), patches=(64,), sequences=(1, 16, 64))
+    ladder = Ladder(rows=(64, 2048), patches=(64,), sequences=(64,))
     size, answer = pages * PAGE, 20
     with open_llm(
         directory, ladder=ladder, max_model_len=size + 2 * PAGE, kv_cache_bytes=200 * page_bytes(engine)

@@ -28,8 +28,8 @@ from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
 
-# Of more rungs: these tests count steps and rows.
-LADDER = Ladder(rows=(16, 32, 64, 128, 256), patches=(64, 256, 1024), sequences=(1, 4, 8))
+# Most of the prompts here are one step, whose launches, rows and bits can be told.
+LADDER = Ladder(rows=(16, 64, 256), patches=(64, 256, 1024), sequences=(1, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FORCED = "the quick brown fox"
 
@@ -273,7 +273,7 @@ def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, direc
         order = [2, 0, 3, 1]
         packed = logits(llm, *(requests[i] for i in order), reuse=reuse)
         assert_close(packed, np.stack([alone[i] for i in order]))
-    ladder = Ladder(rows=(24, 48, 100), patches=(48, 2000), sequences=(2, 8))
+    ladder = Ladder(rows=(40, 100), patches=(48, 2000), sequences=(3,))
     with open_llm(directory, ladder=ladder, max_rows=100) as other:
         chat(other, user("unrelated ", a[::-1].copy()))
         chat(other, user("Something else entirely, longer than the other: ", b, a, "?"))
@@ -1038,11 +1038,13 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
     approximate = []
     rng = np.random.default_rng(0)
     images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
-    with open_llm(directory, max_rows=64) as llm:  # steps end inside images
+    ladder = Ladder(rows=(16, 64), patches=(256, 1024), sequences=(1, 8))  # steps end inside images
+    with open_llm(directory, ladder=ladder) as llm:
         schedule = falling(llm, 500, 500, 100, 20)
         assert llm.warmup(reuse=schedule, verbose=False)[0] == llm.service.device.runner.programs.num_programs
         moving = Spread(schedule=schedule, shift=True)
         assert llm.warmup(reuse=moving, verbose=False)[0] > 0
+        count = llm._runner.programs.num_programs
         for thread in threading.enumerate():
             if thread.name == "vlcache-ahead":  # of an engine that other tests use
                 thread.join()
@@ -1065,6 +1067,7 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
                     chat(llm, request, reuse=reuse)
                     logits(llm, request, reuse=reuse)
         assert not compiled
+        assert llm._runner.programs.num_programs == count
     assert max(approximate) > 1e-2
 
 

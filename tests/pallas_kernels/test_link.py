@@ -102,10 +102,12 @@ def places(rng, tokens, width, dtype):
     return jnp.asarray(slot, jnp.int32), *(jnp.asarray(f(angle), dtype) for f in (np.cos, np.sin))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def data_of(codec, stored, bias=None, weight=None):
     heads = stored.shape[2:]
-    k = jax.jit(codec.encode)(stored[0], bias, weight)
-    blocks = jnp.stack([codec.block(x, *heads) for x in (k, codec.encode(jnp.asarray(stored[1])))])
+    constants = (bias, weight), ()
+    blocks = [codec.block(codec.encode(x, *own), *heads) for x, own in zip(stored, constants, strict=True)]
+    blocks = jnp.stack(blocks)
     return jnp.stack([jnp.zeros_like(blocks), blocks])
 
 
@@ -117,11 +119,15 @@ def constant(kind, heads, width, seed=1):
     return {"weight": jnp.asarray(weight, jnp.float32)} if kind == "weight" else {}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def decoded(codec, pool, block, bias=None, weight=None):
+    return codec.decode_block(block, *pool.shape[1:], bias, weight).astype(pool.dtype)
+
+
 def wanted(codec, pool, data, slot, cos, sin, bias=None, weight=None):
     """In float64, from decoded keys and values rounded to the pool's dtype."""
-    heads = pool[0].shape[1:]
     k, v = (
-        np.asarray(codec.decode_block(x, *heads, *c).astype(pool[0].dtype), np.float64)
+        np.asarray(decoded(codec, pool[0], x, *c), np.float64)
         for x, c in zip(data[1], ((bias, weight), ()), strict=True)
     )
     (a, b), c, s = np.split(k, 2, -1), *(np.asarray(x, np.float64) for x in (cos, sin))
@@ -250,7 +256,8 @@ def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
     assert 400 < np.linalg.norm(bias) < 900
 
     def error(x, without):
-        return np.asarray(codec.decode(codec.encode(x, without), 4, 128, without), np.float64) - x
+        there_and_back = jax.jit(lambda x: codec.decode(codec.encode(x, without), 4, 128, without))
+        return np.asarray(there_and_back(x), np.float64) - x
 
     plain, taken_out, left_in = error(x, None), error(x + bias, jnp.asarray(bias)), error(x + bias, None)
     np.testing.assert_allclose(taken_out, plain, atol=1e-4)

@@ -216,7 +216,7 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
 ):
     schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
     policy = {"ratio": "kvshare-0.2", "schedule": Asked(schedule=schedule)}[size]
-    ladder = Ladder(rows=(96, 128), patches=(256, 512), sequences=(1, 4))
+    ladder = Ladder(rows=(96, 128), patches=(512,), sequences=(1,))
     with LLM(checkpoints("qwen3_vl"), max_model_len=128, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
         engine.warmup(reuse=policy, verbose=False)
         programs = engine.service.device.runner.programs.num_programs
@@ -231,7 +231,7 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
 
 
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, case):
-    ladder = Ladder(rows=(32, 48), patches=(256, 512), sequences=(1, 4))
+    ladder = Ladder(rows=(48,), patches=(512,), sequences=(2,))
     with LLM(checkpoints("qwen3_vl"), max_model_len=256, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
         engine.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
         with pytest.raises(ValueError, match="at most max_rows = 48"):
