@@ -1044,7 +1044,7 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
         assert llm.warmup(reuse=schedule, verbose=False)[0] == llm.service.device.runner.programs.num_programs
         moving = Spread(schedule=schedule, shift=True)
         assert llm.warmup(reuse=moving, verbose=False)[0] > 0
-        count = llm._runner.programs.num_programs
+        count = llm.service.device.runner.programs.num_programs
         for thread in threading.enumerate():
             if thread.name == "vlcache-ahead":  # of an engine that other tests use
                 thread.join()
@@ -1067,7 +1067,7 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
                     chat(llm, request, reuse=reuse)
                     logits(llm, request, reuse=reuse)
         assert not compiled
-        assert llm._runner.programs.num_programs == count
+        assert llm.service.device.runner.programs.num_programs == count
     assert max(approximate) > 1e-2
 
 
