@@ -274,14 +274,9 @@ def measure(
                     ratios, shares, named, asked=list(asked), image_tokens=image_tokens, num_layers=num_layers
                 )
                 policies = policies_of(groups, named, asked)
-                results = accuracy.run(llm, found.asked, policies, cases[case], max_tokens=max_tokens, work=work)
-                for part in pairs.cases_of(found.asked, results):
-                    new = [{"size": found.size} | row for row in table(groups, part)]
-                    show(
-                        f"{found.size} images, {part.title}", [pairs.printed(row, ("size", *part.shown)) for row in new]
-                    )
-                    rows += new
-                    details += [{"size": found.size} | row for row in pairs.summarize([part])[0]]
+                new, behind = _compare(llm, found, groups, policies, cases[case], max_tokens=max_tokens, work=work)
+                rows += new
+                details += behind
     head = environment("jax") | {
         "model": str(model or "tiny_vqa, shipped with the package"),
         "data": [path.name for path in data] or f"drawn for the trained models, split {split}",
@@ -292,6 +287,32 @@ def measure(
     }
     if out is not None:
         write("Policies side by side", rows, head, out)
+
+
+def _compare(
+    llm: LLM,
+    found: Questions,
+    groups: Sequence[Group],
+    policies: dict[str, Policy],
+    protocols: Sequence[accuracy.Protocol],
+    *,
+    max_tokens: int,
+    work: pathlib.Path | None,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Runs the comparisons of some questions under protocols of one case, and prints their tables.
+
+    Returns:
+      The rows of the tables, and the details of each question.
+    """
+    rows: list[dict[str, Any]] = []
+    details: list[dict[str, Any]] = []
+    results = accuracy.run(llm, found.asked, policies, protocols, max_tokens=max_tokens, work=work)
+    for part in pairs.cases_of(found.asked, results):
+        new = [{"size": found.size} | row for row in table(groups, part)]
+        show(f"{found.size} images, {part.title}", [pairs.printed(row, ("size", *part.shown)) for row in new])
+        rows += new
+        details += [{"size": found.size} | row for row in pairs.summarize([part])[0]]
+    return rows, details
 
 
 def _check(

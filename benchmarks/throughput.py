@@ -200,14 +200,7 @@ def measure(
         roots = {OURS: pathlib.Path(vlcache_jax.__file__).parent.parent}
         if against is not None:
             roots[f"against {against.resolve().name}"] = against.resolve()
-        workers: dict[str, Worker] = {}
-        for engine, root in {**roots, **({TORCH: roots[OURS]} if transformers else {})}.items():
-            file = folder / f"{len(workers)}.json"
-            file.write_text(json.dumps(task | {"root": str(root)}), encoding="utf-8")
-            script = "throughput_torch.py" if engine == TORCH else "throughput_engine.py"
-            with Progress(f"opening {engine}"):
-                workers[engine] = worker = Worker(engine, script, root, file)
-            closing.callback(worker.close)
+        workers = _open(roots | ({TORCH: roots[OURS]} if transformers else {}), task, folder, closing)
         runs = _run(workers, list(dict.fromkeys(reuse)), requests, repeats, dtype)
         head = environment("jax", "transformers", "torch") | {
             "load": str(load),
@@ -231,6 +224,21 @@ def measure(
 def _make(load: Load, folder: pathlib.Path) -> list[dict[str, Any]]:
     folder.mkdir()
     return load.make(folder)
+
+
+def _open(
+    roots: dict[str, pathlib.Path], task: dict[str, Any], folder: pathlib.Path, closing: contextlib.ExitStack
+) -> dict[str, Worker]:
+    """Each engine, with what all of them are to do, on its own checkout."""
+    workers: dict[str, Worker] = {}
+    for engine, root in roots.items():
+        file = folder / f"{len(workers)}.json"
+        file.write_text(json.dumps(task | {"root": str(root)}), encoding="utf-8")
+        script = "throughput_torch.py" if engine == TORCH else "throughput_engine.py"
+        with Progress(f"opening {engine}"):
+            workers[engine] = worker = Worker(engine, script, root, file)
+        closing.callback(worker.close)
+    return workers
 
 
 def _commit(root: pathlib.Path) -> str | None:

@@ -51,7 +51,7 @@ class Watch:
         self._wrap(self._runner, "decode", self._decode, decode)
         self._wrap(self._runner, "prefill", self._prefill, ("prefill_steps", "prefill_rows", "padded_prefill_rows"))
         self._wrap(self._runner, "_run", lambda *_: self._add(launches=1), ("launches",))
-        self._wrap(getattr(llm, "_engine", None), "_choose", self._chosen)
+        self._wrap(_engine(llm), "_choose", self._chosen)
 
     def clear(self) -> None:
         """Begins a run."""
@@ -94,6 +94,11 @@ class Watch:
             self.times.setdefault(id(sequence), []).append(now)
 
 
+def _engine(llm: Any) -> Any:
+    """What runs a version's requests; None: it has no such part."""
+    return llm.service.engine if hasattr(llm, "service") else getattr(llm, "_engine", None)
+
+
 class Server:
     """One checkout's engine: warm it, then let it serve the load.
 
@@ -127,7 +132,7 @@ class Server:
     def run(self, reuse: str) -> dict[str, Any]:
         """Serves the load with nothing in the cache; what came of it, and what it took."""
         self._call(self._llm.reset_mm_cache)
-        engine: Any = getattr(self._llm, "_engine", None)
+        engine = _engine(self._llm)
         if self._watch is not None:
             self._watch.clear()
         elif hasattr(engine, "trace"):

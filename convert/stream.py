@@ -113,23 +113,7 @@ def convert(
         if verify:
             _compare(directory, leaves, _meter("verify", leaves, memory, progress))
         _copy_side_files(located.directory, directory)
-        manifest = Manifest(
-            source=str(source),
-            revision=located.revision,
-            dtype=target.name,
-            source_digest=source_digest(plan, digests),
-            casts=() if all(item.tensor.dtype == target for item in plan) else (target.name,),
-            parameters={
-                parameter_name(leaf.path): {
-                    **expected(leaf.shape, target),
-                    "source_sha256": digests[leaf.source.parameter.tensor],
-                    "sha256": leaf.sha256,
-                }
-                for leaf in leaves
-            },
-            files=weight_files(directory),
-            versions={name: importlib.metadata.version(name) for name in _PACKAGES},
-        )
+        manifest = _describe(directory, source, located.revision, leaves, digests)
         manifest.write(directory)
     return Report(
         directory=destination,
@@ -141,6 +125,34 @@ def convert(
         peak_memory=memory.peak,
         verified=verify,
         key_bias_norms=tuple(leaf.norm for leaf in leaves if leaf.is_key_bias),
+    )
+
+
+def _describe(
+    directory: pathlib.Path,
+    source: str | pathlib.Path,
+    revision: str | None,
+    leaves: list[_Leaf],
+    digests: dict[str, str],
+) -> Manifest:
+    """What the weights are that lie in a directory; `digests` are of the source's tensors, by name."""
+    plan, target = [leaf.source for leaf in leaves], leaves[0].dtype
+    return Manifest(
+        source=str(source),
+        revision=revision,
+        dtype=target.name,
+        source_digest=source_digest(plan, digests),
+        casts=() if all(item.tensor.dtype == target for item in plan) else (target.name,),
+        parameters={
+            parameter_name(leaf.path): {
+                **expected(leaf.shape, target),
+                "source_sha256": digests[leaf.source.parameter.tensor],
+                "sha256": leaf.sha256,
+            }
+            for leaf in leaves
+        },
+        files=weight_files(directory),
+        versions={name: importlib.metadata.version(name) for name in _PACKAGES},
     )
 
 

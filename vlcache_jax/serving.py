@@ -160,6 +160,75 @@ class Chunk[T: RequestOutput | Score]:
     failed: Callable[[int, str], T]
 
 
+class _Serving[T: RequestOutput | Score]:
+    """The rows of a call under way; see `serve`.
+
+    Attributes:
+      wrong: what is wrong with rows that end the call.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        start: Callable[[Chunk[T], int, Request, Callable[[Job], object]], Job],
+        finish: Callable[[Job], T | None],
+    ):
+        self.wrong: dict[int, str] = {}
+        self._loop, self._start, self._finish = loop, start, finish
+        self._heard: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._running: dict[int, Job] = {}
+
+    def answered(self, chunk: Chunk[T]) -> Iterator[tuple[int, T]]:
+        """Submits a chunk, and yields what ends meanwhile."""
+        errors = {chunk.call.first + row: str(error) for row, error in chunk.arrivals.errors.items()}
+        if errors and chunk.call.stops:
+            self.wrong |= errors
+        else:
+            yield from ((row, chunk.failed(row - chunk.call.first, error)) for row, error in errors.items())
+            yield from self._submitted(chunk)
+
+    def ended(self, most: int = 0, begun: Iterable[Job] | None = None) -> Iterator[tuple[int, T]]:
+        """Yields results until at most so many are running, or these have begun."""
+        while len(self._running) > most if begun is None else not all(job.has_begun for job in begun):
+            self._loop.begin()
+            job = self._heard.get()
+            if not job.has_ended or self._running.pop(job.row, None) is None:
+                continue
+            result = self._finish(job)
+            if result is not None and result.error is not None and job.call.stops:
+                self.wrong[job.row] = result.error
+            elif result is not None:
+                yield job.row, result
+
+    def give_up(self) -> None:
+        """Ends what runs."""
+        if self._running:
+            for job in self._running.values():
+                job.planned.hold.leave(failed=True)
+            self._loop.abort([sequence for job in self._running.values() for sequence in job.sequences])
+
+    def _submitted(self, chunk: Chunk[T]) -> Iterator[tuple[int, T]]:
+        with closing(chunk.arrivals.windows()) as windows:
+            for window in windows:
+                begun: list[Job] = []
+                for row, found in window:
+                    number = chunk.call.first + row
+                    if isinstance(found, Request):
+                        job = self._running[number] = self._start(chunk, row, found, self._heard.put)
+                        begun.append(job)
+                        yield from self.ended(_AHEAD * self._loop.engine.runner.ladder.max_sequences)
+                    elif chunk.call.stops:
+                        self.wrong[number] = str(found)
+                    else:
+                        yield number, chunk.failed(row, str(found))
+                    if self.wrong:
+                        return
+                # Pixels of the next window are decoded meanwhile; those of this one are given up then.
+                yield from self.ended(begun=begun)
+                if self.wrong:
+                    return
+
+
 def serve[T: RequestOutput | Score](
     chunks: Iterable[Chunk[T]],
     loop: Loop,
@@ -177,47 +246,11 @@ def serve[T: RequestOutput | Score](
     Raises:
       RequestError: a row is wrong, and that ends the call. It has no outputs: they have been yielded.
     """
-    heard: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    running: dict[int, Job] = {}
-    wrong: dict[int, str] = {}
-
-    def ended(most: int = 0, begun: Iterable[Job] | None = None) -> Iterator[tuple[int, T]]:
-        """Results until at most so many are running, or these have begun."""
-        while len(running) > most if begun is None else not all(job.has_begun for job in begun):
-            loop.begin()
-            job = heard.get()
-            if not job.has_ended or running.pop(job.row, None) is None:
-                continue
-            result = finish(job)
-            if result is not None and result.error is not None and job.call.stops:
-                wrong[job.row] = result.error
-            elif result is not None:
-                yield job.row, result
-
-    def submitted(chunk: Chunk[T]) -> Iterator[tuple[int, T]]:
-        with closing(chunk.arrivals.windows()) as windows:
-            for window in windows:
-                begun: list[Job] = []
-                for row, found in window:
-                    if isinstance(found, Request):
-                        job = running[chunk.call.first + row] = start(chunk, row, found, heard.put)
-                        begun.append(job)
-                        yield from ended(_AHEAD * loop.engine.runner.ladder.max_sequences)
-                    elif chunk.call.stops:
-                        wrong[chunk.call.first + row] = str(found)
-                    else:
-                        yield chunk.call.first + row, chunk.failed(row, str(found))
-                    if wrong:
-                        return
-                # Pixels of the next window are decoded meanwhile; those of this one are given up then.
-                yield from ended(begun=begun)
-                if wrong:
-                    return
-
+    serving = _Serving(loop, start, finish)
     given = iter(chunks)
     failed: Exception | None = None
     try:
-        while True:
+        while not serving.wrong:
             try:
                 chunk = next(given)
             except StopIteration:
@@ -225,21 +258,11 @@ def serve[T: RequestOutput | Score](
             except Exception as error:  # of whoever gives the rows: those before it are answered
                 failed = error
                 break
-            errors = {chunk.call.first + row: str(error) for row, error in chunk.arrivals.errors.items()}
-            if errors and chunk.call.stops:
-                wrong |= errors
-            else:
-                yield from ((row, chunk.failed(row - chunk.call.first, error)) for row, error in errors.items())
-                yield from submitted(chunk)
-            if wrong:
-                break
-        yield from ended()
+            yield from serving.answered(chunk)
+        yield from serving.ended()
     finally:
-        if running:
-            for job in running.values():
-                job.planned.hold.leave(failed=True)
-            loop.abort([sequence for job in running.values() for sequence in job.sequences])
+        serving.give_up()
     if failed is not None:
         raise failed
-    if wrong:
-        raise RequestError(wrong)
+    if serving.wrong:
+        raise RequestError(serving.wrong)

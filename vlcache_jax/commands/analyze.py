@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vlcache_jax.llm import LLM
+    from vlcache_jax.study.analysis import Decomposition
     from vlcache_jax.study.sensitivity import Case
 
 app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
@@ -76,7 +77,6 @@ def errors_command(
             parts.append(analysis.decompose(probe, runs, tokens=tokens))
             deviations.append(dataclasses.astuple(analysis.deviation(runs)))
         means = {name: _mean_along(found) for name, found in curves.items()}
-        total = float(np.mean([part.total for part in parts]))
         effects = {
             "reused in one layer only": [part.layer for part in parts],
             "reused in a layer and all before": [part.until for part in parts],
@@ -102,25 +102,40 @@ def errors_command(
                 {"place": part.place.tolist(), "error": part.token.error.tolist(), "all": part.total} for part in parts
             ],
         }
-        figure, (left, middle, right, last_axis) = _figure(4)
-        for name, mean in means.items():
-            left.plot(np.arange(len(mean)), mean, "o--" if "last" in name else "o-", markersize=3, label=name)
-        left.set(xlabel="answer token", ylabel="error of attention outputs", title="Errors along the answer")
-        left.legend(fontsize=8)
-        layers = np.arange(probe.num_layers)
-        for label, values in depths.items():
-            middle.plot(layers, values, "o-", markersize=3, label=label)
-        middle.axhline(total, color="black", linestyle="--", linewidth=0.8, label="reused in all layers")
-        middle.set(xlabel="layer that reuses", ylabel="error of the logits", title="By depth")
-        middle.legend(fontsize=8)
-        for part in parts:
-            right.plot(part.place, part.token.error / max(part.total, 1e-30), ".", color="tab:blue", alpha=0.4)
-        right.set(xlabel="place in its image", ylabel="own error / error of all", title="One token reused")
-        for name, values in far.items():
-            last_axis.plot(layers[1:], values[1:], "o--" if "shared" in name else "o-", markersize=3, label=name)
-        last_axis.set(xlabel="layer", ylabel="share of squares", title="Linked K, V against a cold run's")
-        last_axis.legend(fontsize=8)
+        figure, axes = _figure(4)
+        _draw_errors(axes, means, depths, far, parts)
         _save(figure, report, out)
+
+
+def _draw_errors(
+    axes: Any,
+    means: dict[str, np.ndarray],
+    depths: dict[str, np.ndarray],
+    far: dict[str, np.ndarray],
+    parts: Sequence[Decomposition],
+) -> None:
+    """The picture of `vlcache analyze errors`: along the answer, by depth, of single tokens, and of K, V."""
+    import numpy as np
+
+    left, middle, right, last_axis = axes
+    for name, mean in means.items():
+        left.plot(np.arange(len(mean)), mean, "o--" if "last" in name else "o-", markersize=3, label=name)
+    left.set(xlabel="answer token", ylabel="error of attention outputs", title="Errors along the answer")
+    left.legend(fontsize=8)
+    layers = np.arange(len(next(iter(far.values()))))
+    for label, values in depths.items():
+        middle.plot(layers, values, "o-", markersize=3, label=label)
+    total = float(np.mean([part.total for part in parts]))
+    middle.axhline(total, color="black", linestyle="--", linewidth=0.8, label="reused in all layers")
+    middle.set(xlabel="layer that reuses", ylabel="error of the logits", title="By depth")
+    middle.legend(fontsize=8)
+    for part in parts:
+        right.plot(part.place, part.token.error / max(part.total, 1e-30), ".", color="tab:blue", alpha=0.4)
+    right.set(xlabel="place in its image", ylabel="own error / error of all", title="One token reused")
+    for name, values in far.items():
+        last_axis.plot(layers[1:], values[1:], "o--" if "shared" in name else "o-", markersize=3, label=name)
+    last_axis.set(xlabel="layer", ylabel="share of squares", title="Linked K, V against a cold run's")
+    last_axis.legend(fontsize=8)
 
 
 @app.command("sensitivity")

@@ -1,0 +1,342 @@
+"""`vlcache bench`: measurements; each prints a table and writes JSON."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlcache_jax.cache.config import CacheConfig
+from vlcache_jax.checks import parse_bytes, parse_counts
+from vlcache_jax.commands import options as opt
+from vlcache_jax.commands.schedule import say_errors
+from vlcache_jax.files import PICTURES, check_writable
+from vlcache_jax.progress import say
+from vlcache_jax.reuse.schedule import Schedule
+
+if TYPE_CHECKING:
+    from vlcache_jax.study.accuracy import Protocol
+
+app = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a table, and writes JSON.")
+
+
+@app.command("ttft")
+def ttft_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Checkpoint or hub id.", show_default="random weights, 12 layers x 768"),
+    ] = None,
+    same_model: opt.SameModel = None,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(help="Size of a published model, with random weights: qwen3-vl-8b, qwen2.5-vl-7b and so on.",
+                     show_default=False),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Decoder layers with random weights.", show_default="all")
+    ] = None,
+    dtype: opt.Dtype = "auto",
+    images: Annotated[int | None, typer.Option(min=1, help="Images in the prompt.", show_default="4")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each image; of --image-tokens, at most.")] = 1024,
+    image_tokens: Annotated[
+        str | None,
+        typer.Option(help="All image tokens of the prompt, one number after the other, instead of --images: 1024,3072.",
+                     show_default=False),
+    ] = None,
+    text_before: Annotated[int, typer.Option(min=1, help="Text tokens before the images, new in each prompt.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration, taking turns.")] = 5,
+    schedule: Annotated[
+        pathlib.Path | None, typer.Option(help="Schedule file.", show_default="falling levels, mean 0.025")
+    ] = None,
+    codec: Annotated[str, typer.Option(help="Codecs of stored K, V, one after the other: auto,int8,int4.")] = "auto",
+    host_bytes: opt.HostBytes = "16GiB",
+    device_bytes: Annotated[
+        str, typer.Option(help="Device memory for copies of images' records, such as 20GB: measured, too, if not 0.")
+    ] = "0",
+    disk: Annotated[
+        pathlib.Path | None, typer.Option(help="Directory for records: measured, too, as after a restart.",
+                                          show_default=False)
+    ] = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures the time to the first token: cold, encoder cached, and with K, V reused.
+
+    Images are noise, the text before them is new in each prompt. A repeat is compared with a cold run before anything
+    is timed. Beside each time stands its floor: what its operations and bytes take at least, at the rates of matrix
+    products and copies that are measured in the same run.
+
+    Example: vlcache bench ttft --images 2 --tokens 256 --out ttft.json
+
+    Example: vlcache bench ttft --random-weights qwen3-vl-8b --image-tokens 1024,3072,5120,10240,20480
+    """
+    with say_errors():
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
+        codecs = tuple(one.strip() for one in codec.split(","))
+        for one in codecs:
+            CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes, codec=one)
+        if schedule is not None:
+            Schedule.load(schedule)
+        if images is not None and image_tokens is not None:
+            raise ValueError(f"images must be left out beside image_tokens, got {images} and {image_tokens}")
+        totals = () if image_tokens is None else parse_counts(image_tokens, "image_tokens")
+        say("importing JAX")
+        from vlcache_jax.benchmarks import ttft
+        from vlcache_jax.benchmarks.known_images import split_images
+
+        setup = ttft.Setup(
+            model=opt.one_model(model, same_model),
+            random_weights=random_weights,
+            layers=layers,
+            dtype=dtype,
+            sizes=tuple(split_images(total, tokens) for total in totals) or ((images or 4, tokens),),
+            text_before=text_before,
+            repeats=repeats,
+            schedule=None if schedule is None else str(schedule),
+            codecs=codecs,
+            host_bytes=host_bytes,
+            device_bytes=parse_bytes(device_bytes, "device_bytes"),
+            disk=None if disk is None else str(disk),
+        )
+        ttft.run(setup, out=out, picture=picture)
+
+
+@app.command("batch")
+def batch_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Checkpoint or hub id.", show_default="random weights, 6 layers x 384"),
+    ] = None,
+    same_model: opt.SameModel = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, in which answers are compared; bfloat16, or auto: bfloat16 on a GPU.")
+    ] = "float32",
+    requests: Annotated[int, typer.Option(help="Prompts, each with 0 to 2 images.")] = 96,
+    images: Annotated[int, typer.Option(help="Pictures; half of them are met once, the others several times.")] = 40,
+    mean_answer: Annotated[float, typer.Option(help="Mean length of answers in tokens; lengths are geometric.")] = 48,
+    max_answer: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, at random times.", show_default="all at once")
+    ] = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help="Setting to measure; may be repeated.", show_default="exact"),
+    ] = None,
+    against: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Another checkout of this project, measured in turn.", show_default=False),
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Measure transformers + torch too, in its best batches.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Runs of each engine and setting, taking turns.")] = 3,
+    kv_cache_bytes: Annotated[str, typer.Option(help="KV pool of each checkout's engine.")] = "512MiB",
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Print a lower bound for the decode steps, for Qwen3-VL-8B on an H200.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, pictures and lengths.")] = 0,
+    out: opt.Out = None,
+) -> None:  # fmt: skip
+    """Measures how many requests and tokens a second are served.
+
+    Answers have given lengths. With --against, those of off and exact in float32 must be the same in both checkouts.
+
+    Example: vlcache bench batch --reuse off --reuse exact --against ../before --out throughput.json
+    """
+    with say_errors():
+        check_writable("out", out)
+        pool = parse_bytes(kv_cache_bytes, "kv_cache_bytes")
+        from vlcache_jax.benchmarks import throughput
+
+        throughput.measure(
+            opt.one_model(model, same_model),
+            throughput.Load(requests, images, mean_answer, max_answer, rate, seed),
+            reuse=reuse or ["exact"],
+            dtype=dtype,
+            kv_cache_bytes=pool,
+            against=against,
+            transformers=transformers,
+            repeats=repeats,
+            floor=floor,
+            out=out,
+        )
+
+
+# What `bench accuracy` and `bench policies` share.
+_Questions = Annotated[int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all")]
+_Work = Annotated[
+    pathlib.Path | None, typer.Option(help="File of finished parts; a second run goes on from it.", show_default=False)
+]
+_Donors = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="<str>",
+        help="together: the images fill the cache in one prompt; apart: each in its own; may be repeated.",
+        show_default="together and apart",
+    ),
+]
+_Seeds = Annotated[int, typer.Option(min=1, help="Auxiliary prompts of each question, one after the other.")]
+
+
+def _protocols(orders: Iterable[str], donors: Iterable[str] | None, seeds: int, **more: str) -> list[Protocol]:
+    """Every order of the prompt with every way of filling the cache, each so many times."""
+    from vlcache_jax.study.accuracy import Protocol
+
+    return [
+        Protocol(order, donors=filled, seed=seed, **more)
+        for order in dict.fromkeys(orders)
+        for filled in dict.fromkeys(donors or ("together", "apart"))
+        for seed in range(seeds)
+    ]
+
+
+@app.command("accuracy")
+def accuracy_command(
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help='Setting to compare with cold; may be repeated.',
+                     show_default="full, 0.03, 0.1, approximate, shift-0.1 and the schedules of the shipped model"),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help="image_first, text_first, question_first; may be repeated.",
+                     show_default="all"),
+    ] = None,
+    auxiliary: Annotated[str, typer.Option(help="Query that fills the cache: related or neutral.")] = "related",
+    donors: _Donors = None,
+    questions: _Questions = None,
+    seeds: _Seeds = 1,
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
+    work: _Work = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures how reuse changes answers: each question cold and under every setting, in pairs.
+
+    An auxiliary prompt with the same images and another query fills the cache; then the question is answered. Printed
+    are the accuracy of each task, the mean, the worst task, how often the most likely token agrees with the cold
+    run's, and the error of the logits.
+
+    Example: vlcache bench accuracy --questions 100 --reuse full --reuse 0.1 --out accuracy.json
+    """
+    from vlcache_jax.benchmarks.accuracy import measure
+    from vlcache_jax.study.questions import ARRANGEMENTS
+
+    with say_errors():
+        measure(
+            opt.one_model(model, same_model),
+            data or [],
+            settings=reuse,
+            protocols=_protocols(arrangement or ARRANGEMENTS, donors, seeds, auxiliary=auxiliary),
+            questions=questions,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            work=work,
+            out=out,
+            picture=picture,
+        )
+
+
+# Of `bench policies`.
+_Ratios = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="<float>",
+        help="Every policy runs at it; may be repeated.",
+        show_default="0.03, 0.1; none with --reuse",
+    ),
+]
+_Shares = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="<float>",
+        help="Share of image rows that every policy computes, over all layers; may be repeated.",
+        show_default="0.6; none with --reuse",
+    ),
+]
+
+
+@app.command("policies")
+def policies_command(
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>",
+                     help="Setting to compare with cold and with the first of them, instead of all policies; may be "
+                     "repeated.", show_default=False),
+    ] = None,
+    ratio: _Ratios = None,
+    share: _Shares = None,
+    schedule: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(metavar="<path>",
+                     help="Schedule file, compared with others at its rows; may be repeated.", show_default=False),
+    ] = None,
+    mean: Annotated[str, typer.Option(help="Mean ratio of the schedules that are profiled.")] = "0.025",
+    profiled: Annotated[
+        int | None,
+        typer.Option(min=0, help="Drawn questions that a schedule is profiled on, for each table; 0: no schedules.",
+                     show_default="20; none with --data or --reuse"),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>",
+                     help="Drawn pictures: small (64 to 144 tokens), large (400), or tinted; may be repeated.",
+                     show_default="small and large"),
+    ] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help="text_first, question_first; may be repeated.", show_default="both"),
+    ] = None,
+    donors: _Donors = None,
+    seeds: _Seeds = 1,
+    questions: _Questions = None,
+    split: Annotated[str, typer.Option(help="Of the drawn files: choose on profile, report on test.")] = "test",
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
+    work: _Work = None,
+    out: opt.Out = None,
+) -> None:  # fmt: skip
+    """Compares all policies, at equal ratios and at equal shares of image rows.
+
+    Without data: on questions drawn for the trained models, about one image and about two, small and large; schedules
+    are profiled for each table. Printed are the accuracy of each task, the mean difference to the cold run and the
+    worst task with 95 % intervals, what some task may still lose by them, the difference to a static ratio of the same
+    rows, the error of the logits, how often the most likely token agrees, the image rows computed, the bytes read, and
+    the time.
+
+    Example: vlcache bench policies --questions 100 --work study.work --out study.json
+    """
+    from vlcache_jax.benchmarks import policies
+    from vlcache_jax.benchmarks.tiny_vqa.splits import PLAIN
+    from vlcache_jax.study.accuracy import behind
+    from vlcache_jax.study.questions import ARRANGEMENTS
+
+    with say_errors():
+        policies.measure(
+            opt.one_model(model, same_model),
+            data or [],
+            settings=reuse or (),
+            ratios=ratio or (() if reuse else policies.RATIOS),
+            shares=share or (() if reuse else policies.SHARES),
+            schedules=schedule or (),
+            mean=mean,
+            profiled=(0 if data or reuse else policies.PROFILED) if profiled is None else profiled,
+            sizes=tuple(dict.fromkeys(size or PLAIN)),
+            protocols=_protocols(map(behind, arrangement or ARRANGEMENTS[1:]), donors, seeds),
+            questions=questions,
+            split=split,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            work=work,
+            out=out,
+        )
