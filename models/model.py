@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,8 +27,9 @@ class QwenVL(nnx.Module):
             self.lm_head = Table(config.text.vocab_size, config.text.hidden_size, dtype=dtype)
 
 
+@functools.lru_cache(maxsize=16)  # it is asked for twice when a model is opened, and takes a second of a large one
 def abstract_model(config: ModelConfig, dtype: Any) -> QwenVL:
-    """The model with shapes in the place of arrays; costs no memory at any size."""
+    """The model with shapes in the place of arrays; costs no memory at any size. It is shared: do not change it."""
     return nnx.eval_shape(lambda: QwenVL(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 

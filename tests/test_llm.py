@@ -25,6 +25,8 @@ from vlcache_jax.pallas_kernels import PAGE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
+pytestmark = pytest.mark.ladder_for("qwen2_5_vl-flat-tied")  # in short, one family but for the library's answers
+
 
 def open_llm(directory, **changes):
     return LLM(directory, **SIZES | {"reuse": "off"} | changes)
@@ -97,7 +99,7 @@ class Oracle:
         return tuple(tokens), np.stack(logits)
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe")
+@pytest.mark.ladder_for("qwen3_vl_moe", "qwen2_5_vl-library-names")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
     with open_llm(checkpoint) as llm:
@@ -128,7 +130,6 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
                 np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max() / 4, rtol=0)
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conversations):
     """Several waves: the same answers, in the same order."""
     expected = [o.outputs[0].token_ids for o in llm.chat(conversations, GREEDY, use_tqdm=False)]
@@ -169,7 +170,6 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
 
 
 @each_decoder
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, monkeypatch, capsys):
     """Requests of random lengths and images, seen and new, every way of sampling: not one compilation, eager ones
     included; and no weights are hashed, and no pool is made."""
@@ -571,7 +571,6 @@ def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
                 llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_the_core_needs_little(family_checkpoint):
     """Machines with a GPU may lack the rest."""
     code = f"""

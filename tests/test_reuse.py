@@ -82,7 +82,7 @@ def kv_records(llm):
     return [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.ladder), "qwen3_vl"])
 def directory(request, checkpoints):
     return checkpoints(request.param)
 
@@ -264,7 +264,6 @@ def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
 
 
 @each_family
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, directory, target, donors, a, b):
     requests = [target, user("Only ", b), user("no image"), user("First ", a, " second ", b, a)]
     for reuse in (0.3, falling(llm, 300, 200, 50), "shift-0.3"):
@@ -273,7 +272,7 @@ def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, direc
         order = [2, 0, 3, 1]
         packed = logits(llm, *(requests[i] for i in order), reuse=reuse)
         assert_close(packed, np.stack([alone[i] for i in order]))
-    ladder = Ladder(rows=(40, 100), patches=(48, 2000), sequences=(3,))
+    ladder = Ladder(rows=(40, 100), patches=(2000,), sequences=(3,))
     with open_llm(directory, ladder=ladder, max_rows=100) as other:
         chat(other, user("unrelated ", a[::-1].copy()))
         chat(other, user("Something else entirely, longer than the other: ", b, a, "?"))
@@ -550,7 +549,6 @@ def settled(report):
 
 @pytest.mark.parametrize("reuse", ["exact", "0.2", "shift-0.2"])
 @pytest.mark.parametrize(("host_bytes", "variants"), [("1GiB", 2), (100_000, None)])
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_a_call_means_its_requests_one_by_one(llm, directory, textured_image, monkeypatch, reuse, host_bytes, variants):
     images = [png(textured_image(60 + 30 * i, 150 - 20 * i, i)) for i in range(4)]
     requests = [user("x" * (i % 3), images[i * i % 4 if i % 5 else i % 4], f"Question {i}?") for i in range(24)]
@@ -646,7 +644,6 @@ def test_other_weights_are_another_image(llm, checkpoints, a):
         assert other.cache.key(a) != llm.cache.key(a)
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_clashing_keys_are_told_apart(directory, textured_image, monkeypatch):
     """Records have 256 places here, so that images meet; whole keys decide."""
     monkeypatch.setattr(vlcache_jax.cache.memory, "_place", lambda name: name[:5])
@@ -808,7 +805,6 @@ def test_an_earlier_image_is_part_of_the_context(llm, a, b):
 # Budgets, faults, and what a user can do.
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_small_budgets(directory, textured_image):
     rng = np.random.default_rng(0)
     images = [textured_image(*rng.integers(40, 200, 2), seed=i) for i in range(12)]
@@ -1032,13 +1028,13 @@ def test_several_answers_and_scores_reuse_too(llm, a):
     assert chat(llm, user("y", a))[0].cache.images[0].match == "exact"
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
+@pytest.mark.ladder  # test_llm.py has it in short
 def test_nothing_compiles_after_warmup(directory, textured_image):
     """Images of random sizes stored and linked, in every way."""
     approximate = []
     rng = np.random.default_rng(0)
     images = [png(textured_image(*rng.integers(30, 300, 2), seed=i)) for i in range(20)]
-    ladder = Ladder(rows=(16, 64), patches=(256, 1024), sequences=(1, 8))  # steps end inside images
+    ladder = Ladder(rows=(16, 64), patches=(1024,), sequences=(8,))  # steps end inside images
     with open_llm(directory, ladder=ladder) as llm:
         schedule = falling(llm, 500, 500, 100, 20)
         assert llm.warmup(reuse=schedule, verbose=False)[0] == llm.service.device.runner.programs.num_programs

@@ -15,7 +15,6 @@ import vlcache_jax
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
-from vlcache_jax.device import memory_plan
 from vlcache_jax.device.memory_plan import slot_bytes
 from vlcache_jax.device.programs import Programs
 
@@ -206,7 +205,6 @@ def compiled(monkeypatch):
 
 
 def test_demo(run, tmp_path, compiled, monkeypatch):
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 2**31)  # others' memory changes no pool
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
     assert re.search(r"compiled \d+ programs", result.stdout)
@@ -238,6 +236,7 @@ def test_demo(run, tmp_path, compiled, monkeypatch):
     assert compiled == known
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_ask(run, family_checkpoint, tmp_path, textured_image):
     Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
     arguments = ("-m", family_checkpoint, "--max-tokens", "3", "--temperature", "0")

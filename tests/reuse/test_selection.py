@@ -23,7 +23,7 @@ from vlcache_jax.study.sensitivity import Case, prepare
 POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn", "asked")
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.ladder), "qwen3_vl"])
 def llm(request, checkpoints):
     with LLM(checkpoints(request.param), **SIZES) as engine:
         yield engine
@@ -210,6 +210,7 @@ def record_launches(monkeypatch, runner):
     return keys
 
 
+@pytest.mark.ladder  # test_llm.py has it of other policies
 @pytest.mark.parametrize("size", ["ratio", "schedule"])
 def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_attend(
     checkpoints, case, size, monkeypatch
