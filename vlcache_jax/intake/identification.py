@@ -146,7 +146,7 @@ class Arrivals:
             self._prompts[row] = prompt
             self._tasks[row] = []
             for source, uuid in zip(prompt.sources, prompt.uuids, strict=True):
-                limits = prompt.limits(source)
+                limits = prompt.limits_of(source)
                 task = Task(identifier.recognizer, source, uuid, limits, salt, lookup)
                 same = task.source_id, uuid, tuple(sorted(limits.items()))
                 self._tasks[row].append(tasks.setdefault(same, task))

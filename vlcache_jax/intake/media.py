@@ -106,7 +106,7 @@ class Media:
         """What the head of a source tells.
 
         Args:
-          limits: of its pixels (`Prompt.limits`).
+          limits: of its pixels (`Prompt.limits_of`).
           alias: key of its file; None: it has none.
           alias_of: key of what tells frames for sure without decoding them.
           find: the picture under an alias, if it is known; its file is not opened then.
