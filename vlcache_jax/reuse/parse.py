@@ -13,7 +13,7 @@ from fractions import Fraction
 from os import PathLike
 from typing import Any
 
-from vlcache_jax.checks import short, shorten
+from vlcache_jax.checks import is_a, short, shorten
 from vlcache_jax.reuse.policies import EPIC, MPIC, Ends, Exact, Off, Policy, Scheduled, Spread, StaticRatio, TwoPass
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import NAMED, Asked
@@ -50,7 +50,7 @@ def parse_policy(reuse: Any) -> Policy:
         return Scheduled(reuse)
     if isinstance(reuse, Policy) and not isinstance(reuse, type):
         return reuse
-    if isinstance(reuse, (numbers.Real, Decimal)) and not isinstance(reuse, bool):
+    if is_a(reuse, (numbers.Real, Decimal)):
         number = Decimal(reuse) if isinstance(reuse, int) else reuse  # writes integers of any length
         return StaticRatio(number if isinstance(number, Fraction) else _fraction(str(number)))
     if isinstance(reuse, str):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vlcache_jax.checks import is_a
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
@@ -203,7 +204,7 @@ class Asked(_Selecting):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        if not isinstance(self.check_layer, int) or self.check_layer < 1:
+        if not is_a(self.check_layer, int) or self.check_layer < 1:
             raise ValueError(
                 f"check_layer must be an integer of at least 1 (nothing deviates in layer 0), got {self.check_layer!r}"
             )
