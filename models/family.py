@@ -28,7 +28,10 @@ class TensorNames:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A published model, in the words of its `config.json`; what all of a family have is in `Published`."""
+    """A published model, in the words of its `config.json`; what all of a family have is in `Published`.
+
+    The width of the tower's output is the text's, whatever `vision` says.
+    """
 
     model_type: str
     text: Mapping[str, Any]

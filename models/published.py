@@ -45,8 +45,8 @@ def config_file(size: Size, *, dtype: str, **tokens: int) -> dict[str, Any]:
         "dtype": dtype,
         "vision_config": {
             "model_type": size.model_type,
-            published.output_width: text["hidden_size"],
             **size.vision,
+            published.output_width: text["hidden_size"],
         },
         "text_config": {"model_type": f"{size.model_type}_text", "rope_parameters": rope, **text},
     }

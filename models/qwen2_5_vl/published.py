@@ -6,23 +6,11 @@ import dataclasses
 
 from vlcache_jax.models import qwen2_vl
 from vlcache_jax.models.family import Size, text_fields
+from vlcache_jax.models.qwen2_5_vl.config import FIELDS
 from vlcache_jax.models.video import Videos
 
 POSITIONS = 128000
-VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "hidden_act": "silu",
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "tokens_per_second": 2,
-}
+VISION = {**FIELDS.vision, "hidden_size": 1280, "tokens_per_second": 2}
 WIDER_VISION = {**VISION, "intermediate_size": 3456}
 
 NAMES = qwen2_vl.NAMES

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+from vlcache_jax.models.qwen3_vl.config import FIELDS
 from vlcache_jax.models.video import Videos
 
 POSITIONS = 262144
 OWN = {"head_dim": 128, "attention_bias": False}
-VISION = {  # of 8B and 32B
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "hidden_act": "gelu_pytorch_tanh",
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
+VISION = FIELDS.vision  # of 8B and 32B
 SMALL_VISION = {
     **VISION, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
 }  # fmt: skip
@@ -28,7 +17,7 @@ NAMES = TensorNames()  # published as the library has them
 
 PUBLISHED = Published(
     architecture="Qwen3VLForConditionalGeneration",
-    rope={"rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    rope={"rope_theta": FIELDS.rope_theta, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
     image_processor={
         "patch_size": 16,
         "merge_size": 2,
