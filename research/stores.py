@@ -68,7 +68,7 @@ Buffers = Sequence[Any]
 """Bytes that were read, one behind the other."""
 
 
-class Case(NamedTuple):
+class ReadCase(NamedTuple):
     """A way to read the records of a tier.
 
     Attributes:
@@ -142,7 +142,7 @@ def make_record(codec: str, number: int, tokens: int) -> Record:
     return record
 
 
-def read(case: Case, records: Sequence[Record], is_new: bool, times: Times) -> None:
+def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) -> None:
     """Reads records by the plain way and by the tier, and takes their checksums.
 
     Raises:
@@ -278,7 +278,7 @@ def _write_file(path: pathlib.Path, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tuple[list[Keeper], list[Case]]]:
+def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tuple[list[Keeper], list[ReadCase]]]:
     """The tiers, all of them on this machine.
 
     Args:
@@ -328,10 +328,10 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
             Keeper("object store (file://)", objects, plain_put, clear_objects),
         ]
         cases = [
-            Case("disk", "warm", disk, plain_file),
-            Case("disk", "cold", disk, plain_file, lambda record: drop_from_page_cache(file(record))),
-            Case("object store (file://)", "warm", objects, plain_object),
-            Case("peer (loopback)", "warm", peer, plain_answer),
+            ReadCase("disk", "warm", disk, plain_file),
+            ReadCase("disk", "cold", disk, plain_file, lambda record: drop_from_page_cache(file(record))),
+            ReadCase("object store (file://)", "warm", objects, plain_object),
+            ReadCase("peer (loopback)", "warm", peer, plain_answer),
         ]
         if has_redis:
             keeper, case = stack.enter_context(_opened_redis(folder))
@@ -341,7 +341,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, Case]]:
+def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
     """A server on a port of its own, which keeps nothing on a disk."""
     import redis
 
@@ -382,7 +382,7 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, Case]]:
         name = "Redis (loopback)"
         yield (
             Keeper(name, tier, plain_set, lambda: client.delete(*client.keys("plain:*"), "plain")),
-            Case(name, "in its memory", tier, plain_get, find_keys),
+            ReadCase(name, "in its memory", tier, plain_get, find_keys),
         )
     finally:
         tier.close()

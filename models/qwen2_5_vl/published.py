@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from vlcache_jax.models import qwen2_vl
-from vlcache_jax.models.family import Size, text_fields
+from vlcache_jax.models.family import PublishedSize, text_fields
 from vlcache_jax.models.qwen2_5_vl.config import FIELDS
 from vlcache_jax.models.video import Videos
 
@@ -19,10 +19,16 @@ PUBLISHED = dataclasses.replace(
     architecture="Qwen2_5_VLForConditionalGeneration",
     image_processor={**qwen2_vl.PUBLISHED.image_processor, "processor_class": "Qwen2_5_VLProcessor"},
     sizes={
-        "Qwen2.5-VL-3B": Size("qwen2_5_vl", text_fields(2048, 36, 16, 2, 11008, 151936, POSITIONS), VISION, True),
-        "Qwen2.5-VL-7B": Size("qwen2_5_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), VISION),
-        "Qwen2.5-VL-32B": Size("qwen2_5_vl", text_fields(5120, 64, 40, 8, 27648, 152064, POSITIONS), WIDER_VISION),
-        "Qwen2.5-VL-72B": Size("qwen2_5_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), WIDER_VISION),
+        "Qwen2.5-VL-3B": PublishedSize(
+            "qwen2_5_vl", text_fields(2048, 36, 16, 2, 11008, 151936, POSITIONS), VISION, True
+        ),
+        "Qwen2.5-VL-7B": PublishedSize("qwen2_5_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), VISION),
+        "Qwen2.5-VL-32B": PublishedSize(
+            "qwen2_5_vl", text_fields(5120, 64, 40, 8, 27648, 152064, POSITIONS), WIDER_VISION
+        ),
+        "Qwen2.5-VL-72B": PublishedSize(
+            "qwen2_5_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), WIDER_VISION
+        ),
     },
     output_width="out_hidden_size",
 )

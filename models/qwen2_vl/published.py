@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+from vlcache_jax.models.family import Published, PublishedSize, TensorNames, text_fields
 from vlcache_jax.models.qwen2_vl.config import FIELDS, ROPE_THETA
 from vlcache_jax.models.video import Videos
 
@@ -30,9 +30,13 @@ PUBLISHED = Published(
         "processor_class": "Qwen2VLProcessor",
     },
     sizes={
-        "Qwen2-VL-2B": Size("qwen2_vl", text_fields(1536, 28, 12, 2, 8960, 151936, POSITIONS), FIELDS.vision, True),
-        "Qwen2-VL-7B": Size("qwen2_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), FIELDS.vision),
-        "Qwen2-VL-72B": Size("qwen2_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), FIELDS.vision),
+        "Qwen2-VL-2B": PublishedSize(
+            "qwen2_vl", text_fields(1536, 28, 12, 2, 8960, 151936, POSITIONS), FIELDS.vision, True
+        ),
+        "Qwen2-VL-7B": PublishedSize("qwen2_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), FIELDS.vision),
+        "Qwen2-VL-72B": PublishedSize(
+            "qwen2_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), FIELDS.vision
+        ),
     },
     has_flat=True,
     system_turn="You are a helpful assistant.",

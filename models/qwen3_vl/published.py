@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+from vlcache_jax.models.family import Published, PublishedSize, TensorNames, text_fields
 from vlcache_jax.models.qwen3_vl.config import FIELDS
 from vlcache_jax.models.video import Videos
 
@@ -39,14 +39,16 @@ PUBLISHED = Published(
         "processor_class": "Qwen3VLProcessor",
     },
     sizes={
-        "Qwen3-VL-2B": Size(
+        "Qwen3-VL-2B": PublishedSize(
             "qwen3_vl", text_fields(2048, 28, 16, 8, 6144, 151936, POSITIONS, **OWN), SMALL_VISION, True
         ),
-        "Qwen3-VL-4B": Size(
+        "Qwen3-VL-4B": PublishedSize(
             "qwen3_vl", text_fields(2560, 36, 32, 8, 9728, 151936, POSITIONS, **OWN), SMALL_VISION, True
         ),
-        "Qwen3-VL-8B": Size("qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION),
-        "Qwen3-VL-32B": Size("qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION),
+        "Qwen3-VL-8B": PublishedSize("qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION),
+        "Qwen3-VL-32B": PublishedSize(
+            "qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION
+        ),
     },
 )
 # Each chunk stands on its own behind the text that says when it was seen. Each has markers of its own; those that a

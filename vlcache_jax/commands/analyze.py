@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vlcache_jax.llm import LLM
     from vlcache_jax.study.analysis import Decomposition
-    from vlcache_jax.study.sensitivity import Case
+    from vlcache_jax.study.sensitivity import ProfileCase
 
 app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
@@ -148,11 +148,11 @@ def sensitivity_command(
     Example: vlcache analyze sensitivity scores.npz --out sensitivity.png
     """
     from vlcache_jax.commands.schedule import draw_scores
-    from vlcache_jax.study.search import Scores
+    from vlcache_jax.study.search import LayerScores
 
     with say_errors():
         _check(out)
-        loaded = Scores.load(scores)
+        loaded = LayerScores.load(scores)
         levels = [level for level in (50, 100, 150) if level <= loaded.max_level]
         report = {
             "samples": loaded.samples,
@@ -246,7 +246,7 @@ def _opened(
     samples: int,
     arrangement: str,
     donors: str,
-) -> Iterator[tuple[LLM, Iterator[Case]]]:
+) -> Iterator[tuple[LLM, Iterator[ProfileCase]]]:
     """An engine and its cases, after a look at everything that may be wrong with the arguments."""
     from vlcache_jax.study.accuracy import Protocol, behind
 
@@ -259,7 +259,7 @@ def _opened(
         yield llm, _counted(cases_of(llm, chosen, protocol, max_tokens=32))
 
 
-def _counted(cases: Sequence[Case]) -> Iterator[Case]:
+def _counted(cases: Sequence[ProfileCase]) -> Iterator[ProfileCase]:
     with Progress("samples", len(cases)) as bar:
         for case in cases:
             yield case

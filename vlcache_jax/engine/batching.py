@@ -23,7 +23,7 @@ from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE, Work, WorkConfig, make_work, shared_prefixes
 from vlcache_jax.reuse.plan import Plan
-from vlcache_jax.reuse.selection import Choice, Selection
+from vlcache_jax.reuse.selection import RowChoice, Selection
 from vlcache_jax.reuse.shift import TOKENS, Shift, make_shift, most_moved, shifted_images
 
 Index = npt.NDArray[np.int32]
@@ -58,7 +58,7 @@ class Prefill:
     table: Index
     shared: int = 0
     cached: int = 0
-    choice: Choice | None = None
+    choice: RowChoice | None = None
     links: bool = True
 
     def slots(self, place: Index) -> Index:

@@ -29,7 +29,7 @@ from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import Codec
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy, make_plan
-from vlcache_jax.reuse.selection import Choice, make_choice
+from vlcache_jax.reuse.selection import RowChoice, make_choice
 
 
 class Planner:
@@ -134,7 +134,9 @@ class Planner:
         assert found is not None
         return found
 
-    def _arrange(self, request: Request, handles: list[Handle], policy: Policy) -> tuple[Layout, Plan, Choice | None]:
+    def _arrange(
+        self, request: Request, handles: list[Handle], policy: Policy
+    ) -> tuple[Layout, Plan, RowChoice | None]:
         """Where everything lies and what of it is computed, by what was found."""
         states: list[State] = [
             "miss" if handle.kv is None else "exact" if handle.exact else "approximate" for handle in handles
@@ -250,7 +252,7 @@ class Planner:
         return round_up(image.num_tokens, self._token_rungs)
 
 
-def _fresh(layout: Layout, plan: Plan, choice: Choice | None, layers: int) -> list[float]:
+def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) -> list[float]:
     """Of each image the share of its rows, over all layers, that are computed."""
     chosen = 0.0
     if choice is not None:

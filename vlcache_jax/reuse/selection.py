@@ -276,7 +276,7 @@ def _column_sums(rows: Projected, weights: Any) -> jax.Array:
     return total.T[jnp.minimum(rows.place, size - 1)]
 
 
-def make_choice(policy: Policy, layout: Layout, num_layers: int) -> Choice | None:
+def make_choice(policy: Policy, layout: Layout, num_layers: int) -> RowChoice | None:
     """How a request with this layout chooses; None if the policy does not, or there is nothing to choose from.
 
     Raises:
@@ -292,7 +292,7 @@ def make_choice(policy: Policy, layout: Layout, num_layers: int) -> Choice | Non
             f"{policy.check_layer}, got {keep}"
         )
     last = layout.images[-1]
-    return Choice(policy, keep, len(layout), last.stop)
+    return RowChoice(policy, keep, len(layout), last.stop)
 
 
 def project(
@@ -365,7 +365,7 @@ def narrow(rows: Rows, active: jax.Array, *, size: int, slots: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RowChoice:
     """How a request chooses rows: by which policy, how many, and how long the prompt is that decides.
 
     Attributes:
