@@ -45,7 +45,7 @@ MODELS: dict[str, ModelConfig] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What a device does in a second; the defaults were measured on an H200.
 
     Attributes:
@@ -59,7 +59,7 @@ class Rates:
     host: float = 50e9
 
 
-H200 = Rates()
+H200 = DeviceRates()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Floor:
 def floor(
     config: ModelConfig,
     plan: Plan,
-    rates: Rates = H200,
+    rates: DeviceRates = H200,
     *,
     encoded: Sequence[Grid] = (),
     loaded: int = 0,

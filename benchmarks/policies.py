@@ -42,7 +42,7 @@ BY_COUNT = ("epic", "mpic")  # so many tokens of every image, whatever its size
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Comparison:
     """Settings that are compared with each other.
 
     Attributes:
@@ -64,7 +64,7 @@ def groups_of(
     asked: Sequence[str] = (),
     image_tokens: float,
     num_layers: int,
-) -> list[Group]:
+) -> list[Comparison]:
     """The comparisons.
 
     Args:
@@ -80,21 +80,21 @@ def groups_of(
 
     whole = {name: make(Fraction(0)).check_layer + 1 for name, make in NAMED.items()}  # layers computed first
     whole = {name: layers for name, layers in whole.items() if layers < num_layers}
-    groups = [Group("asked for", asked[0], tuple(asked)) if asked else Group("no rows", "full", FULL)]
+    groups = [Comparison("asked for", asked[0], tuple(asked)) if asked else Comparison("no rows", "full", FULL)]
     for ratio in ratios:
         fixed = _fixed(f"{ratio:g}", ratio * image_tokens)
-        groups.append(Group(f"r = {ratio:g}", fixed[0], (*fixed, *(f"{name}-{ratio:g}" for name in whole))))
+        groups.append(Comparison(f"r = {ratio:g}", fixed[0], (*fixed, *(f"{name}-{ratio:g}" for name in whole))))
     for share in shares:
         settings = _fixed(f"{share:.4g}", share * image_tokens)
         for policy, layers in whole.items():
             if (ratio := (share * num_layers - layers) / (num_layers - layers)) >= 0:
                 settings.append(f"{policy}-{ratio:.4g}")
-        groups.append(Group(f"{100 * share:g} % of image rows", f"{share:.4g}", tuple(settings)))
+        groups.append(Comparison(f"{100 * share:g} % of image rows", f"{share:.4g}", tuple(settings)))
     for name, schedule in schedules.items():
         computed = [schedule.count(10_000, max(layer, 1)) / 10_000 for layer in range(num_layers)]
         static = f"{float(np.mean(computed)):.4g}"
         settings = [name, f"shift-{name}", static, f"spread-{static}", f"shift-{static}"]
-        groups.append(Group(f"rows of {name}", static, tuple(settings)))
+        groups.append(Comparison(f"rows of {name}", static, tuple(settings)))
     return groups
 
 
@@ -104,7 +104,7 @@ def _fixed(ratio: str, tokens: float) -> list[str]:
 
 
 def policies_of(
-    groups: Sequence[Group], schedules: Mapping[str, Schedule], asked: Mapping[str, Policy]
+    groups: Sequence[Comparison], schedules: Mapping[str, Schedule], asked: Mapping[str, Policy]
 ) -> dict[str, Policy]:
     """The policy of each setting, once."""
     from vlcache_jax.reuse.parse import parse_policy
@@ -123,14 +123,14 @@ def policies_of(
     return policies
 
 
-def table(groups: Sequence[Group], case: pairs.Case) -> list[dict[str, Any]]:
+def table(groups: Sequence[Comparison], case: pairs.PairCase) -> list[dict[str, Any]]:
     """One row for the cold run, and one for each setting of each group."""
-    settings = [(Group("cold", accuracy.COLD, ()), accuracy.COLD)]
+    settings = [(Comparison("cold", accuracy.COLD, ()), accuracy.COLD)]
     settings += [(group, setting) for group in groups for setting in group.settings]
     return [_row(group, case, setting) for group, setting in settings]
 
 
-def _row(group: Group, case: pairs.Case, setting: str) -> dict[str, Any]:
+def _row(group: Comparison, case: pairs.PairCase, setting: str) -> dict[str, Any]:
     details = pairs.details_of(case, setting)
     ahead = pairs.mean_of(case.compare(setting, group.reference))
     by_layer = 100 * np.mean([row["image rows by layer"] for row in details], axis=0)
@@ -241,6 +241,7 @@ def measure(
     """
     from vlcache_jax.assets import TINY_VQA
 
+    # Wrong arguments and files are told before JAX is imported and a model loaded.
     _check(data, ratios=ratios, shares=shares, mean=mean, profiled=profiled, split=split)
     check_writable("out", out)
     WorkLog(work, "")  # refuses another kind of file before the work
@@ -258,6 +259,7 @@ def measure(
     for protocol in protocols:
         cases.setdefault(protocol.case, []).append(protocol)
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
+        # Every setting must suit the model.
         for schedule in given.values():
             llm.service.policy_of(schedule)
         for policy in asked.values():
@@ -265,6 +267,7 @@ def measure(
         for found in sets:
             image_tokens, num_layers = _sizes(llm, found.asked)
             for case in accuracy.possible(list(cases), found.asked):
+                # Schedules are found for each case, then all is compared within the groups.
                 own = found.profiled
                 made = find_schedules(llm, own, case, mean, count=profiled, work=work) if own else {}
                 shown = {"size": found.size, "arrangement": case.arrangement, "donors": case.donors}
@@ -292,7 +295,7 @@ def measure(
 def _compare(
     llm: LLM,
     found: Questions,
-    groups: Sequence[Group],
+    groups: Sequence[Comparison],
     policies: dict[str, Policy],
     protocols: Sequence[accuracy.Protocol],
     *,

@@ -111,10 +111,8 @@ class _Drawn(Checkpoint):
 def drawn_weights() -> Iterator[None]:
     """Within, models need no weights: random ones are drawn."""
 
-    def open_drawn(
-        directory: str | pathlib.Path, *, dtype: Any = None, revision: str | None = None, verify_weights: bool = False
-    ) -> Checkpoint:
-        return _Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), revision)
+    def open_drawn(directory: str | pathlib.Path, *, dtype: Any = None, verify_weights: bool = False) -> Checkpoint:
+        return _Drawn(pathlib.Path(directory), load_config(pathlib.Path(directory)), as_dtype(dtype), None)
 
     with mock.patch.object(service, "open_checkpoint", open_drawn):
         yield

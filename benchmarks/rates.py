@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vlcache_jax.benchmarks.floor import Rates
+from vlcache_jax.benchmarks.floor import DeviceRates
 
 COPIED = 2**28  # bytes; more than caches hold
 
@@ -43,7 +43,7 @@ def seconds(
     return choose(measured)
 
 
-def measure_rates(dtype: Any, *, size: int | None = None, copied: int = COPIED, repeats: int = 5) -> Rates:
+def measure_rates(dtype: Any, *, size: int | None = None, copied: int = COPIED, repeats: int = 5) -> DeviceRates:
     """The rates of jax's first device, each the best of `repeats`: a floor is what cannot be had faster.
 
     Args:
@@ -64,7 +64,7 @@ def measure_rates(dtype: Any, *, size: int | None = None, copied: int = COPIED, 
     words = jnp.zeros(copied // 4, jnp.float32)
     copying = seconds(lambda words: words + 1, words, times=times, repeats=repeats, choose=min)
     host = math.inf if is_host else copied / min(_put_seconds(copied) for _ in range(repeats))
-    return Rates(matrix=2 * size**3 / took, memory=2 * copied / copying, host=host)
+    return DeviceRates(matrix=2 * size**3 / took, memory=2 * copied / copying, host=host)
 
 
 def _put_seconds(count: int) -> float:
@@ -74,13 +74,13 @@ def _put_seconds(count: int) -> float:
     return time.perf_counter() - start
 
 
-def best(measured: Sequence[Rates]) -> Rates:
+def best(measured: Sequence[DeviceRates]) -> DeviceRates:
     """Of each rate the highest: what is shared with others is never faster than it can be."""
-    names = (field.name for field in dataclasses.fields(Rates))
-    return Rates(**{name: max(getattr(rates, name) for rates in measured) for name in names})
+    names = (field.name for field in dataclasses.fields(DeviceRates))
+    return DeviceRates(**{name: max(getattr(rates, name) for rates in measured) for name in names})
 
 
-def told(rates: Rates) -> dict[str, float | str]:
+def told(rates: DeviceRates) -> dict[str, float | str]:
     """The rates for the head of a result; what is infinite as a word, as JSON has no such number."""
     known = dataclasses.asdict(rates).items()
     return {name: value if math.isfinite(value) else "read where it lies" for name, value in known}

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlcache_jax.benchmarks import ALLOCATOR
-from vlcache_jax.benchmarks.floor import FALLING, Rates, floor, pairs
+from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, floor, pairs
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
 from vlcache_jax.benchmarks.rates import best, measure_rates, told
 from vlcache_jax.benchmarks.ttft_checks import check_coded, check_exact, check_found, check_logprobs, check_room
-from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, Case, make_rows, publish
+from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.files import check_writable
 from vlcache_jax.models import ModelConfig
@@ -145,8 +145,8 @@ def measure(
 
     check_writable("out", out)
     head: dict[str, Any] = {}
-    cases: list[Case] = []
-    rates: list[Rates] = []
+    cases: list[MeasuredCase] = []
+    rates: list[DeviceRates] = []
     with setup.opened() as (model, name):
         for place, cache in setup.caches():
             with LLM(
@@ -189,12 +189,12 @@ class _Measuring:
         self._llm, self._setup, self._place, self._codec = llm, setup, place, codec
         self._config = llm.service.checkpoint.config
 
-    def cases(self, *, with_baselines: bool) -> list[Case]:
+    def cases(self, *, with_baselines: bool) -> list[MeasuredCase]:
         """All configurations at all sizes; those that use no stored K, V only where `with_baselines`."""
         reuses = make_configurations(self._config.model_type, self._config.text.num_layers, self._setup.schedule)
         if not with_baselines:
             del reuses[COLD], reuses[ENCODER_CACHED]
-        cases: list[Case] = []
+        cases: list[MeasuredCase] = []
         total = len(self._setup.sizes) * (self._setup.repeats + 1) * len(reuses)
         with Progress(f"measuring with K, V in {self._place}, codec {self._codec}", total) as bar:
             for images, tokens in self._setup.sizes:
@@ -242,7 +242,7 @@ class _Measuring:
         check_coded(llm, self._codec, [run for name in reuses if _links(name) for run in outputs[name]])
         return outputs
 
-    def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> Case:
+    def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> MeasuredCase:
         config, report = self._config, outputs[0].cache
         itemsize = np.dtype(self._llm.service.device.runner.dtype).itemsize
         plan = known.plan(report, spread_ranks(*image_grid(known.tokens)) if name == SHIFT else None)
@@ -256,7 +256,7 @@ class _Measuring:
             itemsize=itemsize,
             kept=kept_bytes(config, self._codec, itemsize),
         )
-        return Case(
+        return MeasuredCase(
             images=known.images,
             tokens=known.tokens,
             configuration=name,

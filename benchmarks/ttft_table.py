@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.benchmarks.floor import Floor, Rates
+from vlcache_jax.benchmarks.floor import DeviceRates, Floor
 from vlcache_jax.outputs import Metrics
 from vlcache_jax.study.report import show, write
 
@@ -22,7 +22,7 @@ COLD, ENCODER_CACHED = "cold", "encoder cached"
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class MeasuredCase:
     """A way to the first token, as it was measured.
 
     Attributes:
@@ -45,7 +45,7 @@ class Case:
     reused: int
     rows: tuple[int, ...]
     pairs: tuple[int, ...]
-    floor: Callable[[Rates], Floor]
+    floor: Callable[[DeviceRates], Floor]
 
     @property
     def image_tokens(self) -> int:
@@ -60,7 +60,7 @@ class Case:
         """Median seconds of a step."""
         return statistics.median(getattr(one, step) for one in self.metrics)
 
-    def row(self, cold: Case, encoder_cached: Case, rates: Rates) -> dict[str, Any]:
+    def row(self, cold: MeasuredCase, encoder_cached: MeasuredCase, rates: DeviceRates) -> dict[str, Any]:
         """Of the table; the baselines are of the same prompts."""
         took = [one.ttft for one in self.metrics]
         least = self.floor(rates)
@@ -88,7 +88,7 @@ class Case:
         }
 
 
-def make_rows(cases: Sequence[Case], rates: Rates) -> list[dict[str, Any]]:
+def make_rows(cases: Sequence[MeasuredCase], rates: DeviceRates) -> list[dict[str, Any]]:
     """A row for each case: all of a number of image tokens, then those of the next.
 
     Raises:

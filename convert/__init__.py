@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlcache_jax.convert.check import check_contents as check_contents
-    from vlcache_jax.convert.progress import Progress as Progress
+    from vlcache_jax.convert.progress import ConvertProgress as ConvertProgress
     from vlcache_jax.convert.stream import Report as Report
     from vlcache_jax.convert.stream import convert as convert
     from vlcache_jax.convert.stream import verify_weights as verify_weights
 
-__all__ = ["Progress", "Report", "check_contents", "convert", "verify_weights"]
+__all__ = ["ConvertProgress", "Report", "check_contents", "convert", "verify_weights"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from vlcache_jax.convert.manifest import (
 )
 from vlcache_jax.convert.memory import PeakMemory
 from vlcache_jax.convert.plan import as_dtype, sha256
-from vlcache_jax.convert.progress import Meter, Progress
+from vlcache_jax.convert.progress import ConvertMeter, ConvertProgress
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import parameters
@@ -49,7 +49,9 @@ def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig
         )
 
 
-def check_contents(directory: str | pathlib.Path, *, progress: Callable[[Progress], None] | None = None) -> Manifest:
+def check_contents(
+    directory: str | pathlib.Path, *, progress: Callable[[ConvertProgress], None] | None = None
+) -> Manifest:
     """Reads a converted checkpoint and compares every weight with its hash in the manifest.
 
     A few parameters are in memory at a time.
@@ -88,7 +90,7 @@ def check_contents(directory: str | pathlib.Path, *, progress: Callable[[Progres
     damaged = _wrong_files(directory, manifest)
     threads = min(4, os.cpu_count() or 1)
     with PeakMemory() as memory, ThreadPoolExecutor(threads, "vlcache-sha256") as pool:
-        meter = Meter("check", len(nbytes), sum(nbytes.values()), memory, progress)
+        meter = ConvertMeter("check", len(nbytes), sum(nbytes.values()), memory, progress)
         try:
             for name, intact in zip(nbytes, pool.map(is_intact, nbytes), strict=True):
                 if not intact:

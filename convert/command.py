@@ -16,7 +16,7 @@ from vlcache_jax.files import check_free
 from vlcache_jax.progress import say
 
 if TYPE_CHECKING:
-    from vlcache_jax.convert.progress import Progress
+    from vlcache_jax.convert.progress import ConvertProgress
 
 
 class Dtype(enum.StrEnum):
@@ -124,10 +124,10 @@ def _say_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
+def _progress() -> Iterator[Callable[[ConvertProgress], None]]:
     """A live bar on a terminal, and a line for every tenth of the bytes elsewhere."""
     if not sys.stderr.isatty():
-        yield _Lines()
+        yield _PlainLines()
         return
 
     import rich.console
@@ -137,7 +137,7 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
     with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as bar:
         tasks: dict[str, rich.progress.TaskID] = {}
 
-        def show(progress: Progress) -> None:
+        def show(progress: ConvertProgress) -> None:
             if progress.step not in tasks:
                 tasks[progress.step] = bar.add_task(progress.step, total=progress.total_nbytes, state="")
             bar.update(tasks[progress.step], completed=progress.nbytes, state=_state(progress))
@@ -145,18 +145,18 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-class _Lines:
+class _PlainLines:
     def __init__(self) -> None:
         self._shown: tuple[str, int] | None = None
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: ConvertProgress) -> None:
         now = progress.step, 10 * progress.nbytes // progress.total_nbytes
         if now != self._shown:
             typer.echo(f"{progress.step} {_state(progress)}", err=True)
         self._shown = now
 
 
-def _state(progress: Progress) -> str:
+def _state(progress: ConvertProgress) -> str:
     memory = "" if progress.peak_memory is None else f", peak memory {gigabytes(progress.peak_memory)}"
     return (
         f"{progress.tensors}/{progress.total_tensors} tensors, {gigabytes(progress.nbytes)} of "

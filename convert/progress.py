@@ -10,7 +10,7 @@ from vlcache_jax.convert.memory import PeakMemory
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class ConvertProgress:
     """How far a conversion is.
 
     Attributes:
@@ -35,7 +35,7 @@ class Progress:
         return self.nbytes / max(self.seconds, 1e-9)
 
 
-class Meter:
+class ConvertMeter:
     """Counts tensors and bytes, and tells the caller."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Meter:
         tensors: int,
         nbytes: int,
         memory: PeakMemory,
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[ConvertProgress], None] | None,
     ):
         self._step, self._memory, self._progress = step, memory, progress
         self._total_tensors, self._total_nbytes = tensors, nbytes
@@ -58,4 +58,4 @@ class Meter:
         if self._progress is not None:
             seconds = time.perf_counter() - self._begin
             counts = self._tensors, self._total_tensors, self._nbytes, self._total_nbytes
-            self._progress(Progress(self._step, *counts, seconds, self._memory.peak))
+            self._progress(ConvertProgress(self._step, *counts, seconds, self._memory.peak))

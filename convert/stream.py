@@ -25,7 +25,7 @@ from vlcache_jax.convert.manifest import (
 from vlcache_jax.convert.memory import PeakMemory
 from vlcache_jax.convert.partial import appearing
 from vlcache_jax.convert.plan import Source, as_dtype, make_plan, sha256, source_digest, stored_dtype
-from vlcache_jax.convert.progress import Meter, Progress
+from vlcache_jax.convert.progress import ConvertMeter, ConvertProgress
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import SIDE_FILES, locate
 from vlcache_jax.files import check_free
@@ -63,7 +63,7 @@ def convert(
     dtype: Any = None,
     revision: str | None = None,
     verify: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[ConvertProgress], None] | None = None,
 ) -> Report:
     """Converts a Hugging Face checkpoint.
 
@@ -161,7 +161,7 @@ def verify_weights(
     directory: str | pathlib.Path,
     *,
     revision: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[ConvertProgress], None] | None = None,
 ) -> None:
     """Compares a converted checkpoint with its source, byte by byte, two tensors in memory at a time.
 
@@ -219,8 +219,10 @@ class _Leaf:
         return array
 
 
-def _meter(step: str, leaves: list[_Leaf], memory: PeakMemory, progress: Callable[[Progress], None] | None) -> Meter:
-    return Meter(step, len(leaves), sum(leaf.nbytes for leaf in leaves), memory, progress)
+def _meter(
+    step: str, leaves: list[_Leaf], memory: PeakMemory, progress: Callable[[ConvertProgress], None] | None
+) -> ConvertMeter:
+    return ConvertMeter(step, len(leaves), sum(leaf.nbytes for leaf in leaves), memory, progress)
 
 
 def _check_finite(leaves: list[_Leaf]) -> None:
@@ -229,7 +231,7 @@ def _check_finite(leaves: list[_Leaf]) -> None:
         raise ValueError(f"weights must be finite, but {len(flaws)} tensors are not:\n  {lines}")
 
 
-def _compare(directory: pathlib.Path, leaves: list[_Leaf], meter: Meter) -> None:
+def _compare(directory: pathlib.Path, leaves: list[_Leaf], meter: ConvertMeter) -> None:
     weights = StoredWeights(directory / WEIGHTS_DIRECTORY)
     different = []
     for leaf in leaves:

@@ -27,8 +27,11 @@ class TensorNames:
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
-    """A published model, in the words of its `config.json`; what all of a family have is in `Published`."""
+class PublishedSize:
+    """A published model, in the words of its `config.json`; what all of a family have is in `Published`.
+
+    The width of the tower's output is the text's, whatever `vision` says.
+    """
 
     model_type: str
     text: Mapping[str, Any]
@@ -72,7 +75,7 @@ class Published:
     architecture: str
     rope: Mapping[str, Any]
     image_processor: Mapping[str, Any]
-    sizes: Mapping[str, Size]
+    sizes: Mapping[str, PublishedSize]
     video_processor: Mapping[str, Any] | None = None
     has_flat: bool = False
     system_turn: str | None = None

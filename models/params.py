@@ -68,18 +68,6 @@ class Parameter:
     def is_kernel(self) -> bool:
         return self.path[-1] == "kernel"
 
-    def from_tensor(self, tensor: np.ndarray) -> np.ndarray:
-        """The parameter of a stored tensor (a view where it can be one)."""
-        if self.is_turned:
-            return tensor.swapaxes(1, 2)
-        return tensor.reshape(len(tensor), -1).T if self.is_kernel else tensor
-
-    def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
-        """The inverse of `from_tensor`."""
-        if self.is_turned:
-            return parameter.swapaxes(1, 2)
-        return parameter.T.reshape(self.tensor_shape) if self.is_kernel else parameter
-
 
 def parameters(config: ModelConfig) -> list[Parameter]:
     """Every parameter of a model, in the order of its tree."""

@@ -6,10 +6,12 @@ import functools
 from typing import Any
 
 from vlcache_jax.models.config import ModelConfig
-from vlcache_jax.models.family import Size
+from vlcache_jax.models.family import PublishedSize
 from vlcache_jax.models.registry import FAMILIES, read_config
 
-SIZES: dict[str, Size] = {name: size for family in FAMILIES.values() for name, size in family.PUBLISHED.sizes.items()}
+SIZES: dict[str, PublishedSize] = {
+    name: size for family in FAMILIES.values() for name, size in family.PUBLISHED.sizes.items()
+}
 
 
 def find_name(name: str) -> str | None:
@@ -27,7 +29,7 @@ def published_config(name: str) -> ModelConfig:
     return read_config(config_file(SIZES[name], dtype="bfloat16"), f"config.json of {name}")
 
 
-def config_file(size: Size, *, dtype: str, **tokens: int) -> dict[str, Any]:
+def config_file(size: PublishedSize, *, dtype: str, **tokens: int) -> dict[str, Any]:
     """The content of `config.json`; `tokens` are ids that are not the library's defaults.
 
     Heads of another width than the published ones share out their frequencies among T, H and W alike.
@@ -45,8 +47,8 @@ def config_file(size: Size, *, dtype: str, **tokens: int) -> dict[str, Any]:
         "dtype": dtype,
         "vision_config": {
             "model_type": size.model_type,
-            published.output_width: text["hidden_size"],
             **size.vision,
+            published.output_width: text["hidden_size"],
         },
         "text_config": {"model_type": f"{size.model_type}_text", "rope_parameters": rope, **text},
     }

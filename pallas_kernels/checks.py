@@ -65,7 +65,7 @@ def _cut(implementation: str, *args: jax.Array, scale: float, **fields: Any) -> 
 
 
 def _paged(
-    case: Callable[[np.random.Generator], paged_cases.Rows],
+    case: Callable[[np.random.Generator], paged_cases.PagedRows],
     heads: int,
     kv_heads: int,
     width: int,

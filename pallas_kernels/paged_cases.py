@@ -14,7 +14,7 @@ Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PagedRows:
     """Which table each row sees through, and from which logical slot to which; tables; prefixes that tables share."""
 
     table: np.ndarray
@@ -44,71 +44,71 @@ def tables(rng: np.random.Generator, *lengths: int) -> list[np.ndarray]:
     return np.split(pages, np.cumsum(lengths)[:-1])
 
 
-def causal(rng: np.random.Generator) -> Rows:
+def causal(rng: np.random.Generator) -> PagedRows:
     """The last rows of one request."""
-    return Rows(np.zeros(300, int), np.zeros(300, int), np.arange(401, 701), tables(rng, 6))
+    return PagedRows(np.zeros(300, int), np.zeros(300, int), np.arange(401, 701), tables(rng, 6))
 
 
-def scattered(rng: np.random.Generator) -> Rows:
+def scattered(rng: np.random.Generator) -> PagedRows:
     end = 1 + rng.permutation(9 * PAGE)[:100]
-    return Rows(np.zeros(100, int), np.zeros(100, int), end, tables(rng, 9))
+    return PagedRows(np.zeros(100, int), np.zeros(100, int), end, tables(rng, 9))
 
 
-def requests(rng: np.random.Generator) -> Rows:
+def requests(rng: np.random.Generator) -> PagedRows:
     """Rows of several requests, mixed, some of which see nothing, and a request without rows."""
     count = 90
     table = rng.choice([0, 1, 3, 4], count)
     end = rng.integers(0, 3 * PAGE, count)
     start = np.where(rng.random(count) < 0.3, rng.integers(0, 2 * PAGE, count), 0)
-    return Rows(table, start, end, tables(rng, 3, 3, 3, 3, 3))
+    return PagedRows(table, start, end, tables(rng, 3, 3, 3, 3, 3))
 
 
-def decode(rng: np.random.Generator) -> Rows:
+def decode(rng: np.random.Generator) -> PagedRows:
     lengths = rng.integers(1, 9, 11)
     end = rng.integers(1, lengths * PAGE + 1)
     end[3] = 0
-    return Rows(np.arange(11), np.zeros(11, int), end, tables(rng, *lengths))
+    return PagedRows(np.arange(11), np.zeros(11, int), end, tables(rng, *lengths))
 
 
-def decode_beside_prefill(rng: np.random.Generator) -> Rows:
+def decode_beside_prefill(rng: np.random.Generator) -> PagedRows:
     lengths = (12, 1, 2, 7, 4)
     table = np.array([0, 1, 2, 3, *[4] * 40])
     end = np.array([12 * PAGE - 3, 5, 200, 7 * PAGE, *range(400, 440)])
-    return Rows(table, np.zeros(44, int), end, tables(rng, *lengths))
+    return PagedRows(table, np.zeros(44, int), end, tables(rng, *lengths))
 
 
-def one_page(rng: np.random.Generator) -> Rows:
-    return Rows(np.zeros(3, int), np.zeros(3, int), np.array([128, 1, 64]), tables(rng, 1))
+def one_page(rng: np.random.Generator) -> PagedRows:
+    return PagedRows(np.zeros(3, int), np.zeros(3, int), np.array([128, 1, 64]), tables(rng, 1))
 
 
-def nothing(rng: np.random.Generator) -> Rows:
-    return Rows(np.zeros(5, int), np.zeros(5, int), np.zeros(5, int), tables(rng, 2))
+def nothing(rng: np.random.Generator) -> PagedRows:
+    return PagedRows(np.zeros(5, int), np.zeros(5, int), np.zeros(5, int), tables(rng, 2))
 
 
-def no_rows(rng: np.random.Generator) -> Rows:
-    return Rows(np.zeros(0, int), np.zeros(0, int), np.zeros(0, int), [])
+def no_rows(rng: np.random.Generator) -> PagedRows:
+    return PagedRows(np.zeros(0, int), np.zeros(0, int), np.zeros(0, int), [])
 
 
-def one_long(rng: np.random.Generator) -> Rows:
+def one_long(rng: np.random.Generator) -> PagedRows:
     """One request is far longer than the others."""
-    return Rows(np.arange(8), np.zeros(8, int), np.array([40 * PAGE, *[70] * 7]), tables(rng, 40, *[1] * 7))
+    return PagedRows(np.arange(8), np.zeros(8, int), np.array([40 * PAGE, *[70] * 7]), tables(rng, 40, *[1] * 7))
 
 
-def shared(rng: np.random.Generator, each: int = 1, count: int = 12) -> Rows:
+def shared(rng: np.random.Generator, each: int = 1, count: int = 12) -> PagedRows:
     """Questions over one document; rows of some of them lie in it."""
     prefix, tails = np.arange(1, 7), np.arange(7, 7 + 2 * count).reshape(count, 2)
     table = np.repeat(np.arange(count), each)
     end = rng.integers(6 * PAGE, 8 * PAGE, len(table)) + 1
     end[::9] = rng.integers(1, 6 * PAGE, len(end[::9]))
     both = [np.concatenate([prefix, tail]) for tail in tails]
-    return Rows(table, np.zeros_like(table), end, both, (Shared(range(count), 6),))
+    return PagedRows(table, np.zeros_like(table), end, both, (Shared(range(count), 6),))
 
 
-def shared_by_prefill(rng: np.random.Generator) -> Rows:
+def shared_by_prefill(rng: np.random.Generator) -> PagedRows:
     return shared(rng, each=11, count=7)
 
 
-def two_levels(rng: np.random.Generator) -> Rows:
+def two_levels(rng: np.random.Generator) -> PagedRows:
     """Documents behind one system prompt, questions behind each document, and requests apart."""
     count, documents = 16, 4
     system, text = np.arange(1, 5), np.arange(5, 5 + 5 * documents).reshape(documents, 5)
@@ -119,10 +119,10 @@ def two_levels(rng: np.random.Generator) -> Rows:
     end = np.array([len(both[t]) for t in table]) * PAGE - rng.integers(0, PAGE, len(table))
     groups = [Shared([i for i in range(count) if i % documents == d], 9) for d in range(documents)]
     start = np.where(table == 2, 60, 0)  # sees the system prompt in part
-    return Rows(table, start, end, both, (*groups, Shared([*range(count), count + 1], 4)))
+    return PagedRows(table, start, end, both, (*groups, Shared([*range(count), count + 1], 4)))
 
 
-CASES: tuple[Callable[[np.random.Generator], Rows], ...] = (
+CASES: tuple[Callable[[np.random.Generator], PagedRows], ...] = (
     causal,
     scattered,
     requests,
@@ -141,7 +141,7 @@ CASES: tuple[Callable[[np.random.Generator], Rows], ...] = (
 DECODING = (decode, one_long, shared, two_levels, nothing)
 
 
-def reference(rows: Rows, q: Any, k: Any, v: Any, scale: float | None = None) -> np.ndarray:
+def reference(rows: PagedRows, q: Any, k: Any, v: Any, scale: float | None = None) -> np.ndarray:
     """Row by row in float64, from the slots that it sees; rows of q beyond those of the case see nothing."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     kv_heads, width = k.shape[1:]
@@ -158,7 +158,7 @@ def reference(rows: Rows, q: Any, k: Any, v: Any, scale: float | None = None) ->
 
 
 def arrays(
-    rows: Rows, count: int, heads: int, kv_heads: int, width: int, *, poison: bool = False, flaw: bool = False
+    rows: PagedRows, count: int, heads: int, kv_heads: int, width: int, *, poison: bool = False, flaw: bool = False
 ) -> Inputs:
     """q of `count` rows, and a pool. `poison`: what no row sees is NaN in K, and huge in V. `flaw`: so is a key of one
     head that some rows see."""

@@ -89,6 +89,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         f"19 known images, a schedule of {layers} layers": [sequence(19, 40, layers, Scheduled(falling))],
     }
     rows = []
+    # Prefills: the rows of a step, its work lists, and what goes to the device.
     for name, sequences in cases.items():
         turn = prefills(sequences, runner)
         step = prefill_steps(turn, runner.ladder, runner.num_slots, layers)[0]
@@ -106,6 +107,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         first += milliseconds(functools.partial(jax.device_put, (packed, made[:1])), repeats)
         took |= {"together ms": sum(took.values()), "until the first layer ms": took["rows ms"] + first}
         rows.append({"case": name, "arrays": 1 + len(made), **took})
+    # A window of decoding: one work list for all of its steps.
     count, config = 64, definitions.work_config(64, decode=True)
     pages = np.arange(1, 1 + count * 8, dtype=np.int32).reshape(count, 8)
     tables, last = list(pages), np.full(count, 7 * PAGE + 70)

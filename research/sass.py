@@ -46,7 +46,7 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class LoopTurn:
     """A way through a loop: its instructions, how many cycles they stall at least, and how many bear which name."""
 
     instructions: int
@@ -69,8 +69,8 @@ class Kernel:
     """
 
     name: str
-    compute: list[dict[int, Turn]]
-    load: list[dict[int, Turn]]
+    compute: list[dict[int, LoopTurn]]
+    load: list[dict[int, LoopTurn]]
     registers: int
     spills: int
     shared_memory: int
@@ -135,7 +135,7 @@ def innermost(code: list[Instruction], names: Iterable[str]) -> dict[int, set[in
     return {first: body for first, body in holding.items() if not any(body > other for other in holding.values())}
 
 
-def turns(code: list[Instruction], first: int, names: Iterable[str]) -> dict[int, Turn]:
+def turns(code: list[Instruction], first: int, names: Iterable[str]) -> dict[int, LoopTurn]:
     """The longest turns of a loop by how many instructions of these names they have; inner loops are left out."""
     found = loops(code)
     body = found[first].difference(*(inner for inner in found.values() if inner < found[first]))
@@ -144,14 +144,14 @@ def turns(code: list[Instruction], first: int, names: Iterable[str]) -> dict[int
         for after in code[at].after:
             if after in body and after != first:
                 before[after].append(at)
-    ways: dict[int, dict[int, Turn]] = {}
+    ways: dict[int, dict[int, LoopTurn]] = {}
     for at in graphlib.TopologicalSorter(before).static_order():
         instruction, ways[at] = code[at], {}
-        arriving = [Turn(0, 0, collections.Counter())] if at == first else []
+        arriving = [LoopTurn(0, 0, collections.Counter())] if at == first else []
         for turn in arriving + [turn for b in before[at] for turn in ways[b].values()]:
             counts = turn.names + collections.Counter([instruction.name])
-            _keep_longest(ways[at], Turn(turn.instructions + 1, turn.stall + instruction.stall, counts), names)
-    whole: dict[int, Turn] = {}
+            _keep_longest(ways[at], LoopTurn(turn.instructions + 1, turn.stall + instruction.stall, counts), names)
+    whole: dict[int, LoopTurn] = {}
     for at in body:
         if first in code[at].after:
             for turn in ways[at].values():
@@ -159,7 +159,7 @@ def turns(code: list[Instruction], first: int, names: Iterable[str]) -> dict[int
     return dict(sorted(whole.items()))
 
 
-def _keep_longest(ways: dict[int, Turn], turn: Turn, names: Iterable[str]) -> None:
+def _keep_longest(ways: dict[int, LoopTurn], turn: LoopTurn, names: Iterable[str]) -> None:
     key = sum(turn.names[name] for name in names)
     if key not in ways or ways[key].instructions < turn.instructions:
         ways[key] = turn

@@ -68,7 +68,7 @@ Buffers = Sequence[Any]
 """Bytes that were read, one behind the other."""
 
 
-class Case(NamedTuple):
+class ReadCase(NamedTuple):
     """A way to read the records of a tier.
 
     Attributes:
@@ -142,7 +142,7 @@ def make_record(codec: str, number: int, tokens: int) -> Record:
     return record
 
 
-def read(case: Case, records: Sequence[Record], is_new: bool, times: Times) -> None:
+def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) -> None:
     """Reads records by the plain way and by the tier, and takes their checksums.
 
     Raises:
@@ -278,7 +278,7 @@ def _write_file(path: pathlib.Path, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tuple[list[Keeper], list[Case]]]:
+def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tuple[list[Keeper], list[ReadCase]]]:
     """The tiers, all of them on this machine.
 
     Args:
@@ -286,6 +286,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
       size: bytes of all records.
     """
     with contextlib.ExitStack() as stack:
+        # The tiers as an engine has them.
         disk = DiskTier(folder / "disk", 2 * size + 2**30)
         stack.callback(disk.close)
         objects = ObjectTier((folder / "objects").as_uri(), timeout=_TIMEOUT)
@@ -295,6 +296,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
         host, port = server.address
         peer = PeerTier(f"http://{host}:{port}", timeout=_TIMEOUT)
         stack.callback(peer.close)
+        # Beside each the plainest way to the same bytes, by which it is judged.
         raw = stack.enter_context(contextlib.closing(http.client.HTTPConnection(host, port, timeout=_TIMEOUT)))
         plain = folder / "plain"
         shared, plain_objects = (LocalStore(folder / name, mkdir=True) for name in ("objects", "plain objects"))
@@ -328,10 +330,10 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
             Keeper("object store (file://)", objects, plain_put, clear_objects),
         ]
         cases = [
-            Case("disk", "warm", disk, plain_file),
-            Case("disk", "cold", disk, plain_file, lambda record: drop_from_page_cache(file(record))),
-            Case("object store (file://)", "warm", objects, plain_object),
-            Case("peer (loopback)", "warm", peer, plain_answer),
+            ReadCase("disk", "warm", disk, plain_file),
+            ReadCase("disk", "cold", disk, plain_file, lambda record: drop_from_page_cache(file(record))),
+            ReadCase("object store (file://)", "warm", objects, plain_object),
+            ReadCase("peer (loopback)", "warm", peer, plain_answer),
         ]
         if has_redis:
             keeper, case = stack.enter_context(_opened_redis(folder))
@@ -341,7 +343,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, Case]]:
+def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
     """A server on a port of its own, which keeps nothing on a disk."""
     import redis
 
@@ -349,6 +351,7 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, Case]]:
         raise ValueError("--redis needs redis-server, which is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    # In memory alone.
     options = {"bind": "127.0.0.1", "port": str(port), "save": "", "appendonly": "no"}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     process = subprocess.Popen([binary, *words], cwd=folder, stdout=subprocess.DEVNULL)
@@ -382,7 +385,7 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, Case]]:
         name = "Redis (loopback)"
         yield (
             Keeper(name, tier, plain_set, lambda: client.delete(*client.keys("plain:*"), "plain")),
-            Case(name, "in its memory", tier, plain_get, find_keys),
+            ReadCase(name, "in its memory", tier, plain_get, find_keys),
         )
     finally:
         tier.close()
@@ -402,6 +405,7 @@ def measure(*, mb: float, records: int, repeats: int, has_redis: bool) -> tuple[
         raise ValueError(
             f"mb must be at least {TOKEN / 1e6}, and records and repeats 1, got {mb}, {records} and {repeats}"
         )
+    # Records of each codec, and what writing and reading them takes.
     kept = {codec: [make_record(codec, number, tokens) for number in range(records)] for codec in (PLAIN, *CODECS)}
     sizes = {codec: own[0].meta.nbytes for codec, own in kept.items()}
     writes: defaultdict[tuple[str, str], Times] = defaultdict(Times)
@@ -430,6 +434,7 @@ def measure(*, mb: float, records: int, repeats: int, has_redis: bool) -> tuple[
         | {f"at least {LEAST:.0f} %": "-"}
         for (name, codec), times in writes.items()
     ]
+    # A row for each way to read, with what it must reach of the plain way.
     for (name, cache, is_new, codec), times in reads.items():
         about: dict[str, Any] = {
             "store": name,

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from vlcache_jax.checks import check_flags, is_finite, parse_bytes, parse_counts
+from vlcache_jax.checks import check_flags, check_whole, is_finite, parse_bytes, parse_counts
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,26 @@ def test_what_is_finite(dtype, value):
     assert is_finite(array[:0])
     array[-1] = value
     assert not is_finite(array)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "given", "wanted"),
+    [
+        ((1,), 0, "a positive integer"),
+        ((1,), True, "a positive integer"),
+        ((1,), 2.0, "a positive integer"),
+        ((1,), None, "a positive integer"),
+        ((0,), -1, "an integer of at least 0"),
+        ((1, 9), 10, "an integer from 1 to 9"),
+    ],
+)
+def test_whole_numbers(bounds, given, wanted):
+    with pytest.raises(ValueError, match=rf"^k must be {wanted}, got {given}$"):
+        check_whole("k", given, *bounds)
+    check_whole("k", 9, *bounds)
+
+
+def test_none_may_stand_for_a_whole_number():
+    check_whole("k", None, 1, or_none=True)
+    with pytest.raises(ValueError, match=r"^k must be a positive integer or None, got 'a'$"):
+        check_whole("k", "a", 1, or_none=True)

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 _PIECE = 1 << 18  # values that stay in a core's cache
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def is_a(value: Any, kind: Any) -> TypeGuard[Any]:
+    """Whether a value is of a type, or of one of several. True and False are no integers here."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: Any, least: int, most: float = math.inf, *, or_none: bool = False) -> None:
+    """Sees that it is an integer, from `least` to `most`.
+
+    Raises:
+      ValueError: it is not; it names `name`.
+    """
+    if (is_a(value, int) and least <= value <= most) or (value is None and or_none):
+        return
+    bounded = f"an integer from {least} to {most}" if most < math.inf else f"an integer of at least {least}"
+    wanted = "a positive integer" if (least, most) == (1, math.inf) else bounded
+    raise ValueError(f"{name} must be {wanted}{' or None' if or_none else ''}, got {short(value)}")
 
 
 def check_flags(**flags: Any) -> None:
@@ -41,7 +60,7 @@ def parse_bytes(value: int | str, name: str) -> int:
     Raises:
       ValueError: neither, or negative; it names `name`.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if is_a(value, int) and value >= 0:
         return value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", value.upper())

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Self, Unpack
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.checks import check_flags, parse_bytes
+from vlcache_jax.checks import check_flags, check_whole, is_a, parse_bytes
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.foreign import ENGINE, VllmOptions, ours, warn_ignored
@@ -128,12 +128,12 @@ class EngineConfig:
         self._set(settings=read_settings(self.mm_processor_kwargs, of_request=False))
         for name in ("max_rows", "max_model_len", "max_num_seqs"):
             count: Any = getattr(self, name)
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name} must be a positive integer, got {count!r}")
+            if count is not None:
+                check_whole(name, count, 1)
         if self.kv_cache_bytes is not None:
             self._set(kv_cache_bytes=parse_bytes(self.kv_cache_bytes, "kv_cache_bytes"))
         share: Any = self.gpu_memory_utilization
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        if not (share is None or (is_a(share, int | float) and 0 < share <= 1)):
             raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
         self._set(limits=_limits_per_prompt(self.limit_mm_per_prompt))
         check_max_pixels(self.max_image_pixels)
@@ -146,7 +146,7 @@ class EngineConfig:
             object.__setattr__(self, name, value)
 
     def _check_types(self) -> None:
-        model, dtype, seed = self.model, self.dtype, self.seed
+        model, dtype = self.model, self.dtype
         if not isinstance(model, (str, os.PathLike)):
             raise ValueError(f"model must be a directory or the id of a model on the hub, got {model!r}")
         if not (isinstance(dtype, str) and dtype == "auto"):
@@ -157,8 +157,7 @@ class EngineConfig:
             raise ValueError(f"ladder must be a Ladder or None, got {self.ladder!r}")
         if not isinstance(self.revision, str | None):
             raise ValueError(f"revision must be a string or None, got {self.revision!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
+        check_whole("seed", self.seed, 0)
 
     @classmethod
     def of(cls, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> Self:
@@ -245,7 +244,7 @@ def _limits_per_prompt(limits: Any) -> dict[str, int]:
             idle += [f"limit_mm_per_prompt[{kind!r}][{key!r}]" for key in given if key != "count"]
             if most is None:
                 continue
-        if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        if not is_a(most, int) or most < 0:
             raise ValueError(f"limit_mm_per_prompt must be integers of at least 0, got {most!r} for {kind}")
         found[kind] = most
     if idle:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vlcache_jax.checks import is_a
+
 _MOST_BYTES = 64 << 20
 
 
@@ -28,14 +30,14 @@ class Kind:
 def whole(least: int, most: int) -> Kind:
     return Kind(
         f"an integer from {least} to {most}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
+        lambda value: is_a(value, int) and least <= value <= most,
     )
 
 
 def real(least: float, most: float) -> Kind:
     return Kind(
         f"a finite number from {least:g} to {most:g}",
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most,
+        lambda value: is_a(value, (int, float)) and least <= value <= most,
     )
 
 

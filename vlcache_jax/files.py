@@ -38,6 +38,26 @@ def check_writable(name: str, path: str | os.PathLike[str] | None, suffixes: tup
         raise ValueError(f"{name} must be a file that can be written, got {path}: {error.strerror}") from error
 
 
+def make_folder(path: pathlib.Path) -> None:
+    """Makes a folder for its owner alone, and those above it, if it does not exist.
+
+    Raises:
+      OSError: it cannot be made. It says which file or link is in the way, if one is, and what to do.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        for part in (*reversed(path.parents), path):
+            if part.is_symlink() and not part.exists():
+                what = "a link that leads nowhere: delete it"
+            elif part.exists() and not part.is_dir():
+                what = "a file: move it away"
+            else:
+                continue
+            raise NotADirectoryError(f"{part} is {what}, or name another directory") from error
+        raise
+
+
 def check_readable(name: str, path: str | os.PathLike[str]) -> None:
     """Sees that a file can be read.
 

@@ -97,9 +97,9 @@ class LLM:
             one for each video of a conversation.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
             the other rows are answered, and its output tells in `error`.
-          template: `chat_template`, a Jinja text in place of the checkpoint's; `chat_template_kwargs`, names that it
-            uses; `continue_final_message=True` goes on with the last message, which is the assistant's;
-            `add_generation_prompt=False` leaves out the beginning of the assistant's turn.
+          template: `chat_template`, a Jinja text in place of the checkpoint's or the path of its file;
+            `chat_template_kwargs`, names that it uses; `continue_final_message=True` goes on with the last message,
+            which is the assistant's; `add_generation_prompt=False` leaves out the beginning of the assistant's turn.
 
         Texts are taken as they are: control tokens in them, such as `<|im_end|>`, act as such.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vlcache_jax.checks import short
+from vlcache_jax.checks import is_a, short
 from vlcache_jax.foreign import SAMPLING, ours, takes_foreign
 
 MAX_LOGPROBS = 20
@@ -164,7 +164,7 @@ def _checked(name: str, value: Any) -> Any:
     if value is None:
         return _DEFAULTS[name] if name in _NEVER_NONE else None
     kind, low, high = _NUMBERS[name]
-    if isinstance(value, bool) or not isinstance(value, kind) or not _is_between(low, value, high):
+    if not is_a(value, kind) or not _is_between(low, value, high):
         what = "an integer" if kind is numbers.Integral else "a number"
         raise ValueError(f"{name} must be {what} from {low} to {high}, got {short(value)}")
     # As published examples write them.
@@ -185,7 +185,7 @@ def _checked_list(name: str, given: Any, item_type: Any, most: int) -> tuple[Any
         raise ValueError(f"{name} must be a list, got {short(given)}") from error
     if len(items) > most:
         raise ValueError(f"{name} must be a list of at most {most}, got {short(given)}")
-    if not all(isinstance(item, item_type) and not isinstance(item, bool) for item in items):
+    if not all(is_a(item, item_type) for item in items):
         raise ValueError(f"{name} must be {'strings' if item_type is str else 'token ids'}, got {short(given)}")
     if item_type is str and not all(0 < len(text) <= MAX_STOP_LENGTH for text in items):
         raise ValueError(f"{name} must be strings of 1 to {MAX_STOP_LENGTH} characters, got {short(items)}")
@@ -206,9 +206,9 @@ def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
     if len(pairs) > MAX_BIASED:
         raise ValueError(f"logit_bias must be of at most {MAX_BIASED} tokens, got {short(given)}")
     for token, bias in pairs:
-        if isinstance(token, bool) or not isinstance(token, numbers.Integral) or token < 0:
+        if not is_a(token, numbers.Integral) or token < 0:
             raise ValueError(f"logit_bias must be by token ids of at least 0, got {short(token)}")
-        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or not math.isfinite(_as_float(bias)):
+        if not is_a(bias, numbers.Real) or not math.isfinite(_as_float(bias)):
             raise ValueError(f"logit_bias must be finite numbers, got {short(bias)} for token {short(token)}")
     return tuple(sorted((int(token), min(100.0, max(-100.0, float(bias)))) for token, bias in dict(pairs).items()))
 

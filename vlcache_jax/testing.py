@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vlcache_jax.models.family import Published, Size
+from vlcache_jax.models.family import Published, PublishedSize
 from vlcache_jax.models.params import Parameter, parameters, published_name
 from vlcache_jax.models.published import config_file
 from vlcache_jax.models.registry import FAMILIES, load_config
@@ -212,7 +212,7 @@ def _config(
     model_type: str, text: Mapping[str, Any], vision: Mapping[str, Any], tied: bool, dtype: str, *, flat: bool
 ) -> dict[str, Any]:
     text = {**_TEXT, **_FAMILY_TEXT[model_type], **text}
-    size = Size(model_type, text, {**_VISION, **_FAMILY_VISION[model_type], **vision}, tied)
+    size = PublishedSize(model_type, text, {**_VISION, **_FAMILY_VISION[model_type], **vision}, tied)
     ids = {f"{name}_token_id": TOKEN_IDS[f"<|{name}_pad|>"] for name in ("image", "video")}
     ids |= {f"vision_{name}_token_id": TOKEN_IDS[f"<|vision_{name}|>"] for name in ("start", "end")}
     config = config_file(size, dtype=dtype, **ids)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from vlcache_jax.benchmarks.tiny_vqa.pictures import Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.tasks import RELATED, TASKS, ask
+from vlcache_jax.checks import check_whole
 from vlcache_jax.study.questions import Sample, first, read_tsv
 
 QUESTIONS = 1000  # of a task
@@ -52,8 +53,7 @@ def write_splits(
     Raises:
       ValueError: `images` is not a positive integer, or there is no such size.
     """
-    if images is not None and (isinstance(images, bool) or not isinstance(images, int) or images < 1):
-        raise ValueError(f"images must be a positive integer or None, got {images!r}")
+    check_whole("images", images, 1, or_none=True)
     if size not in SIZES:
         raise ValueError(f"size must be {' or '.join(SIZES)}, got {size!r}")
     choices = SIZES[size]

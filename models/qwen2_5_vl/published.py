@@ -5,24 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from vlcache_jax.models import qwen2_vl
-from vlcache_jax.models.family import Size, text_fields
+from vlcache_jax.models.family import PublishedSize, text_fields
+from vlcache_jax.models.qwen2_5_vl.config import FIELDS
 from vlcache_jax.models.video import Videos
 
 POSITIONS = 128000
-VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "hidden_act": "silu",
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "tokens_per_second": 2,
-}
+VISION = {**FIELDS.vision, "hidden_size": 1280, "tokens_per_second": 2}
 WIDER_VISION = {**VISION, "intermediate_size": 3456}
 
 NAMES = qwen2_vl.NAMES
@@ -31,10 +19,16 @@ PUBLISHED = dataclasses.replace(
     architecture="Qwen2_5_VLForConditionalGeneration",
     image_processor={**qwen2_vl.PUBLISHED.image_processor, "processor_class": "Qwen2_5_VLProcessor"},
     sizes={
-        "Qwen2.5-VL-3B": Size("qwen2_5_vl", text_fields(2048, 36, 16, 2, 11008, 151936, POSITIONS), VISION, True),
-        "Qwen2.5-VL-7B": Size("qwen2_5_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), VISION),
-        "Qwen2.5-VL-32B": Size("qwen2_5_vl", text_fields(5120, 64, 40, 8, 27648, 152064, POSITIONS), WIDER_VISION),
-        "Qwen2.5-VL-72B": Size("qwen2_5_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), WIDER_VISION),
+        "Qwen2.5-VL-3B": PublishedSize(
+            "qwen2_5_vl", text_fields(2048, 36, 16, 2, 11008, 151936, POSITIONS), VISION, True
+        ),
+        "Qwen2.5-VL-7B": PublishedSize("qwen2_5_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), VISION),
+        "Qwen2.5-VL-32B": PublishedSize(
+            "qwen2_5_vl", text_fields(5120, 64, 40, 8, 27648, 152064, POSITIONS), WIDER_VISION
+        ),
+        "Qwen2.5-VL-72B": PublishedSize(
+            "qwen2_5_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), WIDER_VISION
+        ),
     },
     output_width="out_hidden_size",
 )

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+from vlcache_jax.models.family import Published, PublishedSize, TensorNames, text_fields
+from vlcache_jax.models.qwen2_vl.config import FIELDS, ROPE_THETA
 from vlcache_jax.models.video import Videos
 
 POSITIONS = 32768
-VISION = {
-    "depth": 32,
-    "embed_dim": 1280,
-    "mlp_ratio": 4,
-    "hidden_act": "quick_gelu",
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
 NAMES = TensorNames(
     modules={
         "visual.merger.norm.": "visual.merger.ln_q.",
@@ -27,7 +17,7 @@ NAMES = TensorNames(
 )
 PUBLISHED = Published(
     architecture="Qwen2VLForConditionalGeneration",
-    rope={"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    rope={"rope_theta": ROPE_THETA, "mrope_section": [16, 24, 24]},
     image_processor={
         "patch_size": 14,
         "merge_size": 2,
@@ -40,9 +30,13 @@ PUBLISHED = Published(
         "processor_class": "Qwen2VLProcessor",
     },
     sizes={
-        "Qwen2-VL-2B": Size("qwen2_vl", text_fields(1536, 28, 12, 2, 8960, 151936, POSITIONS), VISION, True),
-        "Qwen2-VL-7B": Size("qwen2_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), VISION),
-        "Qwen2-VL-72B": Size("qwen2_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), VISION),
+        "Qwen2-VL-2B": PublishedSize(
+            "qwen2_vl", text_fields(1536, 28, 12, 2, 8960, 151936, POSITIONS), FIELDS.vision, True
+        ),
+        "Qwen2-VL-7B": PublishedSize("qwen2_vl", text_fields(3584, 28, 28, 4, 18944, 152064, POSITIONS), FIELDS.vision),
+        "Qwen2-VL-72B": PublishedSize(
+            "qwen2_vl", text_fields(8192, 80, 64, 8, 29568, 152064, POSITIONS), FIELDS.vision
+        ),
     },
     has_flat=True,
     system_turn="You are a helpful assistant.",

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from vlcache_jax.models.family import Published, Size, TensorNames, text_fields
+from vlcache_jax.models.family import Published, PublishedSize, TensorNames, text_fields
+from vlcache_jax.models.qwen3_vl.config import FIELDS
 from vlcache_jax.models.video import Videos
 
 POSITIONS = 262144
 OWN = {"head_dim": 128, "attention_bias": False}
-VISION = {  # of 8B and 32B
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "hidden_act": "gelu_pytorch_tanh",
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
+VISION = FIELDS.vision  # of 8B and 32B
 SMALL_VISION = {
     **VISION, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
 }  # fmt: skip
@@ -28,7 +17,7 @@ NAMES = TensorNames()  # published as the library has them
 
 PUBLISHED = Published(
     architecture="Qwen3VLForConditionalGeneration",
-    rope={"rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    rope={"rope_theta": FIELDS.rope_theta, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
     image_processor={
         "patch_size": 16,
         "merge_size": 2,
@@ -50,14 +39,16 @@ PUBLISHED = Published(
         "processor_class": "Qwen3VLProcessor",
     },
     sizes={
-        "Qwen3-VL-2B": Size(
+        "Qwen3-VL-2B": PublishedSize(
             "qwen3_vl", text_fields(2048, 28, 16, 8, 6144, 151936, POSITIONS, **OWN), SMALL_VISION, True
         ),
-        "Qwen3-VL-4B": Size(
+        "Qwen3-VL-4B": PublishedSize(
             "qwen3_vl", text_fields(2560, 36, 32, 8, 9728, 151936, POSITIONS, **OWN), SMALL_VISION, True
         ),
-        "Qwen3-VL-8B": Size("qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION),
-        "Qwen3-VL-32B": Size("qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION),
+        "Qwen3-VL-8B": PublishedSize("qwen3_vl", text_fields(4096, 36, 32, 8, 12288, 151936, POSITIONS, **OWN), VISION),
+        "Qwen3-VL-32B": PublishedSize(
+            "qwen3_vl", text_fields(5120, 64, 64, 8, 25600, 151936, POSITIONS, **OWN), VISION
+        ),
     },
 )
 # Each chunk stands on its own behind the text that says when it was seen. Each has markers of its own; those that a

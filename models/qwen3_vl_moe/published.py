@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from vlcache_jax.models import qwen3_vl
-from vlcache_jax.models.family import Size, TensorNames, text_fields
+from vlcache_jax.models.family import PublishedSize, TensorNames, text_fields
 from vlcache_jax.models.qwen3_vl.published import OWN, POSITIONS, VISION
 
 NAMES = TensorNames()  # published as the library has them
@@ -28,7 +28,7 @@ PUBLISHED = dataclasses.replace(
     qwen3_vl.PUBLISHED,
     architecture="Qwen3VLMoeForConditionalGeneration",
     sizes={
-        "Qwen3-VL-30B-A3B": Size("qwen3_vl_moe", _text(2048, 48, 32, 6144, 768), VISION),
-        "Qwen3-VL-235B-A22B": Size("qwen3_vl_moe", _text(4096, 94, 64, 12288, 1536), VISION),
+        "Qwen3-VL-30B-A3B": PublishedSize("qwen3_vl_moe", _text(2048, 48, 32, 6144, 768), VISION),
+        "Qwen3-VL-235B-A22B": PublishedSize("qwen3_vl_moe", _text(4096, 94, 64, 12288, 1536), VISION),
     },
 )

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-GROUP = 32  # values that share a scale of `int4`
+from vlcache_jax.codecs import SIZES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def overflow(dtype: Any) -> float:
     return math.inf if limits.bits == 32 else float(limits.max) + 2.0 ** (limits.maxexp - limits.nmant - 2)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Codec("int8", 8), Codec("int4", 4, GROUP))}
+CODECS: dict[str, Codec] = {name: Codec(name, bits, shares) for name, (bits, shares) in SIZES.items()}
 
 
 def find(name: str) -> Codec:

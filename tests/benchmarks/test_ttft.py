@@ -13,13 +13,13 @@ from PIL import Image
 
 from vlcache_jax import Ladder
 from vlcache_jax.benchmarks import random_models, rates, ttft
-from vlcache_jax.benchmarks.floor import Rates, floor, pairs
+from vlcache_jax.benchmarks.floor import DeviceRates, floor, pairs
 from vlcache_jax.benchmarks.known_images import split_images
 from vlcache_jax.benchmarks.ttft_checks import check_found, check_logprobs
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.cache.store import Store
 from vlcache_jax.engine.request import Logprob
-from vlcache_jax.models.family import Size
+from vlcache_jax.models.family import PublishedSize
 from vlcache_jax.models.published import SIZES, published_config
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.plan import Plan
@@ -35,8 +35,8 @@ SETUP = ttft.Setup(random_weights="small", layers=3, dtype="float32", sizes=((1,
 def small(monkeypatch, checkpoints):
     """A published shape of four layers, and rates that take no time to measure."""
     file = json.loads((checkpoints("qwen3_vl") / "config.json").read_text())
-    monkeypatch.setitem(SIZES, "small", Size("qwen3_vl", file["text_config"], file["vision_config"]))
-    monkeypatch.setattr(ttft, "measure_rates", lambda dtype: Rates(matrix=1e11, memory=1e10, host=float("inf")))
+    monkeypatch.setitem(SIZES, "small", PublishedSize("qwen3_vl", file["text_config"], file["vision_config"]))
+    monkeypatch.setattr(ttft, "measure_rates", lambda dtype: DeviceRates(matrix=1e11, memory=1e10, host=float("inf")))
     return load_config(checkpoints("qwen3_vl"))
 
 
@@ -100,7 +100,7 @@ def test_pairs_are_those_of_a_count_one_by_one():
 
 
 def test_the_floor_reads_what_a_codec_keeps(small):
-    plan, given = Plan(np.array([4, 0, 0, 5], np.int16)), Rates(memory=1.0, matrix=1e30)
+    plan, given = Plan(np.array([4, 0, 0, 5], np.int16)), DeviceRates(memory=1.0, matrix=1e30)
     values = 2 * small.text.num_kv_heads * small.text.head_dim
     plain, coded = (floor(small, plan, given, itemsize=4, kept=kept).parts for kept in (None, values))
     assert plain["link"] - coded["link"] == 2 * 4 * 3 * values  # tokens, layers, bytes less of each value
@@ -206,7 +206,7 @@ def test_rates_are_measured():
 
 
 def test_of_rates_the_best_count():
-    assert rates.best([Rates(1.0, 5.0, 2.0), Rates(4.0, 3.0, 2.0)]) == Rates(4.0, 5.0, 2.0)
+    assert rates.best([DeviceRates(1.0, 5.0, 2.0), DeviceRates(4.0, 3.0, 2.0)]) == DeviceRates(4.0, 5.0, 2.0)
 
 
 def test_records_on_device_and_disk_are_measured_beside_those_in_host_memory(tmp_path):

@@ -160,6 +160,23 @@ def test_what_was_found_and_is_gone_is_computed_and_asked_for_again(record):
     assert remote.asked == ["find"]
 
 
+@pytest.mark.parametrize("tier", [DictTier, Elsewhere])
+def test_what_is_not_finite_makes_room_for_what_is_computed(record, tier):
+    flawed = Record(dataclasses.replace(record.meta, checksums=()))
+    flawed.data[:] = record.data
+    flawed.data[0, 0, 1] = np.nan
+    flawed.settle(True)
+    there = filled(tier(), flawed)
+    house = House(there)
+    with house.bring(record):
+        house.settle()
+    assert (house.store.stats().not_finite, there.kept) == (1, {})
+    house.compute(record)
+    house.settle()
+    assert list(there.kept) == [record.meta.name]
+    assert house.counted(there.label).stored == 1
+
+
 def test_another_images_record_is_not_taken(record):
     class Lying(Elsewhere):
         def find(self, entry):

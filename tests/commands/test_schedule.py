@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from vlcache_jax.commands.cli import app
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.search import LayerTimes, Scores
+from vlcache_jax.study.search import LayerScores, LayerTimes
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def run():
 def scores(tmp_path):
     values = np.stack([(2 + i) * np.exp(-np.arange(151) / (5 + 10 * i)) for i in range(4)])
     values[:, 0] = values[0] = 3
-    Scores(values, "qwen3_vl", "ab", 4).save(tmp_path / "scores.npz")
+    LayerScores(values, "qwen3_vl", "ab", 4).save(tmp_path / "scores.npz")
     return tmp_path / "scores.npz"
 
 
@@ -32,7 +32,7 @@ def test_from_questions_to_answers(run, checkpoints, questions_tsv, tmp_path):
     measured = run("profile", model, "--data", questions_tsv, "--samples", 2, "--max-tokens", 4, "--out", scores)
     assert measured.exit_code == 0, measured.output
     assert "2 samples, error of full reuse" in measured.stdout
-    loaded = Scores.load(scores)
+    loaded = LayerScores.load(scores)
     assert loaded.samples == 2
     assert loaded.values.shape[1] == 151
     assert loaded.values[0].max() == loaded.values[:, 0].min() > 0

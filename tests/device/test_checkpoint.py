@@ -25,6 +25,7 @@ from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.convert import check_contents, convert
 from vlcache_jax.convert.plan import tensor_digests
 from vlcache_jax.convert.restore import StoredWeights
+from vlcache_jax.convert.source import locate
 from vlcache_jax.device import checkpoint as checkpoint_module
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import abstract_params
@@ -172,7 +173,7 @@ def test_a_hub_id_is_fetched(checkpoints, monkeypatch):
         return str(checkpoints("qwen3_vl"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert open_checkpoint("owner/some-model.v2", revision="main").directory == checkpoints("qwen3_vl")
+    assert locate("owner/some-model.v2", "main").directory == checkpoints("qwen3_vl")
     assert asked == [("owner/some-model.v2", "main")]
 
 
@@ -206,7 +207,7 @@ def test_the_shipped_model_has_a_name(checkpoints, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert open_checkpoint("tiny-vqa").directory == TINY_VQA
     with pytest.raises(ValueError, match="revision must be None"):
-        open_checkpoint("tiny-vqa", revision="main")
+        locate("tiny-vqa", "main")
     (tmp_path / "tiny-vqa").symlink_to(checkpoints("qwen3_vl"))
     assert open_checkpoint("tiny-vqa").directory.resolve() == checkpoints("qwen3_vl").resolve()  # one's own comes first
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlcache_jax.engine.pages import Chain, Lease, Pages, Picture
+from vlcache_jax.engine.pages import Chain, Lease, Pages, PlacedImage
 
 GRID = (1, 2, 2)
 PLACEHOLDER = 99
@@ -24,7 +24,7 @@ def chain(tokens, images=(), owner="me"):
     ids = np.array(tokens, np.int32)
     for start, length, _ in images:
         ids[start : start + length] = PLACEHOLDER
-    return Chain.of(owner, ids, [(Picture(start, key, GRID), length) for start, length, key in images])
+    return Chain.of(owner, ids, [(PlacedImage(start, key, GRID), length) for start, length, key in images])
 
 
 def take(pages, tokens, images=(), owner="me", *, keep=None, most=None):
@@ -329,7 +329,7 @@ def test_the_same_key_with_another_grid_is_another_image():
     run(pages, range(12), [(5, 5, "one")])
     ids = np.arange(12, dtype=np.int32)
     ids[5:10] = PLACEHOLDER
-    other = Chain.of("me", ids, [(Picture(5, "one", (1, 4, 4)), 5)])
+    other = Chain.of("me", ids, [(PlacedImage(5, "one", (1, 4, 4)), 5)])
     assert pages.take(12, other, most=11, keep=12).cached == 4
 
 

@@ -138,7 +138,7 @@ class Family:
 
     def expanded(self, prompt):
         """Our ids, and what the library would call pixel_values."""
-        patches = [self.processor.patches(image.decode(), prompt.mm_processor_kwargs) for image in prompt.images]
+        patches = [self.processor.patches(image.decode(), prompt.limits) for image in prompt.images]
         counts = [self.processor.num_tokens(grid) for _, grid in patches]
         token_ids, starts, lengths = self.renderer.expander.expand(prompt.token_ids, counts)
         return token_ids, starts, lengths, [self.processor.pixel_values(patch) for patch in patches]
@@ -266,7 +266,7 @@ def test_what_stands_beside_an_image_changes_its_tokens(family):
         content = [{**shown, **wish, "uuid": None} for wish in wishes]
         messages = [{"role": "user", "content": content}]
         prompt = family.renderer.from_conversation(messages, mm_processor_kwargs={"max_pixels": 40000})
-        limits = [prompt.limits(source) for source in prompt.sources]
+        limits = [prompt.limits_of(source) for source in prompt.sources]
         assert limits == [
             {"max_pixels": 40000},
             {"max_pixels": 8000},
@@ -340,7 +340,7 @@ def test_images_are_named_across_turns(renderer):
     prompt = renderer.from_conversation(CONVERSATIONS["turns"], name="conversations[2]")
     assert [source.name for source in prompt.images] == ["conversations[2] images[0]", "conversations[2] images[1]"]
     assert prompt.uuids == (None, None)
-    assert prompt.mm_processor_kwargs == {}
+    assert prompt.limits == {}
     assert prompt.token_ids.dtype == np.int32
 
 
@@ -556,6 +556,21 @@ def test_templates_are_the_librarys(renderer):
         renderer.from_conversation(conversation, template=Template(chat_template="{{ nothing }}"))
 
 
+def test_a_template_may_be_the_path_of_its_file(renderer, tmp_path):
+    conversation, asked = user(text("a")), "{{ messages[0].content[0].text }}"
+    for name in ("own.jinja", "own"):
+        (tmp_path / name).write_text(asked + name)
+        template = Template(chat_template=str(tmp_path / name))
+        assert renderer.from_conversation(conversation, template=template).text == "a" + name
+    with pytest.raises(
+        ValueError, match=r"^chat_template must be a file that can be read, got no\.jinja: no such file$"
+    ):
+        Template(chat_template="no.jinja")
+    (tmp_path / "own").write_bytes(b"a\xff")
+    with pytest.raises(ValueError, match=rf"^chat_template {tmp_path}/own must be text, got .* at character 1, "):
+        Template(chat_template=str(tmp_path / "own"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -612,7 +627,7 @@ def test_what_others_asked_of_the_tokenizer_is_forgotten(renderer):
 
 def test_a_prompt_may_be_a_string(renderer):
     prompt = renderer.from_prompt("Hello")
-    assert (prompt.text, prompt.images, prompt.uuids, prompt.mm_processor_kwargs) == ("Hello", (), (), {})
+    assert (prompt.text, prompt.images, prompt.uuids, prompt.limits) == ("Hello", (), (), {})
     assert renderer.tokenizer.decode(prompt.token_ids) == "Hello"
 
 
@@ -628,7 +643,7 @@ def test_a_prompt_carries_images_uuids_and_limits(renderer):
     )
     assert [source.name for source in prompt.images] == ["prompts[4] images[0]", "prompts[4] images[1]"]
     assert prompt.uuids == ("one", None)
-    assert prompt.mm_processor_kwargs == {"max_pixels": 9999}
+    assert prompt.limits == {"max_pixels": 9999}
 
 
 @pytest.mark.parametrize("value", [FIRST, np.array(FIRST), png(FIRST)])

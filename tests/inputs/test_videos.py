@@ -339,7 +339,7 @@ def test_settings_of_a_request(checkpoints):
             [{"role": "user", "content": [part_of(data, **said)]}], mm_processor_kwargs=asked
         )
         assert found.videos[0].options == told.videos[0].options
-        assert found.mm_processor_kwargs == told.mm_processor_kwargs == {}
+        assert found.limits == told.limits == {}
         return found.videos[0].options
 
     assert options(None) == VideoOptions(fps=1, max_frames=9)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, experts, load_config
 from vlcache_jax.models.decoder import embed
 from vlcache_jax.models.model import LayerGraphs, layer_graphs
-from vlcache_jax.models.params import library_name, parameters
+from vlcache_jax.models.params import Parameter, library_name, parameters
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.testing import TOKEN_IDS
@@ -45,6 +45,13 @@ class Model:
     dtype: Any
 
 
+def from_tensor(parameter: Parameter, tensor: np.ndarray) -> np.ndarray:
+    """The parameter of a stored tensor."""
+    if parameter.is_turned:
+        return tensor.swapaxes(1, 2)
+    return tensor.reshape(len(tensor), -1).T if parameter.is_kernel else tensor
+
+
 @functools.cache
 def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
     """A checkpoint as the nested dict that the modules take; every tensor must be used, and once."""
@@ -60,7 +67,7 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
         tensor = tensors.pop(parameter.tensor)
         if tensor.shape != parameter.tensor_shape:
             parameter = parameter.turned()
-        value = parameter.from_tensor(tensor)
+        value = from_tensor(parameter, tensor)
         assert value.shape == parameter.shape
         node[parameter.path[-1]] = jnp.asarray(value.astype(jnp.dtype(dtype)))
     assert not tensors

@@ -38,7 +38,7 @@ from vlcache_jax.pallas_kernels.cases import (
     whole,
     windows,
 )
-from vlcache_jax.pallas_kernels.paged_cases import Rows
+from vlcache_jax.pallas_kernels.paged_cases import PagedRows
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, AttentionShape
 
 ATOL = 2e-2  # weights and results are rounded to bfloat16
@@ -200,10 +200,10 @@ def test_rows_that_decode(case) -> None:
     assert_paged(rows, arrays, paged(rows, arrays, cut)[0])
 
 
-def few(rng: np.random.Generator) -> Rows:
+def few(rng: np.random.Generator) -> PagedRows:
     """Two rows of one request, of which programs share the pages, and one of another."""
     tables = paged_cases.tables(rng, 7, 1)
-    return Rows(np.array([0, 1, 0]), np.array([0, 7, 140]), np.array([880, 90, 690]), tables)
+    return PagedRows(np.array([0, 1, 0]), np.array([0, 7, 140]), np.array([880, 90, 690]), tables)
 
 
 @pytest.mark.parametrize(

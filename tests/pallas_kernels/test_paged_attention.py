@@ -84,7 +84,7 @@ def test_ends_that_the_device_decides(least):
     work = rows.work(config(), least=least(rows.end))
     end = np.maximum(np.random.default_rng(1).integers(0, rows.end + 1), least(rows.end))
     end[[2, 20]] = 0
-    less = paged_cases.Rows(rows.table, rows.start, end, rows.tables)
+    less = paged_cases.PagedRows(rows.table, rows.start, end, rows.tables)
     out = jitted(q, *padded(k, v), work, end=jnp.asarray(np.pad(end, (0, COUNT - len(end))), jnp.int32))
     np.testing.assert_allclose(out, reference(less, q, k, v), atol=ATOL["float32"], rtol=0)
     assert not np.asarray(out[2]).any()
@@ -99,7 +99,7 @@ def test_pages_may_lie_anywhere():
     moved = [np.zeros_like(x).reshape(-1, PAGE, *x.shape[1:]) for x in (k, v)]
     for pool, x in zip(moved, (k, v), strict=True):
         pool[order] = x.reshape(pool.shape)
-    elsewhere = paged_cases.Rows(rows.table, rows.start, rows.end, [order[table] for table in rows.tables])
+    elsewhere = paged_cases.PagedRows(rows.table, rows.start, rows.end, [order[table] for table in rows.tables])
     pools = padded(*(x.reshape(k.shape) for x in moved))
     np.testing.assert_array_equal(jitted(q, *pools, elsewhere.work(config())), want)
 

@@ -20,7 +20,7 @@ from vlcache_jax.pallas_kernels.attention.work import (
     TO,
     Work,
 )
-from vlcache_jax.pallas_kernels.paged_cases import CASES, Rows, tables
+from vlcache_jax.pallas_kernels.paged_cases import CASES, PagedRows, tables
 
 # As the kernels cut: one after the other on XLA, and for many programs on a GPU.
 WAYS = {
@@ -59,7 +59,7 @@ def loads(work: Work) -> np.ndarray:
     return spent
 
 
-def check(work: Work, rows: Rows, least: np.ndarray | None = None) -> None:
+def check(work: Work, rows: PagedRows, least: np.ndarray | None = None) -> None:
     config, parts = work.config, work.parts()
     count, box, group = len(rows.table), config.box, config.group
     least = rows.end if least is None else least
@@ -136,14 +136,14 @@ def test_random_cases():
         table = rng.integers(0, requests, count)
         end = rng.integers(0, lengths[table] * PAGE + 1)
         start = np.where(rng.random(count) < 0.2, rng.integers(0, lengths[table] * PAGE), 0)
-        rows = Rows(table, start, end, tables(rng, *lengths))
+        rows = PagedRows(table, start, end, tables(rng, *lengths))
         check(rows.work(config(list(WAYS)[rng.integers(len(WAYS))], pages=30)), rows)
 
 
 def test_thousands_of_rows_are_shared_out_evenly():
     count = 4096
     pages = tables(np.random.default_rng(0), 64)
-    rows = Rows(np.zeros(count, int), np.zeros(count, int), np.arange(count) + 4097, pages)
+    rows = PagedRows(np.zeros(count, int), np.zeros(count, int), np.arange(count) + 4097, pages)
     spent = loads(rows.work(config("GPU, groups of 4", count, pages=64)))
     assert spent.max() <= 1.015 * spent.mean()
 
@@ -194,14 +194,14 @@ def test_many_questions_over_one_document_read_it_together(tile, per_head):
 
 
 def test_a_prefix_too_short_to_be_worth_it_is_read_apart():
-    rows = Rows(np.arange(2), np.zeros(2, int), np.array([200, 210]), [np.array([1, 2]), np.array([1, 3])])
+    rows = PagedRows(np.arange(2), np.zeros(2, int), np.array([200, 210]), [np.array([1, 2]), np.array([1, 3])])
     with_shared = make_work(rows.table, rows.start, rows.end, rows.tables, config("XLA"), shared=[Shared((0, 1), 1)])
     np.testing.assert_array_equal(with_shared.buffer, rows.work(config("XLA")).buffer)
 
 
 def test_ends_that_the_device_decides_are_masked():
     end, least = np.full(20, 5 * PAGE), np.full(20, PAGE + 3)
-    rows = Rows(np.zeros(20, int), np.zeros(20, int), end, [np.arange(1, 6)])
+    rows = PagedRows(np.zeros(20, int), np.zeros(20, int), end, [np.arange(1, 6)])
     work = rows.work(config("XLA"), least=least)
     check(work, rows, least)
     assert {(item[TO], item[INNER_TO]) for _, item in walk(work)} == {(5, 1)}

@@ -18,7 +18,7 @@ from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import Asked, CacheBlend, KVShare, Projected, choose, narrow
 from vlcache_jax.study.probe import Placed, Probe
 from vlcache_jax.study.questions import user_turn
-from vlcache_jax.study.sensitivity import Case, prepare
+from vlcache_jax.study.sensitivity import ProfileCase, prepare
 
 POLICIES = ("cacheblend", "cacheblend-lmcache", "cacheblend-proto", "kvshare", "kvshare-attn", "asked")
 
@@ -33,7 +33,9 @@ def llm(request, checkpoints):
 def case(llm, textured_image):
     images = [textured_image(150, 120), textured_image(90, 200)]
     turn = lambda text, other: [{"role": "user", "content": user_turn(images, text, "text_first", other)}]  # noqa: E731
-    return Case(turn("How many?", "Look here:"), [turn("Please describe this image.", "It was dark.")], (5, 77, 30, 8))
+    return ProfileCase(
+        turn("How many?", "Look here:"), [turn("Please describe this image.", "It was dark.")], (5, 77, 30, 8)
+    )
 
 
 def full_attention(q, k, length):

@@ -28,8 +28,8 @@ from vlcache_jax.study.analysis import (
 )
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import user_turn
-from vlcache_jax.study.search import Scores
-from vlcache_jax.study.sensitivity import Case, cases_of, prepare, squared_error
+from vlcache_jax.study.search import LayerScores
+from vlcache_jax.study.sensitivity import ProfileCase, cases_of, prepare, squared_error
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,9 @@ def probe(llm):
 def runs(probe, textured_image):
     images = [textured_image(150, 120), textured_image(90, 200)]
     turn = lambda text, other: [{"role": "user", "content": user_turn(images, text, "text_first", other)}]  # noqa: E731
-    case = Case(turn("How many?", "Look here:"), [turn("Please describe this image.", "It was dark.")], (5, 77, 30, 8))
+    case = ProfileCase(
+        turn("How many?", "Look here:"), [turn("Please describe this image.", "It was dark.")], (5, 77, 30, 8)
+    )
     return prepare(probe, case)
 
 
@@ -116,7 +118,9 @@ def test_deviation_and_what_all_tokens_of_an_image_share(runs):
 def test_images_that_were_cached_apart(llm, probe, textured_image):
     images = [textured_image(150, 120), textured_image(90, 200)]
     turn = lambda shown, other: [{"role": "user", "content": user_turn(shown, "What?", "text_first", other)}]  # noqa: E731
-    case = Case(turn(images, "Here:"), [turn(images[:1], "One."), turn(images[1:], "The other one.")], (5, 77, 30))
+    case = ProfileCase(
+        turn(images, "Here:"), [turn(images[:1], "One."), turn(images[1:], "The other one.")], (5, 77, 30)
+    )
     llm.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
     [score] = llm.score([case.formal], [case.answer], reuse="full", keep_logits=True, use_tqdm=False)
     np.testing.assert_allclose(prepare(probe, case).overridden.logits, score.logits, atol=1e-4)
@@ -240,7 +244,7 @@ def test_what_commands_refuse(checkpoints, questions_tsv, tmp_path, command):
 def test_sensitivity_is_drawn(tmp_path, drawn):
     values = np.linspace(2, 1, 151) + np.arange(4)[:, None]
     values[:, 0] = 2
-    Scores(values, "qwen3_vl", "f", 3).save(tmp_path / "scores.npz")
+    LayerScores(values, "qwen3_vl", "f", 3).save(tmp_path / "scores.npz")
     report = run("sensitivity", tmp_path / "sensitivity.png", tmp_path / "scores.npz")
     assert report["full reuse"] == 2
     for level, name in ((50, "r = 0.1"), (100, "r = 0.2"), (150, "r = 0.3")):

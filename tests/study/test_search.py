@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.reuse.schedule import Schedule
-from vlcache_jax.study.search import LayerTimes, Scores, find_schedule, find_schedule_within, solve, solve_greedily
+from vlcache_jax.study.search import LayerScores, LayerTimes, find_schedule, find_schedule_within, solve, solve_greedily
 
 EXAMPLE = np.array([[10, 10, 10, 10], [10, 7, 6, 5.5], [10, 9.5, 5, 4.8]])
 
@@ -84,7 +84,9 @@ def test_equal_scores_take_the_smallest_levels():
 
 
 def scores(values, **other):
-    return Scores(np.asarray(values, float), **{"model_type": "qwen3_vl", "fingerprint": "ab", "samples": 4, **other})
+    return LayerScores(
+        np.asarray(values, float), **{"model_type": "qwen3_vl", "fingerprint": "ab", "samples": 4, **other}
+    )
 
 
 def falling(layers=36):
@@ -124,17 +126,17 @@ def test_noise_is_smoothed():
 def test_scores_are_saved_and_loaded(tmp_path):
     path = tmp_path / "scores.npz"
     falling(5).save(path)
-    again = Scores.load(path)
+    again = LayerScores.load(path)
     assert np.array_equal(again.values, falling(5).values)
     assert (again.model_type, again.fingerprint, again.samples) == ("qwen3_vl", "ab", 4)
     assert again.digest == falling(5).digest != falling(6).digest
     assert [file.name for file in tmp_path.iterdir()] == ["scores.npz"]
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match="scores must be a file of `vlcache schedule profile`"):
-        Scores.load(path)
+        LayerScores.load(path)
     np.savez(path, values=np.ones(3))
     with pytest.raises(ValueError, match="scores must be a file of `vlcache schedule profile`"):
-        Scores.load(path)
+        LayerScores.load(path)
 
 
 @pytest.mark.parametrize(

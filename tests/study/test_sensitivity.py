@@ -9,7 +9,7 @@ from tests.helper import SIZES
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import user_turn
-from vlcache_jax.study.sensitivity import Case, Profiler, direct, prepare, profile
+from vlcache_jax.study.sensitivity import ProfileCase, Profiler, direct, prepare, profile
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,9 @@ def case(llm, textured_image):
     [output] = llm.chat(
         formal, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True), reuse="off", use_tqdm=False
     )
-    return Case(formal, [turn("Please describe this image.", "It was a dark night.")], output.outputs[0].token_ids)
+    return ProfileCase(
+        formal, [turn("Please describe this image.", "It was a dark night.")], output.outputs[0].token_ids
+    )
 
 
 def test_the_probe_runs_as_the_engine_does(llm, case):
@@ -61,7 +63,7 @@ def test_fast_is_direct(llm, case):
 
 
 def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
-    other = Case(case.donors[0], [case.formal], case.answer[:2])
+    other = ProfileCase(case.donors[0], [case.formal], case.answer[:2])
     whole = profile(llm, [case, other], max_level=40)
     work = tmp_path / "work.jsonl"
     profile(llm, [case], max_level=40, work=work)
@@ -72,7 +74,7 @@ def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
     np.testing.assert_array_equal(again.values, whole.values)
     assert (again.samples, again.fingerprint, seen) == (2, llm.service.checkpoint.source_digest, [1, 2])
     # The same answer behind another prompt is another case.
-    twin = Case(other.formal, other.donors, case.answer)
+    twin = ProfileCase(other.formal, other.donors, case.answer)
     np.testing.assert_array_equal(
         profile(llm, [twin], max_level=40, work=work).values, profile(llm, [twin], max_level=40).values
     )
@@ -83,8 +85,8 @@ def test_what_is_refused(llm, case):
         profile(llm, [])
     plain = [{"role": "user", "content": "Hello"}]
     with pytest.raises(ValueError, match="at least one image"):
-        profile(llm, [Case(plain, [plain], (1, 2))])
+        profile(llm, [ProfileCase(plain, [plain], (1, 2))])
     with pytest.raises(ValueError, match="donor must show the target's images"):
-        profile(llm, [Case(case.formal, [plain], case.answer)])
+        profile(llm, [ProfileCase(case.formal, [plain], case.answer)])
     with pytest.raises(ValueError, match="max_level must be"):
         Profiler(llm, 501)

@@ -11,9 +11,10 @@ from vlcache_jax.cache.tier import Tier
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
 from vlcache_jax.cache.tiers.remote import check_remote, masked, open_remote
-from vlcache_jax.checks import parse_bytes
+from vlcache_jax.checks import check_flags, check_whole, is_a, parse_bytes
+from vlcache_jax.codecs import SIZES
 
-CODECS = ("int8", "int4")  # of `vlcache_jax.pallas_kernels`, which takes long to import
+CODECS = tuple(SIZES)
 LOADS = ("auto", "link", "encoder", "compute")
 ADMISSIONS = ("always", "second")
 _TIMEOUT = 10.0  # seconds that a store elsewhere may take to answer
@@ -76,39 +77,37 @@ class CacheConfig:
     load: str = "auto"
 
     def __post_init__(self) -> None:
+        # How much is kept here.
         for name in ("host_bytes", "device_bytes", "disk_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if self.salt_bytes is not None:
+            object.__setattr__(self, "salt_bytes", parse_bytes(self.salt_bytes, "salt_bytes"))
+        # Where else.
         if not (self.disk is None or isinstance(self.disk, (str, os.PathLike))) or self.disk == "":
             raise ValueError(f"disk must be the path of a directory or None, got {self.disk!r}")
         if isinstance(self.disk, str) and "://" in self.disk:
             raise ValueError(
                 f"disk must be the path of a directory, got a URL, which `remote` takes: {masked(self.disk)}"
             )
-        if self.salt_bytes is not None:
-            object.__setattr__(self, "salt_bytes", parse_bytes(self.salt_bytes, "salt_bytes"))
         if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
             raise ValueError(f"peers must be a list of URLs, got {type(self.peers).__name__}")
         object.__setattr__(self, "peers", tuple(self.peers))
         check_peers(self.peers, self.peer_token)
         if self.remote is not None:
             check_remote(self.remote)
+        # By which rules.
         if self.admit not in ADMISSIONS:
             raise ValueError(f"admit must be one of {ADMISSIONS}, got {self.admit!r}")
         for name in ("ttl", "timeout"):
             seconds = getattr(self, name)
-            is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-            if not (seconds is None or (is_number and 0 < seconds < math.inf)):
+            if not (seconds is None or (is_a(seconds, (int, float)) and 0 < seconds < math.inf)):
                 raise ValueError(f"{name} must be a positive number of seconds or None, got {seconds!r}")
-        is_count = isinstance(self.variants, int) and not isinstance(self.variants, bool) and self.variants > 0
-        if not (self.variants is None or is_count):
-            raise ValueError(f"variants must be a positive integer or None, got {self.variants!r}")
-        if not isinstance(self.trust_uuids, bool):
-            raise ValueError(f"trust_uuids must be a bool, got {self.trust_uuids!r}")
+        check_whole("variants", self.variants, 1, or_none=True)
+        check_flags(trust_uuids=self.trust_uuids)
         names = ("auto", *CODECS)
         if self.codec not in names:
             raise ValueError(f"codec must be one of {names}, got {self.codec!r}")
-        is_number = isinstance(self.pinned_share, (int, float)) and not isinstance(self.pinned_share, bool)
-        if not (is_number and 0 <= self.pinned_share <= 1):
+        if not (is_a(self.pinned_share, (int, float)) and 0 <= self.pinned_share <= 1):
             raise ValueError(f"pinned_share must be a number from 0 to 1, got {self.pinned_share!r}")
         if self.load not in LOADS:
             raise ValueError(f"load must be one of {LOADS}, got {self.load!r}")

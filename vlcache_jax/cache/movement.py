@@ -299,12 +299,15 @@ class Movement(Outside):
                 channel.loaded(record)
                 faster = self.channels[: self.channels.index(channel)]
                 self._keep(record, [one for one in faster if one.tier.is_local])
+            elif record.failure is Why.not_finite:  # it is gone
+                channel.forget(meta.entry)
         finally:
             self._store.withdraw(record)  # unless it is settled by now
 
 
 def fill(store: Store, tier: Tier, meta: Meta, record: Record) -> None:
-    """Fills a record that has its place, until nobody wants it any more, and publishes it.
+    """Fills a record that has its place, until nobody wants it any more, and publishes it. One that is not finite is
+    deleted, or what is computed in its place would not be written.
 
     Args:
       meta: as the tier says it.
@@ -316,12 +319,15 @@ def fill(store: Store, tier: Tier, meta: Meta, record: Record) -> None:
     whole = replace(record.meta, checksums=meta.checksums)
     places = dict(zip(meta.parts, record.data, strict=True))
 
+    is_finite = True
+
     def check(part: Part, array: npt.NDArray[Any]) -> None:
+        nonlocal is_finite
         if verified(whole, part, array) is not places[part]:
             places[part][:] = array
         number = meta.parts.index(part)
         if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
-            store.withdraw(record, Why.not_finite)
+            is_finite = False
             return
         missing.discard(part)
         record.arrive(next((i for i, one in enumerate(meta.parts) if one in missing), len(meta.parts)))
@@ -334,8 +340,15 @@ def fill(store: Store, tier: Tier, meta: Meta, record: Record) -> None:
                 checks.popleft().result()
             if record.is_settled:
                 return
+            if not is_finite:
+                break
         for left in checks:
             left.result()
+    if not is_finite:
+        try:
+            tier.delete(meta.name)
+        finally:
+            store.withdraw(record, Why.not_finite)
     if record.is_settled:
         return
     if missing:

@@ -22,7 +22,7 @@ _REFUSED = 4096  # files that are no pictures
 
 
 @dataclass(frozen=True)
-class Picture:
+class PictureKey:
     """What an alias leads to: the content key of a picture, and its size in pixels."""
 
     content: str
@@ -199,7 +199,7 @@ class Store:
         self._lock = threading.RLock()
         self._counts = CacheStats()
         self._whys = Counter[str]()
-        self.pictures = Bounded[Picture](_REMEMBERED)
+        self.pictures = Bounded[PictureKey](_REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
         self.requests = Requests()
         self.shared = Bounded[str](_REMEMBERED)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vlcache_jax.llm import LLM
     from vlcache_jax.study.analysis import Decomposition
-    from vlcache_jax.study.sensitivity import Case
+    from vlcache_jax.study.sensitivity import ProfileCase
 
 app = typer.Typer(name="analyze", no_args_is_help=True, help="Draws what reuse does inside a model.")
 _SAMPLES = typer.Option(min=1, help="Questions, spread over the files.")
@@ -63,6 +63,7 @@ def errors_command(
         from vlcache_jax.study.sensitivity import prepare
 
         probe = Probe(llm)
+        # Each sample at all levels, taken apart by token and layer, and its K, V against a cold run's.
         curves: dict[str, list[np.ndarray]] = {}
         parts = []
         deviations = []
@@ -148,11 +149,11 @@ def sensitivity_command(
     Example: vlcache analyze sensitivity scores.npz --out sensitivity.png
     """
     from vlcache_jax.commands.schedule import draw_scores
-    from vlcache_jax.study.search import Scores
+    from vlcache_jax.study.search import LayerScores
 
     with say_errors():
         _check(out)
-        loaded = Scores.load(scores)
+        loaded = LayerScores.load(scores)
         levels = [level for level in (50, 100, 150) if level <= loaded.max_level]
         report = {
             "samples": loaded.samples,
@@ -190,6 +191,7 @@ def attention_command(
         from vlcache_jax.study.sensitivity import prepare
 
         probe = Probe(llm)
+        # Of each sample the attention on its images, and how far its keys are from a cold run's.
         kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
         ranks, distances = [], []
         for case in cases:
@@ -199,6 +201,7 @@ def attention_command(
                 if name == "scaled":
                     ranks += [analysis.first_token_rank(weights) for weights in images]
             distances += [analysis.key_distance(runs, span) for span in runs.placed.images]
+        # Images differ in length: curves are over the share of an image.
         grid = np.linspace(0, 1, 101)
         along = {
             name: np.mean([[np.interp(grid, *_cumulative(layer)) for layer in weights] for weights in found], axis=0)
@@ -246,7 +249,7 @@ def _opened(
     samples: int,
     arrangement: str,
     donors: str,
-) -> Iterator[tuple[LLM, Iterator[Case]]]:
+) -> Iterator[tuple[LLM, Iterator[ProfileCase]]]:
     """An engine and its cases, after a look at everything that may be wrong with the arguments."""
     from vlcache_jax.study.accuracy import Protocol, behind
 
@@ -259,7 +262,7 @@ def _opened(
         yield llm, _counted(cases_of(llm, chosen, protocol, max_tokens=32))
 
 
-def _counted(cases: Sequence[Case]) -> Iterator[Case]:
+def _counted(cases: Sequence[ProfileCase]) -> Iterator[ProfileCase]:
     with Progress("samples", len(cases)) as bar:
         for case in cases:
             yield case

@@ -225,7 +225,7 @@ def run_command(
     Example: vlcache run questions.jsonl answers.jsonl -m Qwen/Qwen3-VL-2B-Instruct --reuse approximate
     """
     with say_errors():
-        from vlcache_jax.commands.run import Job, run
+        from vlcache_jax.commands.run import Recipe, run
         from vlcache_jax.sampling import SamplingParams
 
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
@@ -246,8 +246,8 @@ def run_command(
             "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
             "cache": cache,
         }
-        job = Job(source, model, reuse, system, defaults, options, trust_request_chat_template)
-        run(job, out, overwrite=overwrite, retry=retry_errors)
+        recipe = Recipe(source, model, reuse, system, defaults, options, trust_request_chat_template)
+        run(recipe, out, overwrite=overwrite, retry=retry_errors)
 
 
 @app.command("ask")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.commands.demo_page import Run, Turn, make_page
+from vlcache_jax.commands.demo_page import DemoTurn, Run, make_page
 from vlcache_jax.commands.rehearsal import rehearse
 from vlcache_jax.commands.shipped import SHIPPED
 from vlcache_jax.files import write_whole
@@ -34,16 +34,16 @@ Runs = Mapping[str, Sequence[Run]]  # by way, one of each turn
 
 _PAIR = ("left.png", "right.png")
 TURNS = (
-    Turn(("picture.png",), "", "What is at C2?", "red triangle"),
-    Turn(("picture.png",), "This is page 3 of the book.", "Where is the red circle?", "red circle B1"),
-    Turn(("picture.png",), "Yesterday I saw a blue ring.", "How many stars are there?", "star red green blue: 3"),
-    Turn(
+    DemoTurn(("picture.png",), "", "What is at C2?", "red triangle"),
+    DemoTurn(("picture.png",), "This is page 3 of the book.", "Where is the red circle?", "red circle B1"),
+    DemoTurn(("picture.png",), "Yesterday I saw a blue ring.", "How many stars are there?", "star red green blue: 3"),
+    DemoTurn(
         _PAIR,
         "Look at the picture.",
         "Which has more rings, image one or image two?",
         "image one ring orange: 1, image two ring red green blue purple: 4, so image two",
     ),
-    Turn(
+    DemoTurn(
         _PAIR,
         "I like red more than blue.",
         "In image two, what is where image one has its code?",
@@ -66,7 +66,7 @@ def run_demo(report: pathlib.Path) -> None:
         loaded = time.perf_counter() - start
         with Progress("compiling"):
             for name in dict.fromkeys(name for turn in TURNS for name in turn.pictures):  # each is seen once, by itself
-                _ask(llm, Turn((name,), "", "What is the code?", ""), "exact")
+                _ask(llm, DemoTurn((name,), "", "What is the code?", ""), "exact")
             rehearse(llm, partial(_answer, llm))
         stats = llm.stats()
         device = jax.devices()[0]
@@ -105,7 +105,7 @@ def _answer(llm: LLM) -> dict[str, list[RequestOutput]]:
     return outputs
 
 
-def _ask(llm: LLM, turn: Turn, reuse: str) -> RequestOutput:
+def _ask(llm: LLM, turn: DemoTurn, reuse: str) -> RequestOutput:
     images = [(PICTURES / name).read_bytes() for name in turn.pictures]
     content = user_turn(images, turn.question, "text_first" if turn.before else "image_first", turn.before)
     params = SamplingParams(max_tokens=32, temperature=0)

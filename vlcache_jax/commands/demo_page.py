@@ -77,7 +77,7 @@ _FOUND = {"exact": "same context", "approximate": "other context"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class DemoTurn:
     """A question about shipped pictures, and the right answer; `before` is the text in front of them."""
 
     pictures: tuple[str, ...]
@@ -99,7 +99,7 @@ class Turn:
 class Run:
     """A turn answered in one way, the median of its repeats by the time to the first token."""
 
-    turn: Turn
+    turn: DemoTurn
     output: RequestOutput
 
     @property

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vlcache_jax.checks import check_text, short, shorten
+from vlcache_jax.checks import check_text, is_a, short, shorten
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.sampling import SamplingParams
@@ -105,7 +105,7 @@ class Row:
             kept: dict[str, Any] = {key: row[key] for key in ("id", "metadata") if key in row and not is_openai}
             written = {f"{key}s[0]": key for key in ("image", "video") if key in row}
             own = dataclasses.replace(own, name=name, is_openai=is_openai, kept=kept, written=written)
-            if not isinstance(name, str | int | None) or isinstance(name, bool):
+            if not is_a(name, str | int | None):
                 raise ValueError(
                     f"{'custom_id' if is_openai else 'id'} must be a string or a number, got {short(name)}"
                 )
@@ -207,7 +207,7 @@ class Answer:
         if isinstance(name := answer.get("id"), str) and name.startswith("batch_req_") and number is None:
             *_, text, digest = name.split("_")
             number = int(text) if text.isdecimal() else None
-        if isinstance(number, bool) or not isinstance(number, int) or not isinstance(digest, str) or not digest:
+        if not (is_a(number, int) and isinstance(digest, str) and digest):
             raise ValueError(f"must be a line of answers of this command, got {shorten(line)}")
         return cls(number, digest, answer.get("error") is not None)
 

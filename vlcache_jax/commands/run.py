@@ -32,7 +32,7 @@ _IDLE = ("cache", "kv_cache_bytes", "max_rows")  # options that no answer depend
 
 
 @dataclass(frozen=True)
-class Job:
+class Recipe:
     """What a file of answers is made with.
 
     Attributes:
@@ -78,7 +78,7 @@ class Job:
         return row if self.system is None else row.behind(self.system)
 
 
-def run(job: Job, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
+def run(recipe: Recipe, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
     """Answers every row of a file that has no answer yet.
 
     Args:
@@ -90,23 +90,23 @@ def run(job: Job, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
       ValueError: a file cannot be read or written, `out` holds something else than answers of this job, the rows change
         meanwhile, or all of them are wrong.
     """
-    check_readable("IN", job.source)
+    check_readable("IN", recipe.source)
     check_writable("OUT", out)
     out = out.resolve()  # a link stays one
     if out.exists() and not out.is_file():
         raise ValueError(f"OUT must be a file, got {out}")
-    if out.exists() and out.samefile(job.source):
+    if out.exists() and out.samefile(recipe.source):
         raise ValueError(f"OUT must be another file than IN, got {out}")
     from vlcache_jax.reuse.parse import parse_policy  # imports JAX: what else is wrong need not wait for it
 
-    parse_policy(job.reuse)
-    digests = {number: digest for number, digest, _ in job.rows()}
+    parse_policy(recipe.reuse)
+    digests = {number: digest for number, digest, _ in recipe.rows()}
     with _locked(out) as file:
         done = set() if overwrite else _answered(file, out, digests, retry)
         say(f"{len(done)} of {len(digests)} rows are answered" if done else f"{len(digests)} rows")
         if len(done) < len(digests) or overwrite:
             try:
-                _answer(job, file, digests, done, overwrite)
+                _answer(recipe, file, digests, done, overwrite)
             except BaseException:
                 again = "the same command without --overwrite" if overwrite else "the same command"
                 say(f"stopped with {len(done)} of {len(digests)} rows answered; {again} goes on from there")
@@ -117,13 +117,14 @@ def run(job: Job, out: pathlib.Path, *, overwrite: bool, retry: bool) -> None:
         raise ValueError(f"IN must hold a row that can be answered: see {out}, and --help for what a row is")
 
 
-def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int], overwrite: bool) -> None:
+def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: set[int], overwrite: bool) -> None:
     """Appends the answers to all rows but those that are done, which grow."""
+    # What is shown, and which rows are under way, by the number that `chat_iter` gives them.
     bar = Progress("answering", len(digests))
     running: dict[int, Row] = {}
     count = itertools.count()
     told = 0
-    warned = job.model is not None
+    warned = recipe.model is not None
 
     def write(row: Row, line: bytes, tokens: int = 0) -> None:
         file.write(line)
@@ -140,12 +141,12 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
 
     def rows() -> Iterator[Row]:
         seen = 0
-        for number, digest, line in job.rows():
+        for number, digest, line in recipe.rows():
             if digests.get(number) != digest:
                 raise ValueError(f"IN must stay as it is while its rows are answered, but line {number} is another one")
             seen += 1
             if number not in done:
-                yield job.parse(number, digest, line)
+                yield recipe.parse(number, digest, line)
         if seen < len(digests):
             raise ValueError(f"IN must stay as it is while its rows are answered, but {len(digests) - seen} are gone")
 
@@ -171,19 +172,23 @@ def _answer(job: Job, file: IO[bytes], digests: Mapping[int, str], done: set[int
     with interruptible():
         from vlcache_jax import LLM
 
-        llm = LLM(job.name, **job.options)
+        # From here on JAX holds the device.
+        llm = LLM(recipe.name, **recipe.options)
     with llm, bar:
         if overwrite:
             file.truncate(0)
         bar.update(len(done))
+        # Rows are read while others are answered; answers are written as they come.
         one, other = itertools.tee(good())
         conversations, params = (conversation for conversation, _ in one), (params for _, params in other)
-        for index, output in llm.chat_iter(conversations, params, use_tqdm=False, reuse=job.reuse, on_error="return"):
+        for index, output in llm.chat_iter(
+            conversations, params, use_tqdm=False, reuse=recipe.reuse, on_error="return"
+        ):
             row = running.pop(index)
             if output.error is not None:
                 fail(row, row.named(output.error, index))
             else:
-                write(row, row.answered(output, job.name), sum(len(answer.token_ids) for answer in output.outputs))
+                write(row, row.answered(output, recipe.name), sum(len(answer.token_ids) for answer in output.outputs))
 
 
 @contextlib.contextmanager

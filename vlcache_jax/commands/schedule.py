@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
     from vlcache_jax.reuse.schedule import Schedule
     from vlcache_jax.study.questions import Sample
-    from vlcache_jax.study.search import Scores
+    from vlcache_jax.study.search import LayerScores
 
 app = typer.Typer(name="schedule", no_args_is_help=True, help="Finds how much of a reused image each layer recomputes.")
 
@@ -97,7 +97,7 @@ def solve_command(
     Example: vlcache schedule solve scores.npz --mean 0.025 --out schedule.json --picture schedule.png
     """
     from vlcache_jax.files import PICTURES, check_writable
-    from vlcache_jax.study.search import LayerTimes, Scores, find_schedule, find_schedule_within
+    from vlcache_jax.study.search import LayerScores, LayerTimes, find_schedule, find_schedule_within
 
     with say_errors():
         if (mean is None) == (microseconds is None):
@@ -108,7 +108,7 @@ def solve_command(
             raise ValueError("method and free-first must be given with a mean, got microseconds")
         check_writable("out", out)
         check_writable("picture", picture, PICTURES)
-        loaded = Scores.load(scores)
+        loaded = LayerScores.load(scores)
         if mean is not None:
             found = find_schedule(
                 loaded, mean, method=method, max_distinct=distinct, count_layer0=not free_first, isotonic=not noisy
@@ -202,7 +202,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     return measured
 
 
-def _draw(scores: Scores, schedule: Schedule, path: pathlib.Path) -> None:
+def _draw(scores: LayerScores, schedule: Schedule, path: pathlib.Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -218,7 +218,7 @@ def _draw(scores: Scores, schedule: Schedule, path: pathlib.Path) -> None:
     pyplot.close(figure)
 
 
-def draw_scores(axis: Any, scores: Scores) -> None:
+def draw_scores(axis: Any, scores: LayerScores) -> None:
     """Draws S_i(r) over the layers for r = 0.1, 0.2 and 0.3 (VLCache, figure 3)."""
     for level in (50, 100, 150):
         if level <= scores.max_level:

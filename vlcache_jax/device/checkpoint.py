@@ -104,7 +104,6 @@ def open_checkpoint(
     path_or_hub_id: str | pathlib.Path,
     *,
     dtype: Any = None,
-    revision: str | None = None,
     verify_weights: bool = False,
 ) -> Checkpoint:
     """Opens a converted checkpoint or a Hugging Face directory, which may be on the hub.
@@ -112,7 +111,6 @@ def open_checkpoint(
     Args:
       path_or_hub_id: a local directory, or the id of a model on the hub, which is fetched.
       dtype: "float32", "bfloat16" or "float16", also as a dtype; None keeps the one that is stored.
-      revision: branch, tag or commit on the hub.
       verify_weights: also read all weights of a converted checkpoint and compare them with the hashes in its manifest.
 
     What a killed conversion has left in the same folder is named in a warning of the log.
@@ -128,7 +126,7 @@ def open_checkpoint(
         raise ValueError(f"model must be a path or the id of a model on the hub, got {path_or_hub_id!r}")
     for leftover in describe_leftovers(pathlib.Path(path_or_hub_id).expanduser().absolute().parent):
         _log.warning(leftover)
-    located = locate(path_or_hub_id, revision)
+    located = locate(path_or_hub_id)
     directory = located.directory
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+from vlcache_jax.checks import check_whole, is_a
+
 
 @dataclass(frozen=True)
 class Ladder:
@@ -31,10 +33,9 @@ class Ladder:
         for name in ("rows", "patches", "sequences"):
             rungs = getattr(self, name)
             ascending = bool(rungs) and all(a < b for a, b in zip((0, *rungs), rungs, strict=False))
-            if not ascending or not all(isinstance(rung, int) for rung in rungs):
+            if not ascending or not all(is_a(rung, int) for rung in rungs):
                 raise ValueError(f"ladder.{name} must be ascending positive integers, got {rungs!r}")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"ladder.window must be a positive integer, got {self.window!r}")
+        check_whole("ladder.window", self.window, 1)
 
     @property
     def max_rows(self) -> int:

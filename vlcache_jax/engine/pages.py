@@ -33,7 +33,7 @@ _IMAGE = 1 << 63  # above every token id
 _MOST_ALIKE = 1024  # pages among which the eldest is looked for
 
 
-class Picture(NamedTuple):
+class PlacedImage(NamedTuple):
     """An image among tokens: where it begins, counted from the first token at hand, its entry key, its grid, and its
     time in a video (`vlcache_jax.inputs.layout.Moment`)."""
 
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     """What the tokens of a page are: eight bytes each, which sort as they compare, and the images that they show."""
 
     ids: bytes
-    images: tuple[Picture, ...]
+    images: tuple[PlacedImage, ...]
 
     @property
     def length(self) -> int:
@@ -78,10 +78,10 @@ class Chain:
 
     owner: str
     ids: bytes
-    images: tuple[tuple[Picture, int], ...]
+    images: tuple[tuple[PlacedImage, int], ...]
 
     @classmethod
-    def of(cls, owner: str, token_ids: npt.NDArray[np.int32], images: Sequence[tuple[Picture, int]] = ()) -> Chain:
+    def of(cls, owner: str, token_ids: npt.NDArray[np.int32], images: Sequence[tuple[PlacedImage, int]] = ()) -> Chain:
         """That of expanded `token_ids` [n]."""
         ids = token_ids.astype(">u8")
         for picture, length in images:

@@ -19,11 +19,11 @@ from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
-from vlcache_jax.engine.pages import Chain, Lease, Picture
+from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.reuse.plan import Plan
-from vlcache_jax.reuse.selection import Choice
+from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class Planned:
     layout: Layout
     plan: Plan
     uses: tuple[ImageUse, ...]
-    choice: Choice | None
+    choice: RowChoice | None
     policy: str
     keeps_pages: bool
     request_key: str | None
@@ -227,7 +227,7 @@ class Sequence:
     plan: Plan
     new_slots: int
     images: abc.Sequence[ImageUse] = ()
-    choice: Choice | None = None
+    choice: RowChoice | None = None
     owner: str | None = None
     hold: Holding | None = None
     metrics: Metrics = field(default_factory=Metrics)
@@ -272,7 +272,7 @@ class Sequence:
             return None
         layout = self.layout
         images = [
-            (Picture(span.start, span.image.key, span.image.grid, span.time), span.length) for span in layout.images
+            (PlacedImage(span.start, span.image.key, span.image.grid, span.time), span.length) for span in layout.images
         ]
         return Chain.of(self.owner, layout.token_ids, images)
 

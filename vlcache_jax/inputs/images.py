@@ -26,7 +26,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from vlcache_jax.checks import shorten
+from vlcache_jax.checks import check_whole, shorten
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.heads import Reader, check_parts
 
@@ -245,8 +245,7 @@ def _file_of_url(url: str, name: str) -> str:
 
 def check_max_pixels(value: Any) -> None:
     """Raises a ValueError unless it can be the limit of a picture's pixels."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_IMAGE_PIXELS:
-        raise ValueError(f"max_image_pixels must be an integer from 1 to {MOST_IMAGE_PIXELS}, got {value!r}")
+    check_whole("max_image_pixels", value, 1, MOST_IMAGE_PIXELS)
 
 
 def check_picture_size(height: int, width: int, name: str, max_pixels: int | None = None) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vlcache_jax.checks import short, shorten
+from vlcache_jax.checks import check_whole, short, shorten
 from vlcache_jax.fields import OBJECT, Kind, check_fields, either, optional, read_object, real, whole
 from vlcache_jax.inputs.images import check_picture_size
 
@@ -340,8 +340,7 @@ def _complete(settings: Mapping[str, Any], source: str | PathLike[str]) -> dict[
 
 
 def _check_positive(value: Any, name: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    check_whole(name, value, 1)
     if not _AREA.accepts(value):
         raise ValueError(f"{name} must be {_AREA.words}, got {short(value)}")
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from vlcache_jax.checks import check_flags, check_text, short
 from vlcache_jax.fields import OBJECT, TEXT, check_fields, either, read_object
+from vlcache_jax.files import check_readable
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.expansion import Expander
 from vlcache_jax.inputs.images import ImageSource, read_image
@@ -67,13 +68,13 @@ class Template:
     """How conversations become text.
 
     Attributes:
-        chat_template: Jinja; None: the checkpoint's own.
+        chat_template: Jinja, or the path of a file that holds it, which is read; None: the checkpoint's own.
         chat_template_kwargs: names that the template may use.
         add_generation_prompt: the text ends where the assistant's turn begins; None: unless the last message goes on.
         continue_final_message: the text ends within the last message, so that the answer goes on with it.
 
     Raises:
-        ValueError: one is of another type, or the last two are both set.
+        ValueError: one is of another type, a file cannot be read, or the last two are both set.
     """
 
     chat_template: str | None = None
@@ -84,6 +85,7 @@ class Template:
     def __post_init__(self) -> None:
         if self.chat_template is not None:
             check_text(self.chat_template, "chat_template")
+            object.__setattr__(self, "chat_template", _template_text(self.chat_template))
         kwargs = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
         if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
             raise ValueError(f"chat_template_kwargs must be a dict with strings as keys, got {short(kwargs)}")
@@ -110,7 +112,7 @@ class Prompt:
         token_ids: of `text`, int32 [n], not expanded.
         sources: images and videos in the order of their places.
         uuids: the caller's own id of each of them, or None.
-        mm_processor_kwargs: min_pixels and max_pixels of this request; empty means the engine's.
+        limits: min_pixels and max_pixels of this request; empty means the engine's.
         name: what error messages call it, such as "conversations[2]".
     """
 
@@ -118,13 +120,13 @@ class Prompt:
     token_ids: npt.NDArray[np.int32] = field(repr=False)
     sources: tuple[Source, ...] = ()
     uuids: tuple[str | None, ...] = ()
-    mm_processor_kwargs: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
     name: str = "prompt"
 
-    def limits(self, source: Source) -> Mapping[str, int]:
+    def limits_of(self, source: Source) -> Mapping[str, int]:
         """Of the pixels of one of the sources: its own, and where it has none this request's."""
         own = source.limits if isinstance(source, ImageSource) else {}
-        return overrule(self.mm_processor_kwargs, own)
+        return overrule(self.limits, own)
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
@@ -432,6 +434,16 @@ class PromptRenderer:
     def _longest_token(self) -> int:
         """Characters that a token can stand for; added tokens may be longer than all others."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+
+def _template_text(given: str) -> str:
+    """A template, which may be given as the path of its file."""
+    if not (given.endswith(".jinja") or os.path.isfile(given)):
+        return given
+    check_readable("chat_template", given)
+    text = Path(given).read_text(encoding="utf-8", errors="surrogateescape")
+    check_text(text, f"chat_template {given}")
+    return text
 
 
 def _with_template(given: Mapping[str, Any], template: Template, name: str) -> tuple[Any, Template]:

@@ -61,13 +61,13 @@ class VideoProcessor:
         family: how its prompts show videos.
         tower: the family's configuration of its vision tower.
         image: cuts frames; of the same checkpoint.
-        min_pixels, max_pixels: area to which frames are scaled, where nothing is asked of them; see `Kind`.
+        min_pixels, max_pixels: area to which frames are scaled, where nothing is asked of them; see `ProcessorKind`.
         fps, num_frames, min_frames, max_frames, do_sample_frames: see `VideoOptions`.
         cap_pixels_per_frame: whether frames are also scaled so that a video has at most so many tokens as
             `max_video_tokens` says in the library's words.
     """
 
-    kind: Kind
+    kind: ProcessorKind
     family: Videos
     tower: VisionConfig
     image: ImageProcessor
@@ -292,7 +292,7 @@ def _fit_all(own: VideoProcessor, frames: int, height: int, width: int, block: i
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProcessorKind:
     """One of the library's video processors.
 
     Attributes:
@@ -311,14 +311,14 @@ class Kind:
 
 _FRAMES = {"num_frames": None, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
 KINDS = {
-    "Qwen2VLVideoProcessor": Kind(
+    "Qwen2VLVideoProcessor": ProcessorKind(
         size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
         defaults={**_FRAMES, "fps": None, "do_sample_frames": False, "max_video_tokens": 128000},
         counts_all=False,
         sample=_sample_steps,
         fit=_fit_each,
     ),
-    "Qwen3VLVideoProcessor": Kind(
+    "Qwen3VLVideoProcessor": ProcessorKind(
         size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
         defaults={**_FRAMES, "fps": 2, "do_sample_frames": True, "max_video_tokens": 768},
         counts_all=True,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import CancelledError, Executor, Future
 
 from vlcache_jax.cache.keys import Salt, alias_key, owner_key
-from vlcache_jax.cache.store import Picture
+from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.engine.request import Metrics, Request
 from vlcache_jax.inputs.layout import ImageRef, Moment
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
@@ -136,7 +136,7 @@ class Arrivals:
         self._identifier, self._salt, self._owner, self._lookup = identifier, salt, owner, lookup
         self._prompts: dict[int, Prompt] = {}
         self._tasks: dict[int, list[Task]] = {}
-        self._bound: dict[str, Picture] = {}
+        self._bound: dict[str, PictureKey] = {}
         self._counted: set[int] = set()
         tasks: dict[object, Task] = {}
         for row, prompt in enumerate(prompts):
@@ -146,7 +146,7 @@ class Arrivals:
             self._prompts[row] = prompt
             self._tasks[row] = []
             for source, uuid in zip(prompt.sources, prompt.uuids, strict=True):
-                limits = prompt.limits(source)
+                limits = prompt.limits_of(source)
                 task = Task(identifier.recognizer, source, uuid, limits, salt, lookup)
                 same = task.source_id, uuid, tuple(sorted(limits.items()))
                 self._tasks[row].append(tasks.setdefault(same, task))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.bounded import Bounded
-from vlcache_jax.cache.store import Picture
+from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.inputs.expansion import Inset
 from vlcache_jax.inputs.films import Head
 from vlcache_jax.inputs.images import ImageSource
@@ -101,12 +101,12 @@ class Media:
         limits: Mapping[str, int],
         alias: str | None,
         alias_of: Callable[[Any], str | None],
-        find: Callable[[str], Picture | None],
+        find: Callable[[str], PictureKey | None],
     ) -> Medium:
         """What the head of a source tells.
 
         Args:
-          limits: of its pixels (`Prompt.limits`).
+          limits: of its pixels (`Prompt.limits_of`).
           alias: key of its file; None: it has none.
           alias_of: key of what tells frames for sure without decoding them.
           find: the picture under an alias, if it is known; its file is not opened then.
@@ -162,7 +162,7 @@ class _Image:
     """A picture."""
 
     def __init__(
-        self, media: Media, source: ImageSource, limits: Mapping[str, int], alias: str | None, known: Picture | None
+        self, media: Media, source: ImageSource, limits: Mapping[str, int], alias: str | None, known: PictureKey | None
     ):
         self._media, self._source, self._limits = media, source, limits
         size = source.size(media.max_pixels) if known is None else (known.height, known.width)

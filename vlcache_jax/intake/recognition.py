@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
 from vlcache_jax.cache.keys import Salt, alias_key, content_key, entry_key, group_key
-from vlcache_jax.cache.store import Picture, Store
+from vlcache_jax.cache.store import PictureKey, Store
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Patches
@@ -36,7 +36,7 @@ class Recognizer:
         self._codec = codec
         self._unsalted_key = functools.lru_cache(_KEYS)(self._make_entry_key)
 
-    def entry_key(self, picture: Picture, settings: Settings, salt: Salt) -> str:
+    def entry_key(self, picture: PictureKey, settings: Settings, salt: Salt) -> str:
         """Key of what is kept for a picture."""
         named = picture.content, settings
         # A salt is kept nowhere.
@@ -76,7 +76,7 @@ class Task:
         self.source_id: Hashable = self._trusted or _same(source)
         self._alias: str | None = None
         self.lookup = self.decode = self.preprocess = 0.0
-        self.pictures: list[Picture] = []
+        self.pictures: list[PictureKey] = []
         self.images: list[ImageRef] = []
         self.is_known = self._is_identified = False
         self._running = threading.Lock()  # two windows may ask at once
@@ -88,11 +88,11 @@ class Task:
         return [(image.key, self._trusted is not None) for image in self.images]
 
     @property
-    def picture(self) -> Picture:
+    def picture(self) -> PictureKey:
         first = self.pictures[0]
         if len(self.pictures) == 1:
             return first
-        return Picture(group_key([picture.content for picture in self.pictures]), first.height, first.width)
+        return PictureKey(group_key([picture.content for picture in self.pictures]), first.height, first.width)
 
     def head(self) -> ValueError | None:
         """What is known without pixels; returns what is wrong with it."""
@@ -150,7 +150,7 @@ class Task:
             "cache.release_uuid sets it free"
         )
 
-    def aliases(self) -> Iterator[tuple[str, Picture]]:
+    def aliases(self) -> Iterator[tuple[str, PictureKey]]:
         """What the pictures are found by without decoding them."""
         for alias, picture in zip(self.medium.aliases, self.pictures, strict=True):
             if alias is not None:
@@ -168,7 +168,7 @@ class Task:
             if not self._is_kept(image):
                 image.patches = self._cut(frames)
 
-    def _become(self, picture: Picture, grid: tuple[int, int, int]) -> ImageRef:
+    def _become(self, picture: PictureKey, grid: tuple[int, int, int]) -> ImageRef:
         """The next image is known."""
         recognizer, settings, number = self._recognizer, self.medium.settings, len(self.images)
         key, shared = recognizer.entry_key(picture, settings, self._salt), None
@@ -281,5 +281,5 @@ def _same(source: Source) -> Hashable:
     return id(source.value) if source.encoded is None else _Same(source.encoded)
 
 
-def _picture(frames: tuple[Rgb, ...]) -> Picture:
-    return Picture(content_key(*frames), *frames[0].shape[:2])
+def _picture(frames: tuple[Rgb, ...]) -> PictureKey:
+    return PictureKey(content_key(*frames), *frames[0].shape[:2])

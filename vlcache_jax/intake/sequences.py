@@ -16,7 +16,7 @@ from vlcache_jax.engine.opening import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.reuse.selection import Choice
+from vlcache_jax.reuse.selection import RowChoice
 from vlcache_jax.sampling import SamplingParams
 
 _GENERATION = {
@@ -204,7 +204,7 @@ class SequenceBuilder:
     def _owner(self, planned: Planned) -> str | None:
         return planned.request.owner if self._keeps_pages and planned.keeps_pages else None
 
-    def _choice(self, planned: Planned, outputs: int) -> tuple[Choice | None, str | None]:
+    def _choice(self, planned: Planned, outputs: int) -> tuple[RowChoice | None, str | None]:
         """How the request chooses rows, or why it cannot: one prefill step has to hold all of its rows and logits."""
         if planned.choice is not None:
             rows = planned.plan.rows(1)[0] + (outputs - 1)

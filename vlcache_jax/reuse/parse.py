@@ -13,7 +13,7 @@ from fractions import Fraction
 from os import PathLike
 from typing import Any
 
-from vlcache_jax.checks import short, shorten
+from vlcache_jax.checks import is_a, short, shorten
 from vlcache_jax.reuse.policies import EPIC, MPIC, Ends, Exact, Off, Policy, Scheduled, Spread, StaticRatio, TwoPass
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import NAMED, Asked
@@ -46,19 +46,22 @@ def parse_policy(reuse: Any) -> Policy:
     Raises:
       ValueError: something else.
     """
+    # Objects stand for themselves, and a number is a ratio.
     if isinstance(reuse, Schedule):
         return Scheduled(reuse)
     if isinstance(reuse, Policy) and not isinstance(reuse, type):
         return reuse
-    if isinstance(reuse, (numbers.Real, Decimal)) and not isinstance(reuse, bool):
+    if is_a(reuse, (numbers.Real, Decimal)):
         number = Decimal(reuse) if isinstance(reuse, int) else reuse  # writes integers of any length
         return StaticRatio(number if isinstance(number, Fraction) else _fraction(str(number)))
     if isinstance(reuse, str):
+        # Names by themselves.
         if reuse == "approximate":
             reuse = APPROXIMATE
         if reuse in _NAMED:
             return _NAMED[reuse]
         scheduled = {**_WITH_SCHEDULE, "asked": Asked}
+        # Names with a count, with the path of a schedule, and with a ratio; a ratio may stand alone.
         name, _, rest = reuse.partition("-")
         if name in _WITH_COUNT and rest.isdecimal():
             if len(rest) > _DIGITS:
@@ -71,6 +74,7 @@ def parse_policy(reuse: Any) -> Policy:
             prefix = name and f"{name}-"
             if reuse.startswith(prefix) and _DECIMAL.fullmatch(ratio := reuse.removeprefix(prefix)):
                 return policy(_fraction(ratio, prefix))
+    # What is left may be the path of a schedule.
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or os.path.isfile(reuse))):
         return Scheduled(Schedule.load(reuse))
     close = difflib.get_close_matches(reuse, ["approximate", *_NAMED], 1) if isinstance(reuse, str) else []

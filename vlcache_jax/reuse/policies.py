@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.checks import short
+from vlcache_jax.checks import check_whole, short
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.reuse.plan import Plan, full_prefill
 from vlcache_jax.reuse.schedule import Schedule
@@ -128,8 +128,7 @@ class MPIC:
     approximates: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
-            raise ValueError(f"k must be an integer of at least 0, got {short(self.k)}")
+        check_whole("k", self.k, 0)
 
     @property
     def name(self) -> str:
@@ -157,8 +156,7 @@ class EPIC:
     approximates: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
-            raise ValueError(f"k must be an integer of at least 0, got {short(self.k)}")
+        check_whole("k", self.k, 0)
         if self.ends not in ("first", "last", "both"):
             raise ValueError(f"ends must be first, last or both, got {self.ends!r}")
 

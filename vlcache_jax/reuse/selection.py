@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vlcache_jax.checks import is_a
 from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan, full_prefill
-from vlcache_jax.reuse.policies import Policy, check_ratio
+from vlcache_jax.reuse.policies import Policy, check_ratio, make_plan
 from vlcache_jax.reuse.schedule import Schedule
 
 _BLOCK = 128  # rows whose attention is held at once
@@ -203,7 +204,7 @@ class Asked(_Selecting):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        if not isinstance(self.check_layer, int) or self.check_layer < 1:
+        if not is_a(self.check_layer, int) or self.check_layer < 1:
             raise ValueError(
                 f"check_layer must be an integer of at least 1 (nothing deviates in layer 0), got {self.check_layer!r}"
             )
@@ -275,7 +276,7 @@ def _column_sums(rows: Projected, weights: Any) -> jax.Array:
     return total.T[jnp.minimum(rows.place, size - 1)]
 
 
-def make_choice(policy: Policy, layout: Layout, num_layers: int) -> Choice | None:
+def make_choice(policy: Policy, layout: Layout, num_layers: int) -> RowChoice | None:
     """How a request with this layout chooses; None if the policy does not, or there is nothing to choose from.
 
     Raises:
@@ -291,7 +292,16 @@ def make_choice(policy: Policy, layout: Layout, num_layers: int) -> Choice | Non
             f"{policy.check_layer}, got {keep}"
         )
     last = layout.images[-1]
-    return Choice(policy, keep, len(layout), last.stop)
+    return RowChoice(policy, keep, len(layout), last.stop)
+
+
+def decide(policy: Policy, layout: Layout, num_layers: int) -> tuple[Plan, RowChoice | None]:
+    """What of a request is computed: what is known now, and what the device will choose.
+
+    Raises:
+      ValueError: see `make_plan` and `make_choice`.
+    """
+    return make_plan(policy, layout, num_layers), make_choice(policy, layout, num_layers)
 
 
 def project(
@@ -364,7 +374,7 @@ def narrow(rows: Rows, active: jax.Array, *, size: int, slots: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RowChoice:
     """How a request chooses rows: by which policy, how many, and how long the prompt is that decides.
 
     Attributes:

@@ -24,7 +24,7 @@ _Z = 1.959964  # of an interval of 95 %
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class PairCase:
     """The answers to questions about one image, or to those about several, from a cache filled in one way.
 
     Attributes:
@@ -71,7 +71,7 @@ class Case:
         return [paired(self.scores(reference, task), self.scores(setting, task)) for task in self.tasks]
 
 
-def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[Result]]]) -> list[Case]:
+def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[Result]]]) -> list[PairCase]:
     """The cases of results. Protocols that differ in their seed alone are one, with several auxiliary prompts."""
     by_protocol: dict[Protocol, list[dict[str, list[Result]]]] = {}
     for protocol, by_setting in results.items():
@@ -87,7 +87,7 @@ def cases_of(samples: Sequence[Sample], results: dict[Protocol, dict[str, list[R
                 for run in runs
             ]
             if own[0][COLD]:
-                cases.append(Case(protocol, images, samples, own))
+                cases.append(PairCase(protocol, images, samples, own))
     return cases
 
 
@@ -137,7 +137,7 @@ def mean_of(tasks: Sequence[dict[str, float]]) -> dict[str, float]:
     return _with_interval({"difference": difference}, centre - width, centre + width)
 
 
-def summarize(cases: Iterable[Case]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def summarize(cases: Iterable[PairCase]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Tables: one row for each case, setting and task, and one for each case and setting.
 
     Means over tasks count every task alike. The worst task is the one that loses most against the cold run; "at most"
@@ -153,12 +153,12 @@ def summarize(cases: Iterable[Case]) -> tuple[list[dict[str, Any]], list[dict[st
     return details, totals
 
 
-def details_of(case: Case, setting: str) -> list[dict[str, Any]]:
+def details_of(case: PairCase, setting: str) -> list[dict[str, Any]]:
     """A setting's answers, task by task."""
     return [_detail(case, setting, task) for task in case.tasks]
 
 
-def _detail(case: Case, setting: str, task: str) -> dict[str, Any]:
+def _detail(case: PairCase, setting: str, task: str) -> dict[str, Any]:
     scores = case.scores(setting, task)
     every = [result for found in case.results(setting, task) for result in found]
     share = np.sum([r.recomputed for r in every], axis=0) / sum(r.image_tokens for r in every)

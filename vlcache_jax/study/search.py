@@ -33,7 +33,7 @@ _TIMES = ("rows", "microseconds")
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class LayerScores:
     """The sensitivity of each layer: the error of the logits if only that layer recomputes (VLCache, eq. 5).
 
     Attributes:
@@ -73,10 +73,10 @@ class Scores:
         """SHA-256 of the values."""
         return hashlib.sha256(np.ascontiguousarray(self.values, "<f8").tobytes()).hexdigest()
 
-    def isotonic(self) -> Scores:
+    def isotonic(self) -> LayerScores:
         """The same, but no value above one at a smaller ratio: measured scores are noisy (running minimum)."""
         lowest = np.minimum.accumulate(self.values, axis=1)
-        return Scores(lowest, self.model_type, self.fingerprint, self.samples)
+        return LayerScores(lowest, self.model_type, self.fingerprint, self.samples)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file of NumPy arrays (npz); it appears only when it is complete."""
@@ -92,7 +92,7 @@ class Scores:
         write_whole(path, buffer.getvalue())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Scores:
+    def load(cls, path: str | os.PathLike[str]) -> LayerScores:
         """Reads what `save` wrote.
 
         Raises:
@@ -265,7 +265,7 @@ def _checked(
 
 
 def find_schedule(
-    scores: Scores,
+    scores: LayerScores,
     mean: str | float | Fraction,
     *,
     method: str = "dp",
@@ -281,7 +281,7 @@ def find_schedule(
       method: "dp", exact, or "greedy", the paper's.
       max_distinct: different ratios at most; "greedy" does not bound them.
       count_layer0: see `solve`.
-      isotonic: smooth the scores first (`Scores.isotonic`).
+      isotonic: smooth the scores first (`LayerScores.isotonic`).
 
     Raises:
       ValueError: a mean that is negative or beyond the grid.
@@ -364,7 +364,7 @@ class LayerTimes:
 
 
 def find_schedule_within(
-    scores: Scores,
+    scores: LayerScores,
     microseconds: int,
     times: LayerTimes,
     *,

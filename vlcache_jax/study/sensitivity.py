@@ -24,7 +24,7 @@ import numpy.typing as npt
 from vlcache_jax.models import Rows, rope
 from vlcache_jax.reuse.schedule import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace, Values
-from vlcache_jax.study.search import MAX_LEVEL, Scores
+from vlcache_jax.study.search import MAX_LEVEL, LayerScores
 from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _ROUND = 32  # text rows are padded to a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class ProfileCase:
     """A sample of the profile.
 
     Attributes:
@@ -61,7 +61,7 @@ class Runs:
     overridden: Trace
 
 
-def prepare(probe: Probe, case: Case) -> Runs:
+def prepare(probe: Probe, case: ProfileCase) -> Runs:
     """Runs donor and formal prompt, and the formal prompt with the donor's K, V of images in every layer.
 
     Raises:
@@ -83,7 +83,7 @@ def direct(probe: Probe, runs: Runs, layer: int, level: int) -> float:
     return squared_error(trace.logits, runs.cold.logits)
 
 
-def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tokens: int) -> list[Case]:
+def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tokens: int) -> list[ProfileCase]:
     """The cases of samples: each is answered cold, and its donors are the protocol's auxiliary prompts.
 
     Raises:
@@ -99,7 +99,7 @@ def cases_of(llm: LLM, samples: Sequence[Sample], protocol: Protocol, *, max_tok
     outputs = llm.chat(formal, params, reuse="off")
     donors = [protocol.donor_prompts(samples, i) for i in range(len(samples))]
     return [
-        Case(conversation, prompts, output.outputs[0].token_ids)
+        ProfileCase(conversation, prompts, output.outputs[0].token_ids)
         for conversation, prompts, output in zip(formal, donors, outputs, strict=True)
     ]
 
@@ -119,7 +119,7 @@ class Profiler:
         self.max_level = max_level
         self._layer = jax.jit(self._text_layer)
 
-    def measure(self, case: Case) -> npt.NDArray[np.float64]:
+    def measure(self, case: ProfileCase) -> npt.NDArray[np.float64]:
         """S_i(n / 500) of one case, [L, max_level + 1]."""
         return self.scores(prepare(self.probe, case))
 
@@ -240,12 +240,12 @@ def squared_error(logits: npt.NDArray[np.float32], cold: npt.NDArray[np.float32]
 
 def profile(
     llm: LLM,
-    cases: Sequence[Case],
+    cases: Sequence[ProfileCase],
     *,
     max_level: int = MAX_LEVEL,
     work: str | os.PathLike[str] | None = None,
     progress: Callable[[int], object] = lambda done: None,
-) -> Scores:
+) -> LayerScores:
     """The scores of a model: S_i(r), the mean over cases.
 
     Args:
@@ -272,4 +272,4 @@ def profile(
         total += values
         progress(number + 1)
     model_type = llm.service.device.runner.config.model_type
-    return Scores(total / len(cases), model_type, fingerprint, len(cases))
+    return LayerScores(total / len(cases), model_type, fingerprint, len(cases))

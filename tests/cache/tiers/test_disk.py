@@ -740,13 +740,20 @@ def test_it_belongs_to_its_owner_alone(tmp_path):
                 assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
-@pytest.mark.parametrize("kind", ["file", "below a file"])
-def test_what_is_no_directory_is_an_error(tmp_path, kind):
-    path = tmp_path / "file"
-    path.write_text("x")
-    directory = path if kind == "file" else path / "records"
-    with pytest.raises(ValueError, match=r"disk must be a directory that can be used, got .*file"):
-        DiskTier(directory, 1000)
+@pytest.mark.parametrize("below", ["", "records"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_directory_is_an_error(tmp_path, kind, below):
+    path = tmp_path / kind
+    if kind == "file":
+        path.write_text("x")
+        told = "is a file: move it away, or name another directory"
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+        told = "is a link that leads nowhere: delete it, or name another directory"
+    with pytest.raises(
+        ValueError, match=f"^disk must be a directory that can be used, got '{path / below}': {path} {told}$"
+    ):
+        DiskTier(path / below, 1000)
 
 
 # Several at once.

@@ -339,7 +339,7 @@ def test_a_directory_belongs_to_its_owner_alone(directory):
 def test_what_is_no_directory_is_an_error(tmp_path, url):
     path = tmp_path / "file"
     path.write_text("x")
-    with pytest.raises(ValueError, match=r"remote must be a store that can be used, got .*file"):
+    with pytest.raises(ValueError, match=rf"remote must be a store that can be used, got .*: {path} is a file: move"):
         ObjectTier(url.format(path), timeout=60)
 
 

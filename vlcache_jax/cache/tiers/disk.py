@@ -36,6 +36,7 @@ from vlcache_jax.cache.tiers.record_file import (
     read_header,
     take_header,
 )  # fmt: skip
+from vlcache_jax.files import make_folder
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class DiskTier(Tier):
         self._gone: set[str] = set()  # records whose file was not found
         try:
             self.directory = pathlib.Path(directory).expanduser() / FOLDER
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.directory)
             with _locked(self.directory / "lock"):  # two that open at once would mend what the other is making
                 self._alive = open(self.directory / f"{self._me}{_WRITER}", "wb")  # noqa: SIM115
                 fcntl.flock(self._alive, fcntl.LOCK_EX)

@@ -47,7 +47,7 @@ _PASSING = {sqlite3.SQLITE_BUSY: _KEPT, sqlite3.SQLITE_LOCKED: _KEPT, sqlite3.SQ
 }
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     """Of a record that is complete."""
 
     name: str
@@ -98,10 +98,10 @@ class Index:
 
     # Looking, which waits for nobody who changes something.
 
-    def find(self, entry: str) -> list[Row]:
+    def find(self, entry: str) -> list[IndexRow]:
         """The complete records of an image, the one that was used last at the end."""
         rows = self._look(f"SELECT name, header, written FROM records {_OF_IMAGE} ORDER BY used", *_names(entry))
-        return [Row(*row) for row in rows]
+        return [IndexRow(*row) for row in rows]
 
     def pinned(self, entry: str) -> set[str]:
         """Names of the records of an image that make no room."""

@@ -35,6 +35,7 @@ from vlcache_jax.cache.tiers.record_file import (
     name_of,
     read_header,
 )
+from vlcache_jax.files import make_folder
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -193,7 +194,7 @@ def _open(url: str, timeout: float) -> ObjectStore:
     try:
         if url.startswith("file:"):
             directory = pathlib.Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(directory)
             return LocalStore(directory)
         limit = datetime.timedelta(seconds=timeout)
         is_plain = any(os.environ.get(f"{cloud}_ALLOW_HTTP", "").lower() == "true" for cloud in ("AWS", "AZURE"))
