@@ -39,7 +39,7 @@ from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.films import import_decoders
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer, template_text
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.intake.costs import Identity, Rates, identity_of, time_limit
@@ -310,7 +310,10 @@ class Service:
     ) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
         read_settings(settings)  # wrong ones are the call's, not a row's
-        own = Template(**template_options(caller, template))
+        options = template_options(caller, template)
+        if isinstance(text := options.get("chat_template"), str):
+            options["chat_template"] = template_text(text)
+        own = Template(**options)
         return partial(self.renderer.from_conversation, mm_processor_kwargs=settings, template=own)
 
 

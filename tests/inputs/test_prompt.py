@@ -20,7 +20,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer, Template
+from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer, Template, template_text
 
 # In the manner of the published template: a system turn of its own where none is given.
 QWEN2_5_TEMPLATE = """\
@@ -556,19 +556,24 @@ def test_templates_are_the_librarys(renderer):
         renderer.from_conversation(conversation, template=Template(chat_template="{{ nothing }}"))
 
 
-def test_a_template_may_be_the_path_of_its_file(renderer, tmp_path):
-    conversation, asked = user(text("a")), "{{ messages[0].content[0].text }}"
+def test_a_template_may_be_the_path_of_its_file(tmp_path):
     for name in ("own.jinja", "own"):
-        (tmp_path / name).write_text(asked + name)
-        template = Template(chat_template=str(tmp_path / name))
-        assert renderer.from_conversation(conversation, template=template).text == "a" + name
+        (tmp_path / name).write_text("{{ 1 }}" + name)
+        assert template_text(str(tmp_path / name)) == "{{ 1 }}" + name
+    assert template_text("{{ 1 }}") == "{{ 1 }}"
     with pytest.raises(
         ValueError, match=r"^chat_template must be a file that can be read, got no\.jinja: no such file$"
     ):
-        Template(chat_template="no.jinja")
+        template_text("no.jinja")
     (tmp_path / "own").write_bytes(b"a\xff")
     with pytest.raises(ValueError, match=rf"^chat_template {tmp_path}/own must be text, got .* at character 1, "):
-        Template(chat_template=str(tmp_path / "own"))
+        template_text(str(tmp_path / "own"))
+
+
+def test_a_template_in_a_row_names_no_file(renderer, tmp_path):
+    (tmp_path / "own.jinja").write_text("what nobody is to see")
+    row = {"messages": user(text("a")), "chat_template": str(tmp_path / "own.jinja")}
+    assert renderer.from_conversation(row).text == str(tmp_path / "own.jinja")
 
 
 @pytest.mark.parametrize(

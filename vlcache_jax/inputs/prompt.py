@@ -68,13 +68,13 @@ class Template:
     """How conversations become text.
 
     Attributes:
-        chat_template: Jinja, or the path of a file that holds it, which is read; None: the checkpoint's own.
+        chat_template: Jinja; None: the checkpoint's own.
         chat_template_kwargs: names that the template may use.
         add_generation_prompt: the text ends where the assistant's turn begins; None: unless the last message goes on.
         continue_final_message: the text ends within the last message, so that the answer goes on with it.
 
     Raises:
-        ValueError: one is of another type, a file cannot be read, or the last two are both set.
+        ValueError: one is of another type, or the last two are both set.
     """
 
     chat_template: str | None = None
@@ -85,7 +85,6 @@ class Template:
     def __post_init__(self) -> None:
         if self.chat_template is not None:
             check_text(self.chat_template, "chat_template")
-            object.__setattr__(self, "chat_template", _template_text(self.chat_template))
         kwargs = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
         if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
             raise ValueError(f"chat_template_kwargs must be a dict with strings as keys, got {short(kwargs)}")
@@ -436,8 +435,12 @@ class PromptRenderer:
         return max(map(len, self.tokenizer.get_vocab()))
 
 
-def _template_text(given: str) -> str:
-    """A template, which may be given as the path of its file."""
+def template_text(given: str) -> str:
+    """A template that may be the path of its file. (What comes from others must not be: it could name any file.)
+
+    Raises:
+      ValueError: the file cannot be read.
+    """
     if not (given.endswith(".jinja") or os.path.isfile(given)):
         return given
     check_readable("chat_template", given)
