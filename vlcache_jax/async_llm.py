@@ -180,7 +180,7 @@ class AsyncLLM:
             if request_id in self._jobs:
                 self._aborted.add(request_id)
                 if (job := self._jobs[request_id]) is not None:
-                    _abort(job)
+                    job.abort()
                 self._room.let_in(request_id)
 
     def stats(self) -> EngineStats:
@@ -264,7 +264,7 @@ class AsyncLLM:
         with self._lock:
             self._jobs[request_id] = job
             if request_id in self._aborted:
-                _abort(job)
+                job.abort()
         deltas = Deltas(caller.reporter, job.planned, answers, request_id)
         try:
             while True:  # it may have ended long ago
@@ -336,8 +336,3 @@ class _Room:
 def _let_in(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)
-
-
-def _abort(job: Job) -> None:
-    for sequence in job.sequences:
-        sequence.is_aborted = True

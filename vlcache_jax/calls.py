@@ -171,8 +171,7 @@ class Caller:
             self._ahead.expect(job.call.policy, job.sequences)
             self._ahead.start()
         job.planned.hold.leave(failed=has_failed)
-        for sequence in job.sequences:
-            sequence.is_aborted = True
+        job.abort()
 
     def _serve[T: RequestOutput | Score](
         self,

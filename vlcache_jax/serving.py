@@ -142,6 +142,11 @@ class Job:
     def has_ended(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
 
+    def abort(self) -> None:
+        """Nobody wants it any more."""
+        for sequence in self.sequences:
+            sequence.abort()
+
     def _hear(self, sequence: Running) -> None:
         if self._streams or self.has_ended or not self.has_begun:
             self.has_begun = True

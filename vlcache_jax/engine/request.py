@@ -287,8 +287,12 @@ class Sequence:
         return len(self.layout)
 
     def fail(self, error: str) -> None:
-        """Ends it."""
+        """Ends it in the engine's next pass."""
         self.error = error
+
+    def abort(self) -> None:
+        """Nobody wants it any more: it ends in the engine's next pass, unless others count on what it computes."""
+        self.is_aborted = True
 
     @property
     def is_done(self) -> bool:
@@ -320,10 +324,11 @@ class Sequence:
                 self.listener(self)
             except Exception:
                 _log.exception("a listener failed; its request is aborted")
-                self.listener, self.is_aborted = None, True
+                self.listener = None
+                self.abort()
 
     def give_up(self) -> None:
-        """Nobody wanted it any more."""
+        """It has been aborted."""
 
     def restart(self) -> None:
         """What has been launched for it is of no use any more; what has been read stays."""
@@ -492,7 +497,6 @@ class Generation(Sequence):
         self.finish_reason = "error"
 
     def give_up(self) -> None:
-        """Nobody wanted it any more."""
         self.finish_reason = self.finish_reason or "abort"
 
     def restart(self) -> None:
