@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import vlcache_jax.async_llm as async_llm
-from tests.helper import WITHIN, assert_nothing_left, user
+from tests.helper import WITHIN, assert_nothing_left, give_pages, user
 from vlcache_jax import LLM, AsyncLLM, Ladder, QueueFullError, RequestError, SamplingParams
+from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.outputs import OutputCollector
 from vlcache_jax.serving import Job
 
 LADDER = Ladder(rows=(64,), patches=(64,), sequences=(1, 2), window=4)
@@ -268,6 +273,175 @@ def test_who_is_slow_to_ask_still_gets_the_end(engine):
     outputs = run(ask())
     assert outputs[-1].finished
     assert tokens(outputs[-1]) == tokens(expected)
+
+
+# --- deltas -----------------------------------------------------------------------------------------------------------
+
+
+async def stream_deltas(engine, prompt, params, request_id=None, **options):
+    """All deltas of a request."""
+    return [delta async for delta in engine.deltas(prompt, params, request_id, **options)]
+
+
+def joined(deltas):
+    """What they come to; each says something, and nothing is told twice."""
+    collector = OutputCollector()
+    for delta in deltas:
+        collector.add(delta)
+    output = collector.output()
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert {delta.request_id for delta in deltas} == {output.request_id}
+    assert [one.index for one in deltas[0].outputs] == [*range(len(output.outputs))]
+    for delta in deltas[1:]:
+        assert delta.finished or delta.outputs
+        assert all(one.token_ids or one.finish_reason for one in delta.outputs)
+    for answer in output.outputs:
+        own = [one for delta in deltas for one in delta.outputs if one.index == answer.index]
+        assert "".join(one.text for one in own) == answer.text
+        assert sum((one.token_ids for one in own), ()) == answer.token_ids
+        assert [one.finish_reason for one in own] == [None] * (len(own) - 1) + [answer.finish_reason]
+        if answer.logprobs is None:
+            assert all(one.logprobs is None for one in own)
+        else:
+            assert sum((one.logprobs for one in own), ()) == answer.logprobs
+            assert tuple(one.token for one in answer.logprobs) == answer.token_ids
+    assert deltas[-1].prompt is not None
+    assert sum(delta.prompt is not None for delta in deltas[:-1]) <= len(output.outputs)
+    assert sum(output.metrics.inter_token) == pytest.approx(output.metrics.decode)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "n", "logprobs", "prompt_logprobs"])
+def test_deltas_are_joined_to_what_chat_returns(engine, slow, pictures, kind):
+    prompt = user("a", pictures[0], "b") if kind == "image" else user("some text")
+    asked = {"n": {"n": 3}, "logprobs": {"logprobs": 2}, "prompt_logprobs": {"prompt_logprobs": 1}}.get(kind, {})
+    params = SamplingParams(**LETTERS, seed=3, **asked)
+    expected = chat(engine, prompt, params)
+    engine.service.reset_mm_cache()
+    deltas = run(stream_deltas(engine, prompt, params))
+    assert len(deltas) > 2
+    output = joined(deltas)
+    assert told(output) == told(expected)
+    pairs = [(output.prompt_logprobs, expected.prompt_logprobs)]
+    pairs += [(mine.logprobs, its.logprobs) for mine, its in zip(output.outputs, expected.outputs, strict=True)]
+    for mine, its in pairs:
+        assert [one and (one.token, one.rank, one.texts) for one in mine or ()] == [
+            one and (one.token, one.rank, one.texts) for one in its or ()
+        ]
+    assert deltas[0].to_dict()["prompt"]["token_ids"] == expected.prompt_token_ids.tolist()
+
+
+def test_deltas_of_random_requests(engine, pictures):
+    """With stop strings that span windows, several answers, aborts, and answers that are put back for want of pages."""
+    rng = random.Random(0)
+    asked = []
+    for i in range(12):
+        params = SamplingParams(
+            **LETTERS | {"max_tokens": rng.choice([1, 30, 230])},
+            seed=i, n=rng.choice([1, 1, 2]), logprobs=rng.choice([None, 1]),
+        )  # fmt: skip
+        prompt = user(f"{i}", *rng.sample(pictures, rng.choice([0, 1])))
+        whole = chat(engine, prompt, params)
+        if rng.random() < 0.5 and len(text := whole.outputs[0].text) > 9:
+            begin = rng.randrange(len(text) - 9)
+            params.stop = [text[begin : begin + rng.choice([2, 9])], "###"]
+            params.include_stop_str_in_output = rng.random() < 0.5
+            whole = chat(engine, prompt, params)
+        asked.append((prompt, params, whole, rng.random() < 0.2))
+    pages = engine.service.cache.pages.count
+    engine.service.reset_mm_cache()
+    give_pages(engine, 3)
+
+    async def ask(i, prompt, params, ends_early):
+        deltas = []
+        async for delta in engine.deltas(prompt, params, f"{i}"):
+            deltas.append(delta)
+            if ends_early:
+                await engine.abort(f"{i}")
+        return deltas
+
+    try:
+        found = run(*(ask(i, prompt, params, early) for i, (prompt, params, _, early) in enumerate(asked)))
+        assert engine.stats().preemptions
+    finally:
+        give_pages(engine, pages)
+    for deltas, (_, _, whole, ends_early) in zip(found, asked, strict=True):
+        output = joined(deltas)
+        for mine, its in zip(output.outputs, whole.outputs, strict=True):
+            if ends_early and mine.finish_reason == "abort":
+                assert mine.token_ids == its.token_ids[: len(mine.token_ids)]
+                assert its.text.startswith(mine.text[:-8])  # at the end nothing is held back
+            else:
+                assert mine == dataclasses.replace(
+                    its, logprobs=mine.logprobs, cumulative_logprob=mine.cumulative_logprob
+                )
+
+
+def test_logits_that_are_not_finite_end_deltas(engine, slow, monkeypatch):
+    extend = Generation.extend
+    expected = chat(engine, user("a"), MEDIUM)
+    deltas = []
+
+    async def ask():
+        async for delta in engine.deltas(user("a"), MEDIUM):
+            deltas.append(delta)
+
+    with monkeypatch.context() as context:
+        context.setattr(
+            Generation, "extend", lambda answer, new: extend(answer, [-1] if len(answer.token_ids) > 9 else new)
+        )
+        with pytest.raises(RequestError, match="logits must be finite"):
+            run(ask())
+    new = [token for delta in deltas for one in delta.outputs for token in one.token_ids]
+    assert 9 < len(new) < 40
+    assert tuple(new) == tokens(expected)[0][: len(new)]
+    assert not any(delta.finished for delta in deltas)
+
+
+class Counted(list):
+    """Token ids; counts those that are looked at many at a time."""
+
+    touched = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.touched += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self):
+        self.touched += len(self)
+        return super().__iter__()
+
+
+def test_a_delta_costs_what_is_new(engine, slow, monkeypatch):
+    """However long the answer is: each token and each character is handled a few times."""
+    counted, characters = [], []
+
+    def generation(*given, **named):
+        counted.append(Counted())
+        return Generation(*given, token_ids=counted[-1], **named)
+
+    take = Detokenizer.take
+
+    def taken(detokenizer):
+        characters.append(sum(map(len, detokenizer._parts)))
+        return take(detokenizer)
+
+    monkeypatch.setattr("vlcache_jax.intake.sequences.Generation", generation)
+    monkeypatch.setattr(Detokenizer, "take", taken)
+    params = SamplingParams(**LETTERS | {"max_tokens": 300}, seed=1, stop=["z" * 9])
+    deltas = run(stream_deltas(engine, user("a"), params))
+    output = joined(deltas)
+    [length] = map(len, tokens(output))
+    assert length == len(output.outputs[0].text) == 300
+    assert len(deltas) > 10  # who reads late, on busy cores, gets several windows at once
+    assert counted[0].touched <= 5 * length
+    assert sum(characters) <= length + 8 * len(characters)
+
+
+def test_an_output_is_made_of_deltas():
+    with pytest.raises(ValueError, match="an output is made of deltas, got none"):
+        OutputCollector().output()
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -987,17 +1161,16 @@ def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
 
 def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monkeypatch):
     """Also if the answer ends while an output of it is being made."""
-    reporter = engine.service.caller.reporter
-    completion = reporter._completion
+    take = Generation.take
 
-    def slowly(index, answer):
-        made = completion(index, answer)
+    def slowly(answer, index):
+        made = take(answer, index)
         assert eventually(lambda: answer.is_finished)
         return made
 
     expected = chat(engine, user("a"), MEDIUM)
     with monkeypatch.context() as context:
-        context.setattr(reporter, "_completion", slowly)
+        context.setattr(Generation, "take", slowly)
         output = run(last(engine, user("a"), MEDIUM))
     assert output.finished
     assert tokens(output) == tokens(expected)
@@ -1007,8 +1180,6 @@ def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monke
 @pytest.mark.parametrize("seed", range(30))
 def test_random_arrivals_and_ends(engine, slow, pictures, seed):
     """Whoever is not aborted gets what it gets alone; whoever is gets its beginning."""
-    import random
-
     rng = random.Random(seed)
     asked = [
         (

@@ -120,8 +120,7 @@ class Driver:
 
     @staticmethod
     def abort(job):
-        for sequence in job.sequences:
-            sequence.is_aborted = True
+        job.abort()
 
     def step(self):
         """One pass; whether there was anything to do."""

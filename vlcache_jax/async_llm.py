@@ -16,10 +16,9 @@ from vlcache_jax.calls import Conversation, PromptLike
 from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
-from vlcache_jax.engine.request import Generation
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
-from vlcache_jax.outputs import RequestOutput
+from vlcache_jax.outputs import Deltas, OutputCollector, RequestDelta, RequestOutput
 from vlcache_jax.progress import Progress
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service, template_options
@@ -90,7 +89,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Answers a request; yields its output whenever there is more of it, the last time with `finished` set.
 
-        Who stops asking for more aborts it.
+        Each output holds all there is so far; see `deltas` for what is new alone. Who stops asking for more aborts it.
 
         Args:
           prompt: as for `LLM.generate`, or a conversation as for `LLM.chat`.
@@ -104,6 +103,47 @@ class AsyncLLM:
           RequestError: the request is wrong, or its logits are not finite. It is a ValueError.
           ValueError: another argument is wrong.
           RuntimeError: the engine is closed, or failed.
+        """
+        collector = OutputCollector()
+        deltas = self.deltas(
+            prompt,
+            sampling_params,
+            request_id,
+            reuse=reuse,
+            cache_salt=cache_salt,
+            priority=priority,
+            mm_processor_kwargs=mm_processor_kwargs,
+            **template,
+        )
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                collector.add(delta)
+                if delta.finished or any(one.token_ids for one in delta.outputs):
+                    yield collector.output()
+
+    async def deltas(
+        self,
+        prompt: PromptLike | Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> AsyncGenerator[RequestDelta]:
+        """Answers a request as `generate` does, and yields what is new whenever there is something.
+
+        A delta is as large as what is new in it, so that a long answer costs no more for each token than a short one.
+        Joined they are what `generate` yields last: `vlcache_jax.outputs.OutputCollector` does that.
+
+        Args:
+          prompt, sampling_params, request_id, reuse, cache_salt, priority, mm_processor_kwargs, template: see
+            `generate`.
+
+        Raises:
+          QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
         """
         if request_id is None:
             request_id = f"request-{next(self._numbers)}"
@@ -124,9 +164,9 @@ class AsyncLLM:
             await self._room.enter(request_id)
             try:
                 # Closed at once: otherwise it would end some time after its room has been given away.
-                async with contextlib.aclosing(self._stream(call, request_id)) as outputs:
-                    async for output in outputs:
-                        yield output
+                async with contextlib.aclosing(self._stream(call, request_id)) as told:
+                    async for delta in told:
+                        yield delta
             finally:
                 self._room.leave()
         finally:
@@ -140,7 +180,7 @@ class AsyncLLM:
             if request_id in self._jobs:
                 self._aborted.add(request_id)
                 if (job := self._jobs[request_id]) is not None:
-                    _abort(job)
+                    job.abort()
                 self._room.let_in(request_id)
 
     def stats(self) -> EngineStats:
@@ -197,7 +237,7 @@ class AsyncLLM:
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")
         return self.service.renders(self.generate, mm_processor_kwargs, **template)
 
-    async def _stream(self, call: Call, request_id: str) -> AsyncGenerator[RequestOutput]:
+    async def _stream(self, call: Call, request_id: str) -> AsyncGenerator[RequestDelta]:
         events = asyncio.get_running_loop()
         more = asyncio.Event()
         caller = self.service.caller
@@ -220,26 +260,24 @@ class AsyncLLM:
             if not arriving.cancel():
                 arriving.add_done_callback(lambda done: None if done.exception() else caller.end(done.result()))
             raise
-        answers = [sequence for sequence in job.sequences if isinstance(sequence, Generation)]
+        answers = job.answers
         with self._lock:
             self._jobs[request_id] = job
             if request_id in self._aborted:
-                _abort(job)
-        seen = -1
+                job.abort()
+        deltas = Deltas(caller.reporter, job.planned, answers, request_id)
         try:
             while True:  # it may have ended long ago
                 await more.wait()
                 more.clear()
+                delta = deltas.take()  # first: it may be the last one because of an error
                 for fault in (answer.fault for answer in answers if answer.fault is not None):
                     raise RuntimeError(str(fault)) from fault
-                output = caller.reporter.output(job.planned, answers, request_id=request_id)
-                if output.error is not None:
-                    raise RequestError({0: output.error})
-                count = sum(len(answer.token_ids) for answer in output.outputs)
-                if output.finished or count > seen:
-                    seen = count
-                    yield output
-                    if output.finished:
+                if wrong := caller.reporter.error(job.planned, *answers):
+                    raise RequestError({0: wrong})
+                if delta is not None:
+                    yield delta
+                    if delta.finished:
                         return
         finally:
             caller.end(job)
@@ -298,8 +336,3 @@ class _Room:
 def _let_in(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)
-
-
-def _abort(job: Job) -> None:
-    for sequence in job.sequences:
-        sequence.is_aborted = True

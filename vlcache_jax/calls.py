@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Forced, Generation, Planned, Request
+from vlcache_jax.engine.request import Forced, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.intake.identification import Arrivals, Identifier
@@ -63,14 +64,15 @@ class Caller:
           show: whether progress is shown.
           returns_all: nobody gets any output if the engine fails in the middle.
         """
-        kept: list[Job] = []
+        kept: list[tuple[Job, RequestOutput]] = []
         bar = Progress("answering", total, show=show)
 
         def output(job: Job) -> RequestOutput:
             bar.update(tokens=sum(len(sequence.generated) for sequence in job.sequences))
-            if verify and all(sequence.error is None for sequence in job.sequences):
-                kept.append(job)
-            return self.reporter.output(job.planned, _answers(job), request_id=str(job.row))
+            told = self.reporter.output(job.planned, job.answers, request_id=str(job.row))
+            if verify and told.error is None:
+                kept.append((job, told))
+            return told
 
         def outputs() -> Generator[tuple[int, RequestOutput]]:
             try:
@@ -79,7 +81,7 @@ class Caller:
                 if verify:
                     yield from self._verified(kept)
             finally:
-                for job in kept:
+                for job, _ in kept:
                     job.planned.hold.leave()
             self._ahead.start()
 
@@ -169,8 +171,7 @@ class Caller:
             self._ahead.expect(job.call.policy, job.sequences)
             self._ahead.start()
         job.planned.hold.leave(failed=has_failed)
-        for sequence in job.sequences:
-            sequence.is_aborted = True
+        job.abort()
 
     def _serve[T: RequestOutput | Score](
         self,
@@ -214,14 +215,14 @@ class Caller:
             if not keeps:
                 job.planned.hold.leave(failed=has_failed)
 
-    def _verified(self, jobs: Sequence[Job]) -> Iterator[tuple[int, RequestOutput]]:
+    def _verified(self, answered: Sequence[tuple[Job, RequestOutput]]) -> Iterator[tuple[int, RequestOutput]]:
         """The outputs once more, beside those of a cold run."""
-        answers = [_answers(job) for job in jobs]
-        compared = verify_answers(
-            self.loop, self._sequences, [job.planned for job in jobs], [own[0] for own in answers]
-        )
-        for job, own, found in zip(jobs, answers, compared, strict=True):
-            yield job.row, self.reporter.output(job.planned, own, found, request_id=str(job.row))
+        jobs = [job for job, _ in answered]
+        first = [job.answers[0] for job in jobs]
+        compared = verify_answers(self.loop, self._sequences, [job.planned for job in jobs], first)
+        for (job, told), found in zip(answered, compared, strict=True):
+            error = self.reporter.error(job.planned, *job.answers)
+            yield job.row, dataclasses.replace(told, verification=found, error=error)
 
     def _prompts(self, call: Call) -> list[Prompt | ValueError]:
         """Side by side, as images may come from the network; behind all other checks for the same reason."""
@@ -286,10 +287,6 @@ def in_order[T: RequestOutput | Score](results: Iterator[tuple[int, T]]) -> list
         outputs = [good.get(row) for row in range(1 + max(found, default=-1))]
         raise RequestError(error.errors, outputs if good else ()) from None
     return [found[row] for row in sorted(found)]
-
-
-def _answers(job: Job) -> list[Generation]:
-    return [sequence for sequence in job.sequences if isinstance(sequence, Generation)]
 
 
 def _good[T](value: T | ValueError) -> T:

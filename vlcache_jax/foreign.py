@@ -267,7 +267,7 @@ SAMPLING = Names(
         "best_of": "set n, and choose by cumulative_logprob",
         "logits_processors": "set logit_bias, bad_words or allowed_token_ids",
         "logprob_token_ids": "set logprobs, up to 20, or call LLM.score",
-        "output_kind": "outputs hold all there is so far, so take what is new of them",
+        "output_kind": "outputs hold all there is so far; AsyncLLM.deltas tells what is new",
         "prompt_logprob_start": "set prompt_logprobs",
         "prompt_logprob_token_ids": "set prompt_logprobs, up to 20, or call LLM.score",
         "trace_decode_token_ids": "call LLM.score",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.record import Why as Why
+from vlcache_jax.engine.request import CompletionDelta as CompletionDelta
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics
@@ -151,6 +153,103 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class PromptOutput:
+    """What is told of a request's prompt.
+
+    Attributes:
+      text, token_ids, num_cached_tokens, cache, logprobs: what `RequestOutput` has of it.
+    """
+
+    text: str
+    token_ids: npt.NDArray[np.int32] = field(repr=False)
+    num_cached_tokens: int
+    cache: CacheReport
+    logprobs: tuple[Logprob | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RequestDelta:
+    """What is new of the answers to a request. It is no larger where they are longer.
+
+    Attributes:
+      request_id: as given, or as drawn.
+      outputs: of the answers of which there is something new; the first delta names all of them.
+      metrics: seconds so far, but `inter_token` since the delta before.
+      prompt: None where nothing of it is new. The first delta has it, and the last one, which counts: what was to be
+        reused may have had to be computed.
+      finished: whether all answers have ended, and this is the last delta.
+    """
+
+    request_id: str
+    outputs: tuple[CompletionDelta, ...]
+    metrics: Metrics
+    prompt: PromptOutput | None
+    finished: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `RequestOutput.to_dict`."""
+        return cast(dict[str, Any], _plain(self))
+
+
+class OutputCollector:
+    """Makes the output of a request from its deltas: `add` costs what is new, `output` what there is so far."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, list[CompletionDelta]] = {}
+        self._gaps: list[float] = []
+        self._prompt: PromptOutput | None = None
+        self._last: RequestDelta | None = None
+
+    def add(self, delta: RequestDelta) -> None:
+        """Goes on with the next delta."""
+        for one in delta.outputs:
+            self._answers.setdefault(one.index, []).append(one)
+        self._gaps += delta.metrics.inter_token
+        self._prompt = delta.prompt or self._prompt
+        self._last = delta
+
+    def output(self) -> RequestOutput:
+        """All that has been told.
+
+        Raises:
+          ValueError: there was no delta yet.
+        """
+        if self._prompt is None or self._last is None:
+            raise ValueError("an output is made of deltas, got none")
+        for deltas in self._answers.values():
+            deltas[:] = [_joined(deltas)]
+        return RequestOutput(
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt.token_ids,
+            outputs=tuple(_completion(*self._answers[i]) for i in sorted(self._answers)),
+            num_cached_tokens=self._prompt.num_cached_tokens,
+            metrics=dataclasses.replace(self._last.metrics, inter_token=tuple(self._gaps)),
+            cache=self._prompt.cache,
+            prompt_logprobs=self._prompt.logprobs,
+            request_id=self._last.request_id,
+            finished=self._last.finished,
+        )
+
+
+def _joined(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
+    """Of one answer."""
+    told = [one.logprobs for one in deltas if one.logprobs is not None]
+    return dataclasses.replace(
+        deltas[-1],
+        text="".join(one.text for one in deltas),
+        token_ids=tuple(itertools.chain.from_iterable(one.token_ids for one in deltas)),
+        logprobs=tuple(itertools.chain.from_iterable(told)) if told else None,
+    )
+
+
+def _completion(whole: CompletionDelta) -> CompletionOutput:
+    total = None if whole.logprobs is None else sum(one.chosen for one in whole.logprobs)
+    return CompletionOutput(
+        whole.index, whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason, whole.logprobs, total
+    )
+
+
+@dataclass(frozen=True)
 class Score:
     """Log-probabilities of a forced continuation.
 
@@ -208,32 +307,25 @@ class Reporter:
         self._num_layers = num_layers
         self._decode = functools.lru_cache(65536)(decode)
 
-    def output(
-        self,
-        planned: Planned,
-        answers: Sequence[Generation],
-        verification: Verification | None = None,
-        request_id: str = "",
-    ) -> RequestOutput:
-        """Of a request and its answers so far."""
-        finished = all(
-            answer.is_finished for answer in answers
-        )  # first: what ends while it is told of is not told whole
+    def output(self, planned: Planned, answers: Sequence[Generation], request_id: str = "") -> RequestOutput:
+        """Of a request and its answers, of which nothing has been told."""
+        collector = OutputCollector()
+        delta = Deltas(self, planned, answers, request_id).take()
+        assert delta is not None  # the first one names all answers
+        collector.add(delta)
+        return dataclasses.replace(collector.output(), error=self.error(planned, *answers))
+
+    def prompt(self, planned: Planned, answer: Generation) -> PromptOutput:
+        """Of a request's prompt, as its first answer has it."""
         told = None
-        if answers[0].params.prompt_logprobs is not None:
-            told = (None, *map(self._logprob, answers[0].prompt_logprobs))
-        return RequestOutput(
-            prompt=planned.request.prompt.text,
-            prompt_token_ids=planned.layout.token_ids,
-            outputs=tuple(self._completion(i, answer) for i, answer in enumerate(answers)),
-            num_cached_tokens=_exact_tokens(answers[0]),
-            metrics=dataclasses.replace(answers[0].metrics),  # which go on
-            cache=self._report(planned, answers[0]),
-            verification=verification,
-            error=self._error(planned, *answers),
-            prompt_logprobs=told,
-            request_id=request_id,
-            finished=finished,
+        if answer.params.prompt_logprobs is not None:
+            told = (None, *self.with_texts(answer.prompt_logprobs))
+        return PromptOutput(
+            text=planned.request.prompt.text,
+            token_ids=planned.layout.token_ids,
+            num_cached_tokens=_exact_tokens(answer),
+            cache=self._report(planned, answer),
+            logprobs=told,
         )
 
     def failed_output(self, prompt: str, error: str, request_id: str) -> RequestOutput:
@@ -247,38 +339,28 @@ class Reporter:
             token_ids=tuple(sequence.layout.token_ids[len(planned.layout) :].tolist()),
             logprobs=np.array(sequence.logprobs, np.float32),
             greedy=np.array(sequence.greedy, np.bool_),
-            metrics=sequence.metrics,
+            metrics=sequence.take_metrics(),
             cache=self._report(planned, sequence),
             logits=np.stack(sequence.logits) if sequence.keep_logits and sequence.logits else None,
-            error=self._error(planned, sequence),
+            error=self.error(planned, sequence),
         )
 
     def failed_score(self, error: str) -> Score:
         """Of a request that was wrong, and never ran."""
         return Score((), np.zeros(0, np.float32), np.zeros(0, np.bool_), Metrics(), _NOTHING, error=error)
 
-    def _error(self, planned: Planned, *sequences: Generation | Forced) -> str | None:
+    def error(self, planned: Planned, *sequences: Generation | Forced) -> str | None:
         """What ended a sequence of the request, under the request's name."""
         name = planned.request.prompt.name
         errors = [sequence.error for sequence in sequences if sequence.error is not None]
         return next((error if error.startswith(name) else f"{name}: {error}" for error in errors), None)
 
-    def _completion(self, index: int, answer: Generation) -> CompletionOutput:
-        wants_logprobs = answer.params.logprobs is not None
-        with answer.lock:
-            return CompletionOutput(
-                index=index,
-                text=answer.text,
-                token_ids=tuple(answer.token_ids),
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-                logprobs=tuple(map(self._logprob, answer.logprobs)) if wants_logprobs else None,
-                cumulative_logprob=sum(one.chosen for one in answer.logprobs) if wants_logprobs else None,
-            )
-
-    def _logprob(self, one: Logprob) -> Logprob:
-        """With the texts of the tokens."""
-        return dataclasses.replace(one, texts={token: self._decode(token) for token in (one.token, *one.top)})
+    def with_texts(self, logprobs: Sequence[Logprob]) -> tuple[Logprob, ...]:
+        """These with the texts of their tokens."""
+        return tuple(
+            dataclasses.replace(one, texts={token: self._decode(token) for token in (one.token, *one.top)})
+            for one in logprobs
+        )
 
     def _report(self, planned: Planned, sequence: Generation | Forced) -> CacheReport:
         plan = sequence.plan if sequence.ran is None else sequence.ran
@@ -322,6 +404,42 @@ class Reporter:
             video=None if use.span.moment is None else use.span.moment.video,
             chunk=None if use.span.moment is None else use.span.moment.chunk,
         )
+
+
+class Deltas:
+    """Takes what is new of a request; nobody else may do so.
+
+    Args:
+      reporter: tells of it.
+      planned, answers: the request, and what runs for it.
+      request_id: its name.
+    """
+
+    def __init__(self, reporter: Reporter, planned: Planned, answers: Sequence[Generation], request_id: str):
+        self._reporter, self._planned, self._answers, self._request_id = reporter, planned, answers, request_id
+        self._going = dict(enumerate(answers))  # whose end has not been told
+        self._told: tuple[bool, bool] | None = None  # of the prompt: when its first answer had begun, and at the end
+
+    def take(self) -> RequestDelta | None:
+        """What is new since this was asked last; None: nothing. The first time there is something."""
+        finished = all(one.is_finished for one in self._answers)  # first: what ends meanwhile may not be told whole
+        taken = [answer.take(index) for index, answer in self._going.items()]
+        new = [one for one in taken if self._told is None or one.token_ids or one.finish_reason is not None]
+        if not (new or finished):
+            return None
+        for index in [one.index for one in new if one.finish_reason is not None]:
+            del self._going[index]
+
+        prompt, told = None, (bool(self._answers[0].token_ids), finished)
+        if told != self._told:
+            prompt, self._told = self._reporter.prompt(self._planned, self._answers[0]), told
+        return RequestDelta(
+            self._request_id, tuple(map(self._with_texts, new)), self._answers[0].take_metrics(), prompt, finished
+        )
+
+    def _with_texts(self, one: CompletionDelta) -> CompletionDelta:
+        logprobs = None if one.logprobs is None else self._reporter.with_texts(one.logprobs)
+        return dataclasses.replace(one, logprobs=logprobs)
 
 
 def _fetched(record: Record, tier: str) -> int:

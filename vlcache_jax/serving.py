@@ -11,7 +11,7 @@ from typing import Any
 
 from vlcache_jax.cache.keys import Salt, owner_key
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Group, Planned, Request
+from vlcache_jax.engine.request import Generation, Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.intake.identification import Arrivals
@@ -134,8 +134,18 @@ class Job:
                 sequence.hold.enter()
 
     @property
+    def answers(self) -> list[Generation]:
+        """Its sequences, if it is to be answered."""
+        return [sequence for sequence in self.sequences if isinstance(sequence, Generation)]
+
+    @property
     def has_ended(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
+
+    def abort(self) -> None:
+        """Nobody wants it any more."""
+        for sequence in self.sequences:
+            sequence.abort()
 
     def _hear(self, sequence: Running) -> None:
         if self._streams or self.has_ended or not self.has_begun:

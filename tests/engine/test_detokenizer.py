@@ -5,10 +5,21 @@ from tokenizers import Tokenizer, decoders, models
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from vlcache_jax import assets
-from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine import detokenizer as detokenizers
 from vlcache_jax.testing import make_checkpoint
 
 TEXT = "the cat sat on the mat: Grüße, naïve 世界 👋🏽 — ok"
+
+
+class Detokenizer(detokenizers.Detokenizer):
+    """With all that has been taken, which no later text takes back."""
+
+    whole = ""
+
+    @property
+    def text(self):
+        self.whole += self.take()
+        return self.whole
 
 
 @pytest.fixture(scope="module", params=["bytes", "merges", "shipped"])

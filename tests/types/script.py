@@ -1,11 +1,11 @@
 """A user's script, for mypy: what it must see of an editable install from outside the clone (`.ci/run`)."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import assert_type
 
 from vlcache_jax import LLM, AsyncLLM, CacheConfig, EngineConfig, RequestOutput, SamplingParams
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.outputs import TokenLogprob
+from vlcache_jax.outputs import RequestDelta, TokenLogprob
 
 with LLM("tiny-vqa") as llm:
     [output] = assert_type(llm.chat([{"role": "user", "content": "Hello"}]), list[RequestOutput])
@@ -31,6 +31,7 @@ EngineConfig("tiny-vqa", dtype=32)  # type: ignore[arg-type]
 EngineConfig("tiny-vqa", reuze="exact")  # type: ignore[call-arg]
 engine = AsyncLLM(config, max_waiting=8)
 assert_type(engine.generate("Hello"), AsyncIterator[RequestOutput])
+assert_type(engine.deltas("Hello"), AsyncGenerator[RequestDelta])
 assert_type(LLM(engine.service).service.config, EngineConfig)
 AsyncLLM("tiny-vqa", max_waitin=8)  # type: ignore[call-arg]
 AsyncLLM("tiny-vqa", reuse="exact", max_num_seqs=8.5)  # type: ignore[arg-type]

@@ -46,8 +46,9 @@ class Detokenizer:
         self._kept = max(map(len, self._stop), default=1) - 1  # characters that may begin a stop string
         self._count = 0  # tokens so far
         self._pending = b""  # of a character that is not complete
-        self._parts: list[str] = []
-        self._length = 0  # characters of all parts
+        self._parts: list[str] = []  # of the text, behind what has been taken
+        self._taken = 0  # characters that have been
+        self._length = 0  # characters in all
         self._tail = ""  # the last of them
         self._end: int | None = None  # characters up to where a stop string cuts the text
         self.stop_reason: str | None = None
@@ -78,18 +79,20 @@ class Detokenizer:
             self._parts.append(self._pending.decode(errors="replace"))
             self._pending = b""
 
-    @property
-    def text(self) -> str:
-        """What the tokens spell so far.
+    def take(self) -> str:
+        """What the tokens spell behind what has been taken.
 
         Left out are what lies behind the end of the answer, and until `finish` a character that is not complete, and
         what may be the beginning of a stop string: what has been shown is never taken back.
         """
-        self._parts = ["".join(self._parts)]
-        text = self._parts[0][: self._end]
-        if self._end is None and not (self._is_finished or self._include_stop):
+        text, self._parts = "".join(self._parts), []
+        if self._end is not None:
+            text = text[: self._end - self._taken]
+        elif not (self._is_finished or self._include_stop):
             begun = (k for stop in self._stop for k in range(1, len(stop)) if text.endswith(stop[:k]))
-            text = text[: len(text) - max(begun, default=0)]
+            shown = len(text) - max(begun, default=0)
+            text, self._parts = text[:shown], [text[shown:]]
+        self._taken += len(text)
         return text
 
     def _extend(self, text: str) -> None:

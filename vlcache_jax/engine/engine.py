@@ -185,7 +185,7 @@ class Engine:
                 self.scheduler.put_back(sequence, failed=True)
         for sequence in self.scheduler.waiting:
             if sequence.group is not None and sequence.group.has_failed and sequence.attempt == 0:
-                sequence.is_aborted = True
+                sequence.abort()
         # The last ones first: they may be the only ones that count on earlier ones.
         everyone = [*self.scheduler.waiting, *self.scheduler.running]
         for sequence in sorted(everyone, key=lambda sequence: -sequence.arrived):

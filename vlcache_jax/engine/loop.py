@@ -86,7 +86,7 @@ class Loop:
     def abort(self, sequences: abc.Iterable[Sequence]) -> None:
         """Nobody wants these any more; returns when none of them has pages, unless others count on what it computes."""
         for sequence in sequences:
-            sequence.is_aborted = True
+            sequence.abort()
         self.begin()
         with self._changed:
             passes = self._passes

@@ -6,6 +6,7 @@ one `Generation` for each answer, or one `Forced` whose continuation is scored.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -218,6 +219,7 @@ class Sequence:
       fault: the engine's own error that ended it; None: there was none.
       listener: is told whenever there is more of it, the last time when it has ended, by the engine's thread.
       delivered: when its last results came.
+      gaps: seconds between these that `take_metrics` has not told yet.
       is_aborted: nobody wants it any more.
       group: of those that do not begin any more when one of them has failed; None: it begins in any case.
       is_finished: it ended, one way or the other.
@@ -246,6 +248,7 @@ class Sequence:
     fault: BaseException | None = field(default=None, init=False)
     listener: abc.Callable[[Sequence], None] | None = field(default=None, init=False)
     delivered: float = field(default=0.0, init=False)
+    gaps: list[float] = field(default_factory=list, init=False)
     is_aborted: bool = field(default=False, init=False)
     group: Group | None = field(default=None, init=False)
     is_finished: bool = field(default=False, init=False)
@@ -284,8 +287,12 @@ class Sequence:
         return len(self.layout)
 
     def fail(self, error: str) -> None:
-        """Ends it."""
+        """Ends it in the engine's next pass."""
         self.error = error
+
+    def abort(self) -> None:
+        """Nobody wants it any more: it ends in the engine's next pass, unless others count on what it computes."""
+        self.is_aborted = True
 
     @property
     def is_done(self) -> bool:
@@ -300,9 +307,15 @@ class Sequence:
             on_device = metrics.transfer + metrics.link + metrics.encode + metrics.prefill
             metrics.first_token = max(0.0, now - self.arrived_at - metrics.queue - on_device)
         else:
-            metrics.inter_token += (now - self.delivered,)
+            self.gaps.append(now - self.delivered)
             metrics.decode += now - self.delivered
         self.delivered = now
+
+    def take_metrics(self) -> Metrics:
+        """Those so far, but `inter_token` since they were taken last."""
+        gaps = tuple(self.gaps)
+        del self.gaps[: len(gaps)]  # there may be more of them meanwhile
+        return dataclasses.replace(self.metrics, inter_token=gaps)
 
     def tell(self) -> None:
         """There is more of it. Whoever cannot be told does not want it any more."""
@@ -311,10 +324,11 @@ class Sequence:
                 self.listener(self)
             except Exception:
                 _log.exception("a listener failed; its request is aborted")
-                self.listener, self.is_aborted = None, True
+                self.listener = None
+                self.abort()
 
     def give_up(self) -> None:
-        """Nobody wanted it any more."""
+        """It has been aborted."""
 
     def restart(self) -> None:
         """What has been launched for it is of no use any more; what has been read stays."""
@@ -368,6 +382,27 @@ class Logprob(abc.Mapping[int, TokenLogprob]):
         return len(self.top) + (self.token not in self.top)
 
 
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What is new of an answer.
+
+    Attributes:
+      index: which of the request's answers.
+      text: what follows the text so far. It may be empty, as characters and beginnings of stop strings are held back
+        until they are complete, or turn out to be none.
+      token_ids: that follow those so far.
+      finish_reason, stop_reason: see `CompletionOutput`; told once, with the last tokens or behind them.
+      logprobs: of these tokens, if asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    logprobs: tuple[Logprob, ...] | None = None
+
+
 @dataclass(eq=False, kw_only=True)
 class Generation(Sequence):
     """A prompt whose answer is generated.
@@ -397,6 +432,7 @@ class Generation(Sequence):
     stop_reason: str | int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _texted: int = field(default=0, init=False)
+    _taken: int = field(default=0, init=False)
 
     @property
     def generated(self) -> abc.Sequence[int]:
@@ -427,14 +463,22 @@ class Generation(Sequence):
             self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_reason
         return len(self.token_ids) - before
 
-    @property
-    def text(self) -> str:
-        """So far; at the end, up to the stop string or token that ended it, unless that is to be in it."""
-        if not self.params.stop:
-            self._read()
-        if self.finish_reason is not None:
-            self.detokenizer.finish()
-        return self.detokenizer.text
+    def take(self, index: int) -> CompletionDelta:
+        """What is new since this was asked last. The text ends before what ended it, unless that is to be in it.
+
+        Args:
+          index: which of its request's answers it is.
+        """
+        with self.lock:
+            reason = self.finish_reason  # an abort may set it meanwhile
+            if not self.params.stop:
+                self._read()
+            if reason is not None:
+                self.detokenizer.finish()
+            first, self._taken = self._taken, len(self.token_ids)
+            logprobs = None if self.params.logprobs is None else tuple(self.logprobs[first:])
+            new = tuple(self.token_ids[first:])
+            return CompletionDelta(index, self.detokenizer.take(), new, reason, self.stop_reason, logprobs)
 
     def _read(self) -> int | None:
         """Hands the detokenizer what is new; how many tokens remain where a stop string ends the answer."""
@@ -453,7 +497,6 @@ class Generation(Sequence):
         self.finish_reason = "error"
 
     def give_up(self) -> None:
-        """Nobody wanted it any more."""
         self.finish_reason = self.finish_reason or "abort"
 
     def restart(self) -> None:
