@@ -28,9 +28,13 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.benchmarks.floor import MODELS
-from vlcache_jax.device.definitions import BLOCK
 from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.packed import unpack
+from vlcache_jax.device.programs.base import Program
+from vlcache_jax.device.programs.encode import Encode
+from vlcache_jax.device.programs.layers import BLOCK, Block, Layer, layer_step
+from vlcache_jax.device.programs.link import Link
+from vlcache_jax.device.programs.window import Window
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.models import ModelConfig, abstract_model
 from vlcache_jax.pallas_kernels import PAGE, attention, link, paged_attention
@@ -141,14 +145,15 @@ def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **s
     )  # fmt: skip
 
 
-def compile_key(runner: Runner, name: str, *sizes: Any) -> Compiled:
+def compile_for(runner: Runner, program: Program[Any]) -> Compiled:
     """Compiles one of the runner's programs."""
-    return compile_program(*runner.definitions.define((name, *sizes)))
+    shapes = runner.shapes
+    return compile_program(program.function(shapes), program.arguments(shapes), program.donates)
 
 
 def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
     """Compiles a whole prefill as one program; `bounds` are the rows of each layer, and those that leave the last."""
-    layer = jax.jit(runner.definitions.layer_step, static_argnames="keep")  # traced once for each shape
+    layer = jax.jit(functools.partial(layer_step, runner.shapes), static_argnames="keep")  # traced once for each shape
 
     def prefill(layers: list[Any], x: jax.Array, pool: list[Any], rows: jax.Array, works: dict[int, Any]) -> Any:
         updated = []
@@ -159,8 +164,8 @@ def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
         return x, updated
 
     text = runner.config.text
-    _, (layer_params, x, k, _, rows, *_), _ = runner.definitions.layer(bounds[0], bounds[0], False)
-    works = {keep: runner.definitions.work_config(keep).abstract() for keep in bounds[1:]}
+    layer_params, x, k, _, rows, *_ = Layer(bounds[0], bounds[0], False).arguments(runner.shapes)
+    works = {keep: runner.shapes.work_config(keep).abstract() for keep in bounds[1:]}
     return compile_program(prefill, ([layer_params] * text.num_layers, x, [[k, k]] * text.num_layers, rows, works), 2)
 
 
@@ -190,15 +195,15 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
     """Layer steps, decoding, the encoder, linking, and whole prefills of a model."""
     runner = abstract_runner(MODELS[model])
     for size, keep in ((8192, 8192), (2048, 512), (512, 512), (64, 64), (64, 1)):
-        yield f"layer {size} -> {keep}", compile_key(runner, "layer", size, keep, False)
+        yield f"layer {size} -> {keep}", compile_for(runner, Layer(size, keep, False))
     for size in (1, 64):
-        yield f"window {size}", compile_key(runner, "window", size)
-    yield "encode 4096 patches", compile_key(runner, "encode", 4096)
-    layers = runner.definitions.links.link_groups[0].stop
+        yield f"window {size}", compile_for(runner, Window(size))
+    yield "encode 4096 patches", compile_for(runner, Encode(4096))
+    layers = runner.shapes.link_groups[0].stop
     for size, count in ((4096, 1), (1024, 16)):
         name = f"link {count} x {size} tokens, {layers} layers"
-        yield name, compile_key(runner, "link", size, count, layers)
-    yield f"{BLOCK} layers of 512 rows", compile_key(runner, "layers", 512)
+        yield name, compile_for(runner, Link(size, count, layers))
+    yield f"{BLOCK} layers of 512 rows", compile_for(runner, Block(512))
     for shrinking in (False, True):
         bounds = prefill_bounds(runner.config.text.num_layers, shrinking=shrinking)
         yield f"prefill {bounds[0]} rows{', shrinking' * shrinking}", compile_prefill(runner, bounds)

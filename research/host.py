@@ -81,7 +81,7 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> float:
 def measure(repeats: int) -> list[dict[str, Any]]:
     """One row for each case."""
     runner = abstract_runner(MODELS[MODEL])
-    definitions, layers = runner.definitions, runner.config.text.num_layers
+    layers = runner.config.text.num_layers
     falling = Schedule(tuple(int(120 * 0.9**layer) for layer in range(layers)), "any", "any", allow_other_model=True)
     cases = {
         "prefill, 8192 rows of 8 images": [sequence(8, 0, layers)],
@@ -93,7 +93,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     for name, sequences in cases.items():
         turn = prefills(sequences, runner)
         step = prefill_steps(turn, runner.ladder, runner.num_slots, layers)[0]
-        works = functools.partial(work_lists, step, definitions.work_config)
+        works = functools.partial(work_lists, step, runner.shapes.work_config)
         made = works()
         packed = pack(step.rows, runner.ladder.max_rows)
         parts: dict[str, Callable[[], Any]] = {
@@ -108,7 +108,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         took |= {"together ms": sum(took.values()), "until the first layer ms": took["rows ms"] + first}
         rows.append({"case": name, "arrays": 1 + len(made), **took})
     # A window of decoding: one work list for all of its steps.
-    count, config = 64, definitions.work_config(64, decode=True)
+    count, config = 64, runner.shapes.work_config(64, decode=True)
     pages = np.arange(1, 1 + count * 8, dtype=np.int32).reshape(count, 8)
     tables, last = list(pages), np.full(count, 7 * PAGE + 70)
 

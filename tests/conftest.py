@@ -214,52 +214,52 @@ def programs_made_once() -> Iterator[None]:
 
     What an engine says that it has compiled stays its own, and so does what it launches.
     """
-    from vlcache_jax.device import programs
-    from vlcache_jax.device.definitions import Definitions, shapes
-    from vlcache_jax.device.link_definitions import LinkDefinitions
+    from vlcache_jax.device.programs import table
+    from vlcache_jax.device.programs.base import Program
+    from vlcache_jax.device.programs.shapes import Shapes, abstract
 
     known: dict[Any, tuple[Any, Any]] = {}
-    define, lower, check = Definitions.__init__, programs.Programs._lower, programs.check_maps
+    init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
-    def noted(self: Definitions, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
-        define(self, config, params, normalization, **sizes)
-        leaves, tree = jax.tree.flatten(shapes((params, normalization)))
+    def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
+        init(self, config, params, normalization, **sizes)
+        leaves, tree = jax.tree.flatten(abstract((params, normalization)))
         self.told = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]
 
     class Once:
         """In the place of what is lowered, and need not be."""
 
-        def __init__(self, own: programs.Programs, key: programs.Key):
-            self.own, self.key = own, key
-            told: Any = own.definitions
-            rules = *vars(Definitions).values(), *vars(LinkDefinitions).values()  # a test may replace some
-            self.place = told.told, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), key
+        def __init__(self, own: table.Programs, program: Program[Any]):
+            self.own, self.program = own, program
+            told: Any = own.shapes
+            rules = *vars(Shapes).values(), *vars(type(program)).values()  # a test may replace some
+            self.place = told.told, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), program
             self.found = known.get(self.place)
-            self.lowered = None if self.found else lower(own, key)
+            self.lowered = None if self.found else lower(own, program)
 
         def compile(self) -> Any:
             if self.lowered is not None:
-                self.found = known[self.place] = self.lowered.compile(), self.own.kernels.get(self.key)
+                self.found = known[self.place] = self.lowered.compile(), self.own.kernels.get(self.program)
             assert self.found is not None
             compiled, kernels = self.found
             if kernels is not None:
-                self.own.kernels[self.key] = kernels
+                self.own.kernels[self.program] = kernels
             return compiled
 
         def as_text(self) -> str:
-            return (self.lowered or lower(self.own, self.key)).as_text()
+            return (self.lowered or lower(self.own, self.program)).as_text()
 
-    def check_maps(key: programs.Key) -> None:
+    def check_maps(program: Program[Any]) -> None:
         try:
-            check(key)
+            check(program)
         except MemoryError:
             known.clear()
-            check(key)
+            check(program)
 
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(Definitions, "__init__", noted)
-        context.setattr(programs.Programs, "_lower", lambda own, key: Once(own, key))
-        context.setattr(programs, "check_maps", check_maps)
+        context.setattr(Shapes, "__init__", noted)
+        context.setattr(table.Programs, "_lower", lambda own, program: Once(own, program))
+        context.setattr(table, "check_maps", check_maps)
         yield
 
 

@@ -16,7 +16,7 @@ from tests.helper import user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache import config
 from vlcache_jax.cache.record import Why
-from vlcache_jax.device.link_definitions import LinkDefinitions
+from vlcache_jax.device.programs.shapes import Shapes
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.testing import make_checkpoint
 
@@ -215,9 +215,7 @@ def test_the_bias_of_keys_costs_nothing(opened, made, image, plant, codec):
 def test_a_bias_that_stays_in_costs_much(opened, made, image, monkeypatch, codec):
     directory = made("qwen2_5_vl", large_bias)
     plain = log_probabilities(opened(directory), image)
-    monkeypatch.setattr(
-        LinkDefinitions, "constants", lambda self, text=None: [(None, None)] * self.config.text.num_layers
-    )
+    monkeypatch.setattr(Shapes, "constants", lambda self, text=None: [(None, None)] * self.config.text.num_layers)
     with open_llm(directory, codec) as llm:
         assert divergence(plain, log_probabilities(llm, image)) > 100 * MOST_KL[codec]
 

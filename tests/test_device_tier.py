@@ -45,7 +45,7 @@ def opened(checkpoints):
             llm.reset_mm_cache()
             llm.service.cache.tier.clear()
             llm.service.cache.tier.num_pages = (
-                llm.service.device.runner.definitions.links.kept_tokens // PAGE_TOKENS if pages is None else pages
+                llm.service.device.runner.shapes.kept_tokens // PAGE_TOKENS if pages is None else pages
             )
             return llm
 

@@ -338,7 +338,9 @@ def test_a_text_request_does_not_wait_for_pixels(llm, pictures, monkeypatch):
     assert decoding.wait(60)
     steps = []
     run = llm.service.device.runner.run
-    monkeypatch.setattr(llm.service.device.runner, "run", lambda key, *args: (steps.append(key[0]), run(key, *args))[1])
+    monkeypatch.setattr(
+        llm.service.device.runner, "run", lambda one, *args: (steps.append(one.name), run(one, *args))[1]
+    )
     assert tokens(chat(llm, [user("text")])) == expected  # while the other call is still decoding
     assert not answers
     assert steps.count("embed") == 1
@@ -449,7 +451,7 @@ def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
             pressed.append(phase)
             raise KeyboardInterrupt
 
-    def slow(key, *args):
+    def slow(program, *args):
         gc.collect()
         for _ in range(2000):
             time.sleep(0.005)

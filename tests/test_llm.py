@@ -20,6 +20,9 @@ from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family,
 from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
 from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.device.programs.base import Demand
+from vlcache_jax.device.programs.layers import Layer
+from vlcache_jax.device.programs.state import CopyPages, EmptyEncoderRows, EmptyLanes, EmptyPool
 from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -147,14 +150,14 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
     written = collections.Counter()
     run = llm.service.device.runner.run
 
-    def spy(key, *args):
-        if key[0] == "layer":
+    def spy(program, *args):
+        if program.name == "layer":
             layers = llm.service.device.runner.text["layers"]
             number = next(i for i in layers if layers[i] is args[0])
             slots = np.asarray(args[4][0])[: args[5][0]]
             assert (slots < llm.service.device.runner.num_slots).all()
             written.update((number, int(slot)) for slot in slots)
-        return run(key, *args)
+        return run(program, *args)
 
     monkeypatch.setattr(llm.service.device.runner, "run", spy)
     outputs = llm.chat(conversations, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
@@ -183,13 +186,14 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
         assert "warming up: taking 0.02 GB for keys and values\n" in told
         assert "fingerprinting the weights\n" in told
         decoders.assert_called_once_with()
-        most = 60 + 20 * len(set(llm.service.device.runner.definitions.like))  # kinds of layers
+        most = 60 + 20 * len(set(llm.service.device.runner.shapes.like))  # kinds of layers
         assert count == llm.service.device.runner.programs.num_programs <= most
         with open_llm(family_checkpoint, ladder=None, max_rows=8192, max_model_len=None) as default:
-            assert len(default.service.device.runner.programs.keys()) <= most
+            programs = default.service.device.runner.programs
+            assert len(programs.family(Demand(programs.shapes.ladder))) <= most
         monkeypatch.setattr(checkpoint, "tensor_digests", lambda plan: pytest.fail("weights were hashed"))
         ran, run = set(), llm.service.device.runner.run
-        monkeypatch.setattr(llm.service.device.runner, "run", lambda key, *args: ran.add(key) or run(key, *args))
+        monkeypatch.setattr(llm.service.device.runner, "run", lambda one, *args: ran.add(one) or run(one, *args))
         requests, params = [], []
         for i in range(50):
             parts = []
@@ -222,8 +226,8 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
             llm.score(requests[:5], ["abc"] * 5, use_tqdm=False)
             llm.chat([requests[0]] * 5, params[0], use_tqdm=False)
         assert not compiled
-        assert {"encode", "link", "stage", "window"} <= {key[0] for key in ran}
-        assert not ran & {("pool",), ("lanes",), ("encoder_rows",)}
+        assert {"encode", "link", "stage", "window"} <= {program.name for program in ran}
+        assert not ran & {EmptyPool(), EmptyLanes(), EmptyEncoderRows()}
         assert llm.service.device.runner.programs.num_programs == count
     with compilations() as compiled:
         jax.jit(lambda x: x + len(compiled))(np.arange(1237))
@@ -235,12 +239,16 @@ def test_nearly_equal_pools_have_the_same_programs(family_checkpoint):
     texts = []
     for pages in (40, 41, 42):
         with open_llm(family_checkpoint, kv_cache_bytes=pages * page_bytes(family_checkpoint)) as llm:
-            programs, keys = llm.service.device.runner.programs, llm.service.device.runner.programs.keys()
+            programs = llm.service.device.runner.programs
             assert llm.stats().pages == pages // 2 * 2
             assert llm.stats().kv_cache_bytes == pages // 2 * 2 * page_bytes(family_checkpoint)
-            layer = next(key for key in keys if key[0] == "layer")
-            defined = [programs.definitions.define(key) for key in (("pool",), ("copy", 1), layer)]
-            texts.append([jax.jit(one, donate_argnums=n).lower(*args).as_text() for one, args, n in defined])
+            family = programs.family(Demand(programs.shapes.ladder))
+            layer = next(program for program in family if isinstance(program, Layer))
+            lowered = [
+                one.jitted(programs.shapes).lower(*one.arguments(programs.shapes))
+                for one in (EmptyPool(), CopyPages(1), layer)
+            ]
+            texts.append([one.as_text() for one in lowered])
     assert texts[0] == texts[1]
     assert all(one != other for one, other in zip(texts[1], texts[2], strict=True))
 
@@ -435,10 +443,10 @@ def test_a_fault_in_the_middle_leaves_the_engine_usable(llm, conversations, monk
     for name, count, error in faults:
         calls = []
 
-        def failing(key, *args, name=name, count=count, error=error, calls=calls):
-            result = run(key, *args)  # the donated arrays are gone by now
-            calls.append(key[0])
-            if calls.count(name) == count and key[0] == name:
+        def failing(program, *args, name=name, count=count, error=error, calls=calls):
+            result = run(program, *args)  # the donated arrays are gone by now
+            calls.append(program.name)
+            if calls.count(name) == count and program.name == name:
                 raise error
             return result
 

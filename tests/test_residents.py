@@ -74,7 +74,9 @@ def test_a_repeat_computes_one_row(llm, picture, monkeypatch):
     run = llm.service.device.runner.run
     with monkeypatch.context() as context:
         context.setattr(
-            llm.service.device.runner, "run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1]
+            llm.service.device.runner,
+            "run",
+            lambda one, *args: (launched.append(one.name), run(one, *args))[1],
         )
         [again] = chat(llm, request)
     length = len(again.prompt_token_ids)
@@ -438,7 +440,7 @@ def test_questions_about_a_document_hold_it_once(engine, tmp_path, monkeypatch, 
 
 def test_a_shared_prefix_is_read_once():
     """Bytes of K, V that the work list of a decode step reads at 8B: 32 pages shared by 64 requests, or their own."""
-    config = abstract_runner(MODELS["Qwen3-VL-8B"]).definitions.work_config(64, decode=True)
+    config = abstract_runner(MODELS["Qwen3-VL-8B"]).shapes.work_config(64, decode=True)
     pages = np.arange(1, 1 + 64 * 32)
     visited = []
     for tables in ([pages[:32]] * 64, list(pages.reshape(64, 32))):
@@ -457,6 +459,6 @@ def test_programs_are_few():
     schedule = Schedule(tuple(levels), "any", "any", allow_other_model=True)
     together = 40  # for what is launched together
     for reuse in ("off", "exact", "full", "0.1"):
-        assert len(runner.programs.keys_for(parse_policy(reuse))) <= 92 + together
+        assert len(runner.programs.family_of(parse_policy(reuse))) <= 92 + together
     for shift, apart in ((False, 169), (True, 188)):
-        assert len(runner.programs.keys_for(Spread(schedule=schedule, shift=shift))) <= apart + together
+        assert len(runner.programs.family_of(Spread(schedule=schedule, shift=shift))) <= apart + together

@@ -340,14 +340,14 @@ def dense_reference(llm, conversation, policy):
             features.append(use.encoder.data[:, : use.span.length])
             source[use.span.tokens] = -1 - first - np.arange(use.span.length)
             first += use.span.length
-    table = bind(runner.definitions.table_graph, runner.text["embed_tokens"])
+    table = bind(runner.shapes.table_graph, runner.text["embed_tokens"])
     x, deepstack = decoder.embed(table, jnp.asarray(np.concatenate(features, axis=1)), jnp.asarray(source))
     slots = np.arange(n, dtype=np.int32)
     result = []
     for layer in range(config.num_layers):
         writes = np.where(plan.depth > layer, slots, n + slots)
         rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
-        module = runner.definitions.bind_layer(runner.text["layers"][layer])
+        module = runner.shapes.bind_layer(runner.text["layers"][layer])
         added = deepstack[layer] if layer < len(deepstack) else None
         if plan.shift:
             _, _, *own = map(np.asarray, module.self_attn.project(module.input_layernorm(x), rows, keep=n))
@@ -444,13 +444,13 @@ def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, dono
     launched = []
     run = llm.service.device.runner.run
     monkeypatch.setattr(
-        llm.service.device.runner, "run", lambda key, *args: (launched.append(key[0]), run(key, *args))[1]
+        llm.service.device.runner, "run", lambda one, *args: (launched.append(one.name), run(one, *args))[1]
     )
     [output] = chat(llm, target, reuse=reuse, params=SamplingParams(max_tokens=1, temperature=0))
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
     layers = llm.service.checkpoint.config.text.num_layers
     counts = collections.Counter(launched)
-    links = 2 * len(llm.service.device.runner.definitions.links.link_groups)
+    links = 2 * len(llm.service.device.runner.shapes.link_groups)
     assert [counts[name] for name in ("link", "embed", "layer", "head")] == [links, 1, layers, 1]
     assert not {"encode", "window"} & counts.keys()
     # What is there is linked before anything is computed.
@@ -521,15 +521,15 @@ def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
     for reuse in ("off", 0, 0.3, "shift-0.3", falling(llm, 400, 300, 100, 20), MPIC(5)):
         rows = [0] * len(layers)
 
-        def spy(key, *args, rows=rows):
-            if key[0] == "layer":
+        def spy(program, *args, rows=rows):
+            if program.name == "layer":
                 layer = next(i for i in layers if layers[i] is args[0])
-                slots, (writing, needed) = np.asarray(args[4][0])[: key[1]], args[5]
+                slots, (writing, needed) = np.asarray(args[4][0])[: program.size], args[5]
                 assert (slots[:writing] < llm.service.device.runner.num_slots).all()
                 assert 0 < needed <= writing
                 rows[layer] += int(writing)
-                assert key[1] == len(slots) == len(args[1])
-            return run(key, *args)
+                assert program.size == len(slots) == len(args[1])
+            return run(program, *args)
 
         with monkeypatch.context() as context:
             context.setattr(llm.service.device.runner, "run", spy)
@@ -967,10 +967,10 @@ def test_an_interrupted_call_leaves_nothing_half_stored(llm, a, b, monkeypatch):
     for fatal in ("encode", "link", "layer", "window"):
         with monkeypatch.context() as context:
 
-            def failing(key, *args, fatal=fatal):
-                if key[0] == fatal:
+            def failing(program, *args, fatal=fatal):
+                if program.name == fatal:
                     raise KeyboardInterrupt
-                return run(key, *args)
+                return run(program, *args)
 
             context.setattr(llm.service.device.runner, "run", failing)
             with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,8 @@ from vlcache_jax.convert.source import locate
 from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.memory_plan import MemoryPlan, kept_token_bytes, plan_memory
-from vlcache_jax.device.programs import Key, Programs, program_name, use_compilation_cache
+from vlcache_jax.device.programs.base import Key
+from vlcache_jax.device.programs.table import Programs, use_compilation_cache
 from vlcache_jax.device.runner import Runner, check_kernels
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.engine import Engine, EngineStats
@@ -233,7 +234,7 @@ class Service:
     @property
     def kernels(self) -> dict[Key, tuple[dispatch.Choice, ...]]:
         """See `LLM.kernels`."""
-        return dict(self.device.runner.programs.kernels)
+        return {program.key: choices for program, choices in dict(self.device.runner.programs.kernels).items()}
 
     def stats(self) -> EngineStats:
         """See `LLM.stats`."""
@@ -417,7 +418,7 @@ def _open_device(
         num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), ladder=memory.ladder,
         implementation=config.implementation, codec=codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
     )  # fmt: skip
-    runner.programs.compiling = lambda key: Progress(f"compiling {program_name(key)}")
+    runner.programs.compiling = lambda program: Progress(f"compiling {program}")
     codec_name = None if codec is None else codec.name
     return Device(runner, memory, identity_of(model, device.device_kind, runner.dtype.name, codec_name))
 
@@ -450,9 +451,9 @@ def _open_cache(
 
 
 def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:
-    keys = programs.missing(programs.keys_for(policy))
-    with interruptible(), Progress("compiling", len(keys), show=verbose) as bar:
-        count, seconds = programs.compile(keys, lambda _: bar.update())
+    missing = programs.missing(programs.family_of(policy))
+    with interruptible(), Progress("compiling", len(missing), show=verbose) as bar:
+        count, seconds = programs.compile(missing, lambda _: bar.update())
     if verbose and count:
         say(f"compiled {count} programs in {seconds:.1f} s")
         _say_kernels(choice for choices in programs.kernels.values() for choice in choices)

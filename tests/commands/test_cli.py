@@ -16,7 +16,7 @@ from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.device.memory_plan import slot_bytes
-from vlcache_jax.device.programs import Programs
+from vlcache_jax.device.programs.table import Programs
 
 
 @pytest.fixture
@@ -195,8 +195,8 @@ def compiled(monkeypatch):
     digests = set()
     lower = Programs._lower
 
-    def noted(self, key):
-        lowered = lower(self, key)
+    def noted(self, program):
+        lowered = lower(self, program)
         digests.add(hashlib.sha256(lowered.as_text().encode()).hexdigest())
         return lowered
 

@@ -10,11 +10,13 @@ import pytest
 
 from tests import helper
 from vlcache_jax import LLM, Ladder, SamplingParams
-from vlcache_jax.device import programs
+from vlcache_jax.device.programs import table
+from vlcache_jax.device.programs.link import Link
+from vlcache_jax.device.programs.state import EmptyLanes
 
 # Requests of one size together and alone: those that were answered apart may come again together.
 LADDER = dataclasses.replace(helper.LADDER, sequences=(4,))
-LINK = ("link", 16, 1, 1)  # of the images here
+LINK = Link(16, 1, 1)  # of the images here
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
@@ -84,7 +86,7 @@ def test_a_repeat_compiles_nothing(llm, ask, count, params, reuse):
     again = ask(llm, count, params, reuse=reuse)
     assert {image.match for image in again[0].cache.images} == {"exact"}
     assert programs.num_programs == compiled
-    assert programs.missing([LINK, ("link", 64, 1, 1)]) == [("link", 64, 1, 1)]  # no image is so large
+    assert programs.missing([LINK, Link(64, 1, 1)]) == [Link(64, 1, 1)]  # no image is so large
 
 
 def test_where_nothing_is_kept_nothing_is_compiled(llm, ask):
@@ -97,13 +99,13 @@ def test_where_nothing_is_kept_nothing_is_compiled(llm, ask):
 def test_a_program_that_two_threads_want_is_compiled_once(llm, monkeypatch):
     programs = llm.service.device.runner.programs
     go, _, keys = slow(programs, monkeypatch)
-    threads = [threading.Thread(target=programs.run, args=[("lanes",)]) for _ in range(3)]
+    threads = [threading.Thread(target=programs.run, args=[EmptyLanes()]) for _ in range(3)]
     for thread in threads:
         thread.start()
     go.set()
     for thread in threads:
         thread.join()
-    assert keys == [("lanes",)]
+    assert keys == [EmptyLanes()]
 
 
 def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
@@ -111,8 +113,8 @@ def test_an_interrupted_compilation_is_begun_anew(llm, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(programs, "_lower", lambda key: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            programs.run(("lanes",))
-    lanes = programs.run(("lanes",))
+            programs.run(EmptyLanes())
+    lanes = programs.run(EmptyLanes())
     assert all(len(array) == LADDER.max_sequences for array in lanes)
     assert lanes.is_ended.dtype == bool
 
@@ -122,7 +124,7 @@ def test_no_program_is_compiled_where_maps_run_out(llm, ask, monkeypatch, tmp_pa
     few = tmp_path / "max_map_count"
     few.write_text("1000\n")
     with monkeypatch.context() as context:
-        context.setattr(programs, "_MOST_MAPS", few)
+        context.setattr(table, "_MOST_MAPS", few)
         with pytest.raises(MemoryError, match=r"maps must be left for the program .*of 1000.*vm\.max_map_count"):
             ask(llm, 0)
     assert all(output.outputs[0].token_ids for output in ask(llm, 0))
@@ -153,7 +155,7 @@ def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end)
     programs = llm.service.device.runner.programs
     with monkeypatch.context() as context:
         go, begun, keys = slow(programs, context)
-        llm.service.ahead._keys = [("lanes",), LINK]
+        llm.service.ahead._missing = [EmptyLanes(), LINK]
         llm.service.ahead.start()
         assert begun.wait(60)
         ending = threading.Thread(target=llm.close if end == "close" else llm.service.ahead.stop)
@@ -162,7 +164,7 @@ def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end)
         assert ending.is_alive()
         go.set()
         ending.join(60)
-    assert keys == [("lanes",)]
+    assert keys == [EmptyLanes()]
     if end == "warmup":
         llm.warmup(reuse="off", verbose=False)
         ask(llm, 1)

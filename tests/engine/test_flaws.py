@@ -119,7 +119,7 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
 @pytest.mark.parametrize(("slots", "message"), [([4, 9, 4], "got 4 more than once"), ([0, -2], "got -2")])
 def test_no_slot_is_linked_twice(llm, slots, message):
     runner = llm.service.device.runner
-    layers, size = runner.definitions.links.link_groups[0], runner.token_rungs[0]
+    layers, size = runner.shapes.link_groups[0], runner.token_rungs[0]
     data = np.ones((layers.stop, 2, size, 2, 16), np.float32)
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)

@@ -12,7 +12,7 @@ from tests.cache.records import load
 from tests.helper import SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.cache.tier import Found, Tier, TierError
-from vlcache_jax.device.definitions import BLOCK
+from vlcache_jax.device.programs.layers import BLOCK
 from vlcache_jax.testing import make_checkpoint
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -92,12 +92,12 @@ def spy(llm, monkeypatch):
             launched.append(entry)
             changed.notify_all()
 
-    def noted_run(key, *args):
-        made = run(key, *args)
-        if key[0] == "layer":
+    def noted_run(program, *args):
+        made = run(program, *args)
+        if program.name == "layer":
             noted(("layer", next(i for i in numbers if numbers[i] is args[0])))
-        elif key[0] != "link":
-            noted((key[0],))
+        elif program.name != "link":
+            noted((program.name,))
         return made
 
     def noted_link(layers, *args):
@@ -236,7 +236,9 @@ def counted(llm, monkeypatch, *conversation, reuse):
     names, run = collections.Counter(), llm.service.device.runner.run
     with monkeypatch.context() as context:
         context.setattr(
-            llm.service.device.runner, "run", lambda key, *args: (names.update([key[0]]), run(key, *args))[1]
+            llm.service.device.runner,
+            "run",
+            lambda one, *args: (names.update([one.name]), run(one, *args))[1],
         )
         [score] = llm.score([user(*conversation)], ["ab"], reuse=reuse, keep_logits=True, use_tqdm=False)
     return score.logits, names
@@ -252,7 +254,7 @@ def test_images_are_linked_together_and_layers_launched_together(deep, textured_
     deep.cache.flush()
     before = "See " if reuse == "exact" else "Look at "
     logits, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
-    groups = len(deep.service.device.runner.definitions.links.link_groups)
+    groups = len(deep.service.device.runner.shapes.link_groups)
     assert names["link"] == groups * 2  # four images, and one
     assert names["stage"] == (reuse != "exact")  # the rows of all images
     vision = deep.service.checkpoint.config.vision

@@ -13,13 +13,17 @@ from flax import nnx
 from research.compile_report import (
     SLOTS,
     abstract_runner,
-    compile_key,
+    compile_for,
     compile_prefill,
     compile_program,
     prefill_bounds,
 )
 from vlcache_jax.benchmarks.floor import MODELS
-from vlcache_jax.device.definitions import BLOCK
+from vlcache_jax.device.programs.encode import Encode
+from vlcache_jax.device.programs.keep import KeepLayer, KeepRows
+from vlcache_jax.device.programs.layers import BLOCK, Block, Layer
+from vlcache_jax.device.programs.link import Link, Recall
+from vlcache_jax.device.programs.window import Window
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import CODECS, attention, link, paged_attention
@@ -179,7 +183,7 @@ def test_a_layer_step_with_experts(size: int) -> None:
     config = published_config("Qwen3-VL-30B-A3B")
     text, experts = config.text, config.text.experts
     assert experts is not None
-    compiled = compile_key(abstract_runner(config), "layer", size, size, False)
+    compiled = compile_for(abstract_runner(config), Layer(size, size, False))
     pool = 2 * SLOTS * text.num_kv_heads * text.head_dim * 2
     assert compiled.spills == 0
     assert compiled.alias == pool + 2 * size * text.hidden_size
@@ -191,8 +195,8 @@ def test_a_layer_step_with_experts(size: int) -> None:
 
 @pytest.mark.parametrize(("size", "operations"), [(1, 28), (64, 20)])
 def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
-    compiled = compile_key(runner, "window", size)
-    lanes = sum(x.size * x.dtype.itemsize for x in runner.definitions.shape_of("lanes"))
+    compiled = compile_for(runner, Window(size))
+    lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
     assert compiled.spills == 0
     assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES + lanes
     # Logits and what the sampler makes of them, in float32, and nothing that grows with the pool.
@@ -201,7 +205,7 @@ def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
 
 
 def test_the_encoder(runner) -> None:
-    compiled = compile_key(runner, "encode", 4096)
+    compiled = compile_for(runner, Encode(4096))
     assert compiled.spills == 0
     assert compiled.temp < 256 * 2**20
     assert compiled.operations < 20 * CONFIG.vision.depth
@@ -209,8 +213,8 @@ def test_the_encoder(runner) -> None:
 
 @pytest.mark.parametrize(("size", "count"), [(4096, 1), (1024, 16)])
 def test_linking_layers_together(runner, size: int, count: int) -> None:
-    layers = runner.definitions.links.link_groups[0].stop
-    compiled = compile_key(runner, "link", size, count, layers)
+    layers = runner.shapes.link_groups[0].stop
+    compiled = compile_for(runner, Link(size, count, layers))
     assert compiled.spills == 0
     assert compiled.alias == layers * POOL_BYTES
     assert compiled.temp < 8 * 2**20 * max(1, count * size // 4096)  # the angles, and no layer of what is stored
@@ -222,31 +226,31 @@ def test_linking_from_the_device_and_into_it(codec: str | None) -> None:
     """Nothing of the device tier is copied, and a link that also writes into it does so in place."""
     tokens, size = 65536, 4096
     runner = abstract_runner(CONFIG, codec=CODECS.get(codec or ""), kept_tokens=tokens)
-    layers = runner.definitions.links.link_groups[0].stop
-    kept = jax.eval_shape(runner.definitions.links.kept()[0])
+    layers = runner.shapes.link_groups[0].stop
+    kept = runner.shapes.kept, runner.shapes.kept_rows
     of_layer = sum(plane.size * plane.dtype.itemsize for plane in kept[0][0])
     angles = 8 * 2**20
 
-    recalled = compile_key(runner, "recall", size, layers)
+    recalled = compile_for(runner, Recall(size, layers))
     assert recalled.spills == 0
     assert recalled.alias == layers * POOL_BYTES
     assert recalled.temp < angles + layers * size * of_layer // tokens // 4  # scales, no codes
     assert recalled.operations < layers * (1 if codec is None else 2) + 10
 
-    linked = compile_key(runner, "link", size, 1, layers)
+    linked = compile_for(runner, Link(size, 1, layers))
     assert linked.spills == 0
     assert linked.alias == layers * (POOL_BYTES + of_layer)
 
-    keeping = compile_key(runner, "keep", size)
+    keeping = compile_for(runner, KeepLayer(size))
     assert keeping.alias == of_layer
     assert keeping.temp <= 2 * size * of_layer // tokens
-    rows = compile_key(runner, "keep_rows")
+    rows = compile_for(runner, KeepRows())
     assert rows.alias == kept[1].size * 2
     assert rows.temp < 2**20
 
 
 def test_layers_that_are_one_program(runner) -> None:
-    one, compiled = compile_key(runner, "layer", 512, 512, False), compile_key(runner, "layers", 512)
+    one, compiled = compile_for(runner, Layer(512, 512, False)), compile_for(runner, Block(512))
     assert compiled.spills == 0
     assert compiled.alias == BLOCK * POOL_BYTES + 512 * CONFIG.text.hidden_size * 2
     assert compiled.temp < 2 * one.temp  # what a layer holds, it gives back to the next
@@ -255,7 +259,7 @@ def test_layers_that_are_one_program(runner) -> None:
 
 def test_moving_linked_keys_and_values(runner) -> None:
     text = CONFIG.text
-    plain, moving = (compile_key(runner, "layer", 512, 512, False, moves) for moves in (False, True))
+    plain, moving = (compile_for(runner, Layer(512, 512, False, moves)) for moves in (False, True))
     assert moving.spills == 0
     assert moving.alias == plain.alias  # the pool is moved where it lies
     chunk = 1024 * text.num_kv_heads * text.head_dim * 4  # of tokens, in float32

@@ -53,7 +53,7 @@ def scores_by_hand(policy, probe, runs):
     n, is_image = len(placed.layout), placed.is_image
     total = np.zeros(n)
     for layer in policy.scored_layers:
-        module = runner.definitions.bind_layer(runner.text["layers"][layer])
+        module = runner.shapes.bind_layer(runner.text["layers"][layer])
         size = len(placed.x)
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions
@@ -208,7 +208,7 @@ def test_all_rows_are_full_prefill(llm, case, name):
 def record_launches(monkeypatch, runner):
     """The keys of the programs that run from now on."""
     keys, run = [], runner.programs.run
-    monkeypatch.setattr(runner, "run", lambda key, *args: keys.append(key) or run(key, *args))
+    monkeypatch.setattr(runner, "run", lambda program, *args: keys.append(program) or run(program, *args))
     return keys
 
 
@@ -228,7 +228,7 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
             [output] = engine.chat(conversation, SamplingParams(max_tokens=2), reuse=policy, use_tqdm=False)
         assert engine.service.device.runner.programs.num_programs == programs
         # The check layer's K, V are computed of all rows; those that are not chosen do not attend there.
-        rows = [key[1:3] for key in launched if key[0] == "layer"]
+        rows = [(program.size, program.keep) for program in launched if program.name == "layer"]
         assert output.cache.rows[1] > 96 >= output.cache.rows[2]
         assert rows[:2] == [(128, 128), (128, 96)]
 

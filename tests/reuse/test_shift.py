@@ -12,6 +12,7 @@ from flax import nnx
 
 from tests.helper import SIZES
 from vlcache_jax import LLM
+from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.models import load_config, rope
 from vlcache_jax.models.decoder import SelfAttention
 from vlcache_jax.reuse.shift import IMAGES, Moves, Shift, move
@@ -151,9 +152,9 @@ def test_rows_are_projected_once(checkpoints, family):
     """What moves needs K, V of the rows before attention, which the layer computes too: the compiler sees one."""
     with LLM(checkpoints(family), **SIZES) as llm:
         programs = llm.service.device.runner.programs
-        size = programs.definitions.ladder.rows[0]
+        size = programs.shapes.ladder.rows[0]
         plain, moving = (
-            programs._lower(("layer", size, size, False, moves)).compile().as_text().count(" dot(")
+            programs._lower(Layer(size, size, False, moves)).compile().as_text().count(" dot(")
             for moves in (False, True)
         )
     assert plain > 0

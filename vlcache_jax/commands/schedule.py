@@ -169,6 +169,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
     import numpy as np
 
     from vlcache_jax.device.packed import pack
+    from vlcache_jax.device.programs.layers import Layer
     from vlcache_jax.models import Rows
     from vlcache_jax.pallas_kernels import PAGE, make_work
 
@@ -182,7 +183,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
             place = np.arange(size, dtype=np.int32)
             rows = Rows(PAGE + place, np.tile(place, (3, 1)), np.zeros_like(place), place + 1, place)
             packed = pack(rows, runner.ladder.max_rows)
-            config = runner.definitions.work_config(size)
+            config = runner.shapes.work_config(size)
             work = make_work(np.zeros(size, int), rows.k_start, rows.k_end, [pages[: config.pages]], config)
             took = []
             for _ in range(repeats + 1):
@@ -190,7 +191,7 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
                 x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
                 start = time.perf_counter()
                 x, *pool[layer], _ = runner.run(
-                    ("layer", size, size, False, False, runner.definitions.like[layer : layer + 1]),
+                    Layer(size, size, False, False, runner.shapes.like[layer : layer + 1]),
                     runner.text["layers"][layer], x, *pool[layer], packed, np.full(2, size, np.int32), work, None, None,
                 )  # fmt: skip
                 jax.block_until_ready((x, pool[layer]))

@@ -1,7 +1,6 @@
 """What the device holds and what it is told to do: from arrays of static sizes to arrays.
 
-`runner` holds weights, KV pool and lanes and calls compiled `programs`, each of them defined in `definitions`, those
-that link in `link_definitions`, the one that decodes in `window`. Rows of a step travel `packed`; `sampler` chooses
+`runner` holds weights, KV pool and lanes and calls `programs`. Rows of a step travel `packed`; `sampler` chooses
 tokens; `clock` tells how long it took. `ladder` has the sizes, `memory_plan` what fits, `checkpoint` the weights.
 Nothing here knows of requests.
 """

@@ -16,11 +16,15 @@ import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device import memory_plan
-from vlcache_jax.device.definitions import Definitions, Params
 from vlcache_jax.device.ladder import Ladder, cover, round_up
-from vlcache_jax.device.programs import Programs
+from vlcache_jax.device.programs.answer import OutputHead, SampleFirst, ScoreTokens
+from vlcache_jax.device.programs.encode import Encode, Stage, encoder_tables
+from vlcache_jax.device.programs.keep import Restage
+from vlcache_jax.device.programs.shapes import Params, Shapes
+from vlcache_jax.device.programs.state import CopyPages, EmptyEncoderRows, EmptyLanes, EmptyPool, OpenLane
+from vlcache_jax.device.programs.table import Programs
+from vlcache_jax.device.programs.window import ANSWER, Window
 from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled
-from vlcache_jax.device.window import ANSWER
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
@@ -63,14 +67,14 @@ class Runner:
         self.text = params["language_model"]
         self.head_weights = params.get("lm_head", self.text["embed_tokens"])
         self.normalization = jax.device_put(normalization)
-        self.definitions = Definitions(
+        self.shapes = Shapes(
             config, params, self.normalization,
             num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation, codec=codec,
             kept_tokens=kept_tokens,
         )  # fmt: skip
-        self.constants = self.definitions.links.constants(self.text)
-        self.programs = Programs(self.definitions)
-        self.token_rungs = self.definitions.token_rungs
+        self.constants = self.shapes.constants(self.text)
+        self.programs = Programs(self.shapes)
+        self.token_rungs = self.shapes.token_rungs
         self.run = self.programs.run
         self.reset()
 
@@ -100,19 +104,18 @@ class Runner:
         for own in patches:  # a picture fills every slot in time
             pixels[first : first + len(own)] = own.reshape(len(own), channels, -1, area)
             first += len(own)
-        return self.run(
-            ("encode", size), self._visual, pixels, self.normalization, self.definitions.tables(grids, size)
-        )
+        tables = encoder_tables(self.config, grids, size)
+        return self.run(Encode(size), self._visual, pixels, self.normalization, tables)
 
     def stage(self, encoded: jax.Array | np.ndarray, place: np.ndarray) -> None:
         """Makes row i of an encoder output encoder row `place[i]` of the next step; places out of range are dropped."""
         rows, self._encoder_rows = self.encoder_rows(), None
-        self._encoder_rows = self.run(("stage", len(place)), rows, encoded, place)
+        self._encoder_rows = self.run(Stage(len(place)), rows, encoded, place)
 
     def restage(self, kept: jax.Array, source: np.ndarray, place: np.ndarray) -> None:
         """The same of encoder rows that the device tier keeps: row `source[i]` becomes encoder row `place[i]`."""
         rows, self._encoder_rows = self.encoder_rows(), None
-        self._encoder_rows = self.run(("restage", len(place)), rows, kept, source, place)
+        self._encoder_rows = self.run(Restage(len(place)), rows, kept, source, place)
 
     @property
     def transfer_bytes(self) -> int:
@@ -164,7 +167,7 @@ class Runner:
             some, rest = rest[:size], rest[size:]
             source, target = np.zeros(size, np.int32), np.full(size, self.num_slots // kernels.PAGE, np.int32)
             source[: len(some)], target[: len(some)] = zip(*some, strict=True)
-            self._pool = self.run(("copy", size), self.take_pool(), source, target)
+            self._pool = self.run(CopyPages(size), self.take_pool(), source, target)
 
     def head(self, x: jax.Array, first: int, count: int) -> tuple[jax.Array, int]:
         """Logits, float32 [B, V], of rows of `x` that hold those from `first` to `first + count`, and which row they
@@ -172,12 +175,12 @@ class Runner:
         most = self.ladder.max_sequences
         size = most if len(x) > most else min(round_up(count, self.ladder.sequences), len(x))
         first = min(first, len(x) - size)
-        return self.run(("head", len(x), size), self.text["norm"], self.head_weights, x, np.int32(first)), first
+        return self.run(OutputHead(len(x), size), self.text["norm"], self.head_weights, x, np.int32(first)), first
 
     def open_lane(self, lane: int, marks: np.ndarray, bias: np.ndarray, words: np.ndarray, recent: np.ndarray) -> None:
         """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.device.sampler.Lanes`."""
         lanes, self._lanes = self._lanes_now(), None
-        self._lanes = self.run(("open_lane",), lanes, np.int32(lane), marks, bias, words, recent)
+        self._lanes = self.run(OpenLane(), lanes, np.int32(lane), marks, bias, words, recent)
 
     def sample(self, logits: jax.Array, choosing: np.ndarray, steps: np.ndarray, first: int = 0) -> Sampled:
         """Chooses the first token of lanes after their prefill.
@@ -192,20 +195,20 @@ class Runner:
         rows[:, 0] = NO_LANE
         rows[own], step[own] = choosing, steps
         lanes, self._lanes = self._lanes_now(), None
-        sampled, self._lanes = self.run(("sample", size), logits, lanes, rows, step)
+        sampled, self._lanes = self.run(SampleFirst(size), logits, lanes, rows, step)
         return sampled
 
     def window(self, rows: np.ndarray, tables: abc.Sequence[np.ndarray], end: np.ndarray, tokens: int) -> Sampled:
         """Decodes up to `tokens` tokens of each row, at most `ladder.window`; returns [window, B] of each.
 
         Args:
-          rows: int32 [n, ANSWER + C], see `vlcache_jax.device.window`.
+          rows: int32 [n, ANSWER + C], see `vlcache_jax.device.programs.window`.
           tables: pages of each, with room for its tokens.
           end: slots that each sees at its first and at its last token, [2, n].
         """
         count = len(rows)
         size = round_up(count, self.ladder.sequences)
-        config = self.definitions.work_config(size, decode=True)
+        config = self.shapes.work_config(size, decode=True)
         work = kernels.make_work(
             np.arange(count), np.zeros(count, np.int32), end[1], tables, config,
             least=end[0], shared=kernels.shared_prefixes(tables),
@@ -214,14 +217,14 @@ class Runner:
         padded[:count], padded[count:, ANSWER] = rows, NO_LANE
         lanes, self._lanes = self._lanes_now(), None
         chosen, self._lanes, self._pool = self.run(
-            ("window", size), self.text, self.head_weights, self.take_pool(), lanes, padded, work, np.int32(tokens)
+            Window(size), self.text, self.head_weights, self.take_pool(), lanes, padded, work, np.int32(tokens)
         )
         return chosen
 
     def score(self, logits: jax.Array, target: np.ndarray, *, wants_top: bool = False) -> tuple[jax.Array, ...]:
         """See `sampler.score`; rows of `logits` beyond `target` are padding."""
         target = np.pad(target, (0, len(logits) - len(target))).astype(np.int32)
-        return self.run(("score", len(logits)), logits, target, np.bool_(wants_top))
+        return self.run(ScoreTokens(len(logits)), logits, target, np.bool_(wants_top))
 
     # State.
 
@@ -236,17 +239,17 @@ class Runner:
 
     def _pool_now(self) -> list[list[jax.Array]]:
         if self._pool is None:
-            self._pool = [[self.run(("pool",)), self.run(("pool",))] for _ in range(self.config.text.num_layers)]
+            self._pool = [[self.run(EmptyPool()), self.run(EmptyPool())] for _ in range(self.config.text.num_layers)]
         return self._pool
 
     def encoder_rows(self) -> jax.Array:
         if self._encoder_rows is None:
-            self._encoder_rows = self.run(("encoder_rows",))
+            self._encoder_rows = self.run(EmptyEncoderRows())
         return self._encoder_rows
 
     def _lanes_now(self) -> Lanes:
         if self._lanes is None:
-            self._lanes = self.run(("lanes",))
+            self._lanes = self.run(EmptyLanes())
         return self._lanes
 
 

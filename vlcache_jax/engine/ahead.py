@@ -12,10 +12,16 @@ import dataclasses
 import logging
 import threading
 from collections import abc
+from typing import Any
 
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.device.ladder import Ladder, cover, round_up
-from vlcache_jax.device.programs import Key, Programs
+from vlcache_jax.device.programs.answer import OutputHead
+from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.layers import Block, Embed, Layer, Slice
+from vlcache_jax.device.programs.link import Link, Recall
+from vlcache_jax.device.programs.state import CopyPages
+from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.engine.batching import Prefill, Step, copied_pages, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
@@ -28,7 +34,7 @@ from vlcache_jax.reuse.selection import decide
 _CALLS = 2  # groups of requests that wait to be looked at
 _log = logging.getLogger(__name__)
 # Those that depend on how many rows are left; others have been used.
-_PROGRAMS = ("link", "recall", "embed", "layer", "layers", "slice", "head")
+_KINDS = (Embed, Layer, Block, Slice, OutputHead)
 
 
 class Ahead:
@@ -43,7 +49,7 @@ class Ahead:
     def __init__(self, programs: Programs):
         self._programs = programs
         self._answered: list[tuple[Policy, list[Sequence]]] = []
-        self._keys: list[Key] = []
+        self._missing: list[Program[Any]] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -58,7 +64,7 @@ class Ahead:
             return
         with self._lock:
             known, together = self._answered[-1] if self._answered else (None, [])
-            if known is policy and len(together) < self._programs.definitions.ladder.max_sequences:
+            if known is policy and len(together) < self._programs.shapes.ladder.max_sequences:
                 together += answered
             elif len(self._answered) < _CALLS:  # a long job is not remembered as a whole
                 self._answered.append((policy, [*answered]))
@@ -66,7 +72,7 @@ class Ahead:
     def start(self) -> None:
         """Begins, where something is to be compiled; called when nobody waits any more."""
         with self._lock:
-            if (self._answered or self._keys) and self._thread is None and not self._stopped:
+            if (self._answered or self._missing) and self._thread is None and not self._stopped:
                 atexit.register(self.stop)  # what ends while a program is being compiled may crash
                 self._thread = threading.Thread(target=self._run, name="vlcache-ahead", daemon=True)
                 try:
@@ -87,31 +93,30 @@ class Ahead:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if self._stopped or not (self._answered or self._keys):
+                if self._stopped or not (self._answered or self._missing):
                     self._thread = None
                     atexit.unregister(self.stop)
                     return
                 answered, self._answered = self._answered, []
             for policy, sequences in answered:
                 try:
-                    keys = self._programs.missing(repeat_keys(self._programs, policy, sequences))
+                    missing = self._programs.missing(repeat_programs(self._programs, policy, sequences))
                 except Exception:  # whoever repeats the request will meet the error
                     _log.debug("planning a repeat failed", exc_info=True)
                 else:
-                    self._keys = list(dict.fromkeys(keys + self._keys))
-            if not self._keys:
+                    self._missing = list(dict.fromkeys(missing + self._missing))
+            if not self._missing:
                 continue
-            key = self._keys.pop(0)
+            program = self._missing.pop(0)
             try:
-                self._programs.program(key)
+                self._programs.program(program)
             except Exception:  # whoever needs the program will meet the error
-                _log.debug("compiling %s ahead failed", key, exc_info=True)
+                _log.debug("compiling %s ahead failed", program, exc_info=True)
 
 
-def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Sequence]) -> list[Key]:
+def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[Sequence]) -> list[Program[Any]]:
     """The programs that sequences call for when they come again, those that choose or move rows aside."""
-    definitions, links = programs.definitions, programs.definitions.links
-    config, ladder = definitions.config, definitions.ladder
+    shapes, config, ladder = programs.shapes, programs.shapes.config, programs.shapes.ladder
     layers, patches = config.text.num_layers, config.vision.merge_size**2
     # The same prompts, with the images that were computed as known ones.
     known = {id(use.span) for sequence in answered for use in sequence.images if use.captured is not None}
@@ -119,7 +124,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
     recalled: set[int] = set()  # tokens that are linked together from the device tier
     copied: set[int] = set()  # pages that are copied together
-    again: State = "exact" if links.codec is None else "approximate" if policy.approximates else "miss"
+    again: State = "exact" if shapes.codec is None else "approximate" if policy.approximates else "miss"
     for sequence in answered:
         spans = [dataclasses.replace(s, state=again) if id(s) in known else s for s in sequence.layout.spans]
         layout = dataclasses.replace(sequence.layout, spans=tuple(spans))
@@ -129,11 +134,11 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         spans = (span for one in turn for span in one.layout.images if not span.within(one.cached))
         lengths = [span.length for span in spans if span.state != "miss"]
         pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in turn for span in one.layout.images}
-        if lengths and sum(pages.values()) * PAGE_TOKENS <= links.kept_tokens:
-            recalled.update(links.split_recalls(lengths))
+        if lengths and sum(pages.values()) * PAGE_TOKENS <= shapes.kept_tokens:
+            recalled.update(shapes.split_recalls(lengths))
             return
-        for size, number in collections.Counter(round_up(n, definitions.token_rungs) for n in lengths).items():
-            linked.update((size, count) for count in links.split_links(size, number))
+        for size, number in collections.Counter(round_up(n, shapes.token_rungs) for n in lengths).items():
+            linked.update((size, count) for count in shapes.split_links(size, number))
 
     def run(scheduler: Scheduler, owned: bool) -> list[Step]:
         steps = []
@@ -147,7 +152,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
             while turn := scheduler.next_turn(scheduler.prefilling):
                 copied.update(cover(len(copied_pages(turn)), ladder.sequences))
                 note_links(turn)
-                steps += prefill_steps(turn, ladder, definitions.num_slots, layers)
+                steps += prefill_steps(turn, ladder, shapes.num_slots, layers)
                 scheduler.launched(turn)
             for sequence in admitted:
                 if sequence.lease is not None:
@@ -156,7 +161,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         return steps
 
     # Linked as images are elsewhere, and beside what a first run has left in pages.
-    scheduler = Scheduler(Pages(definitions.num_slots // PAGE - 1), ladder.max_sequences, ladder.max_rows, layers)
+    scheduler = Scheduler(Pages(shapes.num_slots // PAGE - 1), ladder.max_sequences, ladder.max_rows, layers)
     steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
     # The programs of the sizes that came up, without those that link other sizes.
     rungs = Ladder(
@@ -165,8 +170,13 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         sequences=tuple(sorted({round_up(len(step.wanted), ladder.sequences) for step in steps if step.wanted})),
     )
     shrinking = {layer for step in steps for layer in range(layers - 1) if step.bounds[layer + 1] < step.bounds[layer]}
-    keys = programs.keys(linking=True, shrinking=shrinking, ladder=rungs)
-    unwanted = {key for key in keys if key[0] == "link" and key[1:3] not in linked}
-    unwanted |= {key for key in keys if key[0] == "recall" and key[1] not in recalled}
-    wanted = [key for key in keys if key[0] in _PROGRAMS and key not in unwanted]
-    return wanted + [("copy", size) for size in sorted(copied)]
+
+    def is_wanted(program: Program[Any]) -> bool:
+        if isinstance(program, Link):
+            return (program.size, program.count) in linked
+        if isinstance(program, Recall):
+            return program.size in recalled
+        return isinstance(program, _KINDS)
+
+    family = programs.family(Demand(rungs, linking=True, shrinking=shrinking))
+    return [*filter(is_wanted, family), *map(CopyPages, sorted(copied))]

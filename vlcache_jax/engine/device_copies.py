@@ -9,6 +9,8 @@ import numpy as np
 
 from vlcache_jax.cache.device import DeviceTier, Index
 from vlcache_jax.device.ladder import round_up
+from vlcache_jax.device.programs.keep import EmptyTier, KeepLayer, KeepRows
+from vlcache_jax.device.programs.link import Code, Link, Recall
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
 
@@ -26,7 +28,6 @@ class DeviceCopies:
 
     def __init__(self, runner: Runner, tier: DeviceTier):
         self.runner, self.tier = runner, tier
-        self._links = runner.definitions.links
         self._arrays: tuple[list[list[jax.Array]], jax.Array] | None = None
 
     def reset(self) -> None:
@@ -52,14 +53,14 @@ class DeviceCopies:
           Something to wait for.
         """
         runner, constants = self.runner, self.runner.constants[layers]
-        key = "link", places.shape[2], len(data), len(data[0])
+        program = Link(places.shape[2], len(data), len(data[0]))
         pool = runner.take_pool()
         if where is None:
-            pool[layers], _, done = runner.run(key, pool[layers], None, [*data], places, None, constants)
+            pool[layers], _, done = runner.run(program, pool[layers], None, [*data], places, None, constants)
         else:
             kept, rows = self._take()
             pool[layers], kept[layers], done = runner.run(
-                key, pool[layers], kept[layers], [*data], places, where, constants
+                program, pool[layers], kept[layers], [*data], places, where, constants
             )
             self._arrays = kept, rows
         runner.give_pool(pool)
@@ -76,9 +77,9 @@ class DeviceCopies:
           Something to wait for.
         """
         runner, constants = self.runner, self.runner.constants[layers]
+        program = Recall(len(source), len(constants))
         pool, (kept, _) = runner.take_pool(), self._now()
-        key = "recall", len(source), len(kept[layers])
-        pool[layers], done = runner.run(key, pool[layers], kept[layers], source, places, constants)
+        pool[layers], done = runner.run(program, pool[layers], kept[layers], source, places, constants)
         runner.give_pool(pool)
         return done
 
@@ -92,9 +93,9 @@ class DeviceCopies:
           Of each layer the same as it is stored: so, or coded, uint8 [2, N, W].
         """
         layers: Layers = captured
-        if self._links.codec is not None:
+        if self.runner.shapes.codec is not None:
             pairs = zip(captured, self.runner.constants, strict=True)
-            layers = [self.runner.run(("code", len(k)), k, v, constants) for (k, v), constants in pairs]
+            layers = [self.runner.run(Code(len(k)), k, v, constants) for (k, v), constants in pairs]
         if self.tier.num_pages:
             self._keep(step, layers)
         return layers
@@ -111,7 +112,7 @@ class DeviceCopies:
 
     def _keep(self, step: Step, layers: Layers) -> None:
         most = self.runner.ladder.max_rows
-        nowhere = self._links.kept_tokens + np.arange(most, dtype=np.int32)
+        nowhere = self.runner.shapes.kept_tokens + np.arange(most, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()
         placements = {placement.image.key: placement for placement in step.placements}
         for record, tokens, rows in step.captured:
@@ -124,19 +125,19 @@ class DeviceCopies:
                 row_place[placement.place] = own[placement.image_row]
                 count = len(placement.image_row)
             self.tier.fill(record, len(tokens), count)
-        if (place >= self._links.kept_tokens).all():
+        if (place >= self.runner.shapes.kept_tokens).all():
             return
         kept, encoder_rows = self._take()
         places, row_places = jax.device_put((place, row_place))
         for layer, values in enumerate(layers):
             size = values.shape[1] if isinstance(values, jax.Array) else len(values[0])
-            kept[layer] = self.runner.run(("keep", size), kept[layer], values, places)
-        encoder_rows = self.runner.run(("keep_rows",), encoder_rows, self.runner.encoder_rows(), row_places)
+            kept[layer] = self.runner.run(KeepLayer(size), kept[layer], values, places)
+        encoder_rows = self.runner.run(KeepRows(), encoder_rows, self.runner.encoder_rows(), row_places)
         self._arrays = kept, encoder_rows
 
     def _now(self) -> tuple[list[list[jax.Array]], jax.Array]:
         if self._arrays is None:
-            self._arrays = self.runner.run(("kept",))
+            self._arrays = self.runner.run(EmptyTier())
         return self._arrays
 
     def _take(self) -> tuple[list[list[jax.Array]], jax.Array]:

@@ -92,7 +92,7 @@ class Engine:
         self._clock = Clock()
         self._lanes = LaneKeeper(runner)
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
-        self._readiness = Readiness(layers, runner.definitions.links.link_groups[0].stop, threads)
+        self._readiness = Readiness(layers, runner.shapes.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._arrived = 0
         self._turn: Turn | None = None  # whose steps are being launched

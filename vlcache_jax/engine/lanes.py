@@ -7,9 +7,9 @@ from collections import abc
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.device.programs.window import ANSWER
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import Choosing
-from vlcache_jax.device.window import ANSWER
 from vlcache_jax.engine.opening import bias_row, marks_row, recent_tokens, words_array
 from vlcache_jax.engine.request import Generation
 
@@ -45,7 +45,7 @@ class LaneKeeper:
         return self.rows(answers)[:, ANSWER:]
 
     def rows(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
-        """Of each open lane what a window needs; see `vlcache_jax.device.window`."""
+        """Of each open lane what a window needs; see `vlcache_jax.device.programs.window`."""
         return np.stack([self._rows[answer.lane] for answer in answers])
 
     def _open(self, answer: Generation) -> None:

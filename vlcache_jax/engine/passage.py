@@ -6,9 +6,10 @@ import jax
 import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.device.definitions import BLOCK, BLOCK_ROWS
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.packed import pack
+from vlcache_jax.device.programs.choose import Choose, Narrow, ScoreRows, Take
+from vlcache_jax.device.programs.layers import BLOCK, BLOCK_ROWS, Block, Embed, Layer, Slice
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
 from vlcache_jax.pallas_kernels import Work
@@ -40,10 +41,10 @@ class Passage:
         self._leaving = step.leaving
         most, shift = runner.ladder.max_rows, step.shift
         self._works: dict[tuple[int, bool], Work] = {}
-        shifted = None if shift is None else shift.pack(most, runner.definitions.moved)
+        shifted = None if shift is None else shift.pack(most, runner.shapes.moved)
         self._rows, self._shifted = jax.device_put((pack(step.rows, most), shifted))
         embeddings = runner.text["embed_tokens"]
-        self.x, self._deepstack = runner.run(("embed", first), embeddings, runner.encoder_rows(), self._rows)
+        self.x, self._deepstack = runner.run(Embed(first), embeddings, runner.encoder_rows(), self._rows)
 
     @property
     def is_done(self) -> bool:
@@ -71,10 +72,10 @@ class Passage:
         size, weights = len(self.x), [self.runner.text["layers"][i] for i in range(layers.start, layers.stop)]
         active = np.array([self._active(i) for i in range(layers.start, layers.stop)], np.int32)
         moves = self._moves(layers)
-        key = "layers", size, moves is not None, self.runner.definitions.like[layers]
+        block = Block(size, moves is not None, self.runner.shapes.like[layers])
         work = self._work(size, False)
         self.x, pool[layers], captured = self.runner.run(
-            key, weights, self.x, pool[layers], self._rows, active, work, moves
+            block, weights, self.x, pool[layers], self._rows, active, work, moves
         )
         if self.step.captured:
             self.captured += captured
@@ -91,24 +92,24 @@ class Passage:
         step, run, selection = self.step, self.runner.run, self.step.selection
         size = step.bounds[layer]
         check = len(step.active) if selection is None else selection.policy.check_layer
-        weights, like = self.runner.text["layers"][layer], self.runner.definitions.like[layer : layer + 1]
+        weights, like = self.runner.text["layers"][layer], self.runner.shapes.like[layer : layer + 1]
         if layer > check and step.active[layer] < step.active[layer - 1]:
-            self._rows = run(("narrow", self._held, size), self._rows, np.int32(step.active[layer]))
+            self._rows = run(Narrow(self._held, size), self._rows, np.int32(step.active[layer]))
             self._held = size
         if selection is not None and layer in selection.policy.scored_layers:
             self._score = self._score_rows(selection, layer, pool)
         if selection is not None and layer == check:
             counts = np.array([selection.must, selection.among], np.int32)
-            self.x, self._rows, self.chosen = run(("choose", size), self.x, self._rows, self._score, counts)
+            self.x, self._rows, self.chosen = run(Choose(size), self.x, self._rows, self._score, counts)
         added = self._deepstack[layer] if layer < len(self._deepstack) else None
         if added is not None and self.chosen is not None:
-            added = run(("take", len(added), size), added, self.chosen)
+            added = run(Take(len(added), size), added, self.chosen)
         elif added is not None and len(added) != size:
-            added = run(("slice", len(added), size), added)
+            added = run(Slice(len(added), size), added)
         leaving, _, is_chosen = self._leaving[layer]
         moves = self._moves(slice(layer, layer + 1))
         self.x, *pool[:], values = run(
-            ("layer", size, leaving, added is not None, moves is not None, like),
+            Layer(size, leaving, added is not None, moves is not None, like),
             weights, self.x, *pool, self._rows, np.array(self._active(layer), np.int32),
             self._work(leaving, is_chosen), added, moves,
         )  # fmt: skip
@@ -118,7 +119,7 @@ class Passage:
     def _work(self, bound: int, is_chosen: bool) -> Work:
         """The work list of layers with this bound; made when the first of them comes: the device computes meanwhile."""
         if (bound, is_chosen) not in self._works:
-            config = self.runner.definitions.work_config(bound)
+            config = self.runner.shapes.work_config(bound)
             self._works[bound, is_chosen] = jax.device_put(self.step.work(bound, is_chosen, config))
         return self._works[bound, is_chosen]
 
@@ -128,7 +129,7 @@ class Passage:
 
     def _score_rows(self, selection: Selection, layer: int, pool: list[jax.Array]) -> jax.Array:
         """Adds a layer's scores to those of the layers before."""
-        window = round_up(-(-selection.length // kernels.PAGE), self.runner.definitions.windows)
+        window = round_up(-(-selection.length // kernels.PAGE), self.runner.shapes.windows)
         table = np.zeros(window, np.int32)
         pages = selection.table[:window]
         table[: len(pages)] = pages
@@ -136,9 +137,10 @@ class Passage:
         is_image[selection.must : selection.must + selection.among] = True
         before = np.zeros(len(self.x), np.float32) if self._score is None else self._score
         request = np.array([selection.length, selection.question], np.int32)
-        key = "score_rows", len(self.x), window, selection.policy, self.runner.definitions.like[layer : layer + 1]
+        like = self.runner.shapes.like[layer : layer + 1]
+        program = ScoreRows(len(self.x), window, selection.policy, like)
         weights = self.runner.text["layers"][layer]
-        return self.runner.run(key, weights, self.x, *pool, self._rows, is_image, request, table, before)
+        return self.runner.run(program, weights, self.x, *pool, self._rows, is_image, request, table, before)
 
 
 def is_block(step: Step, first: int, num_deepstack: int) -> bool:

@@ -103,7 +103,7 @@ class Upload:
     def __init__(self, copies: DeviceCopies, transfers: Transfers, prefills: abc.Iterable[Prefill]):
         self._copies, self._runner, self._transfers = copies, copies.runner, transfers
         batches = list(_batches(copies, linked_images(prefills)))
-        groups = self._runner.definitions.links.link_groups
+        groups = self._runner.shapes.link_groups
         self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
         self._started: deque[tuple[_Piece, Future[list[jax.Array]]]] = deque()
         self._linked: deque[tuple[int, jax.Array]] = deque()  # bytes that their programs read until they are ready
@@ -186,7 +186,7 @@ def _batches(
         yield from _recalls(runner, here)
     promoted: set[Record] = set()
     for size, alike in by_size.items():
-        for count in runner.definitions.links.split_links(size, len(alike)):
+        for count in runner.shapes.split_links(size, len(alike)):
             some, alike = alike[:count], alike[count:]
             places = functools.partial(_places, runner, [(prefill, span) for _, prefill, span in some], size)
             records = tuple(record for record, _, _ in some)
@@ -213,7 +213,7 @@ def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill, ImageSpan]
         slots[own], positions[:, own] = prefill.to_link[span.tokens], prefill.layout.positions[:, span.tokens]
         first += len(place)
     first = 0
-    for rung in runner.definitions.links.split_recalls(span.length for _, _, span in here):
+    for rung in runner.shapes.split_recalls(span.length for _, _, span in here):
         some = slice(first, first + rung)
         padded = np.pad(source[some], (0, max(0, first + rung - size)))
         places = functools.partial(runner.places, [slots[some]], [positions[:, some]], rung)
@@ -223,7 +223,7 @@ def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill, ImageSpan]
 
 def _promoted(copies: DeviceCopies, records: abc.Sequence[Record], new: abc.Iterable[Record], size: int) -> jax.Array:
     """Where in the device tier the tokens of records go on their way, of those that are `new`."""
-    tokens = copies.runner.definitions.links.kept_tokens
+    tokens = copies.runner.shapes.kept_tokens
     where = tokens + np.arange(len(records) * size, dtype=np.int32)  # nowhere
     for record in new:
         if (place := copies.tier.take(record)) is not None:

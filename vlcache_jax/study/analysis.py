@@ -129,7 +129,7 @@ def answer_attention(probe: Probe, placed: Placed, trace: Trace) -> tuple[list[A
     scaled: list[list[Array]] = [[] for _ in placed.images]
     raw: list[list[Array]] = [[] for _ in placed.images]
     for i in range(probe.num_layers):
-        layer = runner.definitions.bind_layer(runner.text["layers"][i])
+        layer = runner.shapes.bind_layer(runner.text["layers"][i])
         q, k, _, _ = layer.self_attn.project(layer.input_layernorm(trace.inputs[i]), rows, keep=size)
         query, keys = np.asarray(q[row], np.float64), np.asarray(k, np.float64)  # [H, D], [N, K, D]
         keys = keys.repeat(len(query) // keys.shape[1], axis=1)

@@ -84,7 +84,7 @@ class Probe:
         self.config = llm.service.device.runner.config
         self._run = jax.jit(self._dense)
         self._embed = jax.jit(self._embedded)
-        self._head = jax.jit(lambda norm, head, x: self.runner.definitions.logits(norm, head, x))
+        self._head = jax.jit(lambda norm, head, x: self.runner.shapes.logits(norm, head, x))
 
     @property
     def num_layers(self) -> int:
@@ -183,7 +183,7 @@ class Probe:
     # Programs.
 
     def _embedded(self, table: Any, encoded: jax.Array, source: jax.Array) -> Any:
-        return decoder.embed(bind(self.runner.definitions.table_graph, table), encoded, source)
+        return decoder.embed(bind(self.runner.shapes.table_graph, table), encoded, source)
 
     def _dense(
         self,
@@ -202,7 +202,7 @@ class Probe:
         )
         inputs, keys, values, outputs = [], [], [], []
         for i in range(self.num_layers):
-            layer = self.runner.definitions.bind_layer(text["layers"][i])
+            layer = self.runner.shapes.bind_layer(text["layers"][i])
             # K, V of rows that do not write go nowhere: their slots are beyond the pool.
             slot = jnp.where(write[i] & (index < n), index, size + index)
             rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)

@@ -221,7 +221,7 @@ class Profiler:
         end = jnp.where(real, start + rows + 1, 0).reshape(-1)
         begin = jnp.where(real, start, 0).reshape(-1)
         places = jnp.tile(position[:, jnp.minimum(rows, size - 1)], (1, candidates))
-        layer = probe.runner.definitions.bind_layer(params)
+        layer = probe.runner.shapes.bind_layer(params)
         x, _, _, _ = layer(
             x,
             k,

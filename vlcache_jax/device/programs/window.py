@@ -7,47 +7,55 @@ nowhere, and when all have, the window ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.device import sampler
+from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.layers import layer_step
+from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
 from vlcache_jax.device.sampler import Choosing, Lanes, Sampled
-from vlcache_jax.models import Rows
+from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE, Work
 
 ANSWER = 2  # columns of a window's rows before those of `Choosing`: tokens of the prompt, and its M-RoPE delta
 
-Params = dict[str, Any]
-
 
 @dataclass(frozen=True)
-class Window:
-    """Decodes.
+class Window(Program[tuple[Sampled, Lanes, Halves]]):
+    """Decodes up to `ladder.window` tokens of `count` rows, B."""
 
-    Attributes:
-      rows: B, at most.
-      slots: S of the pool.
-      most: tokens of each row at most.
-      layer: (params, x, k, v, rows, count, work, None) -> (x, k, v, captured), of a layer.
-      embed: (text, tokens) -> x.
-      logits: (norm, head, x) -> float32 [B, V].
-    """
+    name = "window"
+    donates = (2, 3)
+    count: int
 
-    rows: int
-    slots: int
-    most: int
-    layer: Callable[..., Any]
-    embed: Callable[[Params, jax.Array], jax.Array]
-    logits: Callable[[Params, Params, jax.Array], jax.Array]
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return [cls(count) for count in demand.ladder.sequences]
 
-    def __call__(
-        self, text: Params, head: Params, pool: Any, lanes: Lanes, rows: jax.Array, work: Work, tokens: jax.Array
-    ) -> tuple[Sampled, Lanes, Any]:
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return (
+            shapes.text, shapes.head, shapes.pools(shapes.config.text.num_layers), shapes.lanes,
+            ints(self.count, ANSWER + sampler.COLUMNS), shapes.work_config(self.count, decode=True).abstract(), ints(),
+        )  # fmt: skip
+
+    def compute(
+        self,
+        shapes: Shapes,
+        text: Params,
+        head: Params,
+        pool: Halves,
+        lanes: Lanes,
+        rows: jax.Array,
+        work: Work,
+        tokens: jax.Array,
+    ) -> tuple[Sampled, Lanes, Halves]:
         """Decodes up to `tokens` tokens of each row.
 
         Args:
@@ -56,12 +64,13 @@ class Window:
           work: of the last token.
 
         Returns:
-          (what was chosen, [most, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
+          (what was chosen, [ladder.window, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
         """
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
         length, delta = rows[:, 0], rows[:, 1]
         choosing = Choosing.unpack(rows[:, ANSWER:])
         tables = work.parts().tables
-        index = jnp.arange(self.rows, dtype=jnp.int32)
+        index = jnp.arange(self.count, dtype=jnp.int32)
 
         def goes_on(lanes: Lanes) -> jax.Array:
             return ~lanes.is_ended.at[choosing.lane].get(mode="fill", fill_value=True)
@@ -72,27 +81,25 @@ class Window:
             last = jnp.where(live, length + lanes.step.at[choosing.lane].get(mode="clip") - 1, 0)
             slot = tables[index, last // PAGE] * PAGE + last % PAGE
             row = Rows(
-                slot=jnp.where(live, slot, self.slots + index),
+                slot=jnp.where(live, slot, shapes.num_slots + index),
                 position=jnp.tile(jnp.where(live, last + delta, 0), (3, 1)),
                 k_start=jnp.zeros_like(last),
                 k_end=jnp.where(live, last + 1, 0),
                 source=jnp.where(live, lanes.token.at[choosing.lane].get(mode="clip"), 0),
             )
-            x = self.embed(text, row.source)
+            x = bind(shapes.table_graph, text["embed_tokens"])(row.source)
             updated = []
             for i, (k, v) in enumerate(pool):
-                x, k, v, _ = self.layer(text["layers"][i], x, k, v, row, np.full(2, self.rows, np.int32), work, None)
+                x, k, v, _ = layer(text["layers"][i], x, k, v, row, np.full(2, self.count, np.int32), work, None)
                 updated.append([k, v])
-            sampled, lanes = sampler.sample(self.logits(text["norm"], head, x), lanes, choosing)
+            sampled, lanes = sampler.sample(shapes.logits(text["norm"], head, x), lanes, choosing)
             return step + 1, updated, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
 
-        begin = jnp.int32(0), pool, lanes, self._nothing(text, head, lanes, choosing)
+        begin = jnp.int32(0), pool, lanes, self._nothing(shapes, lanes, choosing)
         _, pool, lanes, chosen = jax.lax.while_loop(lambda c: (c[0] < tokens) & goes_on(c[2]).any(), token, begin)
         return chosen, lanes, pool
 
-    def _nothing(self, text: Params, head: Params, lanes: Lanes, choosing: Choosing) -> Sampled:
-        x = jax.eval_shape(self.embed, text, choosing.lane)
-        logits = jax.eval_shape(self.logits, text["norm"], head, x)
-        sampled, _ = jax.eval_shape(sampler.sample, logits, lanes, choosing)
-        nothing = jax.tree.map(lambda x: jnp.zeros((self.most, *x.shape), x.dtype), sampled)
+    def _nothing(self, shapes: Shapes, lanes: Lanes, choosing: Choosing) -> Sampled:
+        sampled, _ = jax.eval_shape(sampler.sample, shapes.vocabulary(self.count), lanes, choosing)
+        nothing = jax.tree.map(lambda x: jnp.zeros((shapes.ladder.window, *x.shape), x.dtype), sampled)
         return nothing._replace(token=jnp.full_like(nothing.token, sampler.NO_ANSWER))

@@ -1,0 +1,84 @@
+"""Programs that take rows that have left the last layer to tokens and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from vlcache_jax.device import sampler
+from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.shapes import Params, Shapes, ints
+from vlcache_jax.device.sampler import Choosing, Lanes, Sampled
+
+
+@dataclass(frozen=True)
+class OutputHead(Program[jax.Array]):
+    """Logits, float32 [count, V], of `count` of `size` rows."""
+
+    name = "head"
+    size: int
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        for size in demand.ladder.rows:
+            keep = shapes.ladder.outputs(size)
+            yield from (cls(keep, min(count, keep)) for count in demand.ladder.sequences)
+            yield cls(size, keep)  # logits of all rows, slice by slice
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return shapes.text["norm"], shapes.head, shapes.hidden(self.size), ints()
+
+    def compute(self, shapes: Shapes, norm: Params, head: Params, x: jax.Array, first: jax.Array) -> jax.Array:
+        return shapes.logits(norm, head, jax.lax.dynamic_slice_in_dim(x, first, self.count))
+
+
+@dataclass(frozen=True)
+class SampleFirst(Program[tuple[Sampled, Lanes]]):
+    """The next token of lanes whose answers have `steps` tokens so far."""
+
+    name = "sample"
+    donates = (1,)
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        most = {shapes.ladder.outputs(size) for size in demand.ladder.rows} | {shapes.ladder.max_sequences}
+        return [cls(min(count, keep)) for keep in sorted(most) for count in demand.ladder.sequences]
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return shapes.vocabulary(self.count), shapes.lanes, ints(self.count, sampler.COLUMNS), ints(self.count)
+
+    def compute(
+        self, shapes: Shapes, logits: jax.Array, lanes: Lanes, rows: jax.Array, steps: jax.Array
+    ) -> tuple[Sampled, Lanes]:
+        choosing = Choosing.unpack(rows)
+        begun = lanes._replace(
+            step=lanes.step.at[choosing.lane].set(steps, mode="drop"),
+            is_ended=lanes.is_ended.at[choosing.lane].set(False, mode="drop"),
+        )
+        return sampler.sample(logits, begun, choosing)
+
+
+@dataclass(frozen=True)
+class ScoreTokens(Program[tuple[jax.Array, ...]]):
+    """See `sampler.score`."""
+
+    name = "score"
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return [cls(shapes.ladder.outputs(size)) for size in demand.ladder.rows]
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return shapes.vocabulary(self.count), ints(self.count), jax.ShapeDtypeStruct((), jnp.bool_)
+
+    def compute(
+        self, shapes: Shapes, logits: jax.Array, target: jax.Array, wants_top: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return sampler.score(logits, target, wants_top)

@@ -1,0 +1,199 @@
+"""What the programs of an engine have in common: sizes, and what they take as abstract arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vlcache_jax import pallas_kernels as kernels
+from vlcache_jax.cache.device import ALIGNMENT
+from vlcache_jax.device import sampler
+from vlcache_jax.device.ladder import Ladder, cover
+from vlcache_jax.device.packed import FIELDS
+from vlcache_jax.models import ModelConfig, abstract_model, bind
+from vlcache_jax.models.decoder import DecoderLayer
+from vlcache_jax.models.model import bind_layer, layer_graphs
+from vlcache_jax.reuse.shift import TOKENS, Moves
+
+Params = dict[str, Any]
+Halves = list[list[jax.Array]]  # of each layer K and V, or the planes in which the device tier has both
+Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
+
+LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all
+LINKED = (16, 4, 1)  # images that one program links
+LINKED_TOKENS = 16384  # of these images together, where they are several
+
+
+class Shapes:
+    """The sizes of an engine, and the shapes that follow from them.
+
+    Args:
+      config, params, normalization, num_slots, max_pages, ladder, implementation, codec, kept_tokens: see `Runner`; of
+        arrays only the shapes count.
+
+    Attributes:
+      dtype: of K, V and hidden states.
+      visual, normalization, text, head: abstract weights.
+      tower_graph, table_graph, norm_graph: what weights of a vision tower, an embedding table and a norm are bound to.
+      like: of each layer the first with weights of the same shapes; programs have slices of it.
+      token_rungs: numbers of an image's tokens.
+      moved: tokens of images that a step moves at most.
+      windows: pages of the prompts that scores look at.
+      link_groups: layers whose K, V are linked together, in their order.
+      recall_rungs: tokens that one program links from the device tier.
+      work_config: (rows, decode=False) -> how their attention is cut, the same object every time.
+      pool: K or V of a layer.
+      encoder_rows, packed: of a step; see `vlcache_jax.device.packed`.
+      lanes: see `vlcache_jax.device.sampler`.
+      kept, kept_rows: the device tier: of each layer what `kernels.recall` reads, and encoder rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        normalization: jax.Array,
+        *,
+        num_slots: int,
+        max_pages: int,
+        ladder: Ladder,
+        implementation: str | None,
+        codec: kernels.Codec | None = None,
+        kept_tokens: int = 0,
+    ):
+        self.config, self.ladder, self.implementation, self.codec = config, ladder, implementation, codec
+        self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
+        self.dtype = params["language_model"]["norm"]["scale"].dtype
+        # Weights, and what they are bound to.
+        self.visual, self.normalization = abstract((params["visual"], normalization))
+        self.text = abstract(params["language_model"])
+        self.head = abstract(params.get("lm_head", params["language_model"]["embed_tokens"]))
+        model = abstract_model(config, self.dtype)
+        self.tower_graph = nnx.graphdef(model.visual)
+        self._layer_graphs = layer_graphs(model)
+        self.table_graph = nnx.graphdef(model.language_model.embed_tokens)
+        self.norm_graph = nnx.graphdef(model.language_model.norm)
+        # Sizes.
+        text, layers = config.text, config.text.num_layers
+        self.like = tuple(map(text.first_like, range(layers)))
+        self.token_rungs = tuple(size // config.vision.merge_size**2 for size in ladder.patches)
+        largest = self.token_rungs[-1]
+        self.moved = min(max(TOKENS, largest), num_slots)
+        pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
+        self.windows = tuple(sorted({*pages, max_pages}))
+        group = -(-layers // LINK_GROUPS)
+        self.link_groups = tuple(slice(first, min(first + group, layers)) for first in range(0, layers, group))
+        self.recall_rungs = tuple(sorted({*self.token_rungs, *(count * largest for count in self.linked(largest))}))
+        self.work_config = functools.cache(self._work_config)  # asked for at every token
+        # Arrays.
+        self.pool = self.heads(num_slots)
+        depth = 1 + config.vision.num_deepstack
+        self.encoder_rows, self.kept_rows = (
+            jax.ShapeDtypeStruct((depth, rows, text.hidden_size), self.dtype) for rows in (ladder.max_rows, kept_tokens)
+        )
+        self.packed = ints(FIELDS, ladder.max_rows)
+        self.lanes = jax.eval_shape(functools.partial(sampler.empty_lanes, ladder.max_sequences, text.vocab_size))
+        planes: list[tuple[tuple[int, ...], Any]] = [((text.num_kv_heads, text.head_dim), self.dtype)]
+        if codec is not None:
+            planes = [((width,), jnp.uint8) for width in self.planes]
+        self.kept = [[jax.ShapeDtypeStruct((2, kept_tokens, *shape), dtype) for shape, dtype in planes]] * layers
+
+    def bind_layer(self, params: Params) -> DecoderLayer:
+        """The decoder layer of these parameters, to be called while tracing."""
+        return bind_layer(self._layer_graphs, params)
+
+    def logits(self, norm: Params, head: Params, x: jax.Array) -> jax.Array:
+        """Float32 [N, V] of hidden states, while tracing."""
+        return bind(self.table_graph, head).scores(bind(self.norm_graph, norm)(x))
+
+    # Arrays of so many rows, or of so many layers.
+
+    def heads(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Keys or values of rows."""
+        text = self.config.text
+        return jax.ShapeDtypeStruct((rows, text.num_kv_heads, text.head_dim), self.dtype)
+
+    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Hidden states of rows."""
+        return jax.ShapeDtypeStruct((rows, self.config.text.hidden_size), self.dtype)
+
+    def vocabulary(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Logits of rows."""
+        return jax.ShapeDtypeStruct((rows, self.config.text.vocab_size), jnp.float32)
+
+    def pools(self, layers: int) -> list[list[jax.ShapeDtypeStruct]]:
+        """K and V of layers."""
+        return [[self.pool] * 2] * layers
+
+    def moves(self, layers: int) -> Moves:
+        """What layers move."""
+        return Moves(ints(self.ladder.max_rows), ints(6, self.moved), ints(layers), ints(layers))
+
+    def constants(self, text: Params | None = None) -> list[Constants]:
+        """Of each layer what its keys before rotation have in common, and codecs take out.
+
+        Args:
+          text: weights of the decoder; None: abstract ones.
+        """
+        weights = self.text if text is None else text
+        return [self._constants(weights["layers"][i]["self_attn"]) for i in range(self.config.text.num_layers)]
+
+    def _constants(self, attention: Params) -> Constants:
+        text = self.config.text
+        if self.codec is None:
+            return None, None
+        bias = attention["k_proj"].get("bias")
+        if isinstance(bias, jax.ShapeDtypeStruct):
+            bias = jax.ShapeDtypeStruct((text.num_kv_heads, text.head_dim), bias.dtype)
+        elif bias is not None:
+            bias = bias.reshape(text.num_kv_heads, text.head_dim)
+        return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """Bytes of a token's codes and of its scales."""
+        assert self.codec is not None
+        return self.codec.planes(self.config.text.num_kv_heads, self.config.text.head_dim)
+
+    def _work_config(self, rows: int, decode: bool = False) -> kernels.WorkConfig:
+        """How the attention of `rows` rows is cut, of one request each where they decode."""
+        text = self.config.text
+        q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)
+        return kernels.work_config(
+            rows, min(rows, self.ladder.max_sequences), self.max_pages, q, text.num_kv_heads,
+            decode=decode, implementation=self.implementation,
+        )  # fmt: skip
+
+    # How links are cut into programs.
+
+    def linked(self, size: int) -> tuple[int, ...]:
+        """How many images of `size` tokens one program links, the largest number first."""
+        return tuple(count for count in LINKED if count == 1 or count * size <= LINKED_TOKENS)
+
+    def split_links(self, size: int, number: int) -> list[int]:
+        """How many images each program links where `number` images of `size` tokens are linked."""
+        counts = []
+        for count in self.linked(size):
+            counts += [count] * (number // count)
+            number %= count
+        return counts
+
+    def split_recalls(self, lengths: abc.Iterable[int]) -> list[int]:
+        """How many tokens each program links where images of so many tokens are linked from the device tier."""
+        tokens = sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths)
+        return cover(tokens, self.recall_rungs)
+
+
+def abstract(tree: Any) -> Any:
+    """Abstract arrays like those of a tree."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    """An abstract array of int32."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,85 @@
+"""Programs that make, and those that change aside, what others update in place: the pool, encoder rows and lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from vlcache_jax.device import sampler
+from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.shapes import Halves, Shapes, ints
+from vlcache_jax.device.sampler import Lanes
+from vlcache_jax.pallas_kernels import PAGE
+
+
+@dataclass(frozen=True)
+class EmptyPool(Program[jax.Array]):
+    """K or V of a layer."""
+
+    name = "pool"
+
+    def compute(self, shapes: Shapes) -> jax.Array:
+        return jnp.zeros(shapes.pool.shape, shapes.pool.dtype)
+
+
+@dataclass(frozen=True)
+class EmptyEncoderRows(Program[jax.Array]):
+    """Encoder rows of a step."""
+
+    name = "encoder_rows"
+
+    def compute(self, shapes: Shapes) -> jax.Array:
+        return jnp.zeros(shapes.encoder_rows.shape, shapes.encoder_rows.dtype)
+
+
+@dataclass(frozen=True)
+class EmptyLanes(Program[Lanes]):
+    """Lanes that nobody holds."""
+
+    name = "lanes"
+
+    def compute(self, shapes: Shapes) -> Lanes:
+        return sampler.empty_lanes(shapes.ladder.max_sequences, shapes.config.text.vocab_size)
+
+
+@dataclass(frozen=True)
+class OpenLane(Program[Lanes]):
+    """See `sampler.open_lane`."""
+
+    name = "open_lane"
+    donates = (0,)
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        lanes = shapes.lanes
+        kept = lanes.marks, lanes.bias, lanes.words, lanes.recent
+        return lanes, ints(), *(jax.ShapeDtypeStruct(field.shape[1:], field.dtype) for field in kept)
+
+    def compute(self, shapes: Shapes, lanes: Lanes, lane: jax.Array, *kept: jax.Array) -> Lanes:
+        return sampler.open_lane(lanes, lane, *kept)
+
+
+@dataclass(frozen=True)
+class CopyPages(Program[Halves]):
+    """The pool with `count` pages copied to others."""
+
+    name = "copy"
+    donates = (0,)
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return [cls(count) for count in demand.ladder.sequences]
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return shapes.pools(shapes.config.text.num_layers), ints(self.count), ints(self.count)
+
+    def compute(self, shapes: Shapes, pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
+        def copied(half: jax.Array) -> jax.Array:
+            pages = half.reshape(-1, PAGE, *half.shape[1:])
+            return pages.at[target].set(pages[source], mode="drop").reshape(half.shape)
+
+        return jax.tree.map(copied, pool)

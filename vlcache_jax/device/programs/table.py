@@ -1,0 +1,150 @@
+"""The table of compiled programs.
+
+`compile` makes all that a policy can call for ahead, else each is compiled at its first use. Threads that want the same
+program compile it once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import threading
+import time
+from collections import abc
+from typing import Any
+
+import jax
+
+from vlcache_jax.device.programs import answer, choose, encode, keep, layers, link, state, window
+from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.shapes import Shapes
+from vlcache_jax.files import cache_home
+from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.reuse.policies import Policy
+
+PROGRAMS: tuple[type[Program[Any]], ...] = (
+    state.EmptyPool, state.EmptyEncoderRows, state.EmptyLanes, state.OpenLane, state.CopyPages,
+    layers.Embed, layers.Layer, layers.Block, layers.Slice,
+    answer.OutputHead, answer.SampleFirst, answer.ScoreTokens, window.Window,
+    choose.ScoreRows, choose.Choose, choose.Narrow, choose.Take,
+    encode.Encode, encode.Stage, link.Link, link.Recall, link.Code,
+    keep.EmptyTier, keep.KeepLayer, keep.KeepRows, keep.Restage,
+)  # fmt: skip
+
+_MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
+_MAPS_OF_A_PROGRAM = 3000  # of the largest ones; 350 on average
+
+
+class Programs:
+    """Compiles programs, keeps and calls them.
+
+    Attributes:
+      shapes: of the engine.
+      compiling: called with a program that `run` has to wait for; it waits within what that returns.
+      launches: programs called so far.
+      waited: seconds that calls waited for their programs to be compiled, or read from disk.
+      first_launched: when the first call since this was set to None returned.
+      kernels: in the programs compiled so far: which implementation runs each case, and why.
+    """
+
+    def __init__(self, shapes: Shapes):
+        self.shapes = shapes
+        self.compiling: abc.Callable[[Program[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self._compiled: dict[Program[Any], jax.stages.Compiled] = {}
+        self._locks: dict[Program[Any], threading.Lock] = {}
+        self.launches = 0
+        self.waited = 0.0
+        self.first_launched: float | None = None
+        self.kernels: dict[Program[Any], tuple[dispatch.Choice, ...]] = {}
+
+    def family(self, demand: Demand) -> list[Program[Any]]:
+        """Every program that requests can call for."""
+        return list(dict.fromkeys(one for kind in PROGRAMS for one in kind.family(self.shapes, demand)))
+
+    def family_of(self, policy: Policy) -> list[Program[Any]]:
+        """Every program that requests under a policy can call for."""
+        return self.family(Demand.of(policy, self.shapes))
+
+    def compile(
+        self, programs: abc.Iterable[Program[Any]], progress: abc.Callable[[Program[Any]], None] = lambda program: None
+    ) -> tuple[int, float]:
+        """Compiles those that are not compiled yet; returns the number of them and the seconds it took."""
+        start = time.perf_counter()
+        missing = self.missing(programs)
+        threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        try:
+            compiling = {threads.submit(self.program, one, self._lower(one)): one for one in missing}
+            for future in concurrent.futures.as_completed(compiling):
+                future.result()
+                progress(compiling[future])
+        finally:
+            threads.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun never will
+        return len(missing), time.perf_counter() - start
+
+    def missing(self, programs: abc.Iterable[Program[Any]]) -> list[Program[Any]]:
+        """Those that are not compiled yet."""
+        return [program for program in programs if program not in self._compiled]
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def run[R](self, program: Program[R], *arguments: Any) -> R:
+        """Calls a program, which is compiled first if it is not yet."""
+        if (compiled := self._compiled.get(program)) is None:
+            begin = time.perf_counter()
+            with self.compiling(program):
+                compiled = self.program(program)
+            self.waited += time.perf_counter() - begin
+        self.launches += 1
+        made: R = compiled(*arguments)
+        if self.first_launched is None:
+            self.first_launched = time.perf_counter()
+        return made
+
+    def program(self, program: Program[Any], lowered: jax.stages.Lowered | None = None) -> jax.stages.Compiled:
+        """The compiled program. If another thread is at it, waits for it; else compiles it if it is not yet.
+
+        Raises:
+          MemoryError: see `check_maps`.
+        """
+        with self._locks.setdefault(program, threading.Lock()):
+            if program not in self._compiled:
+                check_maps(program)
+                self._compiled[program] = (lowered or self._lower(program)).compile()
+            return self._compiled[program]
+
+    def _lower(self, program: Program[Any]) -> jax.stages.Lowered:
+        arguments = program.arguments(self.shapes)
+        with dispatch.recorded() as choices:
+            lowered = program.jitted(self.shapes).lower(*arguments)
+        if choices:
+            self.kernels[program] = tuple(dict.fromkeys(choices))
+        return lowered
+
+
+def check_maps(program: Program[Any]) -> None:
+    """Sees that a program can still be mapped: on a CPU each takes hundreds of maps, and XLA crashes without.
+
+    Raises:
+      MemoryError: the process has nearly as many memory maps as Linux allows.
+    """
+    try:
+        used, most = _MAPS.read_bytes().count(b"\n"), int(_MOST_MAPS.read_text())
+    except OSError:  # another system
+        return
+    if used + _MAPS_OF_A_PROGRAM > most:
+        raise MemoryError(
+            f"memory maps must be left for the program {program}, but this process has {used} of {most}, "
+            "most for compiled programs: raise the limit (sysctl -w vm.max_map_count=262144), or open fewer models"
+        )
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, unless the user has decided where or whether."""
+    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_home() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
