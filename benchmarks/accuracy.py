@@ -60,6 +60,7 @@ def measure(
         samples = load_samples(data, questions=questions)
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
         results = run(llm, samples, named, possible(protocols, samples), max_tokens=max_tokens, work=work)
+    # Tables of what was right, and of differences from the cold run.
     cases = pairs.cases_of(samples, results)
     details, totals = pairs.summarize(cases)
     for case in cases:

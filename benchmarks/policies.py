@@ -241,6 +241,7 @@ def measure(
     """
     from vlcache_jax.assets import TINY_VQA
 
+    # Wrong arguments and files are told before JAX is imported and a model loaded.
     _check(data, ratios=ratios, shares=shares, mean=mean, profiled=profiled, split=split)
     check_writable("out", out)
     WorkLog(work, "")  # refuses another kind of file before the work
@@ -258,6 +259,7 @@ def measure(
     for protocol in protocols:
         cases.setdefault(protocol.case, []).append(protocol)
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
+        # Every setting must suit the model.
         for schedule in given.values():
             llm.service.policy_of(schedule)
         for policy in asked.values():
@@ -265,6 +267,7 @@ def measure(
         for found in sets:
             image_tokens, num_layers = _sizes(llm, found.asked)
             for case in accuracy.possible(list(cases), found.asked):
+                # Schedules are found for each case, then all is compared within the groups.
                 own = found.profiled
                 made = find_schedules(llm, own, case, mean, count=profiled, work=work) if own else {}
                 shown = {"size": found.size, "arrangement": case.arrangement, "donors": case.donors}

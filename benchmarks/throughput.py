@@ -190,6 +190,7 @@ def measure(
             "use_tqdm": False,
             **settings,
         }
+        # What every worker is told: the same model, options and requests.
         task = {
             "model": model or str(folder / "model"),
             "options": options,
@@ -197,6 +198,7 @@ def measure(
             "requests": requests,
             "warm": _make(WARM, folder / "others"),
         }
+        # One worker for each checkout; they take turns.
         roots = {OURS: pathlib.Path(vlcache_jax.__file__).parent.parent}
         if against is not None:
             roots[f"against {against.resolve().name}"] = against.resolve()

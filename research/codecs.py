@@ -96,6 +96,7 @@ def compare(
     found: dict[tuple[str, str], list[Compared]] = {(name, codec): [] for name in policies for codec in codecs}
     sizes: dict[str, int] = {}
     with contextlib.ExitStack() as stack, Progress("questions", len(samples)) as bar:
+        # An engine for each codec; all answer the same questions, batch by batch, from a cache filled alike.
         engines = {
             codec: stack.enter_context(
                 LLM(
@@ -129,6 +130,7 @@ def compare(
                         for i, base, true, own, text in zip(chosen, reference, cold.logits, logits, texts, strict=True)
                     ]
             bar.update(len(chosen))
+    # Codes are never exact, so equal logits would mean that nothing was linked from them.
     for (name, codec), rows in found.items():
         if codec != AUTO and not any(row.kl.any() for row in rows):
             raise ValueError(f"codec {codec} must change something under {name}, changed nothing")

@@ -102,6 +102,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
         "bytes": lambda: [bytes(bytearray(file)) for file in files],
         "PIL images": lambda: [picture.copy() for picture in pictures],
     }
+    # Milliseconds: of whole calls, of their parts, and of what a hit cannot do without.
     launched: dict[str, list[float]] = {kind: [] for kind in fresh}
     parts: dict[str, list[float]] = defaultdict(list)
     hashing: dict[str, list[float]] = {kind: [] for kind in fresh}
@@ -127,11 +128,13 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
                 ask(fresh["bytes"]())
                 llm.cache.flush()
                 bar.update()
+                # What a hit calls for is compiled, and has run once, before anything is timed.
                 llm.service.ahead.wait()
                 llm.service.ahead.stop()
                 for kind in fresh:
                     ask(fresh[kind]())
                 bar.update()
+                # Programs of a hit, and then the seconds of each kind in turns.
                 before = llm.stats().launches
                 ask(fresh["bytes"]())
                 launches = llm.stats().launches - before
@@ -151,6 +154,7 @@ def measure(count: int, repeats: int) -> tuple[list[dict[str, Any]], int]:
                         start = time.perf_counter()
                         list(threads.map(lambda copy: hashlib.sha256(copy).digest(), copies))
                         hashing[kind].append(1e3 * (time.perf_counter() - start))
+                # What a hit saves: decoding and the library's processor.
                 for _ in range(3):
                     start = time.perf_counter()
                     images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]

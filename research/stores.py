@@ -286,6 +286,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
       size: bytes of all records.
     """
     with contextlib.ExitStack() as stack:
+        # The tiers as an engine has them.
         disk = DiskTier(folder / "disk", 2 * size + 2**30)
         stack.callback(disk.close)
         objects = ObjectTier((folder / "objects").as_uri(), timeout=_TIMEOUT)
@@ -295,6 +296,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
         host, port = server.address
         peer = PeerTier(f"http://{host}:{port}", timeout=_TIMEOUT)
         stack.callback(peer.close)
+        # Beside each the plainest way to the same bytes, by which it is judged.
         raw = stack.enter_context(contextlib.closing(http.client.HTTPConnection(host, port, timeout=_TIMEOUT)))
         plain = folder / "plain"
         shared, plain_objects = (LocalStore(folder / name, mkdir=True) for name in ("objects", "plain objects"))
@@ -349,6 +351,7 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
         raise ValueError("--redis needs redis-server, which is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    # In memory alone.
     options = {"bind": "127.0.0.1", "port": str(port), "save": "", "appendonly": "no"}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     process = subprocess.Popen([binary, *words], cwd=folder, stdout=subprocess.DEVNULL)
@@ -402,6 +405,7 @@ def measure(*, mb: float, records: int, repeats: int, has_redis: bool) -> tuple[
         raise ValueError(
             f"mb must be at least {TOKEN / 1e6}, and records and repeats 1, got {mb}, {records} and {repeats}"
         )
+    # Records of each codec, and what writing and reading them takes.
     kept = {codec: [make_record(codec, number, tokens) for number in range(records)] for codec in (PLAIN, *CODECS)}
     sizes = {codec: own[0].meta.nbytes for codec, own in kept.items()}
     writes: defaultdict[tuple[str, str], Times] = defaultdict(Times)
@@ -430,6 +434,7 @@ def measure(*, mb: float, records: int, repeats: int, has_redis: bool) -> tuple[
         | {f"at least {LEAST:.0f} %": "-"}
         for (name, codec), times in writes.items()
     ]
+    # A row for each way to read, with what it must reach of the plain way.
     for (name, cache, is_new, codec), times in reads.items():
         about: dict[str, Any] = {
             "store": name,

@@ -519,6 +519,7 @@ def run(plan: Plan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list[Ro
     Raises:
       ValueError: the folder has results of another chip, jax or state of the kernels.
     """
+    # What a run before this one has measured is not measured again.
     deadline = time.monotonic() + 60 * minutes
     file = plan.out / "gpu.json"
     plan.out.mkdir(parents=True, exist_ok=True)
@@ -534,6 +535,7 @@ def run(plan: Plan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list[Ro
         content = {"head": device_head(), "identity": identity(plan), "tried": tried, "cases": done}
         file.write_text(json.dumps(content, indent=1) + "\n")
 
+    # Those that were tried least come first. Speeds of a wrong kernel are worth nothing.
     cases = [(section, f"{section}: {name}", case) for section in only for name, case in globals()[section](plan)]
     results: dict[str, str] = {}
     broken = False

@@ -183,6 +183,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
     None if the lengths of the configuration cannot hold it.
     """
     count, box = len(rows.row), config.box
+    # Which groups each row is in; `tail` is where the pages of its own begin.
     tail, level = np.zeros(count, np.int64), np.zeros(count, np.int64)
     chain = np.zeros((len(groups), count), np.int64)  # the groups of each row, the one with the shortest prefix first
     for number, group in enumerate(groups, 1):
@@ -190,11 +191,13 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
         tail[group.rows] = group.last
         level[group.rows] += 1
     levels = int(level.max(initial=0))
+    # Rows that agree in their table and groups lie together, by where they end.
     apart = np.concatenate([rows.table[None], chain[:levels][::-1]])  # rows of an octet agree in these
     order = np.lexsort((rows.end, *apart))
     table, start, end, least = (x[order] for x in rows[1:])
     tail, apart = tail[order], apart[:, order]
 
+    # Runs of such rows, each in octets of its own, and the place of each row in these.
     new = np.ones(count, bool)
     new[1:] = (apart[:, 1:] != apart[:, :-1]).any(0)
     first_row = new.nonzero()[0]
@@ -206,6 +209,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
     place = np.full((1 + len(groups), count), -1)
     place[0, order] = (first_octet[run_of] + within // box) * box + within % box if count else 0
 
+    # A group sees its prefix through the octets of its rows, or, where these lie far apart, through a dense copy.
     used, apart_octets = int(octets.sum()), len(octets)
     spans: list[tuple[int, ...]] = []
     for number, group in enumerate(groups, 1):
@@ -223,6 +227,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
         begins, lengths, *of_groups = np.array(spans).T
         octets, first_octet = np.concatenate([octets, lengths]), np.concatenate([first_octet, begins])
 
+    # Octets are stacked to tiles; those of the groups, which come last, see whole prefixes.
     run, offset, height = _tile_starts(octets, config)
     octet = first_octet[run] + offset
     if groups:
@@ -231,6 +236,7 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
         visits = [column[together] for column in of_groups]
         shared = [octet[own:], height[own:], *visits, 0 * together, 0 * together + FAR, together >= 0]
         run, offset, octet, height = (x[:own] for x in (run, offset, octet, height))
+    # Of each other tile the pages that any of its rows sees, and those that all see whole.
     at = first_row[run] + offset * box
     pages = (
         (np.minimum, np.maximum(start // PAGE, tail)),
@@ -240,10 +246,12 @@ def _cut(rows: _Rows, groups: tuple[_Group, ...], config: WorkConfig) -> tuple[T
     )
     bounds = [reduce.reduceat(x, at) if count else np.zeros(0, np.int64) for reduce, x in pages]
     tiles: list[Any] = [octet, height, table[at], *bounds, tail[at] > 0]
+    # Tiles that see nothing are left out.
     kept = bounds[0] < bounds[1]
     if not kept.all():
         tiles = [x[kept] for x in tiles]
     merged = Tiles(*([np.concatenate(columns) for columns in zip(tiles, shared, strict=True)] if groups else tiles))
+    # If the static lengths do not hold it, the caller gives a group up.
     if used > config.octets or len(merged.octet) > config.tiles or (config.programs > 1 and levels >= config.pieces):
         return None
     pieces = share_out(merged, config, config.pieces // (1 + levels))
@@ -281,12 +289,14 @@ def _tile_starts(octets: Numbers, config: WorkConfig) -> tuple[Any, Any, Any]:
 def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Pieces, config: WorkConfig) -> None:
     """Fills in what is not filled in yet."""
     box, group, heads = config.box, config.group, config.heads
+    # Which row each place in the octets has.
     parts.rows[:] = config.rows
     parts.rows[place[0]] = rows.row
     for places in place[1:]:
         packed = places >= 0
         parts.rows[places[packed]] = rows.row[packed]
 
+    # The items, program by program; those whose result is not final get room for partials.
     order = stable_order(pieces.program, config.programs)
     tile, head, first, last, is_cut = (column[order] for column in pieces[:5])
     is_partial = (tiles.partial[tile] | is_cut) & (config.programs > 1)
@@ -307,6 +317,7 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
         of_tiles[:, DIRECT] = first_row
     of_tiles.take(tile, 0, items, "clip")
     items[:, HEAD], items[:, FROM], items[:, TO], items[:, PARTIAL] = head, first, last, partial
+    # Where each program's items begin. One program makes no partials.
     np.bincount(pieces.program, minlength=config.programs).cumsum(out=parts.ctas[1:])
     if config.programs == 1:
         return
@@ -325,6 +336,7 @@ def _write(parts: Parts, rows: _Rows, tiles: Tiles, place: Numbers, pieces: Piec
     at = (partial[cut] * box).repeat(size) + index * (group * box)
     parts.merge[: len(here)] = (at.astype(np.int32)[:, None] + np.arange(box, dtype=np.int32)).ravel()[here]
     np.bincount(target, minlength=config.rows * heads).cumsum(out=parts.merge_first[1:])
+    # From where each row's result is read, but for rows that items write directly.
     parts.unpack[:] = config.octets * box
     parts.unpack[rows.row] = place[0]
     direct = (first_row >= 0).nonzero()[0]

@@ -48,11 +48,13 @@ def stable_order(numbers: Numbers, below: int) -> Numbers:
 
 def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     """Deals tiles, times heads, to the programs; cuts what cannot be dealt whole, no tile into more than `limit`."""
+    # What each tile costs, in pages.
     pages = tiles.last - tiles.first
     inner = np.minimum(np.maximum(tiles.inner_to - tiles.first, 0), pages)  # in front of those whose ends are masked
     masked = np.minimum(np.maximum(tiles.inner_from - tiles.first, 0), pages)
     fixed = ITEM * (1 + tiles.partial) + MASK * masked
     cost = fixed + inner + (1 + MASK) * (pages - inner)
+    # Every tile comes once a head, the dearest first.
     order = (-cost if config.programs > 1 else -tiles.octets).argsort(kind="stable")
     tile = order.repeat(config.heads)
     head = np.arange(len(tile)) % config.heads
@@ -72,11 +74,13 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
         load[free] += mine
         program[dealt : dealt + programs] = free
         loads.append(load)
+    # Even enough: nothing is cut.
     mean = costs.sum() / programs
     dealt_whole = Pieces(tile, head, tiles.first[tile], tiles.last[tile], np.zeros(len(tile), bool), program)
     if load.max() - mean <= max(1.0, 0.015 * mean):
         return dealt_whole
 
+    # Whole rounds stay as long as nobody has more than its share; what is left is cut along one line of pages.
     share = max(mean, costs[0] / max(limit - 1, 1) + 2 * ITEM)
     rounds = bisect.bisect_right(loads, share, key=np.ndarray.max) - 1  # loads grow from round to round
     dealt = min(rounds * programs, len(tile))
@@ -88,6 +92,7 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     begin = np.zeros(len(rest) + 1, np.int64)  # of each on the line of all their pages
     length.cumsum(out=begin[1:])
     cuts = _cuts(begin, costs[dealt:], rest, fixed, inner, loads[rounds][by_room], share)
+    # Items begin where a tile does and where a program's share does.
     points = np.concatenate([begin, cuts])  # where an item begins, and the end of the line
     points.sort()
     new = np.empty(len(points), bool)
@@ -96,6 +101,7 @@ def share_out(tiles: Tiles, config: WorkConfig, limit: int) -> Pieces:
     points = points[new]
     points, stops = points[:-1], points[1:]
     item = begin.searchsorted(points, side="right") - 1
+    # Each of them as a piece, behind those that were dealt whole.
     size, whole_size = stops - points, length[item]
     first = dealt_whole.first[dealt:][item] + points - begin[item]
     cut = Pieces(

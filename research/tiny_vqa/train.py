@@ -192,6 +192,7 @@ class Sampler:
         rng = self.rng
         count = 1 + int(rng.choice(len(stage.images), p=stage.images))
         sizes = [stage.sizes[i] for i in rng.integers(len(stage.sizes), size=count)]
+        # All conversations of a group show pictures of the same sizes, so that they pad little.
         batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
         rows, numbers = [], []
         shown: list[Picture] = []
@@ -213,6 +214,7 @@ class Sampler:
             asked_about = [-1] * spoken + [_asked_about(question.text) for question in questions]
             rows.append((row, answers, self._about(row, [a - len(kinds) for a in answers], asked_about)))
             kinds += [""] * spoken + [question.kind for question in questions]
+        # Padded to one length; -1 is where nothing is learnt.
         length = max(len(row) for row, *_ in rows)
         ids = np.full((batch, length), TOKEN_IDS["<|endoftext|>"])
         answer, about = np.full((2, batch, length), -1)
@@ -661,6 +663,7 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
         dist.init_process_group("gloo")
         if args.groups % dist.get_world_size():
             parser.error(f"--groups must be a multiple of the {dist.get_world_size()} processes, got {args.groups}")
+    # One process writes the files that all read.
     leads = not dist.is_initialized() or dist.get_rank() == 0
     if not leads:
         dist.barrier()  # until the files are there
@@ -680,6 +683,7 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
         layer.compile(dynamic=True)  # a sixth less time a step
     if args.finish is not None and trainer.finish is None:
         trainer.finish = (trainer.step, trainer.step + args.finish)
+    # Until it is stopped, or its learning rate has come to 0.
     last = math.inf if args.steps is None else trainer.step + args.steps
     if trainer.finish is not None:
         last = min(last, trainer.finish[1])

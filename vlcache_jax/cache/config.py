@@ -77,22 +77,25 @@ class CacheConfig:
     load: str = "auto"
 
     def __post_init__(self) -> None:
+        # How much is kept here.
         for name in ("host_bytes", "device_bytes", "disk_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if self.salt_bytes is not None:
+            object.__setattr__(self, "salt_bytes", parse_bytes(self.salt_bytes, "salt_bytes"))
+        # Where else.
         if not (self.disk is None or isinstance(self.disk, (str, os.PathLike))) or self.disk == "":
             raise ValueError(f"disk must be the path of a directory or None, got {self.disk!r}")
         if isinstance(self.disk, str) and "://" in self.disk:
             raise ValueError(
                 f"disk must be the path of a directory, got a URL, which `remote` takes: {masked(self.disk)}"
             )
-        if self.salt_bytes is not None:
-            object.__setattr__(self, "salt_bytes", parse_bytes(self.salt_bytes, "salt_bytes"))
         if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
             raise ValueError(f"peers must be a list of URLs, got {type(self.peers).__name__}")
         object.__setattr__(self, "peers", tuple(self.peers))
         check_peers(self.peers, self.peer_token)
         if self.remote is not None:
             check_remote(self.remote)
+        # By which rules.
         if self.admit not in ADMISSIONS:
             raise ValueError(f"admit must be one of {ADMISSIONS}, got {self.admit!r}")
         for name in ("ttl", "timeout"):

@@ -69,16 +69,19 @@ class MemoryTier:
                 there = self._records.get(_place(meta.name))
                 more = [] if there is None or there in gone else [there]
                 others = [r for r in self._records.values() if not (r.is_pinned or r in gone or r is there)]
+                # An owner's records make room in its own share,
                 share = self._share(meta.owner, [*gone, *more]) - taken[meta.owner]
                 own = (record for record in others if record.meta.owner == meta.owner)
                 while share < meta.nbytes and (record := next(own, None)) is not None:
                     more.append(record)
                     share += record.meta.nbytes
+                # and then anybody's in the whole.
                 room = free + sum(record.meta.nbytes for record in more)
                 left = (record for record in others if record not in more)
                 while room < meta.nbytes and (record := next(left, None)) is not None:
                     more.append(record)
                     room += record.meta.nbytes
+                # Nothing leaves for a record that does not fit after all.
                 fits.append(min(room, share) >= meta.nbytes and not any(record.is_pinned for record in more))
                 if fits[-1]:
                     gone += more

@@ -63,6 +63,7 @@ def errors_command(
         from vlcache_jax.study.sensitivity import prepare
 
         probe = Probe(llm)
+        # Each sample at all levels, taken apart by token and layer, and its K, V against a cold run's.
         curves: dict[str, list[np.ndarray]] = {}
         parts = []
         deviations = []
@@ -190,6 +191,7 @@ def attention_command(
         from vlcache_jax.study.sensitivity import prepare
 
         probe = Probe(llm)
+        # Of each sample the attention on its images, and how far its keys are from a cold run's.
         kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
         ranks, distances = [], []
         for case in cases:
@@ -199,6 +201,7 @@ def attention_command(
                 if name == "scaled":
                     ranks += [analysis.first_token_rank(weights) for weights in images]
             distances += [analysis.key_distance(runs, span) for span in runs.placed.images]
+        # Images differ in length: curves are over the share of an image.
         grid = np.linspace(0, 1, 101)
         along = {
             name: np.mean([[np.interp(grid, *_cumulative(layer)) for layer in weights] for weights in found], axis=0)

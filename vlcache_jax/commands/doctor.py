@@ -47,6 +47,7 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             asked = jax.config.jax_platforms or jax.config.read("jax_platform_name")
             how = f"{asked!r} is asked for, say by JAX_PLATFORMS" if asked else "JAX_PLATFORMS=cpu runs on the CPU"
             problems.append(f"jax has no device: {how}.")
+    # What is installed and what runs it.
     named = environment("vlcache-jax", "flax", "transformers")["versions"] | versions()
     findings = [("versions", ", ".join(f"{name} {version}" for name, version in named.items())), ("jax uses", runs)]
     if chip is None:
@@ -58,6 +59,7 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             if not any(name.endswith("-plugin") for name in named):
                 how = "install with `--extra cuda13`"
             problems.append(f"jax does not use {chip.name}: {how}.")
+    # Which kernels are used, and why not.
     refused = refusal() if verdicts else None
     if refused is not None:
         problems.append(
@@ -72,6 +74,7 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             found = f"{'mosaic_gpu' if verdicts[kernel].passed else 'xla'} ({verdicts[kernel]})"
             problems += _problems(kernel, verdicts[kernel])
         findings.append((kernel, found))
+    # Where that is kept, and what else is.
     if chip is not None and verdicts and refused is None:
         path = place(identity(chip))
         findings.append(("verdicts", str(path)))

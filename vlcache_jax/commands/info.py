@@ -60,6 +60,7 @@ def describe(
     processor = processor.with_limits(None if max_pixels is None else {"max_pixels": max_pixels})
     text, vision = config.text, config.vision
     tokens = processor.num_tokens(processor.grid(height, width))
+    # Sizes of the parts, in bytes of `dtype`.
     count = sum(math.prod(parameter.shape) for parameter in parameters(config))
     slot = slot_bytes(config, size)
     rows = size.itemsize * (1 + vision.num_deepstack) * text.hidden_size * tokens
@@ -84,6 +85,7 @@ def describe(
             f"{tokens} tokens; its records: {_gigabytes(slot * tokens)} of K, V and {_gigabytes(rows)} of the encoder",
         ),
     ]
+    # The GPU that is here, or else the usual sizes.
     chip = find_chip()
     found = None if chip is None else memory(chip)
     sizes = {f"{size} GB": size * 10**9 for size in GPUS}

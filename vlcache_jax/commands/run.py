@@ -119,6 +119,7 @@ def run(recipe: Recipe, out: pathlib.Path, *, overwrite: bool, retry: bool) -> N
 
 def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: set[int], overwrite: bool) -> None:
     """Appends the answers to all rows but those that are done, which grow."""
+    # What is shown, and which rows are under way, by the number that `chat_iter` gives them.
     bar = Progress("answering", len(digests))
     running: dict[int, Row] = {}
     count = itertools.count()
@@ -171,11 +172,13 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
     with interruptible():
         from vlcache_jax import LLM
 
+        # From here on JAX holds the device.
         llm = LLM(recipe.name, **recipe.options)
     with llm, bar:
         if overwrite:
             file.truncate(0)
         bar.update(len(done))
+        # Rows are read while others are answered; answers are written as they come.
         one, other = itertools.tee(good())
         conversations, params = (conversation for conversation, _ in one), (params for _, params in other)
         for index, output in llm.chat_iter(

@@ -76,6 +76,7 @@ def plan_memory(
       ValueError: `device_bytes` is above 0 and below a page, or `max_model_len` is more than the model or the pool
         takes, or the pool is too small to serve anybody.
     """
+    # The sizes that programs are compiled for, within what was asked.
     if ladder is None:
         ladder = default_ladder(device, dtype)
     if max_rows is not None:
@@ -87,6 +88,7 @@ def plan_memory(
     merge_size = config.vision.merge_size
     # However small images are made, each has a token.
     ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
+    # Records that stay on the device take their pages first, and the pool what is left.
     page = PAGE_TOKENS * kept_token_bytes(config, dtype, codec)
     if 0 < device_bytes < page:
         raise ValueError(

@@ -167,12 +167,14 @@ def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled
         least=jnp.where(is_live, choosing.least, 0),
         **{name: getattr(choosing, name) & is_live for name in ("wants_logprobs", "counts", "has_bias", "has_words")},
     )
+    # Where no row asks for more, the most likely token is all there is to do.
     is_special = (ask.temperature > 0) | (step < ask.least) | ask.counts | ask.has_bias | ask.has_words
     token, is_allowed = jax.lax.cond(
         is_special.any(),
         lambda: _choose(logits, lanes, ask, step),
         lambda: (_most_likely(logits), jnp.ones_like(is_live)),
     )
+    # Log-probabilities where they are asked for.
     told = jax.lax.cond(
         ask.wants_logprobs.any(),
         lambda: _tell(logits, token, wants_top=True),
@@ -180,6 +182,7 @@ def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled
     )
     told = tuple(jnp.where(ask.wants_logprobs.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in told)
 
+    # Who goes on, who ends, and what the host is told.
     is_finite = jnp.isfinite(logits).all(axis=-1)
     goes_on = is_live & is_finite & is_allowed
     mark = lanes.marks.at[lane, token].get(mode="fill", fill_value=0)
@@ -187,6 +190,7 @@ def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled
     given = jnp.where(is_finite, jnp.where(is_allowed, token, NOT_ALLOWED), NOT_FINITE)
     sampled = Sampled(jnp.where(is_live, given, NO_ANSWER), *told)
 
+    # Each part of a lane's state is written for the rows that it changes for.
     live, growing, counting, recalling = (
         jnp.where(where, lane, NO_LANE) for where in (is_live, goes_on, goes_on & ask.counts, goes_on & ask.has_words)
     )

@@ -22,8 +22,8 @@ from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.inputs.layout import Layout, State
 from vlcache_jax.pallas_kernels import PAGE
-from vlcache_jax.reuse.policies import Policy, make_plan
-from vlcache_jax.reuse.selection import make_choice
+from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.reuse.selection import decide
 
 _CALLS = 2  # groups of requests that wait to be looked at
 _log = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     definitions, links = programs.definitions, programs.definitions.links
     config, ladder = definitions.config, definitions.ladder
     layers, patches = config.text.num_layers, config.vision.merge_size**2
+    # The same prompts, with the images that were computed as known ones.
     known = {id(use.span) for sequence in answered for use in sequence.images if use.captured is not None}
     layouts: dict[int, Layout] = {}  # answers to one request share theirs
     linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
@@ -138,7 +139,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
         steps = []
         for sequence in answered:
             layout = layouts[id(sequence.layout)]
-            plan, choice = make_plan(policy, layout, layers), make_choice(policy, layout, layers)
+            plan, choice = decide(policy, layout, layers)
             owner = sequence.owner if owned else None
             scheduler.add(Sequence(layout, plan, sequence.new_slots, choice=choice, owner=owner))
         while scheduler.waiting:
@@ -157,6 +158,7 @@ def repeat_keys(programs: Programs, policy: Policy, answered: abc.Sequence[Seque
     # Linked as images are elsewhere, and beside what a first run has left in pages.
     scheduler = Scheduler(Pages(definitions.num_slots // PAGE - 1), ladder.max_sequences, ladder.max_rows, layers)
     steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
+    # The programs of the sizes that came up, without those that link other sizes.
     rungs = Ladder(
         rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
         patches=tuple(sorted({size * patches for size, _ in linked})) or ladder.patches[:1],

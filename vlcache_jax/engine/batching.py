@@ -156,6 +156,7 @@ def linked_images(
 
 def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: int, num_layers: int) -> list[Step]:
     """The steps that compute what the plans ask for, in the order of the prompts."""
+    # All tokens of the prompts, one behind the other.
     length = [len(prefill.layout) for prefill in prefills]
     owner = np.repeat(np.arange(len(prefills), dtype=np.int32), length)
     index = np.concatenate([np.arange(n, dtype=np.int32) for n in length])  # of the token in its prompt
@@ -184,11 +185,13 @@ def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: in
             # step, or are this one, if need be the most that a step holds.
             inside = shifted[computed] == cut
             count = int(np.argmax(inside)) or min(int(inside.sum()), ladder.max_rows)
+        # Within a step those that stay longest come first, so that each layer's rows are the first ones.
         rows, computed = computed[:count], computed[count:]
         rows = rows[np.argsort(-depth[rows], kind="stable")]
         selection = None
         active = tuple(int(np.count_nonzero(depth[rows] > layer)) for layer in range(num_layers))
         if choice is not None:
+            # Up to the check layer all are computed; behind it those that must be, and so many of the others.
             check = choice.policy.check_layer
             must = active[check + 1]
             among = active[0] - must
@@ -200,6 +203,7 @@ def prefill_steps(prefills: abc.Sequence[Prefill], ladder: Ladder, num_slots: in
             active = (*active[: check + 1], *(must + n for n in keep))
         bounds = [round_up(max(n, 1), ladder.rows) for n in active]
         placements, source = _place(images, image[rows], image_row[rows], token[rows])
+        # An image is moved in the step that has its first row.
         moving = range(begun, max(begun, 1 + int(shifted[rows].max())))
         begun = moving.stop
         outputs = rows[depth[rows] > num_layers]

@@ -47,6 +47,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
     given, content = message.get("role"), message.get("content")
     if not (isinstance(given, str) and given in _ROLES):
         raise ValueError(f"{name} must have the role {', '.join(_ROLES)}, got {short(given)}")
+    # What templates know beside the content.
     told: dict[str, Any] = {"role": _ROLES[given]}
     for key in _TEMPLATES:
         if not message.get(key):
@@ -59,6 +60,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
         _check_marks(told[key], f"{name} {key}")
     if reasoning := told.get("reasoning") or told.get("reasoning_content"):  # templates know one of these names
         told |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    # The content: none, a text, or parts, of which images and videos are handed to `add`.
     if content in (None, []) and told.keys() & {"tool_calls", "reasoning", "refusal"}:
         content = ""
     if isinstance(content, str):

@@ -28,8 +28,8 @@ from vlcache_jax.intake.costs import Image, Load, Rates, choose
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import Codec
 from vlcache_jax.reuse.plan import Plan
-from vlcache_jax.reuse.policies import Policy, make_plan
-from vlcache_jax.reuse.selection import RowChoice, make_choice
+from vlcache_jax.reuse.policies import Policy
+from vlcache_jax.reuse.selection import RowChoice, decide
 
 
 class Planner:
@@ -79,11 +79,13 @@ class Planner:
         made: list[Record] = []
         brought: dict[str, str] = {}
         try:
+            # What is found decides what is computed; if some is not worth loading, it is let go, and decided again.
             for context, image in zip(contexts, request.images, strict=False):
                 handles.append(self._find(image, context, policy.approximates, brought))
             layout, plan, choice = self._arrange(request, handles, policy)
             if not self._links_all and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
                 layout, plan, choice = self._arrange(request, handles, policy)
+            # What each image takes from the cache, and the places of what it will give.
             uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             for use, handle in zip(uses, handles, strict=False):
                 use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
@@ -102,6 +104,7 @@ class Planner:
             raise
         for handle in handles:
             self.store.count(handle)
+        # Whether the same images came together before, for the report.
         keys = [image.key for image in request.images]
         key = request_key(keys) if handles else None
         known = key is not None and self.store.requests.remember(key, keys, request.owner)
@@ -149,8 +152,7 @@ class Planner:
             states or None,
             request.moments,
         )
-        layers = self._config.text.num_layers
-        return layout, make_plan(policy, layout, layers), make_choice(policy, layout, layers)
+        return layout, *decide(policy, layout, self._config.text.num_layers)
 
     def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> bool:
         """Lets go of what is not to be used of what was found; whether K, V are among it.

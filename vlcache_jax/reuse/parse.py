@@ -46,6 +46,7 @@ def parse_policy(reuse: Any) -> Policy:
     Raises:
       ValueError: something else.
     """
+    # Objects stand for themselves, and a number is a ratio.
     if isinstance(reuse, Schedule):
         return Scheduled(reuse)
     if isinstance(reuse, Policy) and not isinstance(reuse, type):
@@ -54,11 +55,13 @@ def parse_policy(reuse: Any) -> Policy:
         number = Decimal(reuse) if isinstance(reuse, int) else reuse  # writes integers of any length
         return StaticRatio(number if isinstance(number, Fraction) else _fraction(str(number)))
     if isinstance(reuse, str):
+        # Names by themselves.
         if reuse == "approximate":
             reuse = APPROXIMATE
         if reuse in _NAMED:
             return _NAMED[reuse]
         scheduled = {**_WITH_SCHEDULE, "asked": Asked}
+        # Names with a count, with the path of a schedule, and with a ratio; a ratio may stand alone.
         name, _, rest = reuse.partition("-")
         if name in _WITH_COUNT and rest.isdecimal():
             if len(rest) > _DIGITS:
@@ -71,6 +74,7 @@ def parse_policy(reuse: Any) -> Policy:
             prefix = name and f"{name}-"
             if reuse.startswith(prefix) and _DECIMAL.fullmatch(ratio := reuse.removeprefix(prefix)):
                 return policy(_fraction(ratio, prefix))
+    # What is left may be the path of a schedule.
     if isinstance(reuse, PathLike) or (isinstance(reuse, str) and (reuse.endswith(".json") or os.path.isfile(reuse))):
         return Scheduled(Schedule.load(reuse))
     close = difflib.get_close_matches(reuse, ["approximate", *_NAMED], 1) if isinstance(reuse, str) else []

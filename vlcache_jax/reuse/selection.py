@@ -23,7 +23,7 @@ from vlcache_jax.inputs.layout import Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan, full_prefill
-from vlcache_jax.reuse.policies import Policy, check_ratio
+from vlcache_jax.reuse.policies import Policy, check_ratio, make_plan
 from vlcache_jax.reuse.schedule import Schedule
 
 _BLOCK = 128  # rows whose attention is held at once
@@ -293,6 +293,15 @@ def make_choice(policy: Policy, layout: Layout, num_layers: int) -> RowChoice | 
         )
     last = layout.images[-1]
     return RowChoice(policy, keep, len(layout), last.stop)
+
+
+def decide(policy: Policy, layout: Layout, num_layers: int) -> tuple[Plan, RowChoice | None]:
+    """What of a request is computed: what is known now, and what the device will choose.
+
+    Raises:
+      ValueError: see `make_plan` and `make_choice`.
+    """
+    return make_plan(policy, layout, num_layers), make_choice(policy, layout, num_layers)
 
 
 def project(

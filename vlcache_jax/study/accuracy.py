@@ -371,11 +371,13 @@ def run(
     """
     for policy in settings.values():
         llm.service.policy_of(policy)
+    # What a former run has finished is read from the file.
     log = WorkLog(work, _identity(llm, samples, max_tokens))
     several = [i for i, sample in enumerate(samples) if len(sample.images) > 1]
     if not several and any(protocol.donors == "apart" for protocol in protocols):
         raise ValueError("donors must be together where every question shows one image, got apart")
     all_results: dict[Protocol, dict[str, list[Result]]] = {}
+    # Protocols of one case differ in their seed alone, and share their cold answers.
     groups: dict[Protocol, list[Protocol]] = {}
     for protocol in protocols:
         groups.setdefault(protocol.case, []).append(protocol)
@@ -391,6 +393,7 @@ def run(
                     name: json.dumps([dataclasses.asdict(protocol), chosen, repr(policy)])
                     for name, policy in {COLD: COLD, **settings}.items()
                 }
+                # What is not in the file is answered: cold first, as the settings are compared with it.
                 missing = {name: policy for name, policy in settings.items() if log.get(keys[name]) is None}
                 if missing or log.get(keys[COLD]) is None:
                     cold = cold or answer_cold(llm, samples, protocol, chosen, max_tokens=max_tokens)
@@ -398,6 +401,7 @@ def run(
                         log.add(keys[COLD], [dataclasses.astuple(row) for row in cold.results])
                     for name, rows in evaluate(llm, samples, missing, protocol, chosen, cold, max_tokens=max_tokens):
                         log.add(keys[name], [dataclasses.astuple(row) for row in rows])
+                # From the file, so that a run that goes on gives what an unbroken one does.
                 for name, key in keys.items():
                     all_results[protocol][name] += [Result(*row) for row in log.get(key)]
                 bar.update(len(chosen))
