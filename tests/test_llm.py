@@ -522,6 +522,8 @@ def test_a_closed_engine_says_so(family_checkpoint, conversations):
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.chat(conversations[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        LLM(llm.service)
 
 
 @pytest.mark.parametrize(

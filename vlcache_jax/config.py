@@ -28,7 +28,7 @@ _NONE_IS_DEFAULT = ("cache", "seed", "enable_prefix_caching")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of `LLM` and `AsyncLLM`.
+    """The options of `LLM` and `AsyncLLM`. (`EngineConfig.of` takes those of vLLM, too.)
 
     Attributes:
       model: a converted checkpoint, a Hugging Face directory, the id of a model on the hub, or "tiny-vqa", a small

@@ -218,13 +218,17 @@ class Service:
 
         Raises:
           TypeError, ValueError: see `EngineConfig.of`; or there are options beside a configuration or a service.
+          RuntimeError: the service is closed.
           FileNotFoundError, NotImplementedError, MemoryError: see `open`.
         """
         if not isinstance(model, EngineConfig | Service):
             return cls.open(EngineConfig.of(model, **options))
         for name in options:
             raise TypeError(f"{name} must be left out beside {type(model).__name__}, got both")
-        return cls.open(model) if isinstance(model, EngineConfig) else model
+        if isinstance(model, EngineConfig):
+            return cls.open(model)
+        model.loop.check_open()
+        return model
 
     @property
     def engine(self) -> Engine:
