@@ -19,7 +19,7 @@ from vlcache_jax import LLM, AsyncLLM, Ladder, QueueFullError, RequestError, Sam
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
-from vlcache_jax.outputs import OutputCollector
+from vlcache_jax.outputs import Metrics, OutputCollector, RequestDelta
 from vlcache_jax.serving import Job
 
 LADDER = Ladder(rows=(64,), patches=(64,), sequences=(1, 2), window=4)
@@ -442,6 +442,15 @@ def test_a_delta_costs_what_is_new(engine, slow, monkeypatch):
 def test_an_output_is_made_of_deltas():
     with pytest.raises(ValueError, match="an output is made of deltas, got none"):
         OutputCollector().output()
+
+
+def test_a_collector_is_of_one_request():
+    collector, metrics = OutputCollector(), Metrics()
+    collector.add(RequestDelta("a", (), metrics, None, False))
+    with pytest.raises(ValueError, match=r"^delta must be of request 'a', got one of 'b'$"):
+        collector.add(RequestDelta("b", (), metrics, None, False))
+    with pytest.raises(ValueError, match=r"^delta must be a RequestDelta, got int$"):
+        collector.add(3)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

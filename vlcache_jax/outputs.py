@@ -201,7 +201,15 @@ class OutputCollector:
         self._last: RequestDelta | None = None
 
     def add(self, delta: RequestDelta) -> None:
-        """Goes on with the next delta."""
+        """Goes on with the next delta.
+
+        Raises:
+          ValueError: it is no delta, or one of another request.
+        """
+        if not isinstance(delta, RequestDelta):
+            raise ValueError(f"delta must be a RequestDelta, got {type(delta).__name__}")
+        if self._last is not None and delta.request_id != self._last.request_id:
+            raise ValueError(f"delta must be of request {self._last.request_id!r}, got one of {delta.request_id!r}")
         for one in delta.outputs:
             self._answers.setdefault(one.index, []).append(one)
         self._gaps += delta.metrics.inter_token

@@ -39,11 +39,11 @@ def _channels(kind: Kind) -> Kind:
     )
 
 
-_AREA = whole(1, 1 << 40)
+AREA = whole(1, 1 << 40)
 _MEAN, _STD = real(-1e6, 1e6), real(1e-6, 1e6)
 _SETTINGS: dict[str, Kind] = {
-    "min_pixels": _AREA,
-    "max_pixels": _AREA,
+    "min_pixels": AREA,
+    "max_pixels": AREA,
     "patch_size": whole(1, 1 << 10),
     "merge_size": whole(1, 64),
     "temporal_patch_size": whole(1, 64),
@@ -58,7 +58,7 @@ _STORED: dict[str, Kind] = {key: optional(kind) for key, kind in _SETTINGS.items
     "image_std": optional(either(_STD, _SETTINGS["std"])),
     "size": optional(OBJECT),
 }
-_SIZE = dict.fromkeys((*_LIMITS, "shortest_edge", "longest_edge"), optional(_AREA))
+_SIZE = dict.fromkeys((*_LIMITS, "shortest_edge", "longest_edge"), optional(AREA))
 
 
 def check_limits(limits: Mapping[str, int] | None, name: str = "mm_processor_kwargs") -> dict[str, int]:
@@ -341,8 +341,8 @@ def _complete(settings: Mapping[str, Any], source: str | PathLike[str]) -> dict[
 
 def _check_positive(value: Any, name: str) -> None:
     check_whole(name, value, 1)
-    if not _AREA.accepts(value):
-        raise ValueError(f"{name} must be {_AREA.words}, got {short(value)}")
+    if not AREA.accepts(value):
+        raise ValueError(f"{name} must be {AREA.words}, got {short(value)}")
 
 
 def _check_order(min_pixels: int, max_pixels: int, prefix: str = "") -> None:

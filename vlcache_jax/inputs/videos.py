@@ -17,11 +17,11 @@ from vlcache_jax.foreign import warn
 from vlcache_jax.inputs.access import LOCAL_ONLY, Access
 from vlcache_jax.inputs.films import MAX_FRAMES, UNKNOWN_FPS, Film, FilmFile, Frames
 from vlcache_jax.inputs.images import describe, read_encoded, read_image
+from vlcache_jax.inputs.processor import AREA
 
 _ARRAY = "an array [T, H, W, 3] or [T, 3, H, W] of whole numbers from 0 to 255"
 _ACCEPTED = f"a list of frames, {_ARRAY}, or a file: a path, bytes, a data:, file: or http(s) URL"
 _COUNT = whole(1, MAX_FRAMES)
-_AREA = whole(1, 1 << 40)
 _SIDE = whole(1, 1 << 20)
 _RATE = real(1e-6, 1e6)
 _SECONDS = real(0, 1e9)
@@ -37,9 +37,9 @@ OPTIONS: dict[str, Kind] = SAMPLING | {
     "sample_fps": _RATE,
     "video_start": _SECONDS,
     "video_end": _SECONDS,
-    "min_pixels": _AREA,
-    "max_pixels": _AREA,
-    "total_pixels": _AREA,
+    "min_pixels": AREA,
+    "max_pixels": AREA,
+    "total_pixels": AREA,
     "resized_height": _SIDE,
     "resized_width": _SIDE,
 }
