@@ -177,7 +177,7 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
     """Requests of random lengths and images, seen and new, every way of sampling: not one compilation, eager ones
     included; and no weights are hashed, and no pool is made."""
     rng = np.random.default_rng(0)
-    ladder = Ladder(rows=(64, 256), patches=(64, 256), sequences=(1, 8))
+    ladder = Ladder(rows=(64, 256), patches=(64, 256), sequences=(8,))
     with open_llm(family_checkpoint, ladder=ladder, reuse="approximate") as llm:
         decoders = mock.Mock(wraps=service.import_decoders)
         monkeypatch.setattr(service, "import_decoders", decoders)

@@ -51,6 +51,7 @@ def test_from_questions_to_answers(run, checkpoints, questions_tsv, tmp_path):
     assert 0 < reused["image rows"] <= schedule.mean
 
 
+@pytest.mark.ladder
 def test_within_measured_times(run, checkpoints, scores, tmp_path):
     times, out = tmp_path / "times.json", tmp_path / "schedule.json"
     measured = run("times", checkpoints("qwen3_vl-tied"), "--repeats", 1, "--out", times)

@@ -42,9 +42,7 @@ def directory(tmp_path_factory):
 def open_llm(directory, **settings):
     return LLM(
         directory,
-        **{"dtype": "bfloat16"} | settings,
-        ladder=Ladder(rows=(8, 64), patches=(64,), sequences=(1, 2)),
-        max_rows=64,
+        **{"dtype": "bfloat16", "ladder": Ladder(rows=(8, 64), patches=(64,), sequences=(1, 2))} | settings,
         max_model_len=512,
         kv_cache_bytes=2**20,
     )
@@ -161,7 +159,7 @@ def test_without_a_gpu_no_process_is_started(directory, monkeypatch):
 
 def test_on_a_cpu_the_choice_is_xla_and_says_why(directory, capsys):
     image = np.zeros((64, 96, 3), np.uint8)
-    with open_llm(directory) as llm:
+    with open_llm(directory, ladder=Ladder(rows=(64,), patches=(64,), sequences=(1,))) as llm:
         llm.chat(
             [[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]}]],
             GREEDY,

@@ -250,7 +250,7 @@ def counted(llm, monkeypatch, *conversation, reuse):
 def test_images_are_linked_together_and_layers_launched_together(deep, textured_image, monkeypatch, reuse):
     pictures = [textured_image(60, 60, seed) for seed in range(5)]
     deep.reset_mm_cache()
-    deep.chat(user("See ", *pictures), PARAMS, use_tqdm=False)
+    deep.chat(user("See ", *pictures), SamplingParams(max_tokens=1), use_tqdm=False)
     deep.cache.flush()
     before = "See " if reuse == "exact" else "Look at "
     logits, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
