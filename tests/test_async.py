@@ -224,7 +224,7 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind, monkeypatc
         )
 
 
-@pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}])
+@pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}, [115, 111, 109, 101]])
 def test_a_prompt_is_continued_as_generate_does(engine, prompt):
     [expected] = LLM(engine.service).generate(prompt, GREEDY, use_tqdm=False)
     engine.service.reset_prefix_cache()

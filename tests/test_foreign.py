@@ -118,6 +118,10 @@ def llm(checkpoints):
         ),
         ({"quantization": "awq"}, "quantization must be None, as nothing else is supported here, got 'awq'$"),
         ({"tokenizer": "somewhere"}, "tokenizer must be None, as nothing else is supported here, got 'somewhere'$"),
+        (
+            {"max_num_batched_tokens": 64, "max_rows": 64},
+            "LLM must be given either max_rows or vLLM's max_num_batched_tokens, got both$",
+        ),
         ({"max_modellen": 5}, "LLM has no argument max_modellen; is it max_model_len[?]$"),
         ({"enforce_eagr": True}, "LLM has no argument enforce_eagr; is it enforce_eager[?]$"),
         ({"tensor_paralel_size": 1}, "LLM has no argument tensor_paralel_size; is it tensor_parallel_size[?]$"),
@@ -285,6 +289,8 @@ def test_calls_as_others_write_them(llm, textured_image):
     found = llm.generate([{"prompt_token_ids": ids}, "Hello", ids], GREEDY, False, lora_request=None)
     assert found[0].outputs == found[1].outputs == found[2].outputs
     assert [output.request_id for output in found] == ["0", "1", "2"]
+    for alone in (ids, tuple(ids), np.array(ids)):
+        assert [output.outputs for output in llm.generate(alone, GREEDY, False)] == [found[0].outputs]
     continued = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer"}]
     [output] = llm.chat(continued, GREEDY, False, continue_final_message=True)
     assert output.prompt.endswith("The answer")

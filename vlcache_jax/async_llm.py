@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
-from vlcache_jax.calls import Conversation, PromptLike
+from vlcache_jax.calls import Conversation, PromptLike, is_token_ids
 from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
@@ -227,7 +227,7 @@ class AsyncLLM:
         self, prompt: Any, mm_processor_kwargs: Mapping[str, Any] | None, **template: Unpack[TemplateOptions]
     ) -> Callable[..., Prompt]:
         """What renders the prompt."""
-        if isinstance(prompt, (str, Mapping)):
+        if isinstance(prompt, (str, Mapping)) or is_token_ids(prompt):
             if mm_processor_kwargs is not None:
                 raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
             if beside := template_options(self.generate, template):

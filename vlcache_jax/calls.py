@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from vlcache_jax.checks import is_a
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Forced, Planned, Request
@@ -22,6 +25,11 @@ from vlcache_jax.verification import verify as verify_answers
 
 Conversation = Sequence[Mapping[str, Any]]
 PromptLike = str | Mapping[str, Any] | Sequence[int]
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether it is one prompt, as token ids, rather than several."""
+    return isinstance(prompt, list | tuple | np.ndarray) and len(prompt) > 0 and is_a(prompt[0], int | np.integer)
 
 
 class Caller:

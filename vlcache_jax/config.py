@@ -176,7 +176,11 @@ class EngineConfig:
             for name, value in options.items()
             if name not in given and not (name in again and str(value) == str(again[name]))
         }
-        given |= ours("LLM", ENGINE, foreign, names)
+        translated = ours("LLM", ENGINE, foreign, names)
+        for name in translated.keys() & given.keys():
+            [other] = [other for other in foreign if ENGINE.renamed.get(other) == name]
+            raise TypeError(f"LLM must be given either {name} or vLLM's {other}, got both")
+        given |= translated
         missing = [name for name in _NONE_IS_DEFAULT if name in given and given[name] is None]
         return cls(model, **{name: value for name, value in given.items() if name not in missing})
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Self, Unpack, cast
 
-from vlcache_jax.calls import Conversation, PromptLike, in_order
+from vlcache_jax.calls import Conversation, PromptLike, in_order, is_token_ids
 from vlcache_jax.checks import check_flags, short
 from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
@@ -347,7 +347,7 @@ def _listed_conversations(given: Any, kind: str) -> tuple[Sequence[Asked], str]:
 
 def _listed_prompts(prompts: Any) -> tuple[Sequence[PromptLike], str]:
     """Prompts, and what errors call each of them."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts):
         return [prompts], "prompts"
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a string, a dict or a list of these, got {type(prompts).__name__}")

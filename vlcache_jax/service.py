@@ -315,9 +315,9 @@ class Service:
     ) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
         read_settings(settings)  # wrong ones are the call's, not a row's
-        options = template_options(caller, template)
-        if isinstance(text := options.get("chat_template"), str):
-            options["chat_template"] = template_text(text)
+        options: dict[str, Any] = {**template_options(caller, template)}
+        if isinstance(given := options.get("chat_template"), str | os.PathLike):
+            options["chat_template"] = template_text(given)
         own = Template(**options)
         return partial(self.renderer.from_conversation, mm_processor_kwargs=settings, template=own)
 

@@ -556,15 +556,17 @@ def test_templates_are_the_librarys(renderer):
         renderer.from_conversation(conversation, template=Template(chat_template="{{ nothing }}"))
 
 
-def test_a_template_may_be_the_path_of_its_file(tmp_path):
+def test_a_template_may_be_the_path_of_its_file(tmp_path, monkeypatch):
     for name in ("own.jinja", "own"):
         (tmp_path / name).write_text("{{ 1 }}" + name)
-        assert template_text(str(tmp_path / name)) == "{{ 1 }}" + name
-    assert template_text("{{ 1 }}") == "{{ 1 }}"
-    with pytest.raises(
-        ValueError, match=r"^chat_template must be a file that can be read, got no\.jinja: no such file$"
-    ):
-        template_text("no.jinja")
+        assert template_text(str(tmp_path / name)) == template_text(tmp_path / name) == "{{ 1 }}" + name
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert template_text("~/own") == "{{ 1 }}own"
+    for text in ("{{ 1 }}", "a\n", "{% raw %}.jinja"):
+        assert template_text(text) == text
+    for name in ("no.jinja", "no", ""):
+        with pytest.raises(ValueError, match=r"^chat_template must be a file that can be read, got .*: "):
+            template_text(name)
     (tmp_path / "own").write_bytes(b"a\xff")
     with pytest.raises(ValueError, match=rf"^chat_template {tmp_path}/own must be text, got .* at character 1, "):
         template_text(str(tmp_path / "own"))

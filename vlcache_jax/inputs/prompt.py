@@ -57,7 +57,7 @@ type Source = ImageSource | VideoSource
 class TemplateOptions(TypedDict, total=False):
     """How conversations become text; see `Template`."""
 
-    chat_template: str | None
+    chat_template: str | os.PathLike[str] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool
@@ -435,17 +435,19 @@ class PromptRenderer:
         return max(map(len, self.tokenizer.get_vocab()))
 
 
-def template_text(given: str) -> str:
-    """A template that may be the path of its file. (What comes from others must not be: it could name any file.)
+def template_text(given: str | os.PathLike[str]) -> str:
+    """A template, or that of the file which is named. (What comes from others must name none: it could be any file.)
 
     Raises:
       ValueError: the file cannot be read.
     """
-    if not (given.endswith(".jinja") or os.path.isfile(given)):
+    # Who misspells a path must not have it answered as a text.
+    if isinstance(given, str) and any(sign in given for sign in "{}\n"):
         return given
-    check_readable("chat_template", given)
-    text = Path(given).read_text(encoding="utf-8", errors="surrogateescape")
-    check_text(text, f"chat_template {given}")
+    path = Path(given).expanduser()
+    check_readable("chat_template", path)
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    check_text(text, f"chat_template {path}")
     return text
 
 
