@@ -255,9 +255,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
-    cases: dict[accuracy.Protocol, list[accuracy.Protocol]] = {}
-    for protocol in protocols:
-        cases.setdefault(protocol.case, []).append(protocol)
+    cases = {one.case: [other for other in protocols if other.case == one.case] for one in protocols}
     with LLM(model or TINY_VQA, dtype=dtype, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:
         # Every setting must suit the model.
         for schedule in given.values():

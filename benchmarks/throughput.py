@@ -183,13 +183,8 @@ def measure(
                 # With tied random weights every answer repeats its first token, whatever the prompt and the engine.
                 make_checkpoint(folder / "model", "qwen3_vl", text=text, vision=vision)
         requests = _make(load, folder / "pictures")
-        options = {
-            "dtype": dtype,
-            "max_model_len": longest(requests),
-            "kv_cache_bytes": kv_cache_bytes,
-            "use_tqdm": False,
-            **settings,
-        }
+        limits = {"max_model_len": longest(requests), "kv_cache_bytes": kv_cache_bytes}
+        options = {"dtype": dtype, "use_tqdm": False} | limits | settings
         # What every worker is told: the same model, options and requests.
         task = {
             "model": model or str(folder / "model"),
