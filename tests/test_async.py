@@ -1174,7 +1174,7 @@ def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monke
 
     def slowly(answer, index):
         made = take(answer, index)
-        assert eventually(lambda: answer.is_finished)
+        assert eventually(lambda: answer.end.is_finished)
         return made
 
     expected = chat(engine, user("a"), MEDIUM)

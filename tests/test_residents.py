@@ -405,7 +405,7 @@ def test_the_youngest_is_put_back(directory, llm, monkeypatch):
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         outputs = chat(tiny, *requests, params=params)
         assert len({output.metrics.wave for output in outputs}) == 1
-    assert put_back[0].arrived == 2
+    assert put_back[0].progress.arrived == 2
     assert tokens(outputs) == tokens(chat(llm, *requests, params=params))
 
 

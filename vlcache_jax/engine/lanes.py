@@ -33,7 +33,7 @@ class LaneKeeper:
     def open(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
         """Lets the answers' lanes hold what they need; returns how each chooses, int32 [n, C]."""
         for answer in answers:
-            lane, params = answer.lane, answer.params
+            lane, params = answer.progress.lane, answer.params
             is_plain = not (params.has_penalty or params.logit_bias or params.allowed_token_ids or params.bad_words)
             if not is_plain or self._ends.get(lane) != answer.end_tokens:
                 self._open(answer)
@@ -46,7 +46,7 @@ class LaneKeeper:
 
     def rows(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
         """Of each open lane what a window needs; see `vlcache_jax.device.programs.window`."""
-        return np.stack([self._rows[answer.lane] for answer in answers])
+        return np.stack([self._rows[answer.progress.lane] for answer in answers])
 
     def _open(self, answer: Generation) -> None:
         size = self._runner.config.text.vocab_size
@@ -54,7 +54,7 @@ class LaneKeeper:
         prompt, tokens = (answer.layout.token_ids, answer.token_ids) if counted else ((), ())
         bias = bias_row(answer.params, size)
         self._runner.open_lane(
-            answer.lane,
+            answer.progress.lane,
             marks_row(prompt, tokens, answer.end_tokens, size),
             np.zeros(size, np.float32) if bias is None else bias,
             words_array(answer.bad_words, size),

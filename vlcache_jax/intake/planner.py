@@ -8,6 +8,7 @@ requests run one by one.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -86,13 +87,8 @@ class Planner:
             if not self._links_all and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
                 layout, plan, choice = self._arrange(request, handles, policy)
             # What each image takes from the cache, and the places of what it will give.
-            uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
-            for use, handle in zip(uses, handles, strict=False):
-                use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
-                use.kv_tier, use.encoder_tier = (
-                    "host" if record is None else brought.get(record.meta.name, "host")
-                    for record in (handle.kv, handle.encoder)
-                )
+            uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
+            uses = uses or [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             made += self._reserve(uses, contexts, handles, plan, request.owner)
             for handle in handles:
                 handle.hold()
@@ -190,33 +186,33 @@ class Planner:
     def _reserve(
         self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan, owner: str
     ) -> list[Record]:
-        """Gives what a request will compute a place in the cache: encoder rows, and K, V."""
+        """Gives what a request will compute a place in the cache: encoder rows, and K, V. Its `uses` are told."""
         most = self.store.config.variants
-        wanted: dict[str, tuple[Meta, ImageUse]] = {}
+        wanted: dict[str, tuple[Meta, int]] = {}  # by their names, and whose they are
         variants: collections.Counter[str] = collections.Counter()
         canonical = True
-        for use, context, handle in zip(uses, contexts, handles, strict=False):
-            image = use.span.image
+        for i, (context, handle) in enumerate(zip(contexts, handles, strict=True)):
+            use, image = uses[i], uses[i].span.image
             canonical = canonical and use.span.state != "approximate"
-            use.encoder = handle.encoder
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._encoder_meta(image, owner)
-                wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
+                wanted.setdefault(meta.name, (meta, i))  # a request may show an image twice
             is_there = handle.is_coded or _has(handle, context, canonical)
             if use.linked is None and not is_there and (most is None or variants[image.key] < most):
                 variants[image.key] += 1
                 meta = self._kv_meta(image, owner, context, canonical)
-                wanted[meta.name] = meta, use
+                wanted[meta.name] = meta, i
         if not wanted:
             return []
         made = self.store.reserve([meta for meta, _ in wanted.values()])
-        for (meta, use), record in zip(wanted.values(), made, strict=True):
+        for (meta, i), record in zip(wanted.values(), made, strict=True):
+            why = uses[i].why
             if meta.context is None:
-                use.encoder = record
-            else:
-                use.captured = record
-                if record is None and use.why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
-                    use.why = Why.too_large
+                uses[i] = dataclasses.replace(uses[i], encoder=record)
+                continue
+            if record is None and why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
+                why = Why.too_large
+            uses[i] = dataclasses.replace(uses[i], captured=record, why=why)
         return [record for record in made if record is not None]
 
     def _contexts(self, request: Request) -> list[str]:
@@ -252,6 +248,16 @@ class Planner:
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)
+
+
+def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
+    """What an image takes from the cache."""
+    kv_tier, encoder_tier = (
+        "host" if record is None else brought.get(record.meta.name, "host") for record in (handle.kv, handle.encoder)
+    )
+    return ImageUse(
+        span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why, kv_tier, encoder_tier
+    )  # fmt: skip
 
 
 def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) -> list[float]:
