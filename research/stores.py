@@ -138,7 +138,7 @@ def make_record(codec: str, number: int, tokens: int) -> Record:
     rng = np.random.default_rng((number, tokens))
     # Without this bit neither a bfloat16 nor a float16, of a scale, is infinite.
     record.data.reshape(-1).view(np.uint16)[:] = rng.integers(0, 2**16, record.meta.nbytes // 2, np.uint16) & 0xBFFF
-    record.settle(True)
+    record.complete()
     return record
 
 
@@ -163,7 +163,7 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
         if len(found) != 1:
             raise ValueError(f"{case.name} must have one record of {record.meta.name}, has {len(found)}")
         [(meta, written)] = found
-        [place] = store.reserve([dataclasses.replace(meta, checksums=())], loading=True)
+        [place] = store.reserve([dataclasses.replace(meta, checksums=())], source="disk")
         assert place is not None
         place.written = written
         if not is_new:

@@ -319,7 +319,7 @@ def test_sizes_that_are_wrong(checkpoints, value, error, message):
 
 def record(tokens, entry="a"):
     made = Record(Meta(entry, "", "c", True, (1, 2, 2), tokens, "float32", (1, 2, tokens, 1, 2)))
-    made.settle(True)
+    made.complete()
     return made
 
 

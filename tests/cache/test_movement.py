@@ -165,7 +165,7 @@ def test_what_is_not_finite_makes_room_for_what_is_computed(record, tier):
     flawed = Record(dataclasses.replace(record.meta, checksums=()))
     flawed.data[:] = record.data
     flawed.data[0, 0, 1] = np.nan
-    flawed.settle(True)
+    flawed.complete()
     there = filled(tier(), flawed)
     house = House(there)
     with house.bring(record):

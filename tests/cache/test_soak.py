@@ -88,7 +88,7 @@ class Process:
             own = [meta for meta in metas if self.store.tier.get(meta.name) is None]
             made = [record for record in self.store.reserve(own) if record is not None]
             for record in made:
-                record.is_claimed = True
+                record.begin()
             if random.random() < 0.5:
                 handle.hold()
             for record in made:

@@ -353,7 +353,7 @@ class Machine(RuleBasedStateMachine):
         ]  # fmt: skip
         for record in self.store.reserve(metas):
             if record is not None:
-                record.is_claimed = True
+                record.begin()
                 self.filling.append(record)
                 if not is_slow:
                     self.settle(self.filling.pop(), "publish")
@@ -385,7 +385,7 @@ class Machine(RuleBasedStateMachine):
     def compute_elsewhere(self, image, context):
         record = Record(image.meta(context))
         self.fill(record)
-        record.settle(True)
+        record.complete()
         self.remote.tier.write(record.meta, dict(zip(record.meta.parts, record.data, strict=True)))
 
     # What requests find.

@@ -178,14 +178,15 @@ def test_a_held_record_that_left_is_still_filled(holders):
     for claimed_before in (True, False):
         store = Store(CacheConfig(host_bytes=kv("a").nbytes))
         [record] = store.reserve([kv("a")])
-        record.is_claimed = claimed_before
+        if claimed_before:
+            record.begin()
         handles = [holding(store, "a") for _ in range(holders)]
         fill(store, kv("b"))
         assert store.tier.get(record.meta.name) is None
         assert record.is_awaited
         assert not record.is_settled
         assert (store.stats().evicted, store.stats().left_bytes) == (0, 0)  # it has no contents yet
-        record.is_claimed = True
+        record.begin()
         record.data[:] = 3
         store.publish(record)
         assert record.wait()
@@ -205,7 +206,7 @@ def test_a_claimed_record_that_left_is_filled_though_nobody_waits_any_more(holde
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
     handles = [holding(store, "a") for _ in range(holders)]
-    record.is_claimed = True
+    record.begin()
     fill(store, kv("b"))
     for handle in handles:
         handle.release()
@@ -391,7 +392,7 @@ class Lending(DictTier):
         record.data[:] = rng.normal(size=meta.shape)
         if flaw is not None:
             record.data[0, 1, 2] = flaw
-        record.settle(True)
+        record.complete()
         self.write(record.meta, dict(zip(meta.parts, record.data, strict=True)))
 
     def read(self, meta, parts, place):

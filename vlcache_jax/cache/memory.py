@@ -52,12 +52,15 @@ class MemoryTier:
             if self._records.get(place := _place(record.meta.name)) is record:
                 self._records.move_to_end(place)
 
-    def allocate(self, metas: Sequence[Meta], displaced: Sequence[Record] = ()) -> list[Record | None]:
-        """Records to be filled, and then settled; None where one is larger than what is not pinned.
+    def allocate(
+        self, metas: Sequence[Meta], displaced: Sequence[Record] = (), source: str | None = None
+    ) -> list[Record | None]:
+        """Records to be filled; None where one is larger than what is not pinned.
 
         Args:
           metas: of the new records.
           displaced: records that have to leave in any case.
+          source: see `Record`.
         """
         with self._lock:
             gone = list(displaced)
@@ -89,7 +92,7 @@ class MemoryTier:
                     taken[meta.owner] += meta.nbytes
             for record in gone:
                 self.remove(record, Why.displaced if record in displaced else Why.evicted)
-            return [self._insert(meta) if fit else None for meta, fit in zip(metas, fits, strict=True)]
+            return [self._insert(meta, source) if fit else None for meta, fit in zip(metas, fits, strict=True)]
 
     def _share(self, owner: str, gone: Sequence[Record]) -> float:
         """Bytes that are left to an owner's new records when some have gone."""
@@ -98,8 +101,8 @@ class MemoryTier:
         own = (record for record in self._records.values() if record.meta.owner == owner and record not in gone)
         return self._owner_bytes - sum(record.meta.nbytes for record in own)
 
-    def _insert(self, meta: Meta) -> Record:
-        record = self._records[_place(meta.name)] = Record(meta)
+    def _insert(self, meta: Meta, source: str | None) -> Record:
+        record = self._records[_place(meta.name)] = Record(meta, source)
         self.used += meta.nbytes
         return record
 

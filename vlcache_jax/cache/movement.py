@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vlcache_jax.cache.bounded import Bounded
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.meter import Meter, TierStats
-from vlcache_jax.cache.record import Meta, Part, Record, Why
+from vlcache_jax.cache.record import Lost, Meta, Part, Record, Why
 from vlcache_jax.cache.store import Outside, Store
 from vlcache_jax.cache.tier import DamagedError, Found, Tier, TierError, verified
 
@@ -148,7 +148,7 @@ class Movement(Outside):
 
     def published(self, record: Record) -> None:
         """Begins to write a record that has been filled to every tier that admits it."""
-        if not record.is_loading and (self._store.config.admit == "always" or self._sighted.get(record.meta.entry)):
+        if record.source is None and (self._store.config.admit == "always" or self._sighted.get(record.meta.entry)):
             self._keep(record, self.channels)
 
     def _keep(self, record: Record, channels: Sequence[Channel]) -> None:
@@ -255,7 +255,7 @@ class Movement(Outside):
             if not channel.is_worth_a_try():
                 return False
             room = replace(meta.with_room(self._room(meta.tokens)), checksums=())
-            [record] = self._store.reserve([room], loading=True)
+            [record] = self._store.reserve([room], source=channel.tier.label)
             if record is None:
                 return False
             record.written = found.written
@@ -299,7 +299,7 @@ class Movement(Outside):
                 channel.loaded(record)
                 faster = self.channels[: self.channels.index(channel)]
                 self._keep(record, [one for one in faster if one.tier.is_local])
-            elif record.failure is Why.not_finite:  # it is gone
+            elif record.state == Lost(Why.not_finite):  # it is gone
                 channel.forget(meta.entry)
         finally:
             self._store.withdraw(record)  # unless it is settled by now

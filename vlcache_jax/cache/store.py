@@ -14,7 +14,7 @@ from vlcache_jax.cache.bounded import Bounded, Requests
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.memory import MemoryTier
 from vlcache_jax.cache.meter import TierStats
-from vlcache_jax.cache.record import Meta, Record, Why
+from vlcache_jax.cache.record import Lost, Meta, Record, State, Why
 from vlcache_jax.inputs.processor import Grid
 
 _REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
@@ -283,11 +283,11 @@ class Store:
 
     # Making records.
 
-    def reserve(self, metas: Sequence[Meta], *, loading: bool = False) -> list[Record | None]:
-        """Places for a request's new records, to be filled and settled by `publish`. None: there is no room for one.
+    def reserve(self, metas: Sequence[Meta], *, source: str | None = None) -> list[Record | None]:
+        """Places for a request's new records, to be filled, and told of by `publish`. None: there is no room for one.
 
         Args:
-          loading: whether they come from another tier.
+          source: see `Record`.
 
         The first canonical record of K, V of an image replaces those that are not canonical, and where the variants of
         an image are limited, the oldest one makes room for a new one.
@@ -299,14 +299,14 @@ class Store:
                     new[meta.entry].append(meta)
             most, variants = self.config.variants, self._variants
             displaced = [one for entry, own in new.items() for one in _displaced(variants.get(entry, ()), own, most)]
-            made = self.tier.allocate(metas, displaced)
+            made = self.tier.allocate(metas, displaced, source)
             self._counts.refused += made.count(None)
             for meta, record in zip(metas, made, strict=True):
+                if meta.context is None:
+                    continue
                 if record is not None:
-                    record.is_claimed = record.is_loading = loading
-                    if meta.context is not None:
-                        self._variants.setdefault(meta.entry, []).append(record)
-                elif meta.context is not None:
+                    self._variants.setdefault(meta.entry, []).append(record)
+                else:
                     self._lost.put(meta.entry, (Why.too_large, meta.owner))
             return made
 
@@ -316,7 +316,7 @@ class Store:
         if checksums is None and not (record.is_settled or record.is_finite()):
             self.withdraw(record, Why.not_finite)
         self.ages.date(record)
-        record.settle(True, checksums)
+        record.complete(checksums)
         with self._lock:
             if self.tier.get(record.meta.name) is record:  # it may have had to go already
                 self._counts.stored += 1
@@ -332,8 +332,7 @@ class Store:
         """The record will not be filled, unless it is already; who waits for it computes instead."""
         with self._lock:
             if not record.is_settled:
-                record.failure = why
-                record.settle(False)
+                record.lose(why)
                 self._counts.corrupt += why is Why.corrupt
                 self._counts.not_finite += why is Why.not_finite
                 self._counts.failed += why is Why.load_failed
@@ -342,10 +341,9 @@ class Store:
     def discard(self, record: Record) -> None:
         """The record came from a request that failed."""
         with self._lock:
-            if record.is_settled and not record.is_ready:
+            if isinstance(record.state, Lost):
                 return
-            record.settle(False)
-            record.is_ready = False
+            record.lose(Why.load_failed, spoiled=True)
             self._counts.failed += 1
             self.tier.remove(record, Why.load_failed)
 
@@ -353,7 +351,7 @@ class Store:
         """The record is not wanted after all, unless it is filled already."""
         with self._lock:
             if not record.is_settled:
-                record.settle(False)
+                record.lose(Why.load_failed)
                 self.tier.remove(record, None)
 
     # Staying and leaving.
@@ -391,16 +389,17 @@ class Store:
             record.writes += by * to_write
             if not record.held and self.tier.get(record.meta.name) is not record:
                 self._left.discard(record)
-                if not record.is_claimed:
-                    record.settle(False)  # nobody needs to fill it any more
+                if record.state is State.reserved:
+                    record.lose(Why.load_failed)  # nobody needs to fill it any more
         self._let_pass(record)
 
     def _let_pass(self, record: Record) -> None:
         """Lets go of a record that nobody needs: one that is being loaded, or of which no memory is to be kept."""
         with self._lock:
-            if not record.is_free or (record.is_loading and not record.is_wanted):  # somebody is about to need it
+            comes = record.source is not None
+            if not record.is_free or (comes and not record.is_wanted):  # somebody is about to need it
                 return
-            if record.is_loading:
+            if comes:
                 self.cancel(record)
             if self.config.passes_on and record.is_settled:
                 self.tier.remove(record, None)
@@ -463,8 +462,8 @@ class Store:
         self.forgotten(record)
         if record.held:
             self._left.add(record)
-        elif not record.is_claimed:
-            record.settle(record.is_ready)  # nobody needs to fill it any more
+        elif record.state is State.reserved:
+            record.lose(Why.load_failed)  # nobody needs to fill it any more
         self._counts.evicted += record.is_ready and why in (Why.displaced, Why.evicted)
         if record.meta.context is not None:
             entry = record.meta.entry

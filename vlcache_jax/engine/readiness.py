@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import replace
 from typing import NamedTuple
 
-from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.record import Lost, Record, State
 from vlcache_jax.engine.pages import Lease
 from vlcache_jax.engine.request import ImageUse, Sequence
 from vlcache_jax.inputs.layout import ImageRef
@@ -69,13 +69,10 @@ class Readiness:
         lease = sequence.progress.lease
         assert lease is not None
         for record in self._missing(sequence, lease, self._found(sequence, lease)):
-            if record.is_loading and record.meta.context is not None:
-                record.wait_for(self._first_layers, PATIENCE)
-            elif record.is_claimed:
-                record.wait(PATIENCE)
-            else:
-                continue
-            return True
+            if record.state is not State.reserved:
+                comes_by_layers = record.source is not None and record.meta.context is not None
+                record.wait_for(self._first_layers if comes_by_layers else len(record.meta.parts) + 1, PATIENCE)
+                return True
         for picture in self._decoding.values():
             if not picture.done():
                 wait([picture], PATIENCE)
@@ -86,8 +83,8 @@ class Readiness:
         """What a sequence computes: as before, and the images whose records did not come."""
         plan, images = sequence.progress.plan, sequence.progress.images
         for i, use in _uncached(sequence, lease, images):
-            if use.linked is not None and use.linked.is_settled and not use.linked.is_ready:
-                lost = replace(use, why=use.linked.failure or Why.load_failed, linked=None)
+            if use.linked is not None and isinstance(use.linked.state, Lost):
+                lost = replace(use, why=use.linked.state.why, linked=None)
                 images = [*images[:i], lost, *images[i + 1 :]]
                 plan = plan.computing(use.span.tokens, self._num_layers)
         return Ready(plan, images)
@@ -97,19 +94,18 @@ class Readiness:
         linked = [
             use.linked
             for _, use in _uncached(sequence, lease, found.images)
-            if use.linked is not None and not (use.linked.is_loading and use.linked.has_arrived(self._first_layers))
+            if use.linked is not None
+            and not use.linked.is_settled
+            and not (use.linked.source is not None and use.linked.has_arrived(self._first_layers))
         ]
         depth = found.plan.behind(lease.cached).depth
         # Rows that another one is encoding; those that nobody is, it encodes itself.
         encoded = [
             use.encoder
             for use in found.images
-            if use.encoder is not None
-            and use.encoder.is_claimed
-            and not use.encoder.is_settled
-            and depth[use.span.tokens].any()
+            if use.encoder is not None and use.encoder.state is State.filling and depth[use.span.tokens].any()
         ]
-        return [record for record in linked if not record.is_settled] + encoded
+        return linked + encoded
 
     def _is_decoded(self, image: ImageRef) -> bool:
         """Raises a ValueError if it cannot be."""

@@ -16,7 +16,7 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.record import Record, State, Why
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
@@ -164,7 +164,7 @@ class Holding:
             if self._users:
                 return
         for record in self._made:
-            if not record.is_claimed:
+            if record.state is State.reserved:
                 self._store.cancel(record)
         for handle in self._handles:
             handle.release()
