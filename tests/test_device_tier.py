@@ -238,7 +238,7 @@ def test_half_a_record_is_not_taken_for_a_copy(opened, pictures):
     score(llm, "See ", pictures[0], "?")
     [record] = [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     tier = SlowTier(record)
-    llm.service.cache.store.tier.remove(record, None)
+    llm.service.cache.store.remove(record, None)
     name = record.meta.name
     del record
     loading = threading.Thread(target=load, args=(llm.service.cache.store, tier, name))

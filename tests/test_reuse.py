@@ -203,7 +203,7 @@ def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, rat
         if record not in elsewhere:
             [twin] = [other for other in elsewhere if other.meta.entry == record.meta.entry]
             twin.data[:] = record.data
-            llm.service.cache.store.tier.remove(record)
+            llm.service.cache.store.remove(record)
     [output] = chat(llm, target, reuse=ratio)
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
     assert max(output.cache.rows) < length
@@ -940,7 +940,7 @@ def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
 def test_an_exact_hit_needs_no_encoder_record(llm, a, monkeypatch):
     first = chat(llm, user(png(a), "?"))
     llm.cache.flush()
-    llm.service.cache.store.tier.remove(llm.service.cache.store.tier.get(f"enc/{first[0].cache.images[0].key}"))
+    llm.service.cache.store.remove(llm.service.cache.store.tier.get(f"enc/{first[0].cache.images[0].key}"))
     with monkeypatch.context() as context:
         context.setattr(vlcache_jax.inputs.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
         again = chat(llm, user(png(a), "?"))

@@ -551,7 +551,7 @@ def test_records_stay_until_what_reads_them_has_been_read(engine, pictures, monk
         watched = driver.arrive(Asked(shown, GREEDY, "exact"))
         assert engine.cache.evict(pictures[3]) == 0  # it is held
         for record in list(engine.service.cache.store.tier.records()):
-            engine.service.cache.store.tier.remove(record)
+            engine.service.cache.store.remove(record)
         driver.step()  # launches the hit's step
         assert watched.sequences[0].progress.prefilled == 1
         assert not watched.sequences[0].generated
@@ -586,7 +586,7 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
         engine.service.cache.writer.flush()
         job = driver.arrive(Asked(other, GREEDY, "exact"))
         for record in list(engine.service.cache.store.tier.records()):
-            engine.service.cache.store.tier.remove(record)
+            engine.service.cache.store.remove(record)
         driver.finish()
         outputs.append(driver.output(job))
         engine.service.cache.writer.flush()

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.movement import fill
 from vlcache_jax.cache.record import Meta, Record, Why, blocks
+from vlcache_jax.cache.store import fill
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Tier, TierError, verified
 
 GRID = (1, 4, 6)

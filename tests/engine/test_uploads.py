@@ -63,7 +63,7 @@ def loading(llm, conversation):
     llm.cache.flush()
     [record] = [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     tier = SlowTier(record)
-    llm.service.cache.store.tier.remove(record, None)
+    llm.service.cache.store.remove(record, None)
     thread = threading.Thread(target=load, args=(llm.service.cache.store, tier, record.meta.name))
     thread.start()
     while llm.service.cache.store.tier.get(record.meta.name) is None:

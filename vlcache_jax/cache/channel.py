@@ -1,4 +1,4 @@
-"""A tier as `movement` uses it: with threads of its own, counted, and left alone for a while when it fails."""
+"""A tier as the store uses it: with threads of its own, counted, and left alone for a while when it fails."""
 
 from __future__ import annotations
 

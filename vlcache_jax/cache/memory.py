@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vlcache_jax.cache.keys import NO_TENANTS
 from vlcache_jax.cache.record import Meta, Record, Why
@@ -19,21 +19,13 @@ class MemoryTier:
 
     Args:
       capacity: bytes at most.
-      removed: called with every record that leaves, and why (None: nobody needs to know).
       owner_bytes: bytes at most of records under one salt; None: they have no limit of their own.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        removed: Callable[[Record, Why | None], object] = lambda record, why: None,
-        *,
-        owner_bytes: int | None = None,
-    ):
+    def __init__(self, capacity: int, *, owner_bytes: int | None = None):
         self.capacity, self._owner_bytes = capacity, owner_bytes
         self.used = 0
         self.clashes = 0
-        self._removed = removed
         self._records: OrderedDict[str, Record] = OrderedDict()  # the least recently used first
         self._lock = threading.RLock()
 
@@ -54,8 +46,8 @@ class MemoryTier:
 
     def allocate(
         self, metas: Sequence[Meta], displaced: Sequence[Record] = (), source: str | None = None
-    ) -> list[Record | None]:
-        """Records to be filled; None where one is larger than what is not pinned.
+    ) -> tuple[list[Record | None], dict[Record, Why]]:
+        """Records to be filled, None where one is larger than what is not pinned; and those that leave, and why.
 
         Args:
           metas: of the new records.
@@ -90,9 +82,10 @@ class MemoryTier:
                     gone += more
                     free = room - meta.nbytes
                     taken[meta.owner] += meta.nbytes
-            for record in gone:
-                self.remove(record, Why.displaced if record in displaced else Why.evicted)
-            return [self._insert(meta, source) if fit else None for meta, fit in zip(metas, fits, strict=True)]
+            leaving = {
+                record: Why.displaced if record in displaced else Why.evicted for record in gone if self.remove(record)
+            }
+            return [self._insert(meta, source) if fit else None for meta, fit in zip(metas, fits, strict=True)], leaving
 
     def _share(self, owner: str, gone: Sequence[Record]) -> float:
         """Bytes that are left to an owner's new records when some have gone."""
@@ -106,13 +99,14 @@ class MemoryTier:
         self.used += meta.nbytes
         return record
 
-    def remove(self, record: Record, why: Why | None = Why.evicted) -> None:
-        """Forgets a record; who holds it may go on using it."""
+    def remove(self, record: Record) -> bool:
+        """Forgets a record; who holds it may go on using it. Whether it was here."""
         with self._lock:
-            if self._records.get(place := _place(record.meta.name)) is record:
+            is_here = self._records.get(place := _place(record.meta.name)) is record
+            if is_here:
                 del self._records[place]
                 self.used -= record.meta.nbytes
-                self._removed(record, why)
+            return is_here
 
     def records(self) -> list[Record]:
         """All of them, the least recently used first."""
@@ -137,10 +131,6 @@ class MemoryTier:
             "bytes": self.used,
             "capacity": self.capacity,
         }
-
-    def close(self) -> None:
-        for record in self.records():
-            self.remove(record, None)
 
 
 def _place(name: str) -> str:

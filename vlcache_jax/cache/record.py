@@ -173,7 +173,6 @@ class Record:
       held: how many requests are going to read it, and tiers outside memory.
       writes: how many of these are tiers that it is to be written to.
       missing: tokens whose K, V it still lacks.
-      is_wanted: whether anybody has needed it yet.
       written: when it was computed, in seconds since the epoch; None: it is not filled yet.
       lent: its memory as arrays of a device that reads it as it lies, by their first part.
     """
@@ -186,7 +185,6 @@ class Record:
         self.held = 0
         self.writes = 0
         self.missing = meta.tokens
-        self.is_wanted = False
         self.written: float | None = None
         self.lent: dict[int, Any] = {}
         self._arrived = 0  # parts

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record, State, Why
-from vlcache_jax.cache.store import Handle, Store
+from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.store import Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import context_keys, request_key
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Meta, Record, Why
-from vlcache_jax.cache.store import Handle, Store
+from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
@@ -38,20 +38,19 @@ class Planner:
 
     Args:
       config: of the model.
-      store, movement, writer: the cache.
+      store, writer: the cache.
       dtype: of weights and records.
       codec: of K, V; None: they are kept as they are.
       fingerprint: of the weights; asked for when there is an image.
       codec_name: of K, V, as keys name it.
       token_rungs: to which records are padded.
-      rates: by which `CacheConfig.load` = "auto" decides; None: what is found is linked.
+      rates: by which `CacheConfig.load` = "auto" decides; None: it decides nothing.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         store: Store,
-        movement: Movement,
         writer: Writer,
         *,
         dtype: np.dtype,
@@ -62,7 +61,6 @@ class Planner:
         rates: Rates | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
-        self._movement = movement
         self._config = config
         self._dtype, self._codec = dtype, codec
         self._fingerprint, self._codec_name = fingerprint, codec_name
@@ -78,15 +76,18 @@ class Planner:
         contexts = self._contexts(request) if policy.links else []
         handles: list[Handle] = []
         made: list[Record] = []
-        brought: dict[str, str] = {}
         try:
-            # What is found decides what is computed; if some is not worth loading, it is let go, and decided again.
+            # What is found, and wanted, decides what is computed.
             for context, image in zip(contexts, request.images, strict=False):
-                handles.append(self._find(image, context, policy.approximates, brought))
+                handles.append(self._find(image, context, policy.approximates))
+                if (load := self.store.config.load) in ("encoder", "compute"):
+                    handles[-1].pass_over(encoder=load == "compute")
             layout, plan, choice = self._arrange(request, handles, policy)
-            if not self._links_all and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
+            # If some turns out not to be worth loading, it is let go, and decided again.
+            if self.rates is not None and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
                 layout, plan, choice = self._arrange(request, handles, policy)
             # What each image takes from the cache, and the places of what it will give.
+            brought = {name: tier for handle in handles for name, tier in handle.brought.items()}
             uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
             uses = uses or [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             made += self._reserve(uses, contexts, handles, plan, request.owner)
@@ -118,16 +119,11 @@ class Planner:
             hold=Holding(self.store, handles, made, None if known else key),
         )
 
-    def _find(self, image: ImageRef, context: str, approximate: bool, brought: dict[str, str]) -> Handle:
-        """What is kept of an image, under its own key or for everyone.
-
-        Args:
-          brought: gets the records that come from tiers outside memory.
-        """
+    def _find(self, image: ImageRef, context: str, approximate: bool) -> Handle:
+        """What is kept of an image, under its own key or for everyone."""
         found: Handle | None = None
         for key in image.keys:
             if found is None or not found.exact:
-                brought |= self._movement.bring_in(key, context, approximate=approximate)
                 handle = self.store.lookup(key, context, grid=image.grid, approximate=approximate)
                 found = handle if found is None else found.prefer(handle)
         assert found is not None
@@ -161,16 +157,9 @@ class Planner:
                 handle.pass_over(encoder=load == "compute")
         return any(record.meta.context is not None for handle in handles for record in handle.passed_over)
 
-    @property
-    def _links_all(self) -> bool:
-        """Whether nothing that is found is passed over."""
-        return self.store.config.load == "link" or (self.store.config.load == "auto" and self.rates is None)
-
     def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:
         """What is done with an image. It never depends on what happens to be decoded, so that a call means the same as
         its requests one by one."""
-        if self.store.config.load != "auto":
-            return cast(Load, self.store.config.load)
         assert self.rates is not None
         image, encoder = span.image, handle.encoder
         found = Image(
