@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vlcache_jax.cache.memory
+import vlcache_jax.cache.records
 import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
@@ -646,7 +646,7 @@ def test_other_weights_are_another_image(llm, checkpoints, a):
 
 def test_clashing_keys_are_told_apart(directory, textured_image, monkeypatch):
     """Records have 256 places here, so that images meet; whole keys decide."""
-    monkeypatch.setattr(vlcache_jax.cache.memory, "_place", lambda name: name[:5])
+    monkeypatch.setattr(vlcache_jax.cache.records, "_place", lambda name: name[:5])
     images = [textured_image(40, 40 + 30 * (i % 2), 100 + i) for i in range(60)]
     requests = [user(image, "?") for image in images]
     with open_llm(directory) as llm:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.cache.records import DictTier, key, make
-from vlcache_jax.cache.ages import Ages
 from vlcache_jax.cache.channel import Breaker
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
 from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.remembered import Ages
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import RefusedError, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier

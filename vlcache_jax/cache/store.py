@@ -18,19 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from vlcache_jax.cache.bounded import Bounded, Requests
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.meter import Meter
 from vlcache_jax.cache.record import Lost, Meta, Part, Record, Why
-from vlcache_jax.cache.records import REMEMBERED, CacheStats, Handle, Records
+from vlcache_jax.cache.records import CacheStats, Handle, Records
+from vlcache_jax.cache.remembered import REMEMBERED, Bounded, Requests
 from vlcache_jax.cache.tier import DamagedError, Found, Tier, TierError, verified
 from vlcache_jax.inputs.processor import Grid
 
 _log = logging.getLogger(__name__)
 
 _REFUSED = 4096  # files that are no pictures
-_SIGHTED = 65536  # images that are remembered for `CacheConfig.admit`
 _LOOK = 1.0  # seconds that a request waits at most to hear what a tier elsewhere has
 _TICK = 0.05  # seconds between two looks at what is late
 _UNCHECKED = 2  # parts that may have come and not be checked
@@ -110,7 +109,7 @@ class Store(Records):
         self.meter = Meter()
         most = self.tier.capacity // 2
         self.channels = [Channel(tier, self.meter, clock=steady, ages=self.ages, most=most) for tier in tiers]
-        self._sighted = Bounded[bool](_SIGHTED)  # images; whether more than once
+        self._sighted = Bounded[bool](REMEMBERED)  # images; whether more than once
         self._loading: dict[Future[None], _Load] = {}
         self._moving = threading.Lock()
         self._ticking: threading.Thread | None = None
@@ -142,7 +141,7 @@ class Store(Records):
         try:
             if waits:
                 self.wait()
-            if self.ages.end(entry):
+            if self.config.ttl is not None and self.ages.end(entry):
                 self.expire(entry)
                 self._expired(entry)
             handle = self.find(entry, context, grid=grid, approximate=approximate)
@@ -187,7 +186,9 @@ class Store(Records):
 
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled, or can be brought in."""
-        return super().knows(entry) or f"enc/{entry}" in self._outside(entry)
+        with self._lock:
+            is_here = bool(self._records(entry))
+        return is_here or f"enc/{entry}" in self._outside(entry)
 
     def wait(self) -> None:
         """Until all that has been begun to load is there, or is known not to come."""

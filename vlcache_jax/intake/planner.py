@@ -241,12 +241,13 @@ class Planner:
 
 def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
     """What an image takes from the cache."""
+    use = ImageUse(span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why)
+    if not brought:
+        return use
     kv_tier, encoder_tier = (
         "host" if record is None else brought.get(record.meta.name, "host") for record in (handle.kv, handle.encoder)
     )
-    return ImageUse(
-        span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why, kv_tier, encoder_tier
-    )  # fmt: skip
+    return dataclasses.replace(use, kv_tier=kv_tier, encoder_tier=encoder_tier)
 
 
 def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) -> list[float]:

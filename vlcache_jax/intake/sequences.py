@@ -12,7 +12,7 @@ import numpy as np
 from vlcache_jax.checks import check_text, short
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
-from vlcache_jax.engine.opening import bad_word_tokens, bias_row, words_array
+from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, Group, ImageUse, Planned
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
