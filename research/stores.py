@@ -3,7 +3,7 @@
     python -m research.stores --redis --out benchmarks/results/stores_cpu.json
 
 Records have the K, V of an image of 1024 tokens of Qwen3-VL-8B; `--mb` scales them. A load is what the engine does:
-`movement.fill` into a record that a store has just made, with every check. "plain" is what reading the same bytes alone
+`store.fill` into a record that a store has just made, with every check. "plain" is what reading the same bytes alone
 takes: the file into a record's memory, an object or chunks into bytes of their own, the file from the peer's server
 into a record's memory. "xxh3" is what their checksums alone take. A load has to reach `LEAST` percent of the rate of
 the slower of the two. Of a write the plain one is the same bytes in one file, on the disk, or in one object, or chunks.
@@ -41,9 +41,8 @@ from obstore.store import LocalStore
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.movement import fill
 from vlcache_jax.cache.record import Meta, Record
-from vlcache_jax.cache.store import Store
+from vlcache_jax.cache.store import Store, fill
 from vlcache_jax.cache.tier import Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.object_store import ObjectTier
@@ -138,7 +137,7 @@ def make_record(codec: str, number: int, tokens: int) -> Record:
     rng = np.random.default_rng((number, tokens))
     # Without this bit neither a bfloat16 nor a float16, of a scale, is infinite.
     record.data.reshape(-1).view(np.uint16)[:] = rng.integers(0, 2**16, record.meta.nbytes // 2, np.uint16) & 0xBFFF
-    record.settle(True)
+    record.complete()
     return record
 
 
@@ -163,7 +162,7 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
         if len(found) != 1:
             raise ValueError(f"{case.name} must have one record of {record.meta.name}, has {len(found)}")
         [(meta, written)] = found
-        [place] = store.reserve([dataclasses.replace(meta, checksums=())], loading=True)
+        [place] = store.reserve([dataclasses.replace(meta, checksums=())], source="disk")
         assert place is not None
         place.written = written
         if not is_new:

@@ -1172,9 +1172,9 @@ def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monke
     """Also if the answer ends while an output of it is being made."""
     take = Generation.take
 
-    def slowly(answer, index):
-        made = take(answer, index)
-        assert eventually(lambda: answer.is_finished)
+    def slowly(answer, index, first):
+        made = take(answer, index, first)
+        assert eventually(lambda: answer.end.is_finished)
         return made
 
     expected = chat(engine, user("a"), MEDIUM)

@@ -238,7 +238,7 @@ def test_half_a_record_is_not_taken_for_a_copy(opened, pictures):
     score(llm, "See ", pictures[0], "?")
     [record] = [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     tier = SlowTier(record)
-    llm.service.cache.store.tier.remove(record, None)
+    llm.service.cache.store.remove(record, None)
     name = record.meta.name
     del record
     loading = threading.Thread(target=load, args=(llm.service.cache.store, tier, name))
@@ -319,7 +319,7 @@ def test_sizes_that_are_wrong(checkpoints, value, error, message):
 
 def record(tokens, entry="a"):
     made = Record(Meta(entry, "", "c", True, (1, 2, 2), tokens, "float32", (1, 2, tokens, 1, 2)))
-    made.settle(True)
+    made.complete()
     return made
 
 

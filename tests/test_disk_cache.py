@@ -51,7 +51,7 @@ def empty(llm):
 
 
 def channel_of(llm):
-    [channel] = llm.service.cache.movement.channels
+    [channel] = llm.service.cache.store.channels
     return channel
 
 
@@ -398,7 +398,7 @@ def test_no_fault_changes_an_answer(llm, picture, other, fault, caplog, monkeypa
                 patch.setitem(vars(llm.service.cache.store.config), "timeout", PATIENCE)
             before = disk(llm)
             found = tokens(scenario(llm, picture, other))
-            llm.service.cache.movement.flush()
+            llm.service.cache.store.flush()
             site = faulty.done[number - 1]
             assert found == cold, f"operation {number}, {site}"
             rose = {name for name in ("failed", "damaged", "late") if getattr(disk(llm), name) > getattr(before, name)}

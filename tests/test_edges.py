@@ -21,6 +21,7 @@ import vlcache_jax.intake.recognition as recognition
 import vlcache_jax.serving as serving
 from tests.helper import SIZES, user
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
+from vlcache_jax.cache.record import Why
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.processor import ImageProcessor
 
@@ -489,7 +490,7 @@ def test_a_trusted_picture_that_is_broken_ends_its_row_alone(directory, pictures
         text = tokens(trusting.generate("b", GREEDY, use_tqdm=False))
         assert tokens(trusting.generate(prompt(b"broken"), GREEDY, use_tqdm=False)) == tokens([first])
         for record in trusting.service.cache.store.tier.records():
-            record.is_ready = False  # as if it had been settled so
+            record.lose(Why.load_failed, spoiled=True)
         trusting.reset_prefix_cache()  # pages need no pixels
         outputs = trusting.generate([prompt(b"broken"), "b"], GREEDY, use_tqdm=False, on_error="return")
         assert "prompts[0] images[0] must be an image that Pillow" in outputs[0].error

@@ -118,9 +118,9 @@ def test_deleting_takes_pinned_records_too(llm, picture):
 def test_an_image_lives_as_long_as_it_is_told(checkpoints, picture, tmp_path):
     """In host memory, on the disk, and in the pages of the KV pool."""
     with open_llm(checkpoints("qwen3_vl"), paging=True, ttl=60.0, disk=tmp_path) as llm:
-        [channel] = llm.service.cache.movement.channels
+        [channel] = llm.service.cache.store.channels
         now = [channel.tier._clock()]
-        llm.service.cache.store.ages._clock = llm.service.cache.movement._clock = channel.tier._clock = lambda: now[0]
+        llm.service.cache.store.ages._clock = llm.service.cache.store._steady = channel.tier._clock = lambda: now[0]
         long = "word " * 30  # with the image more than a page
         cold = ask(llm, picture, long, reuse="off")
         ask(llm, picture, long)

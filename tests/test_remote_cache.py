@@ -26,7 +26,7 @@ def open_llm(path, **cache):
 def ask(llm, *conversations, **options):
     outputs = llm.chat(list(conversations), PARAMS, use_tqdm=False, **options)
     llm.cache.flush()
-    for channel in llm.service.cache.movement.channels:  # also what goes elsewhere
+    for channel in llm.service.cache.store.channels:  # also what goes elsewhere
         channel.flush()
     return outputs
 
@@ -89,7 +89,7 @@ def test_another_machine_takes_up_what_one_has_computed(checkpoints, tmp_path, c
             r
             for r in llm.service.cache.store.records(image.key)
             if r.meta.context is not None
-            and r.meta.name in {line.name for line in llm.service.cache.movement.channels[0].tier.lines()}
+            and r.meta.name in {line.name for line in llm.service.cache.store.channels[0].tier.lines()}
         )
         assert image.bytes_moved == record.meta.nbytes + record.meta.part_bytes * len(record.meta.parts)
         counted = llm.cache.stats().tiers
@@ -147,9 +147,9 @@ def test_a_server_that_is_killed_paused_and_restarted(checkpoints, tmp_path, con
             caplog.at_level("CRITICAL"),
             open_llm(checkpoints("qwen3_vl"), remote=server.url, timeout=0.5, host_bytes="1MB") as llm,
         ):
-            now = [llm.service.cache.movement._clock()]
-            llm.service.cache.movement._clock = llm.service.cache.movement.channels[0]._clock = lambda: now[0]
-            llm.service.cache.movement.channels[0]._breaker._clock = lambda: now[0]
+            now = [llm.service.cache.store._steady()]
+            llm.service.cache.store._steady = llm.service.cache.store.channels[0]._clock = lambda: now[0]
+            llm.service.cache.store.channels[0]._breaker._clock = lambda: now[0]
             cold = ask(llm, *conversations, reuse="off")
 
             def again():

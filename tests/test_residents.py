@@ -223,7 +223,7 @@ def test_a_chain_that_ends_inside_an_image_goes_on_from_its_record_or_before_it(
     assert tokens([linked]) == cold
     llm.cache.flush()
     for record in list(llm.service.cache.store.tier.records()):
-        llm.service.cache.store.tier.remove(record)
+        llm.service.cache.store.remove(record)
     for page in [page for page in pages._residents if page.piece.images and page.children == []]:
         pages._cut_off(page)
     [computed] = chat(llm, request)
@@ -240,7 +240,7 @@ def test_memory_never_turns_approximate_reuse_into_exact(llm, picture):
     llm.cache.flush()
     [key] = {record.meta.entry for record in llm.service.cache.store.tier.records()}
     [mine] = [record for record in llm.service.cache.store.records(key) if record.meta.context is not None]
-    llm.service.cache.store.tier.remove(mine)
+    llm.service.cache.store.remove(mine)
     chat(llm, user("there, and further away ", picture[0]))
     [output] = chat(llm, request, reuse="full")
     assert output.cache.images[0].match == "approximate"
@@ -405,7 +405,7 @@ def test_the_youngest_is_put_back(directory, llm, monkeypatch):
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         outputs = chat(tiny, *requests, params=params)
         assert len({output.metrics.wave for output in outputs}) == 1
-    assert put_back[0].arrived == 2
+    assert put_back[0].progress.arrived == 2
     assert tokens(outputs) == tokens(chat(llm, *requests, params=params))
 
 

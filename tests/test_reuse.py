@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vlcache_jax.cache.memory
+import vlcache_jax.cache.records
 import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
@@ -203,7 +203,7 @@ def test_p2_right_records_give_right_answers_at_any_place(llm, a, b, target, rat
         if record not in elsewhere:
             [twin] = [other for other in elsewhere if other.meta.entry == record.meta.entry]
             twin.data[:] = record.data
-            llm.service.cache.store.tier.remove(record)
+            llm.service.cache.store.remove(record)
     [output] = chat(llm, target, reuse=ratio)
     assert [image.match for image in output.cache.images] == ["approximate"] * 2
     assert max(output.cache.rows) < length
@@ -646,7 +646,7 @@ def test_other_weights_are_another_image(llm, checkpoints, a):
 
 def test_clashing_keys_are_told_apart(directory, textured_image, monkeypatch):
     """Records have 256 places here, so that images meet; whole keys decide."""
-    monkeypatch.setattr(vlcache_jax.cache.memory, "_place", lambda name: name[:5])
+    monkeypatch.setattr(vlcache_jax.cache.records, "_place", lambda name: name[:5])
     images = [textured_image(40, 40 + 30 * (i % 2), 100 + i) for i in range(60)]
     requests = [user(image, "?") for image in images]
     with open_llm(directory) as llm:
@@ -940,7 +940,7 @@ def test_pins_end_with_what_they_pin(llm, a, monkeypatch):
 def test_an_exact_hit_needs_no_encoder_record(llm, a, monkeypatch):
     first = chat(llm, user(png(a), "?"))
     llm.cache.flush()
-    llm.service.cache.store.tier.remove(llm.service.cache.store.tier.get(f"enc/{first[0].cache.images[0].key}"))
+    llm.service.cache.store.remove(llm.service.cache.store.tier.get(f"enc/{first[0].cache.images[0].key}"))
     with monkeypatch.context() as context:
         context.setattr(vlcache_jax.inputs.images.ImageSource, "decode", lambda *_: pytest.fail("decoded"))
         again = chat(llm, user(png(a), "?"))

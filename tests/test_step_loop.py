@@ -551,9 +551,9 @@ def test_records_stay_until_what_reads_them_has_been_read(engine, pictures, monk
         watched = driver.arrive(Asked(shown, GREEDY, "exact"))
         assert engine.cache.evict(pictures[3]) == 0  # it is held
         for record in list(engine.service.cache.store.tier.records()):
-            engine.service.cache.store.tier.remove(record)
+            engine.service.cache.store.remove(record)
         driver.step()  # launches the hit's step
-        assert watched.sequences[0].prefilled == 1
+        assert watched.sequences[0].progress.prefilled == 1
         assert not watched.sequences[0].generated
         driver.abort(watched)
         engine.service.caller.end(watched)  # who asked for it has gone
@@ -586,7 +586,7 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
         engine.service.cache.writer.flush()
         job = driver.arrive(Asked(other, GREEDY, "exact"))
         for record in list(engine.service.cache.store.tier.records()):
-            engine.service.cache.store.tier.remove(record)
+            engine.service.cache.store.remove(record)
         driver.finish()
         outputs.append(driver.output(job))
         engine.service.cache.writer.flush()
@@ -620,11 +620,12 @@ class Windows:
     def __init__(self, llm, monkeypatch):
         self.rows, self.ended, self.delivered = [], {}, collections.defaultdict(list)
         decode, read, end = engine_module.decode, llm.service.engine._read_next, llm.service.engine._end
-        number, reading = {}, []
+        number, reading, results_of = {}, [], []  # whose ids stay theirs
 
         def noted_decode(runner, lanes, active, tokens):
             results = decode(runner, lanes, active, tokens)
             number[id(results)] = len(self.rows)
+            results_of.append(results)
             self.rows.append(list(active))
             return results
 
@@ -731,7 +732,7 @@ def test_who_has_ended_decodes_no_more(engine, pictures, monkeypatch, seed):
 
 def engine_needed(sequence):
     """Whether an aborted one may have gone on for others' sake."""
-    return any(use.captured is not None for use in sequence.images) or len(sequence.layout) >= PAGE
+    return any(use.captured is not None for use in sequence.progress.images) or len(sequence.layout) >= PAGE
 
 
 def test_an_engine_that_cannot_go_on_says_so(engine, pictures):

@@ -271,7 +271,7 @@ class AsyncLLM:
                 await more.wait()
                 more.clear()
                 delta = deltas.take()  # first: it may be the last one because of an error
-                for fault in (answer.fault for answer in answers if answer.fault is not None):
+                for fault in (answer.end.fault for answer in answers if answer.end.fault is not None):
                     raise RuntimeError(str(fault)) from fault
                 if wrong := caller.reporter.error(job.planned, *answers):
                     raise RequestError({0: wrong})

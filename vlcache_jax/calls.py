@@ -105,7 +105,9 @@ class Caller:
             return self.reporter.failed_output(text, error, request_id=str(call.first + row))
 
         def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            return self._sequences.answers(planned, _good(params[row]), call.priority)
+            return self._sequences.answers(
+                planned, _good(params[row]), priority=call.priority, group=call.group, called_at=call.called_at
+            )
 
         arrivals = self._check(prompts, params, self._sequences.new_slots, call)
         return Chunk(call, arrivals, sequences, failed)
@@ -118,7 +120,12 @@ class Caller:
         prompts = self._prompts(call)
 
         def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            return [self._sequences.forced(planned, _good(forced[row]), keep_logits=keep_logits, capture=True)]
+            return [
+                self._sequences.forced(
+                    planned, _good(forced[row]), keep_logits=keep_logits, capture=True,
+                    group=call.group, called_at=call.called_at,
+                )
+            ]  # fmt: skip
 
         bar = Progress("scoring", len(prompts), show=show)
 
@@ -147,8 +154,6 @@ class Caller:
             self.loop.check_open()
             planned = self._planner.plan(request, call.policy)
             job = Job(call.first + row, planned, chunk.sequences(row, planned), heard, call, streams=streams)
-            for sequence in job.sequences:
-                sequence.called_at = call.called_at
             self.loop.submit(job.sequences)
         return job
 
@@ -173,7 +178,7 @@ class Caller:
     def end(self, job: Job) -> None:
         """Nobody reads what a job came to any more; one that still runs is aborted."""
         has_failed = not job.has_ended or any(
-            one.is_aborted or one.error is not None or one.fault is not None for one in job.sequences
+            one.end.is_aborted or one.end.error is not None or one.end.fault is not None for one in job.sequences
         )
         if not has_failed:
             self._ahead.expect(job.call.policy, job.sequences)
@@ -209,13 +214,13 @@ class Caller:
 
     def _finish[T: RequestOutput | Score](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
         """The result of a job that has ended, None if it was given up. It lets go of the cache unless it `keeps` it."""
-        fault = next((sequence.fault for sequence in job.sequences if sequence.fault is not None), None)
-        has_failed = fault is not None or any(one.is_aborted or one.error is not None for one in job.sequences)
+        fault = next((one.end.fault for one in job.sequences if one.end.fault is not None), None)
+        has_failed = fault is not None or any(one.end.is_aborted or one.end.error is not None for one in job.sequences)
         keeps = keeps and not has_failed
         try:
             if fault is not None:
                 raise fault
-            if any(sequence.is_aborted for sequence in job.sequences):
+            if any(sequence.end.is_aborted for sequence in job.sequences):
                 return None
             self._ahead.expect(job.call.policy, job.sequences)
             return result(job)

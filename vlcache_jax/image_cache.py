@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from vlcache_jax.cache.device import DeviceTier
 from vlcache_jax.cache.keys import SHARED, Salt, alias_key, owner_key
-from vlcache_jax.cache.movement import Movement
-from vlcache_jax.cache.store import CacheStats, Handle, Store
+from vlcache_jax.cache.records import CacheStats, Handle
+from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Caller, in_order
 from vlcache_jax.checks import check_flags, check_text, short
@@ -42,7 +42,6 @@ class ImageCache:
     def __init__(
         self,
         store: Store,
-        movement: Movement,
         tier: DeviceTier,
         writer: Writer,
         pages: Pages,
@@ -51,9 +50,8 @@ class ImageCache:
         caller: Caller,
     ):
         self._store, self._writer, self._identifier, self._renderer = store, writer, identifier, renderer
-        self._movement, self._tier = movement, tier
-        self._pages, self._caller = pages, caller
-        movement.meter.also(self.stats)
+        self._tier, self._pages, self._caller = tier, pages, caller
+        store.meter.also(self.stats)
         self._is_closed = False
 
     def precompute(
@@ -144,9 +142,7 @@ class ImageCache:
                 "image must be an image or an entry key, got a dict; `keys` gives those of a video's chunks"
             )
         [(entry, grid)] = self._entries(image, cache_salt, mm_processor_kwargs)
-        self._movement.bring_in(entry, context or "", approximate=True)
-        self._movement.wait()
-        return self._store.lookup(entry, context or "", grid=grid, approximate=True)
+        return self._store.lookup(entry, context or "", grid=grid, approximate=True, waits=True)
 
     def pin(
         self,
@@ -170,7 +166,7 @@ class ImageCache:
         count = 0
         for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
             count += self._store.keep(entry, True)
-            self._movement.pin(entry, True)
+            self._store.keep_outside(entry, True)
         return count
 
     def unpin(
@@ -184,7 +180,7 @@ class ImageCache:
         """Takes `pin` back; returns of how many records."""
         count = 0
         for entry, _ in self._entries(image, cache_salt, mm_processor_kwargs, shared):
-            self._movement.pin(entry, False)
+            self._store.keep_outside(entry, False)
             count += self._store.keep(entry, False)
         return count
 
@@ -206,7 +202,7 @@ class ImageCache:
             self._pages.drop(entry)
             names |= self._store.evict(entry)
             pinned = {record.meta.name for record in self._store.records(entry)}
-            names |= self._movement.delete(entry, pinned)
+            names |= self._store.delete(entry, pinned)
         return len(names)
 
     def delete(
@@ -242,19 +238,19 @@ class ImageCache:
     def stats(self) -> CacheStats:
         """Counters, and what is kept now."""
         device: Mapping[str, Any] = self._tier.counts()
-        return dataclasses.replace(self._store.stats(), **device, tiers=self._movement.stats())
+        return dataclasses.replace(self._store.stats(), **device)
 
     @property
     def registry(self) -> CollectorRegistry:
         """Of `prometheus_client`: what `stats` says, and of each tier outside memory bytes and seconds."""
-        return self._movement.meter.registry
+        return self._store.meter.registry
 
     def flush(self) -> None:
         """Waits until everything computed so far is kept, in host memory and on the disk. Nobody waits for what is on
         its way to other machines."""
         self._check_open()
         self._writer.flush()
-        self._movement.flush()
+        self._store.flush()
 
     def close(self) -> None:
         """The engine is closed; nothing can be asked any more."""
@@ -276,8 +272,7 @@ class ImageCache:
         salt = _salt(cache_salt, shared)
         if isinstance(image, str) and re.fullmatch("[0-9a-f]{64}", image):
             owner = owner_key(salt)
-            is_own = self._store.is_owner(owner, image) or self._movement.is_owner(owner, image)
-            return [(image if is_own else "", None)]  # nothing is kept under ""
+            return [(image if self._store.is_owner(owner, image) else "", None)]  # nothing is kept under ""
         found = {one.key: one.grid for one in self._images(image, salt, mm_processor_kwargs)}
         return list(found.items())
 

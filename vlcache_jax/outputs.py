@@ -347,7 +347,7 @@ class Reporter:
             token_ids=tuple(sequence.layout.token_ids[len(planned.layout) :].tolist()),
             logprobs=np.array(sequence.logprobs, np.float32),
             greedy=np.array(sequence.greedy, np.bool_),
-            metrics=sequence.take_metrics(),
+            metrics=sequence.told.take_metrics(),
             cache=self._report(planned, sequence),
             logits=np.stack(sequence.logits) if sequence.keep_logits and sequence.logits else None,
             error=self.error(planned, sequence),
@@ -360,7 +360,7 @@ class Reporter:
     def error(self, planned: Planned, *sequences: Generation | Forced) -> str | None:
         """What ended a sequence of the request, under the request's name."""
         name = planned.request.prompt.name
-        errors = [sequence.error for sequence in sequences if sequence.error is not None]
+        errors = [sequence.end.error for sequence in sequences if sequence.end.error is not None]
         return next((error if error.startswith(name) else f"{name}: {error}" for error in errors), None)
 
     def with_texts(self, logprobs: Sequence[Logprob]) -> tuple[Logprob, ...]:
@@ -371,8 +371,10 @@ class Reporter:
         )
 
     def _report(self, planned: Planned, sequence: Generation | Forced) -> CacheReport:
-        plan = sequence.plan if sequence.ran is None else sequence.ran
-        images = tuple(self._image_report(i, use, plan, sequence.cached) for i, use in enumerate(sequence.images))
+        plan = sequence.progress.plan if sequence.told.ran is None else sequence.told.ran
+        images = tuple(
+            self._image_report(i, use, plan, sequence.told.cached) for i, use in enumerate(sequence.progress.images)
+        )
         approximate = sum(image.tokens - image.recomputed[-1] for image in images if image.match == "approximate")
         return CacheReport(
             images,
@@ -426,23 +428,26 @@ class Deltas:
     def __init__(self, reporter: Reporter, planned: Planned, answers: Sequence[Generation], request_id: str):
         self._reporter, self._planned, self._answers, self._request_id = reporter, planned, answers, request_id
         self._going = dict(enumerate(answers))  # whose end has not been told
+        self._taken = [0] * len(answers)  # tokens
         self._told: tuple[bool, bool] | None = None  # of the prompt: when its first answer had begun, and at the end
 
     def take(self) -> RequestDelta | None:
         """What is new since this was asked last; None: nothing. The first time there is something."""
-        finished = all(one.is_finished for one in self._answers)  # first: what ends meanwhile may not be told whole
-        taken = [answer.take(index) for index, answer in self._going.items()]
+        finished = all(one.end.is_finished for one in self._answers)  # first: what ends meanwhile may not be told whole
+        taken = [answer.take(index, self._taken[index]) for index, answer in self._going.items()]
         new = [one for one in taken if self._told is None or one.token_ids or one.finish_reason is not None]
         if not (new or finished):
             return None
-        for index in [one.index for one in new if one.finish_reason is not None]:
-            del self._going[index]
+        for one in new:
+            self._taken[one.index] += len(one.token_ids)
+            if one.finish_reason is not None:
+                del self._going[one.index]
 
         prompt, told = None, (bool(self._answers[0].token_ids), finished)
         if told != self._told:
             prompt, self._told = self._reporter.prompt(self._planned, self._answers[0]), told
         return RequestDelta(
-            self._request_id, tuple(map(self._with_texts, new)), self._answers[0].take_metrics(), prompt, finished
+            self._request_id, tuple(map(self._with_texts, new)), self._answers[0].told.take_metrics(), prompt, finished
         )
 
     def _with_texts(self, one: CompletionDelta) -> CompletionDelta:
@@ -457,6 +462,7 @@ def _fetched(record: Record, tier: str) -> int:
 
 def _exact_tokens(sequence: Generation) -> int:
     """Prompt tokens whose K, V were reused exactly."""
-    linked = [use.span for use in sequence.images if use.linked is not None and use.span.state == "exact"]
-    behind = (sequence.plan.depth[max(span.start, sequence.cached) : span.stop] for span in linked)
-    return sequence.cached + sum(int(np.count_nonzero(depth == 0)) for depth in behind)
+    plan, cached = sequence.progress.plan, sequence.told.cached
+    linked = [use.span for use in sequence.progress.images if use.linked is not None and use.span.state == "exact"]
+    behind = (plan.depth[max(span.start, cached) : span.stop] for span in linked)
+    return cached + sum(int(np.count_nonzero(depth == 0)) for depth in behind)

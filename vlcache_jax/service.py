@@ -18,7 +18,6 @@ import jax
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import Tier
 from vlcache_jax.cache.writer import Writer
@@ -94,15 +93,13 @@ class Cache:
     """What is kept.
 
     Attributes:
-      store: records in host memory.
-      movement: records on their way to and from tiers outside it.
+      store: records, in host memory and in the tiers outside it.
       writer: fills records with what was computed.
       tier: says which records are kept on the device.
       pages: prompts in the KV pool.
     """
 
     store: Store
-    movement: Movement
     writer: Writer
     tier: DeviceTier
     pages: Pages
@@ -198,16 +195,14 @@ class Service:
             threads=threads, quick_threads=quick_threads,
         )  # fmt: skip
         planner = Planner(
-            checkpoint.config, cache.store, cache.movement, cache.writer,
+            checkpoint.config, cache.store, cache.writer,
             dtype=runner.dtype, codec=stored.codec, token_rungs=runner.token_rungs, fingerprint=stored.fingerprint,
             codec_name=stored.codec_name, rates=rates if config.cache.load == "auto" else None,
         )  # fmt: skip
         intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
         reporter = Reporter(checkpoint.config.text.num_layers, sequences.token_text)
         caller = Caller(identifier, planner, loop, sequences, reporter, ahead)
-        images = ImageCache(
-            cache.store, cache.movement, cache.tier, cache.writer, cache.pages, identifier, renderer, caller
-        )
+        images = ImageCache(cache.store, cache.tier, cache.writer, cache.pages, identifier, renderer, caller)
         return cls(
             config, checkpoint, policy, renderer, intake, device, loop, ahead, cache, stored, caller, images
         )  # fmt: skip
@@ -279,7 +274,7 @@ class Service:
         for threads in (self.intake.threads, self.intake.quick_threads):
             threads.shutdown(cancel_futures=True)
         self.cache.writer.close()
-        self.cache.movement.close()
+        self.cache.store.close()
         self.cache.store.clear()
         vars(self).pop("device", None)  # who is closed needs no weights
 
@@ -445,13 +440,14 @@ def _open_cache(
     config: EngineConfig, device: Device, tiers: Sequence[Tier], rates: Rates | None, codec: Codec | None
 ) -> Cache:
     runner, memory = device.runner, device.memory
-    store = Store(config.cache)
-    room, limit = partial(round_up, rungs=runner.token_rungs), partial(time_limit, rates)
-    movement = Movement(store, tiers, room, limit=limit)
     tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * kept_token_bytes(runner.config, runner.dtype, codec))
     pages = Pages(memory.num_slots // PAGE)
-    store.forgotten, store.expired = tier.drop, pages.drop
-    return Cache(store, movement, Writer(store), tier, pages)
+    store = Store(
+        config.cache, tiers,
+        room=partial(round_up, rungs=runner.token_rungs), limit=partial(time_limit, rates),
+        forgotten=tier.drop, expired=pages.drop,
+    )  # fmt: skip
+    return Cache(store, Writer(store), tier, pages)
 
 
 def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:

@@ -129,7 +129,7 @@ class Job:
         self.has_begun = False
         self._heard, self._streams = heard, streams
         for sequence in sequences:
-            sequence.listener, sequence.group = self._hear, call.group
+            sequence.listen(self._hear)
             if sequence.hold is not None:
                 sequence.hold.enter()
 
@@ -140,7 +140,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        return all(sequence.is_finished for sequence in self.sequences)
+        return all(sequence.end.is_finished for sequence in self.sequences)
 
     def abort(self) -> None:
         """Nobody wants it any more."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Generation, Metrics, Planned
+from vlcache_jax.engine.request import Generation, Planned
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan
 from vlcache_jax.intake.sequences import SequenceBuilder
 from vlcache_jax.reuse.plan import full_prefill
@@ -39,12 +39,12 @@ def verify(
       None where there is no answer, and where it cannot be compared: then that is the answer's error.
     """
     compared: list[Verification | None] = [None] * len(group)
-    good = [i for i, answer in enumerate(answers) if answer.is_finished and answer.error is None]
+    good = [i for i, answer in enumerate(answers) if answer.end.is_finished and answer.end.error is None]
     for i, found in zip(
         good, _verify(loop, builder, [group[i] for i in good], [answers[i] for i in good]), strict=True
     ):
         if isinstance(found, str):
-            answers[i].error = f"the answer cannot be verified: {found}"
+            answers[i].fail(f"the answer cannot be verified: {found}")
         else:
             compared[i] = found
     return compared
@@ -63,13 +63,15 @@ def _verify(
             images=(),
             owner=None,
             hold=None,
-            metrics=Metrics(),
+            metrics=None,
+            priority=0,
+            group=None,
+            called_at=0.0,
+            error=None,
             detokenizer=builder.detokenizer(answer.params),
             token_ids=[],
             logprobs=[],
             prompt_logprobs=[],
-            finish_reason=None,
-            stop_reason=None,
             choice=None,
         )
         for planned, answer in zip(cold, answers, strict=True)
@@ -77,7 +79,7 @@ def _verify(
     loop.run(again)
     # An image whose record failed was computed instead: the plan that ran is the answer's.
     warm = [
-        dataclasses.replace(planned, plan=answer.plan, uses=tuple(answer.images))
+        dataclasses.replace(planned, plan=answer.progress.plan, uses=tuple(answer.progress.images))
         for planned, answer in zip(group, answers, strict=True)
     ]
     forced = [
@@ -90,7 +92,7 @@ def _verify(
     loop.run([sequence for way in forced for sequence in way])
     found: list[Verification | str] = []
     for answer, other, *both in zip(answers, again, *forced, strict=True):
-        error = next((sequence.error for sequence in (other, *both) if sequence.error is not None), None)
+        error = next((sequence.end.error for sequence in (other, *both) if sequence.end.error is not None), None)
         logits = (np.stack(sequence.logits) for sequence in both if error is None)
         found.append(error or _compare(answer.token_ids, other.token_ids, *logits))
     return found

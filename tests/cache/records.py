@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.movement import fill
 from vlcache_jax.cache.record import Meta, Record, Why, blocks
+from vlcache_jax.cache.store import fill
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Tier, TierError, verified
 
 GRID = (1, 4, 6)
@@ -35,7 +35,7 @@ def make(number=1, context=None, *, tokens=6, padded=8, dtype="float32", planes=
         record.data[:] = rng.integers(0, 50, shape)
     else:
         record.data[:] = rng.normal(size=shape).astype(dtype)
-    record.settle(True)
+    record.complete()
     return record
 
 
@@ -135,7 +135,7 @@ class DictTier(Tier):
 def load(store, tier, name):
     """A record that a store brings in from a tier; None if it does not come."""
     meta = next((one.meta for one in tier.find(name.split("/")[1]) if one.meta.name == name), None)
-    [record] = [None] if meta is None else store.reserve([dataclasses.replace(meta, checksums=())], loading=True)
+    [record] = [None] if meta is None else store.reserve([dataclasses.replace(meta, checksums=())], source="disk")
     if record is None:
         return None
     try:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from tests.cache.records import DictTier, key, make
-from vlcache_jax.cache.ages import Ages
 from vlcache_jax.cache.channel import Breaker
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.remembered import Ages
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import RefusedError, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
@@ -67,10 +66,11 @@ class Elsewhere(DictTier):
 class House:
     """A store, its tiers, and a clock."""
 
-    def __init__(self, *tiers, limit=5.0, clock=None, **config):
+    def __init__(self, *tiers, limit=5.0, clock=None, expired=lambda entry: None, **config):
         self.clock = clock or Clock()
-        self.store = Store(CacheConfig(**config), self.clock)
-        self.movement = Movement(self.store, tiers, lambda tokens: tokens, limit=lambda meta: limit, clock=self.clock)
+        self.store = Store(
+            CacheConfig(**config), tiers, limit=lambda meta: limit, clock=self.clock, steady=self.clock, expired=expired
+        )
 
     def compute(self, record):
         """As a request does that finds nothing."""
@@ -83,17 +83,16 @@ class House:
 
     def bring(self, record, context=CONTEXT, approximate=False):
         """As a request does: asks elsewhere, then begins to load; the handle of what is found."""
-        self.store.outside.look([record.meta.entry])
-        self.movement.bring_in(record.meta.entry, context, approximate=approximate)
+        self.store.look([record.meta.entry])
         return self.store.lookup(record.meta.entry, context, grid=record.meta.grid, approximate=approximate)
 
     def settle(self):
-        self.movement.wait()
-        for channel in self.movement.channels:
+        self.store.wait()
+        for channel in self.store.channels:
             channel.flush()
 
     def counted(self, label="remote"):
-        return self.movement.stats()[label]
+        return self.store.stats().tiers[label]
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ def test_without_a_look_nothing_elsewhere_is_asked(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
     remote.asked.clear()
-    assert house.movement.bring_in(record.meta.entry, CONTEXT, approximate=False) == {}
+    assert house.store.lookup(record.meta.entry, CONTEXT, grid=None, approximate=False).brought == {}
     assert remote.asked == []
 
 
@@ -135,13 +134,13 @@ def test_a_look_holds_for_a_while(record):
     house = House(remote)
     for seconds, asked in ((0, 1), (4.9, 1), (0.2, 2)):  # nothing was found
         house.clock.now += seconds
-        house.store.outside.look([record.meta.entry])
+        house.store.look([record.meta.entry])
         assert len(remote.asked) == asked
     filled(remote, record)
     remote.asked.clear()
     for seconds, asked in ((5.1, 1), (59, 1), (1.1, 2)):  # something was
         house.clock.now += seconds
-        house.store.outside.look([record.meta.entry])
+        house.store.look([record.meta.entry])
         assert len(remote.asked) == asked
     assert (house.counted().missing, house.counted().found) == (2, 2)
 
@@ -149,14 +148,14 @@ def test_a_look_holds_for_a_while(record):
 def test_what_was_found_and_is_gone_is_computed_and_asked_for_again(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
-    house.store.outside.look([record.meta.entry])
+    house.store.look([record.meta.entry])
     remote.kept.clear()
     with house.bring(record) as handle:
         house.settle()
         assert handle.kv is None or not handle.kv.is_ready
     assert house.counted().gone == 1
     remote.asked.clear()
-    house.store.outside.look([record.meta.entry])
+    house.store.look([record.meta.entry])
     assert remote.asked == ["find"]
 
 
@@ -165,7 +164,7 @@ def test_what_is_not_finite_makes_room_for_what_is_computed(record, tier):
     flawed = Record(dataclasses.replace(record.meta, checksums=()))
     flawed.data[:] = record.data
     flawed.data[0, 0, 1] = np.nan
-    flawed.settle(True)
+    flawed.complete()
     there = filled(tier(), flawed)
     house = House(there)
     with house.bring(record):
@@ -258,19 +257,19 @@ def test_who_refuses_is_not_asked_again_at_once(record):
 def test_a_record_that_comes_too_late_is_computed(record):
     remote = filled(Elsewhere(), record, make(2, CONTEXT))
     house = House(remote, limit=5.0)
-    house.store.outside.look([key(1), key(2)])
+    house.store.look([key(1), key(2)])
     remote.gate.clear()
     one, two = house.bring(record), house.bring(make(2, CONTEXT))
     house.clock.now += 4.9
-    house.movement.give_up_late()
+    house.store.give_up_late()
     assert [one.kv.is_settled, two.kv.is_settled] == [False, False]
     house.clock.now += 0.2
-    house.movement.channels[0].progressed = house.clock.now  # one that came just now gives the others time
-    house.movement.give_up_late()
+    house.store.channels[0].progressed = house.clock.now  # one that came just now gives the others time
+    house.store.give_up_late()
     assert [one.kv.is_settled, two.kv.is_settled] == [False, False]
     house.clock.now += 5.0
-    house.movement.give_up_late()
-    assert house.store.lookup(key(1), CONTEXT, grid=None, approximate=False).why is Why.timeout
+    house.store.give_up_late()
+    assert house.store.find(key(1), CONTEXT, grid=None, approximate=False).why is Why.timeout
     assert [one.kv.is_settled, two.kv.is_settled, house.counted().late] == [True, True, 2]
     remote.gate.set()
     house.settle()
@@ -280,11 +279,11 @@ def test_a_record_that_comes_too_late_is_computed(record):
 def test_a_time_limit_of_the_user_holds_for_each(record):
     remote = filled(Elsewhere(), record, make(2, CONTEXT))
     house = House(remote, timeout=2.0)
-    house.store.outside.look([key(1), key(2)])
+    house.store.look([key(1), key(2)])
     remote.gate.clear()
     handles = house.bring(record), house.bring(make(2, CONTEXT))
     house.clock.now += 2.0
-    house.movement.give_up_late()
+    house.store.give_up_late()
     assert all(handle.kv.is_settled for handle in handles)
     remote.gate.set()
 
@@ -292,7 +291,7 @@ def test_a_time_limit_of_the_user_holds_for_each(record):
 def test_the_time_limit_is_looked_at_by_itself(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
-    house.store.outside.look([key(1)])
+    house.store.look([key(1)])
     remote.gate.clear()
     handle = house.bring(record)
     house.clock.now += 6.0
@@ -304,21 +303,21 @@ def test_the_time_limit_is_looked_at_by_itself(record):
 def test_what_ends_waits_for_whoever_counts_what_is_loading(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
-    house.store.outside.look([key(1)])
+    house.store.look([key(1)])
     remote.gate.clear()
     with house.bring(record) as handle:
-        with house.movement._lock:
+        with house.store._moving:
             remote.gate.set()
             assert handle.kv.wait(10)
             time.sleep(0.01)
-            assert len(house.movement._loading) == 1
+            assert len(house.store._loading) == 1
         house.settle()
 
 
 def test_nobody_loads_what_nobody_wants(record):
     remote = filled(Elsewhere(), record)
     house = House(remote)
-    house.store.outside.look([key(1)])
+    house.store.look([key(1)])
     remote.gate.clear()
     with house.bring(record) as handle:
         loading = handle.kv
@@ -338,7 +337,7 @@ def test_what_is_computed_is_written_everywhere(record):
     house = House(disk, remote)
     remote.gate.clear()
     house.compute(record)
-    house.movement.flush()  # nobody waits for what is far away
+    house.store.flush()  # nobody waits for what is far away
     assert (list(disk.kept), list(remote.kept)) == ([record.meta.name], [])
     remote.gate.set()
     house.settle()
@@ -353,7 +352,7 @@ def test_what_others_lend_is_only_read(record):
     peer.asked.clear()
     house.compute(make(2, CONTEXT))
     house.settle()
-    assert house.movement.delete(key(1)) == set()
+    assert house.store.delete(key(1)) == set()
     assert (peer.asked, list(peer.kept)) == ([], [record.meta.name])
     assert (house.counted().skipped, house.counted().stored) == (0, 0)
 
@@ -377,7 +376,7 @@ def test_who_deletes_deletes_what_is_still_to_be_written(record):
     remote.gate.clear()
     house.compute(other)
     house.compute(record)
-    deleting = [threading.Thread(target=house.movement.delete, args=(key(number),)) for number in (1, 2)]
+    deleting = [threading.Thread(target=house.store.delete, args=(key(number),)) for number in (1, 2)]
     for thread in deleting:
         thread.start()
     remote.gate.set()
@@ -385,7 +384,7 @@ def test_who_deletes_deletes_what_is_still_to_be_written(record):
         thread.join()
     house.settle()
     for number in (1, 2):
-        house.movement.delete(key(number))
+        house.store.delete(key(number))
     assert remote.kept == {}
 
 
@@ -410,11 +409,11 @@ def test_nothing_is_published_before_it_has_arrived():
     writer = Writer(house.store)
     [place] = house.store.reserve([dataclasses.replace(rows.meta, checksums=())])
     writer.encoder(place, coming := Arriving(rows.data), 0)
-    house.movement.flush()
+    house.store.flush()
     assert (place.is_ready, disk.kept, house.store.stats().stored) == (False, {}, 0)
     coming.gate.set()
     writer.flush()
-    house.movement.flush()
+    house.store.flush()
     assert (list(disk.kept), place.checksums()) == ([rows.meta.name], rows.meta.checksums)
     writer.close()
 
@@ -442,9 +441,9 @@ def test_who_waits_for_what_is_deleted_waits_no_longer(record):
     house.compute(make(2, CONTEXT))
     house.compute(record)
     with concurrent.futures.ThreadPoolExecutor(1) as other:
-        flushing = other.submit(house.movement.flush)
+        flushing = other.submit(house.store.flush)
         time.sleep(0.01)
-        house.movement.channels[0].delete(record.meta.name)
+        house.store.channels[0].delete(record.meta.name)
         disk.gate.set()
         flushing.result(10)
 
@@ -457,9 +456,9 @@ def test_what_is_deleted_at_once_never_comes_elsewhere(record, has_begun):
     if not has_begun:
         house.compute(make(2, CONTEXT))  # is written before
     house.compute(record)
-    house.movement.flush()
+    house.store.flush()
     assert house.store.evict(key(1)) == {record.meta.name}  # though it is still to be written
-    deleting = threading.Thread(target=house.movement.delete, args=(key(1),))
+    deleting = threading.Thread(target=house.store.delete, args=(key(1),))
     deleting.start()
     remote.gate.set()
     deleting.join()
@@ -475,14 +474,14 @@ def test_at_the_second_sighting(record):
     house.bring(record)
     house.compute(rows)
     house.compute(record)
-    house.movement.flush()
+    house.store.flush()
     assert not disk.kept
     house.bring(record)
-    house.movement.flush()
+    house.store.flush()
     assert set(disk.kept) == {record.meta.name, rows.meta.name}
     again = make(1, key(8), padded=6)
     house.compute(again)  # the image is known to be worth it
-    house.movement.flush()
+    house.store.flush()
     assert again.meta.name in disk.kept
     house.bring(record)
     assert house.counted("disk").known == 0
@@ -492,12 +491,12 @@ def test_closing_gives_up_what_is_far_away(record, monkeypatch):
     monkeypatch.setattr("vlcache_jax.cache.channel._CLOSING", 0.05)
     remote = filled(Elsewhere(), make(3, CONTEXT))
     house = House(remote)
-    house.store.outside.look([key(3)])
+    house.store.look([key(3)])
     remote.gate.clear()
     handle = house.bring(make(3, CONTEXT))
     for number in (1, 2):
         house.compute(make(number, CONTEXT))
-    house.movement.close()
+    house.store.close()
     assert (handle.kv.is_settled, handle.kv.is_ready, house.counted().skipped) == (True, False, 1)
     remote.gate.set()
 
@@ -510,7 +509,7 @@ def test_what_is_canonical_replaces_what_is_not(record):
     house.compute(first)
     house.compute(record)
     house.compute(first)  # whoever computes it so again does not take it back
-    house.movement.flush()
+    house.store.flush()
     with House(disk).bring(record) as handle:
         assert handle.exact
 
@@ -522,14 +521,14 @@ def test_without_host_memory_records_pass_through(record):
     disk = DictTier()
     house = House(disk, host_bytes=0, disk="somewhere")
     house.compute(record)
-    house.movement.flush()
+    house.store.flush()
     assert (list(disk.kept), house.store.stats().bytes) == ([record.meta.name], 0)
     with house.bring(record) as handle:
         house.settle()
         np.testing.assert_array_equal(handle.kv.data, record.data)
         assert house.store.stats().bytes == record.meta.nbytes
     assert house.store.stats().bytes == 0
-    house.movement.channels[0].is_closing = True  # it takes nothing more
+    house.store.channels[0].is_closing = True  # it takes nothing more
     assert house.compute(make(2, CONTEXT)) is not None
     assert house.store.stats().bytes == 0
 
@@ -537,9 +536,8 @@ def test_without_host_memory_records_pass_through(record):
 def test_what_is_too_old_is_not_used_any_more(record):
     clock = Clock()
     disk = DictTier(now=clock)
-    house = House(disk, ttl=60.0, clock=clock)
     dropped = []
-    house.store.expired = dropped.append
+    house = House(disk, ttl=60.0, clock=clock, expired=dropped.append)
     house.compute(record)
     clock.now += 50
     house.compute(make(1, key(8), padded=6))
@@ -580,7 +578,7 @@ def test_a_copy_is_as_old_as_what_it_is_of(record, tmp_path):
     clock.now += 11
     with house.bring(record, key(8)) as handle:
         assert handle.kv is None
-    house.movement.close()
+    house.store.close()
 
 
 def test_a_clock_that_was_ahead_makes_nothing_younger(record, tmp_path):
@@ -607,7 +605,7 @@ def test_a_clock_that_was_ahead_makes_nothing_younger(record, tmp_path):
             with house.bring(one) as handle:
                 house.settle()
                 assert (handle.kv is not None) is is_found, (passed, one.meta.entry)
-    house.movement.close()
+    house.store.close()
 
 
 def test_a_clock_that_is_wrong_for_a_moment_changes_no_age():
@@ -631,10 +629,10 @@ def test_a_clock_that_is_wrong_for_a_moment_changes_no_age():
 
 def test_rests_and_limits_go_by_a_clock_that_nobody_sets():
     """By one that was ahead for a moment, a store would be left alone, and what it said hold, for years."""
-    movement = Movement(Store(CacheConfig()), [DictTier()], int)
-    [channel] = movement.channels
-    assert movement._clock is channel._clock is channel._breaker._clock is time.monotonic
-    movement.close()
+    store = Store(CacheConfig(), [DictTier()])
+    [channel] = store.channels
+    assert store._steady is channel._clock is channel._breaker._clock is time.monotonic
+    store.close()
 
 
 def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):
@@ -651,7 +649,7 @@ def test_what_is_admitted_late_is_as_old_as_it_is(record, tmp_path):
     house.store.evict(key(1))
     clock.now += 11
     assert house.bring(record).kv is None
-    house.movement.close()
+    house.store.close()
 
 
 def test_what_is_deleted_has_not_been_asked_for(record):
@@ -661,7 +659,7 @@ def test_what_is_deleted_has_not_been_asked_for(record):
     house.compute(record)
     house.bring(record).release()
     house.settle()
-    assert house.store.evict(key(1)) == house.movement.delete(key(1)) == {record.meta.name}
+    assert house.store.evict(key(1)) == house.store.delete(key(1)) == {record.meta.name}
     house.bring(record).release()
     assert house.compute(record) is not None
     house.settle()
@@ -674,9 +672,9 @@ def test_what_is_too_old_is_deleted_too(record, tmp_path):
     house = House(disk, ttl=60.0, clock=clock)
     clock.now += 61
     assert house.bring(record).kv is None
-    assert house.movement.delete(key(1)) == {record.meta.name}
+    assert house.store.delete(key(1)) == {record.meta.name}
     assert not list(tmp_path.rglob("*.safetensors"))
-    house.movement.close()
+    house.store.close()
 
 
 def test_what_no_look_up_would_take_is_not_loaded(record):
@@ -697,18 +695,18 @@ def test_what_no_look_up_would_take_is_not_loaded(record):
 def test_what_is_pinned_on_the_disk_is_not_evicted(record, tmp_path):
     disk = DiskTier(tmp_path, 10**6)
     house = House(filled(disk, record))
-    house.movement.pin(key(1), True)
-    assert house.movement.delete(key(1)) == set()
+    house.store.keep_outside(key(1), True)
+    assert house.store.delete(key(1)) == set()
     assert disk.counts()["records"] == 1
-    house.movement.pin(key(1), False)
-    assert house.movement.delete(key(1)) == {record.meta.name}
-    house.movement.close()
+    house.store.keep_outside(key(1), False)
+    assert house.store.delete(key(1)) == {record.meta.name}
+    house.store.close()
 
 
 def test_what_was_pinned_passes_through_later(record):
     house = House(DictTier(), host_bytes=0, disk="somewhere")
     house.compute(record)
-    house.movement.flush()
+    house.store.flush()
     with house.bring(record):
         house.settle()
         house.store.keep(key(1), True)
@@ -738,9 +736,9 @@ def test_a_salt_has_its_share(record):
 def test_pins_reach_the_disk(record):
     disk = filled(DictTier(), record)
     house = House(disk)
-    house.movement.pin(key(1), True)
+    house.store.keep_outside(key(1), True)
     assert disk.staying == {record.meta.name}
-    house.movement.pin(key(1), False)
+    house.store.keep_outside(key(1), False)
     assert not disk.staying
 
 
@@ -750,7 +748,7 @@ def test_the_counters_are_those_of_prometheus(record):
     house = House(filled(Elsewhere(), record))
     with house.bring(record):
         house.settle()
-    text = generate_latest(house.movement.meter.registry).decode()
+    text = generate_latest(house.store.meter.registry).decode()
     assert 'vlcache_tier_events_total{event="loaded",tier="remote"} 1.0' in text
     assert f'vlcache_tier_bytes_total{{direction="in",tier="remote"}} {float(record.meta.nbytes)}' in text
     assert 'vlcache_tier_seconds_count{operation="read",tier="remote"} 1.0' in text

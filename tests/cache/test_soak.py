@@ -21,7 +21,6 @@ import pytest
 from tests.cache.records import GRID, key
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Meta, Record, blocks
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tiers.disk import DiskTier
@@ -66,8 +65,7 @@ class Process:
     def __init__(self, directory: str, seed: int, seconds: float):
         config = CacheConfig(host_bytes=MEMORY, disk=directory, disk_bytes=DISK, variants=2)
         self.disk = DiskTier(directory, DISK)
-        self.store = Store(config)
-        self.movement = Movement(self.store, [self.disk], lambda tokens: tokens)
+        self.store = Store(config, [self.disk])
         self.seed, self.seconds = seed, seconds
         self.done: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
@@ -80,15 +78,14 @@ class Process:
         number, context = min(random.randrange(IMAGES), random.randrange(IMAGES)), random.choice(CONTEXTS)
         approximate = random.random() < 0.3
         entry = key(number)
-        self.store.outside.look([entry])
-        brought = self.movement.bring_in(entry, context, approximate=approximate)
+        self.store.look([entry])
         with self.store.lookup(entry, context, grid=GRID, approximate=approximate) as handle:
             metas = [meta_of(number, None)] if handle.encoder is None else []
             metas += [] if handle.exact else [meta_of(number, context)]
             own = [meta for meta in metas if self.store.tier.get(meta.name) is None]
             made = [record for record in self.store.reserve(own) if record is not None]
             for record in made:
-                record.is_claimed = True
+                record.begin()
             if random.random() < 0.5:
                 handle.hold()
             for record in made:
@@ -99,7 +96,7 @@ class Process:
                 if record is not None and record.wait(PATIENCE):
                     assert record.meta.entry == entry
                     assert is_right(record), record.meta.name
-                    self.done["loaded" if record.meta.name in brought else "read"] += 1
+                    self.done["loaded" if record.meta.name in handle.brought else "read"] += 1
                 elif record is not None:
                     assert record.is_settled, f"{record.meta.name} never came"
 
@@ -111,23 +108,23 @@ class Process:
                 self.store.evict(entry)
             case 1:
                 self.store.evict(entry)
-                self.movement.delete(entry, {record.meta.name for record in self.store.records(entry)})
+                self.store.delete(entry, {record.meta.name for record in self.store.records(entry)})
             case 2:
                 try:
                     self.store.keep(entry, True)
                 except ValueError:  # there is no room left for what is pinned
                     return
-                self.movement.pin(entry, True)
+                self.store.keep_outside(entry, True)
                 self.request(random)
                 self.unpin(entry)
             case 3:
-                self.movement.flush()
+                self.store.flush()
             case 4:
                 assert self.store.verify() == []
         self.done["rules"] += 1
 
     def unpin(self, entry: str) -> None:
-        self.movement.pin(entry, False)
+        self.store.keep_outside(entry, False)
         self.store.keep(entry, False)
 
     def work(self, number: int) -> None:
@@ -172,9 +169,9 @@ class Process:
         if not is_stuck:
             for number in range(IMAGES):
                 self.unpin(key(number))
-            self.movement.wait()
-            stats = self.movement.stats()["disk"]
-            self.movement.close()  # what is to be written is written
+            self.store.wait()
+            stats = self.store.stats().tiers["disk"]
+            self.store.close()  # what is to be written is written
             leaks = [one.meta.name for one in self.store.tier.records() if one.pins or one.held or not one.is_settled]
         left = self.store.stats()
         return {

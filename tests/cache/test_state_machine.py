@@ -29,13 +29,13 @@ from hypothesis.stateful import (
 )
 
 import vlcache_jax.cache.channel
-import vlcache_jax.cache.movement
+import vlcache_jax.cache.store
 from tests.cache.records import GRID, DictTier, key
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import NO_TENANTS, entry_key, owner_key
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Meta, Record, blocks
-from vlcache_jax.cache.store import Handle, Store
+from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import GoneError, RefusedError, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.record_file import file_name
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patches = pytest.MonkeyPatch()
-        self.patches.setattr(vlcache_jax.cache.movement, "_LOOK", 0.0)
+        self.patches.setattr(vlcache_jax.cache.store, "_LOOK", 0.0)
         self.patches.setattr(vlcache_jax.cache.channel, "_CLOSING", 0.0)
         self.patches.setattr(vlcache_jax.cache.channel, "ThreadPoolExecutor", self.new_hands)
         self.folder = tempfile.mkdtemp()
@@ -243,7 +243,7 @@ class Machine(RuleBasedStateMachine):
         self.hands, self.at_once = [], False
         self.made: dict[str, dict[bytes, Made]] = {}  # by name and content
         self.generation = 0
-        self.movement = None
+        self.store = None
 
     def new_hands(self, workers, name):
         self.hands.append(Hands(lambda: self.at_once))
@@ -278,13 +278,13 @@ class Machine(RuleBasedStateMachine):
         disk = DiskTier(self.folder, capacity, owner_bytes=self.owner_bytes, ttl=ttl, clock=self.clock)
         self.disk = Faulty(disk, self.age)
         self.disk.kept, self.disk.staying = kept, pinned
-        self.store = Store(self.config, self.clock)
         self.hands.clear()
         tiers = [self.disk, self.remote]
-        self.movement = Movement(
-            self.store, tiers, lambda tokens: tokens + 1, limit=lambda meta: 5.0, clock=self.clock
+        self.store = Store(
+            self.config, tiers,
+            room=lambda tokens: tokens + 1, limit=lambda meta: 5.0, clock=self.clock, steady=self.clock,
         )  # fmt: skip
-        self.movement._ticking = threading.current_thread()  # who is late is looked at when time passes
+        self.store._ticking = threading.current_thread()  # who is late is looked at when time passes
         self.filling: list[Record] = []
         self.asked: list[Asked] = []
         self.pinned: dict[str, Record] = {}  # in memory
@@ -292,15 +292,15 @@ class Machine(RuleBasedStateMachine):
         self.lost_writes = 0
 
     def teardown(self):
-        if self.movement is not None:
+        if self.store is not None:
             while self.asked:
                 self.end(self.asked.pop())
             for record in self.filling:
                 self.store.cancel(record)
             self.drain()
-            self.movement.wait()
+            self.store.wait()
             self.nothing_leaks()
-            self.movement.close()
+            self.store.close()
         self.patches.undo()
         shutil.rmtree(self.folder)
 
@@ -353,7 +353,7 @@ class Machine(RuleBasedStateMachine):
         ]  # fmt: skip
         for record in self.store.reserve(metas):
             if record is not None:
-                record.is_claimed = True
+                record.begin()
                 self.filling.append(record)
                 if not is_slow:
                     self.settle(self.filling.pop(), "publish")
@@ -385,7 +385,7 @@ class Machine(RuleBasedStateMachine):
     def compute_elsewhere(self, image, context):
         record = Record(image.meta(context))
         self.fill(record)
-        record.settle(True)
+        record.complete()
         self.remote.tier.write(record.meta, dict(zip(record.meta.parts, record.data, strict=True)))
 
     # What requests find.
@@ -410,13 +410,11 @@ class Machine(RuleBasedStateMachine):
     def bring(self, image, context, approximate, hears=True):
         entry = image.entry
         self.at_once = hears
-        self.store.outside.look([entry])
+        self.store.look([entry])
         for other in SALTS:
             if other != image.salt:
                 assert not self.store.is_owner(owner_key(other), entry)
-                assert not self.movement.is_owner(owner_key(other), entry)
         self.at_once = False
-        self.movement.bring_in(entry, context, approximate=approximate)
         handle = self.store.lookup(entry, context, grid=GRID, approximate=approximate)
         oldest = -np.inf if self.config.ttl is None else self.clock.now - self.config.ttl
         asked = Asked(image, handle, oldest)
@@ -466,8 +464,8 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         """What was published is on the disk, unless something went wrong there."""
-        self.movement.flush()
-        written = self.movement.stats()["disk"]
+        self.store.flush()
+        written = self.store.stats().tiers["disk"]
         lost = written.skipped + written.failed + written.refused + written.gone
         for record in self.published if lost == self.lost_writes else ():
             name, entry = record.meta.name, record.meta.entry
@@ -485,7 +483,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 2, 6, 30, 61]))
     def wait(self, seconds):
         self.clock.now += seconds
-        self.movement.give_up_late()
+        self.store.give_up_late()
         if self.config.ttl is not None:
             self.ask_for_all()
 
@@ -506,11 +504,11 @@ class Machine(RuleBasedStateMachine):
         except ValueError:
             return
         self.pinned |= {record.meta.name: record for record in self.store.records(image.entry)}
-        self.movement.pin(image.entry, True)
+        self.store.keep_outside(image.entry, True)
 
     @rule(image=st.sampled_from(IMAGES))
     def unpin(self, image):
-        self.movement.pin(image.entry, False)
+        self.store.keep_outside(image.entry, False)
         self.store.keep(image.entry, False)
         self.pinned = {name: one for name, one in self.pinned.items() if one.meta.entry != image.entry}
 
@@ -521,7 +519,7 @@ class Machine(RuleBasedStateMachine):
         pinned = {record.meta.name for record in self.store.records(image.entry)}
         assert self.config.ttl is not None or self.pinned.keys() & self.names(image) <= pinned
         self.at_once = True
-        self.movement.delete(image.entry, pinned)
+        self.store.delete(image.entry, pinned)
         self.at_once = False
 
     @rule(image=st.sampled_from(IMAGES), is_new=st.booleans())
@@ -530,7 +528,7 @@ class Machine(RuleBasedStateMachine):
         if is_new:  # it may still be on its way
             self.compute(image, [None, *CONTEXTS], True, False)
         is_healthy = not (self.disk.faults or self.remote.faults) and all(
-            channel._breaker._faults < 3 for channel in self.movement.channels
+            channel._breaker._faults < 3 for channel in self.store.channels
         )
         self.unpin(image)
         is_used = any(asked.image == image for asked in self.asked) or any(
@@ -583,7 +581,7 @@ class Machine(RuleBasedStateMachine):
                     self.store.evict(image.entry)
                 case "late":
                     self.clock.now += 6.0
-                    self.movement.give_up_late()
+                    self.store.give_up_late()
 
         (self.disk if is_disk else self.remote).meanwhile = happen
 
@@ -622,7 +620,7 @@ class Machine(RuleBasedStateMachine):
                 hands.jobs.clear()
             self.disk.close()
         else:
-            self.movement.close()
+            self.store.close()
             self.nothing_leaks()
         self.remote.faults.clear()
         self.remote.meanwhile = lambda: None
@@ -647,7 +645,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def budgets_hold(self):
-        if self.movement is None:
+        if self.store is None:
             return
         memory = self.store.tier
         records = memory.records()
@@ -670,20 +668,20 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def users_are_counted(self):
-        if self.movement is None:
+        if self.store is None:
             return
         pins, held = Counter(), Counter()
         for asked in self.asked:
             for record in asked.records:
                 (held if asked.is_held else pins)[record] += 1
-        for channel in self.movement.channels:
+        for channel in self.store.channels:
             held.update(channel._writing.values())
         for record in {*self.store.tier.records(), *self.store._left, *pins, *held}:
             assert (record.pins, record.held) == (pins[record], held[record])
 
     @invariant()
     def what_is_kept_stays(self):
-        if self.movement is None:
+        if self.store is None:
             return
         for name, record in self.pinned.items() if self.config.ttl is None else ():
             assert self.store.tier.get(name) is record

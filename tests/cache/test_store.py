@@ -11,13 +11,12 @@ import sys
 import numpy as np
 import pytest
 
-import vlcache_jax.cache.store
+import vlcache_jax.cache.records
 from tests.cache.records import DictTier
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.memory import MemoryTier
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.records import MemoryTier
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import DamagedError, TierError, verified
 from vlcache_jax.outputs import Why
@@ -64,8 +63,8 @@ def test_what_a_record_is_made_of():
     assert meta.with_room(9).shape == (2, 2, 9, 1, 8)
     assert enc("a").with_room(9).shape == (3, 9, 8)
     tier = MemoryTier(10_000)
-    assert tier.allocate([kv("b", padded=10_000)]) == [None]
-    [record] = tier.allocate([meta])
+    assert tier.allocate([kv("b", padded=10_000)])[0] == [None]
+    [record] = tier.allocate([meta])[0]
     assert record.data.ctypes.data % 64 == 0
     assert (tier.get(meta.name), tier.used) == (record, meta.nbytes)
     tier.remove(record)
@@ -155,7 +154,7 @@ def test_whatever_lets_a_held_record_leave(leave):
     elif leave == "evict":
         assert not store.evict("a")  # who asks for that means what nobody needs
         assert lookup(store, "a").exact
-        store.tier.remove(record)
+        store.remove(record)
     elif leave == "clear":
         store.clear()
     else:
@@ -178,14 +177,15 @@ def test_a_held_record_that_left_is_still_filled(holders):
     for claimed_before in (True, False):
         store = Store(CacheConfig(host_bytes=kv("a").nbytes))
         [record] = store.reserve([kv("a")])
-        record.is_claimed = claimed_before
+        if claimed_before:
+            record.begin()
         handles = [holding(store, "a") for _ in range(holders)]
         fill(store, kv("b"))
         assert store.tier.get(record.meta.name) is None
         assert record.is_awaited
         assert not record.is_settled
         assert (store.stats().evicted, store.stats().left_bytes) == (0, 0)  # it has no contents yet
-        record.is_claimed = True
+        record.begin()
         record.data[:] = 3
         store.publish(record)
         assert record.wait()
@@ -205,7 +205,7 @@ def test_a_claimed_record_that_left_is_filled_though_nobody_waits_any_more(holde
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     [record] = store.reserve([kv("a")])
     handles = [holding(store, "a") for _ in range(holders)]
-    record.is_claimed = True
+    record.begin()
     fill(store, kv("b"))
     for handle in handles:
         handle.release()
@@ -330,7 +330,7 @@ def test_as_many_variants_stay_as_fit_and_the_reason_is_that_of_the_context(vari
 
 
 def test_reasons_are_bounded(monkeypatch):
-    monkeypatch.setattr(vlcache_jax.cache.store, "_REMEMBERED", 9)
+    monkeypatch.setattr(vlcache_jax.cache.records, "REMEMBERED", 9)
     store = Store(CacheConfig(host_bytes=kv("a").nbytes))
     for context in range(50):
         fill(store, kv("a", str(context)))
@@ -391,7 +391,7 @@ class Lending(DictTier):
         record.data[:] = rng.normal(size=meta.shape)
         if flaw is not None:
             record.data[0, 1, 2] = flaw
-        record.settle(True)
+        record.complete()
         self.write(record.meta, dict(zip(meta.parts, record.data, strict=True)))
 
     def read(self, meta, parts, place):
@@ -400,13 +400,15 @@ class Lending(DictTier):
                 yield part, lent
 
 
-def brought(store, tier, name="c"):
+def brought(store, name="c"):
     """Asks for an image that only the tier has."""
-    movement = Movement(store, [tier], lambda tokens: tokens + 1)
-    comes = movement.bring_in("a", name, approximate=False)
-    movement.wait()
-    movement.close()
-    return comes, movement.stats()["disk"]
+    with store.lookup("a", name, grid=None, approximate=False, waits=True) as handle:
+        store.close()
+        return handle.brought, store.stats().tiers["disk"]
+
+
+def one_more(tokens):
+    return tokens + 1
 
 
 def flip(row):
@@ -442,9 +444,9 @@ def fail(error):
 )
 def test_what_comes_from_outside_memory_is_verified(meta, fault, why, caplog):
     tier = Lending(meta, fault)
-    store = Store(CacheConfig())
+    store = Store(CacheConfig(), [tier], room=one_more)
     with caplog.at_level("CRITICAL"):
-        comes, counted = brought(store, tier)
+        comes, counted = brought(store)
     assert comes == {meta.name: "disk"}
     found = lookup(store, "a")
     stats = store.stats()
@@ -473,9 +475,9 @@ def test_checksums_that_lack_are_damage():
 
 def test_there_is_nothing_to_load():
     tier = Lending(kv("a"), lambda array: array)
-    assert brought(Store(CacheConfig()), tier, "another")[0] == {}
-    store = Store(CacheConfig(host_bytes=0))
-    assert brought(store, tier)[0] == {}
+    assert brought(Store(CacheConfig(), [tier], room=one_more), "another")[0] == {}
+    store = Store(CacheConfig(host_bytes=0), [tier], room=one_more)
+    assert brought(store)[0] == {}
     assert lookup(store, "a").why is Why.too_large
 
 
@@ -515,8 +517,8 @@ def test_what_is_not_finite_is_no_record(meta, dtype):
 
 def test_what_comes_from_outside_memory_is_finite():
     tier = Lending(kv("a"), lambda array: array, flaw=np.inf)
-    store = Store(CacheConfig())
-    brought(store, tier)
+    store = Store(CacheConfig(), [tier], room=one_more)
+    brought(store)
     assert lookup(store, "a").kv is None
     assert (store.stats().not_finite, store.stats().bytes) == (1, 0)
 

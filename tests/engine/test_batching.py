@@ -44,8 +44,7 @@ def prefills(sequences, slots=SLOTS):
     for lease in taken[::2]:
         pages.end(lease)
     scheduler = Scheduler(pages, len(sequences), 1 << 20, LAYERS)
-    for i, one in enumerate(sequences):
-        one.arrived = i
+    for one in sequences:
         scheduler.add(one)
     assert scheduler.admit() == sequences
     turn = scheduler.next_turn(sequences)
@@ -139,7 +138,7 @@ def test_the_head_takes_slices_of_the_rows_that_are_left():
     one = sequence(30)
     depth = np.ones(30, np.int16)
     depth[20:] = LAYERS + 1
-    one.plan = Plan(depth)
+    one.progress.plan = Plan(depth)
     [step] = prefill_steps(prefills([one]), LADDER, SLOTS, LAYERS)
     assert step.active == (30, 10, 10)
     assert step.bounds == (32, 16, 16, 16)
@@ -148,7 +147,7 @@ def test_the_head_takes_slices_of_the_rows_that_are_left():
 
 def test_shared_pages_are_not_written():
     one = sequence(2 * PAGE, new_slots=5)
-    prefill = Prefill(one, one.layout, one.plan.behind(2 * PAGE - 1), np.array([3, 5]), shared=2)
+    prefill = Prefill(one, one.layout, one.progress.plan.behind(2 * PAGE - 1), np.array([3, 5]), shared=2)
     [step] = prefill_steps([prefill], LADDER, SLOTS, LAYERS)
     assert step.rows.slot.tolist() == [SLOTS + i for i in range(8)]
     assert step.rows.k_end.tolist() == [2 * PAGE] + [0] * 7  # and yet it sees its own slot
@@ -164,8 +163,8 @@ def test_prefixes_that_tables_share():
 
 def test_an_image_of_two_answers_is_encoded_once():
     first = sequence(2, (2, 2), 1)
-    second = Sequence(first.layout, first.plan, 5)
-    both = [Prefill(one, one.layout, one.plan, np.array([i])) for i, one in enumerate((first, second), 1)]
+    second = Sequence(first.layout, first.progress.plan, 5)
+    both = [Prefill(one, one.layout, one.progress.plan, np.array([i])) for i, one in enumerate((first, second), 1)]
     [step] = prefill_steps(both, LADDER, SLOTS, LAYERS)
     [placement] = step.placements
     assert placement.image_row.tolist() == placement.place.tolist() == [0, 1, 2, 3]
@@ -195,7 +194,7 @@ def test_rows_that_drop_out_become_padding():
     for one in sequences:
         depth = rng.integers(0, LAYERS + 1, len(one.layout)).astype(np.int16)
         depth[-1] = LAYERS + 1
-        one.plan = Plan(depth)
+        one.progress.plan = Plan(depth)
     wave = prefills(sequences, 2 * SLOTS)
     written = [set() for _ in range(LAYERS)]
     for step in prefill_steps(wave, LADDER, 2 * SLOTS, LAYERS):
@@ -296,7 +295,7 @@ def test_what_is_not_moved():
     for request in (
         shifted(3, (2, 3), 1, share=0),
         Sequence(everything.layout, Plan(layers, shift=True), 5),
-        Sequence(everything.layout, Plan(everything.plan.depth), 5),
+        Sequence(everything.layout, Plan(everything.progress.plan.depth), 5),
         sequence(3, (2, 3), 1),
     ):
         assert all(step.shift is None for step in prefill_steps(prefills([request]), LADDER, SLOTS, LAYERS))

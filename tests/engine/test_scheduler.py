@@ -48,7 +48,7 @@ def answer(name, length, new_slots=1, *, owner=None, images=(), first=0, **optio
 
 def again(sequence, name):
     """Another answer to the same request."""
-    one = Answer(sequence.layout, sequence.plan, sequence.new_slots, owner=sequence.owner)
+    one = Answer(sequence.layout, sequence.progress.plan, sequence.new_slots, owner=sequence.owner)
     one.name = name
     return one
 
@@ -56,13 +56,13 @@ def again(sequence, name):
 def fills(record, name, **options):
     """Its image is computed, and kept."""
     one = answer(name, 5, images=["miss"], **options)
-    one.images = [ImageUse(span, captured=record) for span in one.layout.images]
+    one.progress.images = [ImageUse(span, captured=record) for span in one.layout.images]
     return one
 
 
 def links(record, name, **options):
     one = answer(name, 5, images=["exact"], **options)
-    one.images = [ImageUse(span, linked=record) for span in one.layout.images]
+    one.progress.images = [ImageUse(span, linked=record) for span in one.layout.images]
     return one
 
 
@@ -76,8 +76,6 @@ def scheduler_of(pages=40, lanes=4, rows=1000):
 
 def add(scheduler, *sequences):
     for one in sequences:
-        scheduler.arrivals = getattr(scheduler, "arrivals", 0) + 1
-        one.arrived = scheduler.arrivals
         scheduler.add(one)
     return sequences
 
@@ -86,8 +84,6 @@ def launch(scheduler, *sequences):
     """All that these compute."""
     while turn := scheduler.next_turn(sequences):
         scheduler.launched(turn)
-    for one in sequences:
-        one.scheduled = one.length + 1
 
 
 def nothing_is_left(scheduler, lanes=4):
@@ -123,9 +119,9 @@ def test_who_is_put_back_keeps_its_place():
     a, b, c = add(scheduler, answer("a", 5), answer("b", 5), answer("c", 5))
     scheduler.admit()
     launch(scheduler, a, b)
-    assert (b.prefilled, b.scheduled, b.attempt) == (1, 6, 0)
+    assert (b.progress.prefilled, b.progress.scheduled, b.progress.attempt) == (1, 6, 0)
     scheduler.put_back(b)
-    assert (b.prefilled, b.scheduled, b.attempt, b.lease) == (0, 0, 1, None)
+    assert (b.progress.prefilled, b.progress.scheduled, b.progress.attempt, b.progress.lease) == (0, 0, 1, None)
     assert scheduler.waiting == [b, c]
     scheduler.put_back(a, failed=True)
     assert scheduler.waiting == [a, b, c]
@@ -152,7 +148,7 @@ def test_a_page_is_left_to_each_that_may_grow():
     finish(scheduler, c)
     [d] = add(scheduler, answer("d", 16, 0))
     assert scheduler.admit() == []  # the last but one is for the first
-    assert scheduler.pages.grow([a.lease], [16])
+    assert scheduler.pages.grow([a.progress.lease], [16])
     finish(scheduler, b)
     assert scheduler.admit() == [d]
     finish(scheduler, a, d)
@@ -175,14 +171,14 @@ def test_a_filler_inherits_the_priority_of_who_links_its_record():
     one, two, other = record_of("one"), record_of("two"), record_of("other")
     x, first = add(scheduler, answer("x", 5, priority=1), fills(one, "first", priority=3))
     second = links(one, "second", priority=3)
-    second.images = [*second.images, *fills(two, "also second").images]
+    second.progress.images = [*second.progress.images, *fills(two, "also second").progress.images]
     _, y, z = add(scheduler, second, fills(other, "y", priority=2), answer("z", 5, priority=3))
     assert scheduler.waiting == [x, y, first, second, z]
     [urgent] = add(scheduler, links(two, "urgent", priority=0))
-    assert [one.priority for one in (first, second, y)] == [0, 0, 2]
+    assert [one.progress.priority for one in (first, second, y)] == [0, 0, 2]
     assert scheduler.waiting == [first, second, urgent, x, y, z]
     add(scheduler, late := links(other, "late", priority=5))
-    assert (y.priority, late.priority) == (2, 5)  # nobody is hurried by who can wait
+    assert (y.progress.priority, late.progress.priority) == (2, 5)  # nobody is hurried by who can wait
     assert scheduler.waiting == [first, second, urgent, x, y, z, late]
     finish(scheduler, *scheduler.waiting)
     nothing_is_left(scheduler)
@@ -194,7 +190,7 @@ def test_a_filler_that_ended_is_hurried_no_more():
     [first] = add(scheduler, fills(record, "first", priority=3))
     finish(scheduler, first, failed=True)
     [urgent] = add(scheduler, links(record, "urgent", priority=0))
-    assert (scheduler.waiting, first.priority) == ([urgent], 3)
+    assert (scheduler.waiting, first.progress.priority) == ([urgent], 3)
     finish(scheduler, urgent)
     nothing_is_left(scheduler)
 
@@ -202,15 +198,15 @@ def test_a_filler_that_ended_is_hurried_no_more():
 def test_lanes_are_distinct_and_come_back():
     scheduler = scheduler_of(lanes=3)
     a, b, c, d, e = add(scheduler, *(answer(name, 5) for name in "abcde"))
-    assert [one.lane for one in scheduler.admit()] == [0, 1, 2]
+    assert [one.progress.lane for one in scheduler.admit()] == [0, 1, 2]
     finish(scheduler, b)
     finish(scheduler, b)  # gives back nothing that it has not
     assert scheduler.admit() == [d]
-    assert d.lane == 1
+    assert d.progress.lane == 1
     scheduler.put_back(c)
     finish(scheduler, a)
     assert scheduler.admit() == [c, e]
-    assert {one.lane for one in scheduler.running} == {0, 1, 2}
+    assert {one.progress.lane for one in scheduler.running} == {0, 1, 2}
     finish(scheduler, c, d, e)
     nothing_is_left(scheduler, 3)
 
@@ -221,20 +217,20 @@ def test_answers_to_one_request_fork_the_first():
     b, c = again(a, "b"), again(a, "c")
     add(scheduler, a, b, other, c)
     assert scheduler.admit() == [a, b, other, c]
-    assert [one.lease.is_fork for one in (a, b, other, c)] == [False, True, False, True]
-    assert [one.lease.sources for one in (a, b, other, c)] == [[], [a.lease], [], [a.lease]]
+    assert [one.progress.lease.is_fork for one in (a, b, other, c)] == [False, True, False, True]
+    assert [one.progress.lease.sources for one in (a, b, other, c)] == [[], [a.progress.lease], [], [a.progress.lease]]
     assert [prefill.sequence for prefill in scheduler.next_turn([a, b, other, c])] == [a, other]
     launch(scheduler, a)
     [fork] = scheduler.prefills(b)
     assert np.flatnonzero(fork.plan.depth).tolist() == [19]
     assert [prefill.sequence for prefill in scheduler.next_turn([a, b, other, c])] == [b, other, c]
-    scheduler.pages.proven(a.lease)
+    scheduler.pages.proven(a.progress.lease)
     launch(scheduler, b)
     late = again(a, "late")
     finish(scheduler, other)
     add(scheduler, late)
     assert scheduler.admit() == [late]  # of one that runs already
-    assert (late.lease.is_fork, late.lease.sources) == (True, [])
+    assert (late.progress.lease.is_fork, late.progress.lease.sources) == (True, [])
     finish(scheduler, a, b, c, late)
     nothing_is_left(scheduler)
 
@@ -252,8 +248,8 @@ def test_a_turn_takes_those_that_are_ready_up_to_the_rows_of_a_step():
     assert turn() == []
     scheduler.launched(scheduler.next_turn([b]))
     assert (scheduler.prefilling, scheduler.decoding) == ([a, c, d], [b])
-    assert b.lease.is_computed
-    assert not b.lease.is_proven
+    assert b.progress.lease.is_computed
+    assert not b.progress.lease.is_proven
     assert turn(a, b, c, d) == [a, c, d]
     finish(scheduler, a, b, c, d)
     nothing_is_left(scheduler)
@@ -265,24 +261,24 @@ def test_who_counts_on_pages_waits_for_them():
         scheduler, answer("a", 20, owner="me"), answer("b", 25, owner="me"), answer("c", 20, owner="me", first=50)
     )
     scheduler.admit()
-    assert b.lease.sources == [a.lease]
+    assert b.progress.lease.sources == [a.progress.lease]
     assert [prefill.sequence for prefill in scheduler.next_turn([a, b, c])] == [a, c]
     launch(scheduler, a)
     assert [prefill.sequence for prefill in scheduler.next_turn([b, c])] == [b, c]
     finish(scheduler, a)  # unread
-    assert b.lease.is_lost
+    assert b.progress.lease.is_lost
     scheduler.put_back(b, failed=True)
     assert scheduler.admit() == [b]
-    assert (b.lease.cached, b.lease.sources, b.attempt) == (0, [], 1)
+    assert (b.progress.lease.cached, b.progress.lease.sources, b.progress.attempt) == (0, [], 1)
     finish(scheduler, b, c)
     nothing_is_left(scheduler)
 
 
 def test_who_chooses_rows_has_a_turn_of_its_own():
     scheduler = scheduler_of()
-    chooser = answer("chooser", 12, 4, images=["approximate"])
-    policy = CacheBlend(Fraction(1, 2), "proto")
-    chooser.plan, chooser.choice = policy.plan(chooser.layout, LAYERS), make_choice(policy, chooser.layout, LAYERS)
+    layout, policy = answer("chooser", 12, images=["approximate"]).layout, CacheBlend(Fraction(1, 2), "proto")
+    chooser = Answer(layout, policy.plan(layout, LAYERS), 4, choice=make_choice(policy, layout, LAYERS))
+    chooser.name = "chooser"
     assert chooser.choice is not None
     a, _, b = add(scheduler, answer("a", 9), chooser, answer("b", 9, first=30))
     scheduler.admit()
@@ -301,12 +297,12 @@ def test_who_chooses_rows_has_a_turn_of_its_own():
     launch(scheduler, b)
     [first] = scheduler.next_turn([chooser])
     scheduler.launched([first])
-    assert (first.choice, chooser.prefilled, chooser.lease.is_computed) == (chooser.choice, 1, False)
+    assert (first.choice, chooser.progress.prefilled, chooser.progress.lease.is_computed) == (chooser.choice, 1, False)
     assert chooser in scheduler.prefilling
     [second] = scheduler.next_turn([chooser])
     scheduler.launched([second])
     assert (second.choice, second.links, np.flatnonzero(second.plan.depth).tolist()) == (None, False, [12, 13])
-    assert chooser.lease.is_computed
+    assert chooser.progress.lease.is_computed
     assert chooser in scheduler.decoding
     finish(scheduler, a, b, chooser)
     nothing_is_left(scheduler)
@@ -317,18 +313,18 @@ def test_an_answer_grows_by_fewer_tokens_where_pages_are_short():
     a, b = add(scheduler, answer("a", 6, 26), answer("b", 7, 17))
     scheduler.admit()
     launch(scheduler, a, b)
-    assert (a.scheduled, b.scheduled) == (7, 8)
+    assert (a.progress.scheduled, b.progress.scheduled) == (7, 8)
     # The last token of a window needs no slot in it.
     assert scheduler.grow([a, b], 2) == 2
-    assert [len(one.lease.table) for one in (a, b)] == [1, 2]
+    assert [len(one.progress.lease.table) for one in (a, b)] == [1, 2]
     for one in (a, b):
-        one.scheduled += 2
+        one.progress.scheduled += 2
     for tokens in (4, 2, 1):
         assert scheduler.grow([a, b], 32) == tokens
         assert scheduler.pages.stats().in_use == 4
         for one in (a, b):
-            one.scheduled += tokens
-    assert (a.scheduled, b.scheduled) == (16, 17)
+            one.progress.scheduled += tokens
+    assert (a.progress.scheduled, b.progress.scheduled) == (16, 17)
     assert scheduler.grow([a], 8) == 1
     assert scheduler.grow([b], 8) == 0
     assert scheduler.grow([a, b], 8) == 0
@@ -360,7 +356,7 @@ def test_the_last_in_order_is_preempted():
         assert scheduler.preempt([])
         assert expected in scheduler.waiting
         assert expected not in scheduler.running
-        assert (expected.lease, expected.attempt, expected.scheduled) == (None, 1, 0)
+        assert (expected.progress.lease, expected.progress.attempt, expected.progress.scheduled) == (None, 1, 0)
     with pytest.raises(RuntimeError, match="5 tokens must fit"):
         scheduler.preempt([])
     assert scheduler.running == [b]
@@ -396,13 +392,13 @@ def test_what_an_answer_leaves_is_found_if_it_was_proven():
         scheduler.admit()
         launch(scheduler, a)
         if is_proven:
-            scheduler.pages.proven(a.lease)
+            scheduler.pages.proven(a.progress.lease)
         assert scheduler.grow([a], 4) == 4
         a.tokens = (20, 21, 22, 23)
         scheduler.put_back(a)
         [b] = add(scheduler, answer("b", 26, owner="me"))
         assert scheduler.admit() == [a, b]
-        assert a.lease.cached == (23 if is_proven else 0)  # of the last token there is nothing yet
+        assert a.progress.lease.cached == (23 if is_proven else 0)  # of the last token there is nothing yet
         finish(scheduler, a, failed=True)
         finish(scheduler, b)
         nothing_is_left(scheduler)
@@ -413,13 +409,13 @@ def test_the_last_token_of_an_answer_is_not_found():
     [a] = add(scheduler, answer("a", 20, 4, owner="me"))
     scheduler.admit()
     launch(scheduler, a)
-    scheduler.pages.proven(a.lease)
+    scheduler.pages.proven(a.progress.lease)
     assert scheduler.grow([a], 4) == 4
     a.tokens = (20, 21, 22, 23)
     finish(scheduler, a)
     [b] = add(scheduler, answer("b", 30, owner="me"))
     scheduler.admit()
-    assert b.lease.cached == 23  # its K, V were never computed
+    assert b.progress.lease.cached == 23  # its K, V were never computed
     finish(scheduler, b)
     nothing_is_left(scheduler)
 
@@ -433,15 +429,15 @@ def test_what_a_fork_leaves_is_found_if_it_was_proven(is_proven):
     scheduler.admit()
     for one in (a, b):
         launch(scheduler, one)
-    scheduler.pages.proven(a.lease)
+    scheduler.pages.proven(a.progress.lease)
     if is_proven:
-        scheduler.pages.proven(b.lease)
+        scheduler.pages.proven(b.progress.lease)
     assert scheduler.grow([b], 9) == 9
     b.tokens = tuple(range(20, 29))
     finish(scheduler, b)
     [c] = add(scheduler, answer("c", 30, owner="me"))
     scheduler.admit()
-    assert c.lease.cached == (28 if is_proven else 20)
+    assert c.progress.lease.cached == (28 if is_proven else 20)
     finish(scheduler, a, c)
     nothing_is_left(scheduler)
 
@@ -462,7 +458,7 @@ def test_nothing_leaks_whatever_happens(data):
             length, first, priority = (data.draw(st.integers(*limits)) for limits in ((1, 24), (0, 1), (-1, 1)))
             count += 1
             one = answer(str(count), length, data.draw(st.integers(0, 20)), owner="me", first=first, priority=priority)
-            same = [other for other in everyone if other.layout is not None and not other.is_finished]
+            same = [other for other in everyone if other.layout is not None and not other.end.is_finished]
             if same and data.draw(st.booleans()):
                 one = again(data.draw(st.sampled_from(same)), str(count))
             everyone += add(scheduler, one)
@@ -471,44 +467,50 @@ def test_nothing_leaks_whatever_happens(data):
             admitted = scheduler.admit()
             assert admitted == before[: len(admitted)]
         elif command == "launch":
-            launch(scheduler, *(one for one in scheduler.prefilling if not one.lease.is_lost))
+            launch(scheduler, *(one for one in scheduler.prefilling if not one.progress.lease.is_lost))
         elif command == "read":
             for one in scheduler.decoding:
-                if not one.lease.is_lost and all(source.is_proven for source in one.lease.sources):
-                    scheduler.pages.proven(one.lease)
-        elif command == "grow" and (active := [one for one in scheduler.decoding if one.scheduled < one.most]):
+                if not one.progress.lease.is_lost and all(source.is_proven for source in one.progress.lease.sources):
+                    scheduler.pages.proven(one.progress.lease)
+        elif command == "grow" and (active := [one for one in scheduler.decoding if one.progress.scheduled < one.most]):
             before = scheduler.pages.stats()
             tokens = scheduler.grow(active, data.draw(st.integers(1, 20)))
             for one in active if tokens else ():
-                new = min(tokens, one.most - one.scheduled)
-                one.scheduled += new
+                new = min(tokens, one.most - one.progress.scheduled)
+                one.progress.scheduled += new
                 one.tokens = (*one.tokens, *range(new))
-                assert len(one.lease.table) * SIZE >= min(one.scheduled - 1, one.most - 1)
+                assert len(one.progress.lease.table) * SIZE >= min(one.progress.scheduled - 1, one.most - 1)
         elif command == "preempt" and len(running) > 1:
             busy = data.draw(st.lists(st.sampled_from(running), unique=True))
             others = [one for one in running if one not in busy]
-            last = max(others, key=lambda one: (one.priority, one.arrived), default=None)
+            last = max(others, key=lambda one: (one.progress.priority, one.progress.arrived), default=None)
             assert scheduler.preempt(busy) is bool(others)
-            assert (last is None) or (last in scheduler.waiting and last.lease is None)
-        elif command in ("finish", "fail") and (alive := [one for one in everyone if not one.is_finished]):
+            assert (last is None) or (last in scheduler.waiting and last.progress.lease is None)
+        elif command in ("finish", "fail") and (alive := [one for one in everyone if not one.end.is_finished]):
             one = data.draw(st.sampled_from(alive))
-            one.is_finished = True
+            one.end.is_finished = True
             finish(scheduler, one, failed=command == "fail")
         elif command == "sweep":
             for one in running:
-                if one.lease is not None and one.lease.is_lost:
+                if one.progress.lease is not None and one.progress.lease.is_lost:
                     scheduler.put_back(one, failed=True)
         running = scheduler.running
-        assert scheduler.waiting == sorted(scheduler.waiting, key=lambda one: (one.priority, one.arrived))
-        assert sorted(running + scheduler.waiting, key=id) == sorted(
-            (one for one in everyone if not one.is_finished), key=id
+        assert scheduler.waiting == sorted(
+            scheduler.waiting, key=lambda one: (one.progress.priority, one.progress.arrived)
         )
-        assert sorted([*scheduler._lanes, *(one.lane for one in running)]) == list(range(lanes))
-        assert all(one.lease is not None for one in running)
-        assert all(one.lease is None for one in scheduler.waiting)
+        assert sorted(running + scheduler.waiting, key=id) == sorted(
+            (one for one in everyone if not one.end.is_finished), key=id
+        )
+        assert sorted([*scheduler._lanes, *(one.progress.lane for one in running)]) == list(range(lanes))
+        assert all(one.progress.lease is not None for one in running)
+        assert all(one.progress.lease is None for one in scheduler.waiting)
         # A page to be copied counts, too, until it has been.
-        used = {int(page) for one in running for page in one.lease.table}
-        used |= {one.lease.copy[0] for one in running if one.lease.copy and not one.lease.is_computed}
+        used = {int(page) for one in running for page in one.progress.lease.table}
+        used |= {
+            one.progress.lease.copy[0]
+            for one in running
+            if one.progress.lease.copy and not one.progress.lease.is_computed
+        }
         assert scheduler.pages.stats().in_use == len(used)
     finish(scheduler, *scheduler.running, *scheduler.waiting)
     nothing_is_left(scheduler, lanes)

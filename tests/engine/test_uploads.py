@@ -63,7 +63,7 @@ def loading(llm, conversation):
     llm.cache.flush()
     [record] = [record for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     tier = SlowTier(record)
-    llm.service.cache.store.tier.remove(record, None)
+    llm.service.cache.store.remove(record, None)
     thread = threading.Thread(target=load, args=(llm.service.cache.store, tier, record.meta.name))
     thread.start()
     while llm.service.cache.store.tier.get(record.meta.name) is None:
@@ -171,8 +171,8 @@ def test_records_that_another_thread_brings(llm, picture, textured_image, monkey
 def test_what_comes_while_nobody_looks_is_found(llm, picture, monkeypatch):
     """A record is there, or a picture, between the look at what a prompt lacks and the wait for it."""
     readiness, looked = llm.service.engine._readiness, itertools.count()
-    is_ready = readiness.is_ready
-    monkeypatch.setattr(readiness, "is_ready", lambda sequence: next(looked) > 0 and is_ready(sequence))
+    look = readiness.look
+    monkeypatch.setattr(readiness, "look", lambda sequence: look(sequence) if next(looked) > 0 else None)
     [output] = llm.chat(user("See ", picture, " what?"), PARAMS, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
     assert next(looked) > 2

@@ -1,4 +1,4 @@
-"""A tier as `movement` uses it: with threads of its own, counted, and left alone for a while when it fails."""
+"""A tier as the store uses it: with threads of its own, counted, and left alone for a while when it fails."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from vlcache_jax.cache.ages import Ages
-from vlcache_jax.cache.bounded import Bounded
 from vlcache_jax.cache.meter import Event, Meter, TierStats
 from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.remembered import REMEMBERED, Ages, Bounded
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, RefusedError, Tier
 
 _log = logging.getLogger(__name__)
 
 _READERS = 4  # threads that look and load
-_REMEMBERED = 65536  # images that were looked for
 _KNOWN, _UNKNOWN = 60.0, 5.0  # seconds that such a look holds, where something was found and where nothing was
 _FAULTS = 3  # one after the other, and a tier is left alone
 _REST = (1.0, 60.0)  # seconds that it is, at first and at most
@@ -87,7 +85,7 @@ class Channel:
         self._breaker = Breaker(clock)
         self._readers = ThreadPoolExecutor(_READERS, f"vlcache-{tier.label}-load")
         self._writer = ThreadPoolExecutor(1, f"vlcache-{tier.label}-keep")
-        self._looks = Bounded[_Look](_REMEMBERED)
+        self._looks = Bounded[_Look](REMEMBERED)
         self._writing: dict[Future[None], Record] = {}
         self._unwanted: weakref.WeakSet[Record] = weakref.WeakSet()  # though they are being written
         self._lock = threading.Lock()

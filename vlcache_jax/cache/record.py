@@ -145,39 +145,48 @@ def _planes(meta: Meta, block: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
         first += tokens * size
 
 
+class State(enum.Enum):
+    """How far a record has come. One that is not filled, or of no use though it was, is `Lost`."""
+
+    reserved = "reserved"  # it has its place
+    filling = "filling"  # somebody fills it
+    ready = "ready"  # it is filled
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A record will not be filled, or is of no use."""
+
+    why: Why
+
+
 class Record:
     """A record in host memory, at first still to be filled.
 
     Attributes:
       meta: see `Meta`.
+      source: label of the tier that it comes from, its parts in their order; None: it is computed.
+      state: how far it has come. It only goes on: from `State.reserved` to `State.filling` to `State.ready`, and from
+        any of them to `Lost`.
       pins: how many handles need it to stay.
       is_kept: whether the user wants it to stay.
       held: how many requests are going to read it, and tiers outside memory.
       writes: how many of these are tiers that it is to be written to.
       missing: tokens whose K, V it still lacks.
-      is_claimed: whether somebody is going to fill it.
-      is_loading: whether it comes from another tier, its parts in their order.
-      is_wanted: whether anybody has needed it yet.
-      failure: why it will not be filled; None: it is, or may be.
       written: when it was computed, in seconds since the epoch; None: it is not filled yet.
       lent: its memory as arrays of a device that reads it as it lies, by their first part.
     """
 
-    def __init__(self, meta: Meta):
-        self.meta = meta
+    def __init__(self, meta: Meta, source: str | None = None):
+        self.meta, self.source = meta, source
+        self.state: State | Lost = State.reserved if source is None else State.filling
         self.pins = 0
         self.is_kept = False
         self.held = 0
         self.writes = 0
         self.missing = meta.tokens
-        self.is_claimed = False
-        self.is_loading = False
-        self.is_wanted = False
-        self.failure: Why | None = None
         self.written: float | None = None
         self.lent: dict[int, Any] = {}
-        self.is_ready = False
-        self._is_settled = False
         self._arrived = 0  # parts
         self._changed = threading.Condition()
 
@@ -193,12 +202,13 @@ class Record:
 
     def has_arrived(self, count: int) -> bool:
         """Whether the first `count` parts are there."""
-        return (self._arrived >= count and not self._is_settled) or self.is_ready  # which it may have become meanwhile
+        state = self.state
+        return state is State.ready or (state is State.filling and self._arrived >= count)
 
     def wait_for(self, count: int, timeout: float | None = None) -> bool:
         """Waits until the first `count` parts are there; False if they do not come, or not within so many seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_settled or self._arrived >= count, timeout)
+            self._changed.wait_for(lambda: self.is_settled or self._arrived >= count, timeout)
         return self.has_arrived(count)
 
     @functools.cached_property
@@ -238,23 +248,44 @@ class Record:
         return self.is_pinned or self.held > self.writes
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it is filled."""
+        return self.state is State.ready
+
+    @property
     def is_settled(self) -> bool:
         """Whether it is filled, or never will be."""
-        return self._is_settled
+        return self.state is State.ready or isinstance(self.state, Lost)
 
-    def settle(self, is_ready: bool, checksums: tuple[int, ...] | None = None) -> None:
-        """Ends the filling, if it has not ended yet.
+    def begin(self) -> None:
+        """Somebody fills it."""
+        with self._changed:
+            if self.state is State.reserved:
+                self.state = State.filling
+
+    def complete(self, checksums: tuple[int, ...] | None = None) -> None:
+        """It is filled, unless it has been lost.
 
         Args:
           checksums: of its parts, where they are known.
         """
         if self.is_settled:
             return
-        if is_ready:
-            self.meta = replace(self.meta, checksums=self.checksums() if checksums is None else checksums)
+        self.meta = replace(self.meta, checksums=self.checksums() if checksums is None else checksums)
         with self._changed:
-            self.is_ready = is_ready
-            self._is_settled = True
+            if not self.is_settled:
+                self.state = State.ready
+            self._changed.notify_all()
+
+    def lose(self, why: Why, *, spoiled: bool = False) -> None:
+        """It will not be filled, unless it is already.
+
+        Args:
+          spoiled: it is of no use, filled or not.
+        """
+        with self._changed:
+            if spoiled or not self.is_settled:
+                self.state = Lost(why)
             self._changed.notify_all()
 
     def is_finite(self, parts: slice = slice(None)) -> bool:

@@ -1,24 +1,38 @@
-"""The one owner of the cache's state: which images are known, which records exist, who needs them, what was counted."""
+"""The one owner of the cache's state: which images are known, what is kept of them, here and in the tiers outside.
+
+Records move between host memory and these tiers in the background. What a request looks up and host memory lacks gets
+its place there at once, and comes part by part. What has been filled is written to every tier. A fault of a tier is
+counted, and the request computes.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from vlcache_jax.cache.ages import Ages
-from vlcache_jax.cache.bounded import Bounded, Requests
+import numpy.typing as npt
+
+from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.memory import MemoryTier
-from vlcache_jax.cache.meter import TierStats
-from vlcache_jax.cache.record import Meta, Record, Why
+from vlcache_jax.cache.meter import Meter
+from vlcache_jax.cache.record import Lost, Meta, Part, Record, Why
+from vlcache_jax.cache.records import CacheStats, Handle, Records
+from vlcache_jax.cache.remembered import REMEMBERED, Bounded, Requests
+from vlcache_jax.cache.tier import DamagedError, Found, Tier, TierError, verified
 from vlcache_jax.inputs.processor import Grid
 
-_REMEMBERED = 65536  # aliases, and reasons for losses; a few hundred bytes apiece
+_log = logging.getLogger(__name__)
+
 _REFUSED = 4096  # files that are no pictures
+_LOOK = 1.0  # seconds that a request waits at most to hear what a tier elsewhere has
+_TICK = 0.05  # seconds between two looks at what is late
+_UNCHECKED = 2  # parts that may have come and not be checked
 
 
 @dataclass(frozen=True)
@@ -30,460 +44,381 @@ class PictureKey:
     width: int
 
 
-@dataclass
-class CacheStats:
-    """Counters since the engine began, and what is kept now.
+class _Load(NamedTuple):
+    """A record that is being loaded.
 
     Attributes:
-      hits_exact, hits_approximate: images whose K, V were found, as they were computed in the same context; or computed
-        in another one, or kept by a codec.
-      misses: images whose K, V were not found, or could not be used.
-      passed_over: images whose K, V were found, and computed all the same (`CacheConfig.load`).
-      encoder_hits: images whose encoder rows were found, and not passed over.
-      stored, evicted: records.
-      refused: records that found no room.
-      clashes: look-ups that met another image's record.
-      corrupt: records that were found damaged.
-      failed: records that could not be filled.
-      not_finite: records that held NaN or infinities, and were not kept.
-      encoder_records, kv_records, pinned: records that are kept now.
-      pinned_bytes: of records that `pin` keeps.
-      bytes, capacity: of host memory.
-      left_bytes: of records that have lost their place and that requests under way still read; they come on top.
-      device_records: of K, V that have a copy in the device tier.
-      device_bytes, device_capacity: of device memory.
-      expired: images that were older than `ttl`, and were forgotten.
-      whys: how often an image was not linked as it was, by the reason (`Why`).
-      tiers: of each tier outside memory, by its label: "disk", "remote", "peer".
+      begun: by the steady clock.
+      limit: seconds that it may take.
     """
 
-    hits_exact: int = 0
-    hits_approximate: int = 0
-    misses: int = 0
-    passed_over: int = 0
-    encoder_hits: int = 0
-    stored: int = 0
-    evicted: int = 0
-    refused: int = 0
-    clashes: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    not_finite: int = 0
-    encoder_records: int = 0
-    kv_records: int = 0
-    pinned: int = 0
-    pinned_bytes: int = 0
-    bytes: int = 0
-    capacity: int = 0
-    left_bytes: int = 0
-    device_records: int = 0
-    device_bytes: int = 0
-    device_capacity: int = 0
-    expired: int = 0
-    whys: Mapping[str, int] = field(default_factory=dict)
-    tiers: Mapping[str, TierStats] = field(default_factory=dict)
+    record: Record
+    channel: Channel
+    begun: float
+    limit: float
+
+    def until(self, timeout: float | None) -> float:
+        """When it is late. By its own limit not before the channel has had as long since it last gave one: of several,
+        each would have to be computed."""
+        if timeout is not None:
+            return self.begun + timeout
+        return max(self.begun, self.channel.progressed) + self.limit
 
 
-class Handle:
-    """What was found for an image. Its records stay until it is released, at the end of a `with`.
-
-    Attributes:
-      encoder: record of the encoder rows, or None.
-      kv: record of K, V, or None.
-      exact: K, V were computed in this very context, and are kept as they were.
-      is_coded: they were, but are kept by a codec.
-      why: the reason if not.
-      passed_over: the records that were found, but are computed all the same.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        encoder: Record | None,
-        kv: Record | None,
-        exact: bool,
-        why: Why | None,
-        is_coded: bool = False,
-    ):
-        self.encoder, self.kv, self.exact, self.why, self.is_coded = encoder, kv, exact, why, is_coded
-        self.passed_over: list[Record] = []
-        self._store = store
-        self._records = [record for record in (encoder, kv) if record is not None]
-        self._count = store.pin
-        for record in self._records:
-            store.pin(record, 1)
-
-    def pass_over(self, *, encoder: bool) -> None:
-        """Lets go of K, V, if there are any, as computing them is cheaper.
-
-        Args:
-          encoder: of the encoder rows, too.
-        """
-        if self.kv is not None:
-            self.why = Why.cheaper_to_compute
-        self.passed_over = [r for r in (self.kv, self.encoder if encoder else None) if r is not None]
-        self.kv, self.exact = None, False
-        if encoder:
-            self.encoder = None
-        for record in self.passed_over:
-            self._records.remove(record)
-            self._count(record, -1)
-
-    def prefer(self, other: Handle) -> Handle:
-        """The better of two, with the encoder rows of either; the rest of them is released."""
-        is_better = other.exact or (self.kv is None and other.kv is not None)
-        better, worse = (other, self) if is_better else (self, other)
-        if better.why is Why.unknown_image:
-            better.why = worse.why
-        if better.encoder is None and worse.encoder is not None:
-            better.encoder = worse.encoder
-            worse._records.remove(worse.encoder)
-            better._records.append(worse.encoder)
-        worse.release()
-        return better
-
-    def hold(self) -> None:
-        """Holds the records from now on, instead of pinning them: they may lose their place, not their contents."""
-        for record in self._records:
-            self._store.hold(record, 1)
-            self._store.pin(record, -1)
-        self._count = self._store.hold
-
-    def release(self) -> None:
-        while self._records:
-            self._count(self._records.pop(), -1)
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class Outside:
-    """What a store knows of the tiers outside host memory; here: there are none."""
-
-    def look(self, entries: Sequence[str]) -> None:
-        """Asks those on other machines for images that are about to be looked up, and waits, but not for long."""
-
-    def has_rows(self, entry: str) -> bool:
-        """Whether some tier has an image's encoder rows, as far as one knows."""
-        return False
-
-    def published(self, record: Record) -> None:
-        """A record has been filled."""
-
-
-class Store:
+class Store(Records):
     """Finds, keeps and forgets records. Every method may be called from any thread.
 
     Args:
       config: sizes and rules.
+      tiers: outside host memory, the fastest first; may be none.
+      room: for how many tokens records of so many have room in memory.
+      limit: seconds that a record may take to come; who needs it computes then.
+      forgotten: called with every record that leaves host memory.
+      expired: called with the entry key of an image that has become too old.
       clock: seconds since the epoch.
+      steady: seconds that only grow.
 
     Attributes:
       pictures: what an alias stands for.
       refusals: why the file under an alias is no picture.
       requests: the lists of images that came together.
-      ages: of images.
       shared: the entry keys of what an operator keeps for everyone, by those without a salt.
-      outside: the tiers outside host memory.
-      forgotten: called with every record that leaves.
-      expired: called with the entry key of an image that has become too old.
+      channels: the ways to the tiers.
+      meter: counts what they do.
     """
 
-    def __init__(self, config: CacheConfig, clock: Callable[[], float] = time.time):
-        self.config = config
-        self.ages = Ages(config.ttl, clock)
-        self.tier = MemoryTier(config.memory_bytes, self._forget, owner_bytes=config.owner_bytes)
-        self._lock = threading.RLock()
-        self._counts = CacheStats()
-        self._whys = Counter[str]()
-        self.pictures = Bounded[PictureKey](_REMEMBERED)
+    def __init__(
+        self,
+        config: CacheConfig,
+        tiers: Sequence[Tier] = (),
+        *,
+        room: Callable[[int], int] = int,
+        limit: Callable[[Meta], float] = lambda meta: 30.0,
+        forgotten: Callable[[Record], object] = lambda record: None,
+        expired: Callable[[str], object] = lambda entry: None,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__(config, clock, forgotten)
+        self.pictures = Bounded[PictureKey](REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
         self.requests = Requests()
-        self.shared = Bounded[str](_REMEMBERED)
-        self.outside = Outside()
-        self.forgotten: Callable[[Record], object] = lambda record: None
-        self.expired: Callable[[str], object] = lambda entry: None
-        # A record's name, or an entry key for all contexts together -> why there is none, and the owner.
-        self._lost = Bounded[tuple[Why, str]](_REMEMBERED)
-        self._variants: dict[str, list[Record]] = {}  # entry key -> records of K, V, the newest last
-        self._left: set[Record] = set()  # have lost their place, and are still to be read
+        self.shared = Bounded[str](REMEMBERED)
+        self._room, self._limit, self._expired, self._steady = room, limit, expired, steady
+        self._patience = _LOOK if config.timeout is None else min(_LOOK, config.timeout)
+        self.meter = Meter()
+        most = self.tier.capacity // 2
+        self.channels = [Channel(tier, self.meter, clock=steady, ages=self.ages, most=most) for tier in tiers]
+        self._sighted = Bounded[bool](REMEMBERED)  # images; whether more than once
+        self._loading: dict[Future[None], _Load] = {}
+        self._moving = threading.Lock()
+        self._ticking: threading.Thread | None = None
+        self._is_closing = False
 
-    def is_owner(self, owner: str, entry: str) -> bool:
-        """Whether an entry key, of which something is known, was made under the owner's salt."""
-        with self._lock:
-            if records := self._records(entry):
-                return records[0].meta.owner == owner
-            lost = self._lost.get(entry)
-            return lost is not None and lost[1] == owner
+    # What a request needs.
 
-    # Look-up.
+    def look(self, entries: Sequence[str]) -> None:
+        """Asks the tiers that are not on this machine for images, before their requests are planned."""
+        asked = [(channel, channel.ask(entries)) for channel in self.channels]
+        until = time.perf_counter() + self._patience
+        for channel, looking in asked:
+            # Of what is in memory, the others have little more; what they say is for the next time.
+            needed = {entry: future for entry, future in looking.items() if not self.has_variants(entry)}
+            channel.hear(needed, max(0.0, until - time.perf_counter()))
 
-    def lookup(self, entry: str, context: str, *, grid: Grid | None, approximate: bool) -> Handle:
-        """Finds what is kept for an image and pins it. Records that are still being filled are found too.
+    def lookup(self, entry: str, context: str, *, grid: Grid | None, approximate: bool, waits: bool = False) -> Handle:
+        """Finds what is kept for an image and pins it. What host memory lacks begins to come; records that are still
+        being filled are found too.
 
         Args:
           entry: entry key of the image.
           context: digest of what stands before it.
           grid: of the image; a record with another one is not its record. None: it is not known.
           approximate: whether K, V computed in another context may be returned.
+          waits: for what comes.
         """
-        self._expire(entry)
-        with self._lock:
-            encoder = self._get(f"enc/{entry}", grid)
-            same = self._get(name := f"kv/{entry}/{context}", grid)
-            is_own = same is not None and same.meta.canonical
-            is_coded = same is not None and is_own and bool(same.meta.planes)
-            exact = is_own and not is_coded
-            kv, why = same, None
-            if is_coded:
-                kv, why = (same if approximate else None), Why.coded
-            elif not exact:
-                variants = [record for record in self._variants.get(entry, ()) if grid in (None, record.meta.grid)]
-                canonical = [record for record in variants if record.meta.canonical]
-                usable = (canonical or variants) if approximate else []
-                kv = usable[-1] if usable else None
-                lost = (self._lost.get(name) if same is None else None) or (None if variants else self._lost.get(entry))
-                why = lost[0] if lost else Why.other_context if variants else Why.unknown_image
-            for record in (kv, encoder):  # the encoder's rows are of use for longer
-                if record is not None:
-                    self.tier.touch(record)
-            return Handle(self, encoder, kv, exact, why, is_coded)
+        coming = self._bring_in(entry, context, approximate) if self.channels else {}
+        try:
+            if waits:
+                self.wait()
+            if self.config.ttl is not None and self.ages.end(entry):
+                self.expire(entry)
+                self._expired(entry)
+            handle = self.find(entry, context, grid=grid, approximate=approximate)
+        finally:
+            for record in coming:
+                self.pin(record, -1)
+        handle.brought = {record.meta.name: label for record, label in coming.items()}
+        return handle
 
-    def _expire(self, entry: str) -> None:
-        """Forgets an image that has become too old."""
-        if not self.ages.end(entry):
-            return
-        with self._lock:
-            self._counts.expired += 1
-            for record in self.records(entry):
-                self.tier.remove(record, Why.expired)
-        self.expired(entry)
-
-    def count(self, handle: Handle) -> None:
-        """Enters a look-up in the counters."""
-        with self._lock:
-            self._counts.encoder_hits += handle.encoder is not None
-            self._counts.hits_exact += handle.exact
-            self._counts.hits_approximate += handle.kv is not None and not handle.exact
-            passed_over = any(record.meta.context is not None for record in handle.passed_over)
-            self._counts.passed_over += passed_over
-            self._counts.misses += handle.kv is None and not passed_over
-            if handle.why is not None:
-                self._whys[handle.why.value] += 1
-
-    def _get(self, name: str, grid: Grid | None) -> Record | None:
-        record = self.tier.get(name)
-        if record is not None and grid not in (None, record.meta.grid):
-            self._counts.clashes += 1
-            return None
-        return record
-
-    # Making records.
-
-    def reserve(self, metas: Sequence[Meta], *, loading: bool = False) -> list[Record | None]:
-        """Places for a request's new records, to be filled and settled by `publish`. None: there is no room for one.
-
-        Args:
-          loading: whether they come from another tier.
-
-        The first canonical record of K, V of an image replaces those that are not canonical, and where the variants of
-        an image are limited, the oldest one makes room for a new one.
-        """
-        with self._lock:
-            new: defaultdict[str, list[Meta]] = defaultdict(list)
-            for meta in metas:
-                if meta.context is not None:
-                    new[meta.entry].append(meta)
-            most, variants = self.config.variants, self._variants
-            displaced = [one for entry, own in new.items() for one in _displaced(variants.get(entry, ()), own, most)]
-            made = self.tier.allocate(metas, displaced)
-            self._counts.refused += made.count(None)
-            for meta, record in zip(metas, made, strict=True):
-                if record is not None:
-                    record.is_claimed = record.is_loading = loading
-                    if meta.context is not None:
-                        self._variants.setdefault(meta.entry, []).append(record)
-                elif meta.context is not None:
-                    self._lost.put(meta.entry, (Why.too_large, meta.owner))
-            return made
-
-    def publish(self, record: Record, checksums: tuple[int, ...] | None = None) -> None:
-        """The record is filled. Unless somebody has looked at its parts and gives their checksums, one that is not
-        finite is withdrawn, so that nobody reuses what is damaged."""
-        if checksums is None and not (record.is_settled or record.is_finite()):
-            self.withdraw(record, Why.not_finite)
-        self.ages.date(record)
-        record.settle(True, checksums)
-        with self._lock:
-            if self.tier.get(record.meta.name) is record:  # it may have had to go already
-                self._counts.stored += 1
-                self.ages.note(record)
-                if record.meta.context is not None:
-                    self._lost.pop(record.meta.entry)
-                    self._lost.pop(record.meta.name)
-        if record.is_ready:
-            self.outside.published(record)
-        self._let_pass(record)
-
-    def withdraw(self, record: Record, why: Why = Why.load_failed) -> None:
-        """The record will not be filled, unless it is already; who waits for it computes instead."""
-        with self._lock:
-            if not record.is_settled:
-                record.failure = why
-                record.settle(False)
-                self._counts.corrupt += why is Why.corrupt
-                self._counts.not_finite += why is Why.not_finite
-                self._counts.failed += why is Why.load_failed
-                self.tier.remove(record, why)
-
-    def discard(self, record: Record) -> None:
-        """The record came from a request that failed."""
-        with self._lock:
-            if record.is_settled and not record.is_ready:
-                return
-            record.settle(False)
-            record.is_ready = False
-            self._counts.failed += 1
-            self.tier.remove(record, Why.load_failed)
-
-    def cancel(self, record: Record) -> None:
-        """The record is not wanted after all, unless it is filled already."""
-        with self._lock:
-            if not record.is_settled:
-                record.settle(False)
-                self.tier.remove(record, None)
-
-    # Staying and leaving.
-
-    def pin(self, record: Record, by: int) -> None:
-        """Counts handles that need a record to stay."""
-        with self._lock:
-            record.pins += by
-            record.is_wanted = True
-        self._let_pass(record)
-
-    def keep(self, entry: str, is_kept: bool) -> int:
-        """Lets an image's present records stay until told otherwise, or no longer; returns how many that changes.
-
-        Raises:
-          ValueError: they do not fit in `CacheConfig.pinned_share`. None of them stays then.
-        """
-        with self._lock:
-            records = [record for record in self.records(entry) if record.is_kept is not is_kept]
-            asked = sum(record.meta.nbytes for record in records)
-            share = int(self.config.pinned_share * self.tier.capacity)
-            if is_kept and asked > (left := share - self.tier.pinned_bytes):
-                raise ValueError(
-                    f"image must fit in the {left} bytes that pinned_share leaves, got {asked} bytes of entry {entry}"
-                )
-            for record in records:
-                record.is_kept = is_kept
-                self._let_pass(record)
-            return len(records)
-
-    def hold(self, record: Record, by: int, *, to_write: bool = False) -> None:
-        """Counts requests that are going to read a record, and those that are to write it to another tier."""
-        with self._lock:
-            record.held += by
-            record.writes += by * to_write
-            if not record.held and self.tier.get(record.meta.name) is not record:
-                self._left.discard(record)
-                if not record.is_claimed:
-                    record.settle(False)  # nobody needs to fill it any more
-        self._let_pass(record)
-
-    def _let_pass(self, record: Record) -> None:
-        """Lets go of a record that nobody needs: one that is being loaded, or of which no memory is to be kept."""
-        with self._lock:
-            if not record.is_free or (record.is_loading and not record.is_wanted):  # somebody is about to need it
-                return
-            if record.is_loading:
-                self.cancel(record)
-            if self.config.passes_on and record.is_settled:
-                self.tier.remove(record, None)
-
-    def has_variants(self, entry: str, *, canonical: bool = False) -> bool:
-        """Whether K, V of an image, or canonical ones, are kept, or being filled."""
-        with self._lock:
-            return any(record.meta.canonical or not canonical for record in self._variants.get(entry, ()))
+    def _bring_in(self, entry: str, context: str, approximate: bool) -> dict[Record, str]:
+        """Begins to load what is kept of an image, and is not in host memory; the records, pinned, and where each comes
+        from."""
+        self._sight(entry)
+        kv = self.tier.get(name := f"kv/{entry}/{context}")
+        known = None if kv is None else kv.meta
+        wanted: dict[str, tuple[Channel, Found]] = {}
+        there: dict[str, tuple[Channel, Found]] | None = None
+        if known is None:
+            there = self._outside(entry)
+            if name in there and self.is_of_use(there[name][1].meta, approximate):
+                wanted[name] = there[name]
+            elif approximate and not self.has_variants(entry):
+                wanted |= _variant(there)
+            known = next((found.meta for _, found in wanted.values()), None)
+        computes = known is None or known.name != name or not known.is_exact  # some rows, from the encoder's
+        if computes and self.tier.get(name := f"enc/{entry}") is None:
+            there = self._outside(entry) if there is None else there
+            if name in there:
+                wanted[name] = there[name]
+        # Records that are used in host memory should not leave the disk as if nobody had.
+        names = {f"kv/{entry}/{context}", f"enc/{entry}"} - wanted.keys()
+        here = [name for name in names if self.tier.get(name) is not None]
+        for channel in self.channels if here else ():
+            channel.tier.touch(here)
+        begun = [(channel, found, self._place(channel, found)) for channel, found in wanted.values()]
+        coming = {record: (channel, found.meta) for channel, found, record in begun if record is not None}
+        for record in coming:  # nobody lets it pass before it has been found
+            self.pin(record, 1)
+        for record, (channel, meta) in coming.items():
+            self._start(channel, meta, record)
+        return {record: channel.tier.label for record, (channel, _) in coming.items()}
 
     def knows(self, entry: str) -> bool:
         """Whether any record of an image exists, or is being filled, or can be brought in."""
         with self._lock:
-            here = bool(self._records(entry))
-        return here or self.outside.has_rows(entry)
+            is_here = bool(self._records(entry))
+        return is_here or f"enc/{entry}" in self._outside(entry)
 
-    def records(self, entry: str) -> list[Record]:
-        """All records of an image that are complete."""
-        with self._lock:
-            return [record for record in self._records(entry) if record.is_ready]
+    def wait(self) -> None:
+        """Until all that has been begun to load is there, or is known not to come."""
+        with self._moving:
+            loading = list(self._loading.values())
+        for record, *_ in loading:
+            record.wait()
 
-    def _records(self, entry: str) -> list[Record]:
-        encoder = self.tier.get(f"enc/{entry}")
-        return [*self._variants.get(entry, ()), *([] if encoder is None else [encoder])]
+    # What a request has computed.
 
-    def evict(self, entry: str) -> set[str]:
-        """Removes an image's records that nobody has pinned or is going to use; returns their names."""
-        with self._lock:
-            leaving = [record for record in self.records(entry) if not record.is_needed]
-            for record in leaving:
-                self.tier.remove(record, Why.evicted)
-            return {record.meta.name for record in leaving}
+    def published(self, record: Record) -> None:
+        """Begins to write a record that has been filled to every tier that admits it."""
+        if record.source is None and (self.config.admit == "always" or self._sighted.get(record.meta.entry)):
+            self._keep(record, self.channels)
 
-    def verify(self) -> list[str]:
-        """Computes all checksums again and removes records that are damaged; returns their names."""
-        records = [record for record in self.tier.records() if record.is_ready]
-        damaged = [record for record in records if record.checksums() != record.meta.checksums]
-        with self._lock:
-            self._counts.corrupt += len(damaged)
-            for record in damaged:
-                self.tier.remove(record, Why.corrupt)
-        return [record.meta.name for record in damaged]
+    def _keep(self, record: Record, channels: Sequence[Channel]) -> None:
+        for channel in (channel for channel in channels if not channel.tier.is_read_only):
+            self.hold(record, 1, to_write=True)
+            channel.keep(record, lambda: self.hold(record, -1, to_write=True))
+
+    def _sight(self, entry: str) -> None:
+        """An image is asked for. Records that wait for its second time are written now."""
+        if self.config.admit == "always":
+            return
+        times = self._sighted.get(entry)
+        self._sighted.put(entry, times is not None)
+        if times is False:
+            for record in self.records(entry):
+                self.published(record)
+
+    # What users do.
+
+    def delete(self, entry: str, pinned: Collection[str] = ()) -> set[str]:
+        """Removes an image's records from every tier, but not what is pinned there, and some names; returns those that
+        it removed."""
+        names: set[str] = set()
+        self._sighted.pop(entry)  # it has not been asked for yet
+        for channel in (channel for channel in self.channels if not channel.tier.is_read_only):
+            there = channel.to_write(entry)  # or written by the time of the look
+            channel.forget(entry)
+            channel.hear(channel.ask([entry]), self._patience)
+            there |= {one.meta.name for one in channel.found(entry)}
+            for name in sorted(there.difference(pinned, channel.pinned(entry))):
+                if channel.delete(name):
+                    names.add(name)
+            channel.forget(entry)
+        return names
+
+    def keep_outside(self, entry: str, is_pinned: bool) -> None:
+        """An image's records stay in the tiers of this machine, or no longer."""
+        for channel in self.channels:
+            for one in channel.found(entry) if channel.tier.is_local else ():
+                try:
+                    channel.tier.pin(one.meta.name, is_pinned)
+                except Exception as error:
+                    channel.fault(error)
+
+    def is_owner(self, owner: str, entry: str) -> bool:
+        """Whether an entry key, of which something is known, was made under the owner's salt."""
+        if super().is_owner(owner, entry):
+            return True
+        self.look([entry])
+        found = [one for _, one in self._outside(entry).values()]
+        return bool(found) and all(one.meta.owner == owner for one in found)
+
+    def flush(self) -> None:
+        """Waits until everything published so far is kept in every tier of this machine."""
+        for channel in self.channels:
+            if channel.tier.is_local:
+                channel.flush()
 
     def clear(self) -> None:
-        """Forgets every record, alias and request. Counters go on."""
+        """Forgets every record in host memory, alias and request. Counters go on."""
         with self._lock:
-            self.tier.close()
-            for memory in (self.pictures, self.refusals, self.requests, self.shared, self._lost, self.ages):
+            super().clear()
+            for memory in (self.pictures, self.refusals, self.requests, self.shared):
                 memory.clear()
-            self._variants.clear()
 
     def stats(self) -> CacheStats:
-        with self._lock:
-            left = sum(record.meta.nbytes for record in self._left if record.is_ready)
-            kept = self.tier.counts()
-            kept["clashes"] += self._counts.clashes
-            return replace(self._counts, left_bytes=left, whys=dict(self._whys), **cast(Mapping[str, Any], kept))
+        """Counters, and what is kept now."""
+        return replace(super().stats(), tiers={channel.tier.label: channel.stats() for channel in self.channels})
 
-    def _forget(self, record: Record, why: Why | None) -> None:
-        """Called by the tier for each record that leaves."""
-        self.forgotten(record)
-        if record.held:
-            self._left.add(record)
-        elif not record.is_claimed:
-            record.settle(record.is_ready)  # nobody needs to fill it any more
-        self._counts.evicted += record.is_ready and why in (Why.displaced, Why.evicted)
-        if record.meta.context is not None:
-            entry = record.meta.entry
-            if why is not None:
-                for lost in (record.meta.name, entry):
-                    self._lost.put(lost, (why, record.meta.owner))
-            self._variants[entry].remove(record)
-            if not self._variants[entry]:
-                del self._variants[entry]
+    def close(self) -> None:
+        """What was published is kept, what is being loaded is given up."""
+        with self._moving:
+            self._is_closing = True
+            loading = list(self._loading.values())
+        for record, *_ in loading:
+            self.withdraw(record)
+        for channel in self.channels:
+            channel.close()
+
+    # Loading.
+
+    def give_up_late(self) -> None:
+        """Who waits for a record that is late computes instead."""
+        now = self._steady()
+        with self._moving:
+            late = [load for load in self._loading.values() if now >= load.until(self.config.timeout)]
+        for record, channel, _, _ in late:
+            if not record.is_settled:
+                channel.late()
+                self.withdraw(record, Why.timeout)
+
+    def _outside(self, entry: str) -> dict[str, tuple[Channel, Found]]:
+        """The records of an image outside host memory, each in the fastest tier that has it, the newest last."""
+        there: dict[str, tuple[Channel, Found]] = {}
+        oldest = self.ages.oldest()
+        for channel in self.channels:
+            for one in channel.found(entry):
+                if one.meta.name not in there and (oldest is None or one.written >= oldest):
+                    there[one.meta.name] = channel, one
+        return there
+
+    def _place(self, channel: Channel, found: Found) -> Record | None:
+        """The place of a record that is to come; None: it does not."""
+        meta = found.meta
+        with self._moving:
+            if self._is_closing or self.tier.get(meta.name) is not None:  # another request has begun it
+                return None
+            if not channel.is_worth_a_try():
+                return None
+            room = replace(meta.with_room(self._room(meta.tokens)), checksums=())
+            [record] = self.reserve([room], source=channel.tier.label)
+            if record is not None:
+                record.written = found.written
+            return record
+
+    def _start(self, channel: Channel, meta: Meta, record: Record) -> None:
+        """Begins to load a record."""
+        with self._moving:
+            try:
+                future = channel.load(lambda: self._load(channel, meta, record))
+            except RuntimeError:  # it was closed meanwhile
+                self.withdraw(record)
+                return
+            self._loading[future] = _Load(record, channel, self._steady(), self._limit(meta))
+            if self._ticking is None:
+                self._ticking = threading.Thread(target=self._tick, name="vlcache-late", daemon=True)
+                self._ticking.start()
+        future.add_done_callback(self._has_ended)
+
+    def _has_ended(self, future: Future[None]) -> None:
+        with self._moving:
+            self._loading.pop(future, None)
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(_TICK)
+            self.give_up_late()
+            with self._moving:
+                if not self._loading:
+                    self._ticking = None
+                    return
+
+    def _load(self, channel: Channel, meta: Meta, record: Record) -> None:
+        try:
+            with self.meter.timing(channel.tier.label, "read"):
+                fill(self, channel.tier, meta, record)
+        except Exception as error:  # whatever it was, the answer does not depend on it
+            channel.fault(error)
+            channel.forget(meta.entry)
+            if isinstance(error, DamagedError):
+                channel.delete(meta.name)
+                self.withdraw(record, Why.corrupt)
+        else:
+            if record.is_ready:
+                channel.loaded(record)
+                faster = self.channels[: self.channels.index(channel)]
+                self._keep(record, [one for one in faster if one.tier.is_local])
+            elif record.state == Lost(Why.not_finite):  # it is gone
+                channel.forget(meta.entry)
+        finally:
+            self.withdraw(record)  # unless it is settled by now
 
 
-def _displaced(variants: Sequence[Record], new: Sequence[Meta], most: int | None) -> list[Record]:
-    """The variants of an image that leave because of its new ones."""
-    contexts = {meta.context for meta in new}
-    staying = [record for record in variants if record.meta.context not in contexts]
-    leaving = []
-    if any(meta.canonical for meta in new):
-        leaving = [record for record in staying if not record.meta.canonical]
-        staying = [record for record in staying if record.meta.canonical]
-    if most is not None:
-        leaving += staying[: max(0, len(staying) + len(new) - most)]
-    return [record for record in leaving if not record.is_pinned]
+def fill(store: Records, tier: Tier, meta: Meta, record: Record) -> None:
+    """Fills a record that has its place, until nobody wants it any more, and publishes it. One that is not finite is
+    deleted, or what is computed in its place would not be written.
+
+    Args:
+      meta: as the tier says it.
+
+    Raises:
+      TierError, or whatever the tier raises: it is not filled.
+    """
+    missing = set(meta.parts)
+    whole = replace(record.meta, checksums=meta.checksums)
+    places = dict(zip(meta.parts, record.data, strict=True))
+
+    is_finite = True
+
+    def check(part: Part, array: npt.NDArray[Any]) -> None:
+        nonlocal is_finite
+        if verified(whole, part, array) is not places[part]:
+            places[part][:] = array
+        number = meta.parts.index(part)
+        if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
+            is_finite = False
+            return
+        missing.discard(part)
+        record.arrive(next((i for i, one in enumerate(meta.parts) if one in missing), len(meta.parts)))
+
+    with ThreadPoolExecutor(1, "vlcache-check") as checker:  # one part is checked while the next one comes
+        checks: deque[Future[None]] = deque()
+        for part, array in tier.read(meta, meta.parts, places.__getitem__):
+            checks.append(checker.submit(check, part, array))
+            if len(checks) > _UNCHECKED:
+                checks.popleft().result()
+            if record.is_settled:
+                return
+            if not is_finite:
+                break
+        for left in checks:
+            left.result()
+    if not is_finite:
+        try:
+            tier.delete(meta.name)
+        finally:
+            store.withdraw(record, Why.not_finite)
+    if record.is_settled:
+        return
+    if missing:
+        raise TierError(f"{meta.name}: {missing} did not come")
+    store.publish(record, meta.checksums)
+
+
+def _variant(there: dict[str, tuple[Channel, Found]]) -> dict[str, tuple[Channel, Found]]:
+    """K, V of an image in any context: of the canonical ones the newest, if there is one."""
+    usable = {name: place for name, place in there.items() if place[1].meta.context is not None}
+    canonical = [name for name, (_, found) in usable.items() if found.meta.canonical]
+    newest = (canonical or list(usable))[-1:]
+    return {name: usable[name] for name in newest}

@@ -51,7 +51,7 @@ class Line(NamedTuple):
 class Tier:
     """A place that keeps records. Tiers never decide anything: the store does.
 
-    What a tier gives passes `verified` before anyone uses it; `movement` sees to that. Every method raises TierError,
+    What a tier gives passes `verified` before anyone uses it; the store sees to that. Every method raises TierError,
     and nothing else, and may be called from any thread.
 
     Attributes:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.record import Record, State
 from vlcache_jax.cache.store import Store
 
 _log = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class Writer:
         Args:
           failed: they are of no use, filled or not.
         """
-        filling = [record for record in records if record.is_claimed and not record.is_settled]
+        filling = [record for record in records if record.state is State.filling]
         for record in records:
             if failed and record not in filling:
                 self._store.discard(record)
-            elif not record.is_claimed:
+            elif record.state is State.reserved:
                 self._store.cancel(record)
 
         def drop() -> None:
@@ -108,7 +108,7 @@ class Writer:
 
     def _start(self, arrays: Sequence[jax.Array], records: Sequence[Record], fill: Callable[[], None]) -> None:
         for record in records:
-            record.is_claimed = True
+            record.begin()
         for array in arrays:
             array.copy_to_host_async()
         self._submit(fill, records)

@@ -8,7 +8,7 @@ a prompt is there already; `readiness` whether what a prompt counts on is there;
 layers, and a `passage` takes a step through the layers that have theirs; `device_copies` are those of records that
 stay on the device; `results` reads tokens and scores.
 
-`request` has what a request is on its way. `opening` and `lanes` are what the device keeps of each answer, and
+`request` has what a request is on its way, `lanes` what the device keeps of each answer, and
 `detokenizer` makes its text. `ahead` compiles in the background what a repeat will call for. Nothing here knows how
 requests are identified and planned, of calls, progress bars or what users are told.
 """

@@ -60,7 +60,9 @@ class Ahead:
         Args:
           policy: of their call.
         """
-        if self._stopped or not any(use.captured is not None for sequence in answered for use in sequence.images):
+        if self._stopped or not any(
+            use.captured is not None for sequence in answered for use in sequence.progress.images
+        ):
             return
         with self._lock:
             known, together = self._answered[-1] if self._answered else (None, [])
@@ -119,7 +121,7 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
     shapes, config, ladder = programs.shapes, programs.shapes.config, programs.shapes.ladder
     layers, patches = config.text.num_layers, config.vision.merge_size**2
     # The same prompts, with the images that were computed as known ones.
-    known = {id(use.span) for sequence in answered for use in sequence.images if use.captured is not None}
+    known = {id(use.span) for sequence in answered for use in sequence.progress.images if use.captured is not None}
     layouts: dict[int, Layout] = {}  # answers to one request share theirs
     linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
     recalled: set[int] = set()  # tokens that are linked together from the device tier
@@ -155,8 +157,8 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
                 steps += prefill_steps(turn, ladder, shapes.num_slots, layers)
                 scheduler.launched(turn)
             for sequence in admitted:
-                if sequence.lease is not None:
-                    scheduler.pages.proven(sequence.lease)
+                if sequence.progress.lease is not None:
+                    scheduler.pages.proven(sequence.progress.lease)
                 scheduler.finish(sequence, failed=False)
         return steps
 

@@ -82,7 +82,7 @@ class Prefill:
 
 def copied_pages(prefills: abc.Iterable[Prefill]) -> list[tuple[int, int]]:
     """The pages that are copied before anything of `prefills` is computed: from, to."""
-    leases = [prefill.sequence.lease for prefill in prefills if prefill.sequence.prefilled == 0]
+    leases = [prefill.sequence.progress.lease for prefill in prefills if prefill.sequence.progress.prefilled == 0]
     return [lease.copy for lease in leases if lease is not None and lease.copy is not None]
 
 
@@ -148,7 +148,7 @@ def linked_images(
     """The records whose K, V are to be linked, each with the places that it comes to."""
     users: dict[int, tuple[Record, list[tuple[Prefill, ImageSpan]]]] = {}
     for prefill in prefills:
-        for use in prefill.sequence.images if prefill.links else ():
+        for use in prefill.sequence.progress.images if prefill.links else ():
             if use.linked is not None and not use.span.within(prefill.cached):
                 users.setdefault(id(use.linked), (use.linked, []))[1].append((prefill, use.span))
     return list(users.values())
@@ -239,7 +239,7 @@ def _captured(
     place[rows] = np.arange(len(rows))
     first = 0
     for prefill, count in zip(prefills, length, strict=True):
-        for use in prefill.sequence.images:
+        for use in prefill.sequence.progress.images:
             if use.captured is not None and not use.captured.is_settled:
                 start = first + use.span.start
                 mine = place[start : start + use.span.length]

@@ -24,6 +24,7 @@ class Detokenizer:
       least: a stop string that is complete before that many tokens does not count.
 
     Attributes:
+      count: tokens so far.
       stop_reason: the stop string that ended the answer; None: none did.
 
     Raises:
@@ -44,7 +45,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self._least = least
         self._kept = max(map(len, self._stop), default=1) - 1  # characters that may begin a stop string
-        self._count = 0  # tokens so far
+        self.count = 0
         self._pending = b""  # of a character that is not complete
         self._parts: list[str] = []  # of the text, behind what has been taken
         self._taken = 0  # characters that have been
@@ -64,13 +65,13 @@ class Detokenizer:
         for token in token_ids:
             if self._end is not None:
                 break
-            self._count += 1
+            self.count += 1
             data = self._pending + self._bytes[token]
             text, used = codecs.utf_8_decode(data, "replace", False)
             self._pending = data[used:]
             if text:
                 self._extend(text)
-        return None if self._end is None else self._count
+        return None if self._end is None else self.count
 
     def finish(self) -> None:
         """The answer has ended: what is left of a character that never became complete is shown as such."""
@@ -97,7 +98,7 @@ class Detokenizer:
 
     def _extend(self, text: str) -> None:
         window = self._tail + text
-        if self._stop and self._count >= self._least:
+        if self._stop and self.count >= self._least:
             self._find(window, len(self._tail))
         self._parts.append(text)
         self._length += len(text)

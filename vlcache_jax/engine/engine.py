@@ -25,7 +25,15 @@ from vlcache_jax.engine.pages import Pages, PageStats
 from vlcache_jax.engine.prefilling import Prefiller, Turn
 from vlcache_jax.engine.readiness import Readiness
 from vlcache_jax.engine.request import Generation, Sequence
-from vlcache_jax.engine.results import Results, after_prefill, decode
+from vlcache_jax.engine.results import (
+    Results,
+    after_prefill,
+    decode,
+    note_admitted,
+    note_ended,
+    note_launched,
+    note_ready,
+)
 from vlcache_jax.engine.scheduler import Scheduler
 
 
@@ -94,7 +102,6 @@ class Engine:
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
         self._readiness = Readiness(layers, runner.shapes.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
-        self._arrived = 0
         self._turn: Turn | None = None  # whose steps are being launched
         self._flying: deque[Results] = deque()
         self._launched = self._read = 0  # of all results, so many
@@ -108,7 +115,6 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """It runs when there is room, by its priority and in the order in which sequences are added."""
-        sequence.arrived, self._arrived = self._arrived, self._arrived + 1
         self.scheduler.add(sequence)
 
     @property
@@ -151,7 +157,7 @@ class Engine:
         self._flying.clear()
         self._read = self._launched
         for sequence in [*self.scheduler.running] or self.scheduler.waiting[:1]:
-            sequence.fault = error
+            sequence.end.fault = error
             self._end(sequence, failed=True)
         while self._leaving:
             self._leave(self._leaving.popleft()[1])
@@ -181,14 +187,15 @@ class Engine:
     def _sweep(self) -> None:
         """Ends what failed before it ran and what nobody wants any more, and puts back what counts on what failed."""
         for sequence in self.scheduler.running:
-            if sequence.lease is not None and sequence.lease.is_lost and not self._is_in_turn(sequence):
+            lease = sequence.progress.lease
+            if lease is not None and lease.is_lost and not self._is_in_turn(sequence):
                 self.scheduler.put_back(sequence, failed=True)
         for sequence in self.scheduler.waiting:
-            if sequence.group is not None and sequence.group.has_failed and sequence.attempt == 0:
+            if sequence.group is not None and sequence.group.has_failed and sequence.progress.attempt == 0:
                 sequence.abort()
         # The last ones first: they may be the only ones that count on earlier ones.
         everyone = [*self.scheduler.waiting, *self.scheduler.running]
-        for sequence in sorted(everyone, key=lambda sequence: -sequence.arrived):
+        for sequence in sorted(everyone, key=lambda sequence: -sequence.progress.arrived):
             self._end_if_done(sequence)
 
     def _is_in_turn(self, sequence: Sequence) -> bool:
@@ -196,30 +203,32 @@ class Engine:
 
     def _is_needed(self, sequence: Sequence) -> bool:
         """Whether others count on what a prompt leaves, and it has not left it yet."""
-        lease = sequence.lease
+        lease = sequence.progress.lease
         if lease is not None and lease.is_proven:
             return False
         is_shared = lease is not None and any(
-            other.lease is not None and lease in other.lease.sources for other in self.scheduler.running
+            other is not None and lease in other.sources
+            for other in (sequence.progress.lease for sequence in self.scheduler.running)
         )
-        is_awaited = any(use.captured is not None and use.captured.is_awaited for use in sequence.images)
+        is_awaited = any(use.captured is not None and use.captured.is_awaited for use in sequence.progress.images)
         return is_shared or is_awaited
 
     def _admit(self) -> None:
         for sequence in self.scheduler.admit():
-            if sequence.attempt == 0:
-                sequence.metrics.queue = time.perf_counter() - sequence.arrived_at
-                sequence.metrics.wave = self._counts.steps - 1
+            if sequence.progress.attempt == 0:
+                note_admitted(sequence, self._counts.steps - 1)
 
     def _prefill(self) -> bool:
         """Launches of the next prefill step what can be launched; whether sequences were put back instead."""
         start, programs = time.thread_time(), self.runner.programs
         programs.first_launched = None
         if self._turn is None:
-            ready = [one for one in self.scheduler.prefilling if self._readiness.is_ready(one)]
+            ready = [one for one in self.scheduler.prefilling if self._is_ready(one)]
             if not ready:
                 return False
             self._turn = self._prefiller.begin(self.scheduler.next_turn(ready))
+            for prefill, images in zip(self._turn.prefills, self._turn.images, strict=True):
+                self.scheduler.replan(prefill.sequence, prefill.sequence.progress.plan, images)
         turn = self._turn
         try:
             launched = self._prefiller.launch(turn)
@@ -229,9 +238,9 @@ class Engine:
             for sequence in {prefill.sequence: None for prefill in turn.prefills}:
                 self.scheduler.put_back(sequence, failed=True)
             return True
-        for sequence in (prefill.sequence for prefill in turn.prefills):
-            if not sequence.metrics.launched and programs.first_launched is not None:
-                sequence.metrics.launched = programs.first_launched - (sequence.called_at or sequence.arrived_at)
+        if programs.first_launched is not None:
+            for prefill in turn.prefills:
+                note_launched(prefill.sequence, programs.first_launched)
         if launched is None:
             self._count(host_prefill_seconds=time.thread_time() - start)
             return False
@@ -248,14 +257,23 @@ class Engine:
         )
         return False
 
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Whether a sequence can be computed now; then what it computes is settled."""
+        found = self._readiness.look(sequence)
+        if found is not None:
+            note_ready(sequence, found)
+            self.scheduler.replan(sequence, found.plan, found.images)
+        return found is not None
+
     def _decode(self) -> None:
         """Launches a window, if there are answers that may go on."""
         start = time.thread_time()
         while True:
-            active = [s for s in self.scheduler.decoding if isinstance(s, Generation) and 0 < s.scheduled < s.most]
+            answers = [sequence for sequence in self.scheduler.decoding if isinstance(sequence, Generation)]
+            active = [answer for answer in answers if answer.progress.scheduled < answer.most]
             if not active:
                 return
-            longest = max(sequence.most - sequence.scheduled for sequence in active)
+            longest = max(sequence.most - sequence.progress.scheduled for sequence in active)
             tokens = self.scheduler.grow(active, min(self.runner.ladder.window, longest))
             if tokens:
                 break
@@ -264,8 +282,9 @@ class Engine:
             elif not self.scheduler.preempt([p.sequence for p in self._turn.prefills] if self._turn else ()):
                 return
         if self.trace is not None:
-            self.trace.append((len(active), sum(sequence.scheduled for sequence in active), tokens))
+            self.trace.append((len(active), sum(sequence.progress.scheduled for sequence in active), tokens))
         self._fly(decode(self.runner, self._lanes, active, tokens))
+        self.scheduler.decoded(active, tokens)
         rows = round_up(len(active), self.runner.ladder.sequences)
         self._count(
             windows=1,
@@ -281,10 +300,10 @@ class Engine:
             self._turn.upload.wait()
             return
         for sequence in self.scheduler.prefilling:
-            if sequence.lease is not None and self._readiness.wait(sequence):
+            if sequence.progress.lease is not None and self._readiness.wait(sequence):
                 return
         # What one lacked may have come since it was looked at.
-        if any(self._readiness.is_ready(one) or one.error is not None for one in self.scheduler.prefilling):
+        if any(self._is_ready(one) or one.end.error is not None for one in self.scheduler.prefilling):
             return
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         raise RuntimeError(f"nothing can go on: {waiting} requests wait and {running} run")
@@ -301,41 +320,41 @@ class Engine:
 
     def _read_next(self) -> None:
         for sequence in self._flying[0].read():
-            if sequence.error is None and sequence.lease is not None and (sequence.generated or sequence.is_done):
-                self.pages.proven(sequence.lease)
+            lease = sequence.progress.lease
+            if sequence.end.error is None and lease is not None and (sequence.generated or sequence.is_done):
+                self.pages.proven(lease)
             self._end_if_done(sequence)
-            if not sequence.is_finished:
+            if not sequence.end.is_finished:
                 sequence.tell()
         self._flying.popleft()
         self._read += 1
 
     def _end_if_done(self, sequence: Sequence) -> None:
-        is_over = sequence.is_aborted and not self._is_needed(sequence)
-        if (is_over or sequence.is_done or sequence.error is not None) and not self._is_in_turn(sequence):
-            self._end(sequence, failed=sequence.error is not None)
+        is_over = sequence.end.is_aborted and not self._is_needed(sequence)
+        if (is_over or sequence.is_done or sequence.end.error is not None) and not self._is_in_turn(sequence):
+            self._end(sequence, failed=sequence.end.error is not None)
 
     def _end(self, sequence: Sequence, *, failed: bool) -> None:
         # What was launched for its prompt has been read, or nothing was: nobody reads its records any more.
-        is_settled = sequence.lease is None or sequence.lease.is_proven or sequence.fault is not None
+        lease = sequence.progress.lease
+        is_settled = lease is None or lease.is_proven or sequence.end.fault is not None
         self.scheduler.finish(sequence, failed=failed)
         if failed and sequence.group is not None:
             sequence.group.has_failed = True
         # Who waits for what it did not fill, or damaged, computes instead.
-        made = [r for u in sequence.images for r in (u.captured, None if u.has_encoder else u.encoder)]
+        made = [r for u in sequence.progress.images for r in (u.captured, None if u.has_encoder else u.encoder)]
         self.writer.end([record for record in made if record is not None], failed=failed)
         self._count(generated_tokens=len(sequence.generated))
-        sequence.metrics.e2e = sequence.metrics.identified + time.perf_counter() - sequence.arrived_at
-        if sequence.is_aborted:
-            sequence.give_up()
+        note_ended(sequence)
         if failed and sequence.hold is not None:
             sequence.hold.fail()  # before anyone is told
-        sequence.is_finished = True
+        sequence.finish()
         if is_settled:
             self._leave(sequence)
         else:
             self._leaving.append((self._launched, sequence))
         sequence.tell()
-        sequence.listener = None  # no circle keeps its records' memory
+        sequence.end.listener = None  # no circle keeps its records' memory
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.hold is not None:

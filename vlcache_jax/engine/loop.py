@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextvars
 import queue
 import threading
-import time
 from collections import abc
 
 from vlcache_jax.engine.engine import Engine
 from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.results import note_arrival
 
 CLOSED = "this LLM is closed"
 
@@ -52,7 +52,7 @@ class Loop:
         with self._changed:
             self.check_open()
             for sequence in sequences:
-                sequence.arrived_at = time.perf_counter()
+                note_arrival(sequence)
                 self._arriving.append(sequence)
 
     def begin(self) -> None:
@@ -73,15 +73,15 @@ class Loop:
         """
         ended: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         for sequence in sequences:
-            sequence.listener = lambda sequence: ended.put(sequence) if sequence.is_finished else None
+            sequence.listen(lambda sequence: ended.put(sequence) if sequence.end.is_finished else None)
         self.submit(sequences)
         self.begin()
         try:
             for _ in sequences:
-                if (fault := ended.get().fault) is not None:
+                if (fault := ended.get().end.fault) is not None:
                     raise fault
         finally:
-            self.abort(sequence for sequence in sequences if not sequence.is_finished)
+            self.abort(sequence for sequence in sequences if not sequence.end.is_finished)
 
     def abort(self, sequences: abc.Iterable[Sequence]) -> None:
         """Nobody wants these any more; returns when none of them has pages, unless others count on what it computes."""

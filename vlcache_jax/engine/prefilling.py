@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc, deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -18,11 +18,9 @@ from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Placement, Prefill, Step, copied_pages, encoder_calls, prefill_steps
 from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.passage import Passage
-from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.request import ImageUse
 from vlcache_jax.engine.uploads import Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
-from vlcache_jax.reuse.plan import Plan
-from vlcache_jax.reuse.selection import Selection
 
 PATCHES_PER_CALL = 16384  # more patches in one encoder call save nothing and cost memory
 
@@ -33,6 +31,7 @@ class Turn:
 
     Attributes:
       prefills: these.
+      images: of each, where they come from.
       upload: of stored images, before the first step has ended.
       steps: that are still to be launched; None: rows have not been cut into steps yet.
       passage: of the step that is being launched; None: it has not been begun.
@@ -43,6 +42,7 @@ class Turn:
     upload: Upload
     steps: deque[Step] | None = None
     passage: Passage | None = None
+    images: abc.Sequence[abc.Sequence[ImageUse]] = ()
     took: list[tuple[str, Future[float]]] = field(default_factory=list)
     where: dict[ImageRef, tuple[jax.Array, int]] = field(default_factory=dict)  # encoder output, first row in it
     kept: dict[ImageRef, Record] = field(default_factory=dict)
@@ -67,12 +67,6 @@ class Launched:
     chosen: jax.Array | None
     took: tuple[tuple[str, Future[float]], ...]
 
-    def note_chosen(self) -> None:
-        """Puts what was chosen on the device into the plan, for the report."""
-        if self.step.selection is not None and self.chosen is not None:
-            [prefill] = self.turn.prefills
-            _note_chosen(prefill.sequence, self.step.selection, np.asarray(self.chosen))
-
 
 class Prefiller:
     """Launches turns step by step.
@@ -92,14 +86,7 @@ class Prefiller:
         """Copies pages, and has stored images brought to the device."""
         self.runner.copy_pages(copied_pages(prefills))
         turn = Turn(prefills, Upload(self.copies, self._transfers, prefills))
-        for use in (use for prefill in prefills for use in prefill.sequence.images):
-            if use.encoder is not None:
-                turn.kept[use.span.image] = use.encoder
-            if use.linked is None or self.copies.tier.find(use.linked) is None:
-                continue
-            use.kv_tier = "device"
-            if (rows := self.copies.tier.find_rows(use.linked)) is not None:
-                use.encoder_tier, turn.here[use.span.image] = "device", rows
+        turn.images = [[self._found(use, turn) for use in prefill.sequence.progress.images] for prefill in prefills]
         return turn
 
     def launch(self, turn: Turn) -> Launched | None:
@@ -150,6 +137,17 @@ class Prefiller:
     def close(self) -> None:
         """It launches nothing any more."""
         self._transfers.close()
+
+    def _found(self, use: ImageUse, turn: Turn) -> ImageUse:
+        """An image with the tier that it comes from now."""
+        if use.encoder is not None:
+            turn.kept[use.span.image] = use.encoder
+        if use.linked is None or self.copies.tier.find(use.linked) is None:
+            return use
+        if (rows := self.copies.tier.find_rows(use.linked)) is None:
+            return replace(use, kv_tier="device")
+        turn.here[use.span.image] = rows
+        return replace(use, kv_tier="device", encoder_tier="device")
 
     def _link(self, turn: Turn) -> None:
         """Writes the K, V of stored images that are there into the pool."""
@@ -220,13 +218,3 @@ class Prefiller:
 def _holds(record: Record | None) -> bool:
     """Whether a record holds an image's encoder rows."""
     return record is not None and record.is_ready
-
-
-def _note_chosen(sequence: Sequence, selection: Selection, chosen: np.ndarray) -> None:
-    candidates = selection.tokens[chosen[selection.must : selection.must + selection.keep[0]]]
-    first = selection.policy.check_layer + 1
-    assert sequence.ran is not None
-    depth = sequence.ran.depth.copy()
-    for rank, token in enumerate(candidates):
-        depth[token] = first + sum(rank < count for count in selection.keep)
-    sequence.ran = Plan(depth)

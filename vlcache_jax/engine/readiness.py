@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections import abc
 from concurrent.futures import Executor, Future, wait
+from dataclasses import replace
+from typing import NamedTuple
 
-from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.record import Lost, Record, State
+from vlcache_jax.engine.pages import Lease
 from vlcache_jax.engine.request import ImageUse, Sequence
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.reuse.plan import Plan
 
 PATIENCE = 0.1  # seconds
+
+
+class Ready(NamedTuple):
+    """What a sequence computes, and what it takes from where; see `Progress`."""
+
+    plan: Plan
+    images: abc.Sequence[ImageUse]
 
 
 class Readiness:
@@ -26,85 +37,75 @@ class Readiness:
         self._threads = threads
         self._decoding: dict[ImageRef, Future[object]] = {}
 
-    def is_ready(self, sequence: Sequence) -> bool:
-        """Whether a sequence has all that it links, shares, or computes from.
+    def look(self, sequence: Sequence) -> Ready | None:
+        """What a sequence computes, if it has all that it links, shares, or computes from; None: not yet.
 
         A record that was not filled after all is no error: its image is computed. A picture that cannot be decoded is
         one, and ends the sequence.
         """
-        lease = sequence.lease
-        if lease is None or sequence.error is not None or not lease.is_ready or lease.is_lost:
-            return False
-        if self._missing(sequence):
-            return False
-        for use in self._uncached(sequence):
-            if use.linked is not None and use.linked.is_settled and not use.linked.is_ready:
-                use.why, use.linked = use.linked.failure or Why.load_failed, None
-                if not sequence.generated:
-                    sequence.ran = None  # what it is told to have computed is what it computes now
-                sequence.plan = sequence.plan.computing(use.span.tokens, self._num_layers)
-        plan = sequence.plan.behind(lease.cached)
+        lease = sequence.progress.lease
+        if lease is None or sequence.end.error is not None or not lease.is_ready or lease.is_lost:
+            return None
+        before = Ready(sequence.progress.plan, sequence.progress.images)
+        if self._missing(sequence, lease, before):
+            return None
+        found = self._found(sequence, lease)
+        if found.images is not before.images and self._missing(sequence, lease, found):
+            return None  # what computes more may need more
+        # Of the images of which some rows are computed, those whose encoder rows nobody has.
+        depth = found.plan.behind(lease.cached).depth
+        kept = {use.span.image for use in found.images if use.encoder is not None and use.encoder.is_ready}
+        spans = [span for span in sequence.layout.images if span.image not in kept and depth[span.tokens].any()]
         try:
-            decoded = [self._is_decoded(image) for image in self._pictures(sequence, plan)]  # asked for side by side
-            if not all(decoded):
-                return False
+            decoded = [self._is_decoded(span.image) for span in spans]  # asked for side by side
         except ValueError as error:
             sequence.fail(str(error))
-            return False
-        if self._missing(sequence):  # a plan that computes more may need more
-            return False
-        if sequence.ran is None:
-            sequence.ran, sequence.cached = plan, lease.cached
-        return True
+            return None
+        return found if all(decoded) else None
 
     def wait(self, sequence: Sequence) -> bool:
         """Waits for something that a sequence lacks and that other threads work at, but not for long: others may arrive
         meanwhile. False: there is nothing."""
-        for record in self._missing(sequence):
-            if record.is_loading and record.meta.context is not None:
-                record.wait_for(self._first_layers, PATIENCE)
-            elif record.is_claimed:
-                record.wait(PATIENCE)
-            else:
-                continue
-            return True
+        lease = sequence.progress.lease
+        assert lease is not None
+        for record in self._missing(sequence, lease, self._found(sequence, lease)):
+            if record.state is not State.reserved:
+                comes_by_layers = record.source is not None and record.meta.context is not None
+                record.wait_for(self._first_layers if comes_by_layers else len(record.meta.parts) + 1, PATIENCE)
+                return True
         for picture in self._decoding.values():
             if not picture.done():
                 wait([picture], PATIENCE)
                 return True
         return False
 
-    def _uncached(self, sequence: Sequence) -> list[ImageUse]:
-        """Its images that are not in pages as a whole."""
-        assert sequence.lease is not None
-        cached = len(sequence.layout) if sequence.lease.is_fork else sequence.lease.cached
-        return [use for use in sequence.images if not use.span.within(cached)]
+    def _found(self, sequence: Sequence, lease: Lease) -> Ready:
+        """What a sequence computes: as before, and the images whose records did not come."""
+        plan, images = sequence.progress.plan, sequence.progress.images
+        for i, use in _uncached(sequence, lease, images):
+            if use.linked is not None and isinstance(use.linked.state, Lost):
+                lost = replace(use, why=use.linked.state.why, linked=None)
+                images = [*images[:i], lost, *images[i + 1 :]]
+                plan = plan.computing(use.span.tokens, self._num_layers)
+        return Ready(plan, images)
 
-    def _missing(self, sequence: Sequence) -> list[Record]:
+    def _missing(self, sequence: Sequence, lease: Lease, found: Ready) -> list[Record]:
         """The records that it has to wait for. What comes layer by layer is waited for where it is linked."""
-        assert sequence.lease is not None
         linked = [
             use.linked
-            for use in self._uncached(sequence)
-            if use.linked is not None and not (use.linked.is_loading and use.linked.has_arrived(self._first_layers))
+            for _, use in _uncached(sequence, lease, found.images)
+            if use.linked is not None
+            and not use.linked.is_settled
+            and not (use.linked.source is not None and use.linked.has_arrived(self._first_layers))
         ]
-        depth = sequence.plan.behind(sequence.lease.cached).depth
+        depth = found.plan.behind(lease.cached).depth
         # Rows that another one is encoding; those that nobody is, it encodes itself.
         encoded = [
             use.encoder
-            for use in sequence.images
-            if use.encoder is not None
-            and use.encoder.is_claimed
-            and not use.encoder.is_settled
-            and depth[use.span.tokens].any()
+            for use in found.images
+            if use.encoder is not None and use.encoder.state is State.filling and depth[use.span.tokens].any()
         ]
-        return [record for record in linked if not record.is_settled] + encoded
-
-    def _pictures(self, sequence: Sequence, plan: Plan) -> list[ImageRef]:
-        """The images of which some rows are computed, and whose encoder rows nobody has."""
-        kept = {use.span.image for use in sequence.images if use.encoder is not None and use.encoder.is_ready}
-        others = [span for span in sequence.layout.images if span.image not in kept]
-        return [span.image for span in others if plan.depth[span.tokens].any()]
+        return linked + encoded
 
     def _is_decoded(self, image: ImageRef) -> bool:
         """Raises a ValueError if it cannot be."""
@@ -120,3 +121,9 @@ class Readiness:
                 raise error
             return True
         return False
+
+
+def _uncached(sequence: Sequence, lease: Lease, images: abc.Sequence[ImageUse]) -> list[tuple[int, ImageUse]]:
+    """Its images that are not in pages as a whole, and their numbers."""
+    cached = len(sequence.layout) if lease.is_fork else lease.cached
+    return [(i, use) for i, use in enumerate(images) if not use.span.within(cached)]

@@ -11,13 +11,14 @@ import functools
 import logging
 import threading
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.record import Record, Why
-from vlcache_jax.cache.store import Handle, Store
+from vlcache_jax.cache.record import Record, State, Why
+from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.store import Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
@@ -99,7 +100,7 @@ class Request:
     metrics: Metrics
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ImageUse:
     """An image in one request.
 
@@ -164,7 +165,7 @@ class Holding:
             if self._users:
                 return
         for record in self._made:
-            if not record.is_claimed:
+            if record.state is State.reserved:
                 self._store.cancel(record)
         for handle in self._handles:
             handle.release()
@@ -194,64 +195,125 @@ class Planned:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One prompt and what is generated after it. Answers to one request share their layout.
+class Progress:
+    """Where a sequence stands. The scheduler alone writes it.
 
     Attributes:
-      layout, plan: of the prompt, whatever of it is in pages already.
-      new_slots: slots needed beyond the prompt.
-      images: of the prompt.
-      choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
-      owner: digest of the salt whose pages it can use and leave; None: it does neither.
-      hold: what its request needs in the cache until it has run; None: nothing that it has to give back.
-      metrics: of its request.
+      plan, images: of the prompt, whatever of it is in pages already. They are as planned, but for images whose records
+        did not come, which are computed.
       priority: lower ones come first.
-      arrived, arrived_at: its place among all that arrived, and when.
-      called_at: when the call came that brought it.
+      arrived: its place among all that arrived.
       lease: its pages while it runs.
       lane: its number among those that run.
       prefilled: how many of its prefills have been launched.
       scheduled: tokens, the prompt's included, that it will have when everything launched so far has been read.
       attempt: how often it has begun; what is read of an earlier attempt is of no use.
+    """
+
+    plan: Plan
+    images: abc.Sequence[ImageUse]
+    priority: int
+    arrived: int = 0
+    lease: Lease | None = None
+    lane: int = 0
+    prefilled: int = 0
+    scheduled: int = 0
+    attempt: int = 0
+
+
+@dataclass(eq=False)
+class Told:
+    """What is told of a sequence beside its tokens. `results` alone writes it.
+
+    Attributes:
+      metrics: of its request.
+      arrived_at: when it arrived.
       ran: the plan as it ran first; None: it has not.
       cached: tokens that were in pages then.
-      error: why it ended before it was done; None: it did not.
-      fault: the engine's own error that ended it; None: there was none.
-      listener: is told whenever there is more of it, the last time when it has ended, by the engine's thread.
       delivered: when its last results came.
       gaps: seconds between these that `take_metrics` has not told yet.
+    """
+
+    metrics: Metrics
+    arrived_at: float = 0.0
+    ran: Plan | None = None
+    cached: int = 0
+    delivered: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+
+    def take_metrics(self) -> Metrics:
+        """Those so far, but `inter_token` since they were taken last."""
+        gaps = tuple(self.gaps)
+        del self.gaps[: len(gaps)]  # there may be more of them meanwhile
+        return dataclasses.replace(self.metrics, inter_token=gaps)
+
+
+@dataclass(eq=False)
+class End:
+    """How a sequence ends. `Sequence.fail` and `Sequence.abort` are the doors for all threads; the engine writes the
+    rest.
+
+    Attributes:
+      error: why it ended before it was done; None: it did not.
+      fault: the engine's own error that ended it; None: there was none.
       is_aborted: nobody wants it any more.
-      group: of those that do not begin any more when one of them has failed; None: it begins in any case.
       is_finished: it ended, one way or the other.
+      finish_reason: of an answer; None while it runs.
+      stop_reason: the stop string or the token of `stop_token_ids` that ended an answer.
+      listener: is told whenever there is more of it, the last time when it has ended, by the engine's thread.
+    """
+
+    error: str | None
+    fault: BaseException | None = None
+    is_aborted: bool = False
+    is_finished: bool = False
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    listener: abc.Callable[[Sequence], None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One prompt and what is generated after it. Answers to one request share their layout.
+
+    What was asked never changes. What has happened stands in three objects, each with its own writer; a test holds
+    who that is.
+
+    Args:
+      plan, images, priority, metrics, error: what `progress`, `told` and `end` begin with.
+
+    Attributes:
+      layout: of the prompt.
+      new_slots: slots needed beyond the prompt.
+      choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
+      owner: digest of the salt whose pages it can use and leave; None: it does neither.
+      hold: what its request needs in the cache until it has run; None: nothing that it has to give back.
+      group: of those that do not begin any more when one of them has failed; None: it begins in any case.
+      called_at: when the call came that brought it; 0: no call did.
     """
 
     layout: Layout
-    plan: Plan
+    plan: InitVar[Plan]
     new_slots: int
-    images: abc.Sequence[ImageUse] = ()
+    images: InitVar[abc.Sequence[ImageUse]] = ()
     choice: RowChoice | None = None
     owner: str | None = None
     hold: Holding | None = None
-    metrics: Metrics = field(default_factory=Metrics)
-    priority: int = 0
-    arrived: int = field(default=0, init=False)
-    arrived_at: float = field(default=0.0, init=False)
-    called_at: float = field(default=0.0, init=False)
-    lease: Lease | None = field(default=None, init=False)
-    lane: int = field(default=0, init=False)
-    prefilled: int = field(default=0, init=False)
-    scheduled: int = field(default=0, init=False)
-    attempt: int = field(default=0, init=False)
-    ran: Plan | None = field(default=None, init=False)
-    cached: int = field(default=0, init=False)
-    error: str | None = field(default=None, kw_only=True)
-    fault: BaseException | None = field(default=None, init=False)
-    listener: abc.Callable[[Sequence], None] | None = field(default=None, init=False)
-    delivered: float = field(default=0.0, init=False)
-    gaps: list[float] = field(default_factory=list, init=False)
-    is_aborted: bool = field(default=False, init=False)
-    group: Group | None = field(default=None, init=False)
-    is_finished: bool = field(default=False, init=False)
+    metrics: InitVar[Metrics | None] = None
+    priority: InitVar[int] = 0
+    group: Group | None = None
+    called_at: float = 0.0
+    error: InitVar[str | None] = field(default=None, kw_only=True)
+    progress: Progress = field(init=False)
+    told: Told = field(init=False)
+    end: End = field(init=False)
+
+    def __post_init__(
+        self, plan: Plan, images: abc.Sequence[ImageUse], metrics: Metrics | None, priority: int, error: str | None
+    ) -> None:
+        object.__setattr__(self, "progress", Progress(plan, images, priority))
+        object.__setattr__(self, "told", Told(Metrics() if metrics is None else metrics))
+        object.__setattr__(self, "end", End(error))
 
     @property
     def generated(self) -> abc.Sequence[int]:
@@ -271,7 +333,7 @@ class Sequence:
     @functools.cached_property
     def chain(self) -> Chain | None:
         """What the prompt's tokens are; None: nobody is to know."""
-        if self.owner is None or self.plan.slot is not None:  # with slots of its own it is not like any other
+        if self.owner is None or self.progress.plan.slot is not None:  # with slots of its own it is not like any other
             return None
         layout = self.layout
         images = [
@@ -282,58 +344,49 @@ class Sequence:
     def exact(self, num_layers: int) -> int:
         """How many tokens at the beginning have exact K, V."""
         for span in self.layout.images:
-            if span.state == "approximate" and self.plan.depth[span.tokens].min() < num_layers:
+            if span.state == "approximate" and self.progress.plan.depth[span.tokens].min() < num_layers:
                 return span.start
         return len(self.layout)
-
-    def fail(self, error: str) -> None:
-        """Ends it in the engine's next pass."""
-        self.error = error
-
-    def abort(self) -> None:
-        """Nobody wants it any more: it ends in the engine's next pass, unless others count on what it computes."""
-        self.is_aborted = True
 
     @property
     def is_done(self) -> bool:
         """Whether all that was asked for is there."""
         return False
 
-    def note_delivery(self, now: float) -> None:
-        """Some of its results have come."""
-        metrics = self.metrics
-        if not metrics.ttft:
-            metrics.ttft = metrics.identified + now - self.arrived_at
-            on_device = metrics.transfer + metrics.link + metrics.encode + metrics.prefill
-            metrics.first_token = max(0.0, now - self.arrived_at - metrics.queue - on_device)
-        else:
-            self.gaps.append(now - self.delivered)
-            metrics.decode += now - self.delivered
-        self.delivered = now
+    # Doors for all threads.
 
-    def take_metrics(self) -> Metrics:
-        """Those so far, but `inter_token` since they were taken last."""
-        gaps = tuple(self.gaps)
-        del self.gaps[: len(gaps)]  # there may be more of them meanwhile
-        return dataclasses.replace(self.metrics, inter_token=gaps)
+    def fail(self, error: str) -> None:
+        """Ends it in the engine's next pass."""
+        self.end.error = error
+
+    def abort(self) -> None:
+        """Nobody wants it any more: it ends in the engine's next pass, unless others count on what it computes."""
+        self.end.is_aborted = True
+
+    def listen(self, listener: abc.Callable[[Sequence], None]) -> None:
+        """`listener` is told from now on, see `End`."""
+        self.end.listener = listener
+
+    # For the engine's thread.
 
     def tell(self) -> None:
         """There is more of it. Whoever cannot be told does not want it any more."""
-        if self.listener is not None:
+        if self.end.listener is not None:
             try:
-                self.listener(self)
+                self.end.listener(self)
             except Exception:
                 _log.exception("a listener failed; its request is aborted")
-                self.listener = None
+                self.end.listener = None
                 self.abort()
 
-    def give_up(self) -> None:
-        """It has been aborted."""
+    def finish(self) -> None:
+        """It has ended, one way or the other."""
+        if self.end.is_aborted:
+            self.end.finish_reason = self.end.finish_reason or "abort"
+        self.end.is_finished = True
 
     def restart(self) -> None:
-        """What has been launched for it is of no use any more; what has been read stays."""
-        self.prefilled = self.scheduled = 0
-        self.attempt += 1
+        """It begins again: what has been read of its prompt is of no use any more."""
 
 
 @dataclass(frozen=True)
@@ -403,7 +456,7 @@ class CompletionDelta:
     logprobs: tuple[Logprob, ...] | None = None
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Generation(Sequence):
     """A prompt whose answer is generated.
 
@@ -415,8 +468,6 @@ class Generation(Sequence):
       detokenizer: makes text of its tokens.
       token_ids, logprobs: generated so far.
       prompt_logprobs: of the prompt's tokens from the second one on, if asked for.
-      finish_reason: None while it runs.
-      stop_reason: the stop string or the token of `stop_token_ids` that ended it.
       lock: is held while it changes, as others may look at it meanwhile.
     """
 
@@ -428,11 +479,7 @@ class Generation(Sequence):
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _texted: int = field(default=0, init=False)
-    _taken: int = field(default=0, init=False)
 
     @property
     def generated(self) -> abc.Sequence[int]:
@@ -446,7 +493,7 @@ class Generation(Sequence):
         """
         before = len(self.token_ids)
         for token in tokens:
-            if self.finish_reason is not None:
+            if self.end.finish_reason is not None:
                 break
             if token < 0:
                 self.fail(NOT_ALLOWED if token == sampler.NOT_ALLOWED else NOT_FINITE)
@@ -454,58 +501,52 @@ class Generation(Sequence):
             self.token_ids.append(token)
             count = len(self.token_ids)
             if token in self.end_tokens and count >= self.params.min_tokens:
-                self.finish_reason = "stop"
-                self.stop_reason = token if token in (self.params.stop_token_ids or ()) else None
+                self.end.finish_reason = "stop"
+                self.end.stop_reason = token if token in (self.params.stop_token_ids or ()) else None
             elif count == self.new_slots:
-                self.finish_reason = "length"
+                self.end.finish_reason = "length"
         if self.params.stop and (left := self._read()) is not None:
             del self.token_ids[left:]
-            self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_reason
+            self.end.finish_reason, self.end.stop_reason = "stop", self.detokenizer.stop_reason
         return len(self.token_ids) - before
 
-    def take(self, index: int) -> CompletionDelta:
+    def take(self, index: int, first: int) -> CompletionDelta:
         """What is new since this was asked last. The text ends before what ended it, unless that is to be in it.
 
         Args:
           index: which of its request's answers it is.
+          first: number of its tokens that have been taken.
         """
         with self.lock:
-            reason = self.finish_reason  # an abort may set it meanwhile
+            reason = self.end.finish_reason  # an abort may set it meanwhile
             if not self.params.stop:
                 self._read()
             if reason is not None:
                 self.detokenizer.finish()
-            first, self._taken = self._taken, len(self.token_ids)
             logprobs = None if self.params.logprobs is None else tuple(self.logprobs[first:])
             new = tuple(self.token_ids[first:])
-            return CompletionDelta(index, self.detokenizer.take(), new, reason, self.stop_reason, logprobs)
+            return CompletionDelta(index, self.detokenizer.take(), new, reason, self.end.stop_reason, logprobs)
 
     def _read(self) -> int | None:
         """Hands the detokenizer what is new; how many tokens remain where a stop string ends the answer."""
-        known = len(self.token_ids)
-        is_end = self.finish_reason == "stop" and self.token_ids[-1] in self.end_tokens
-        count = known - (is_end and not self.params.include_stop_str_in_output)
-        new, self._texted = self.token_ids[self._texted : count], max(count, self._texted)
-        return self.detokenizer.append(new)
+        is_end = self.end.finish_reason == "stop" and self.token_ids[-1] in self.end_tokens
+        count = len(self.token_ids) - (is_end and not self.params.include_stop_str_in_output)
+        return self.detokenizer.append(self.token_ids[self.detokenizer.count : count])
 
     @property
     def is_done(self) -> bool:
-        return self.finish_reason is not None
+        return self.end.finish_reason is not None
 
     def fail(self, error: str) -> None:
         super().fail(error)
-        self.finish_reason = "error"
-
-    def give_up(self) -> None:
-        self.finish_reason = self.finish_reason or "abort"
+        self.end.finish_reason = "error"
 
     def restart(self) -> None:
-        super().restart()
         if not self.token_ids:
             self.prompt_logprobs.clear()
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Forced(Sequence):
     """A prompt that ends in the continuation to be scored; its plan wants the logits that predict the continuation."""
 
@@ -516,7 +557,7 @@ class Forced(Sequence):
 
     @property
     def is_done(self) -> bool:
-        return len(self.logprobs) == np.count_nonzero(self.plan.depth == self.plan.depth.max())
+        return len(self.logprobs) == np.count_nonzero((depth := self.progress.plan.depth) == depth.max())
 
     def append(self, logprob: np.float32, is_greedy: np.bool_, logits: npt.NDArray[np.float32] | None) -> None:
         """Goes on with the score of a token."""
@@ -528,6 +569,5 @@ class Forced(Sequence):
             self.fail(NOT_FINITE)
 
     def restart(self) -> None:
-        super().restart()
         for scores in (self.logprobs, self.greedy, self.logits):
             scores.clear()

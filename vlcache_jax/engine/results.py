@@ -14,7 +14,9 @@ from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import NO_ANSWER, Sampled
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.prefilling import Launched
+from vlcache_jax.engine.readiness import Ready
 from vlcache_jax.engine.request import Forced, Generation, Logprob, Sequence
+from vlcache_jax.reuse.plan import Plan
 
 
 class Results:
@@ -25,7 +27,7 @@ class Results:
     """
 
     def __init__(self, sequences: abc.Iterable[Sequence]):
-        self._attempts = {sequence: sequence.attempt for sequence in sequences}
+        self._attempts = {sequence: sequence.progress.attempt for sequence in sequences}
 
     def read(self) -> abc.Iterator[Sequence]:
         """Waits for the results and enters them; yields the sequences of which there is more."""
@@ -33,8 +35,8 @@ class Results:
 
     def _counts(self, sequence: Sequence) -> bool:
         """Whether what is read of a sequence still counts."""
-        is_sound = sequence.lease is not None and not sequence.lease.is_lost
-        return is_sound and self._attempts[sequence] == sequence.attempt and not sequence.is_finished
+        is_sound = sequence.progress.lease is not None and not sequence.progress.lease.is_lost
+        return is_sound and self._attempts[sequence] == sequence.progress.attempt and not sequence.end.is_finished
 
 
 class Tokens(Results):
@@ -71,7 +73,7 @@ class Tokens(Results):
             new = list(itertools.takewhile(lambda one: one != NO_ANSWER, token[:, row].tolist()))
             with answer.lock:
                 count = answer.extend(new)
-                answer.note_delivery(now)
+                _note_delivery(answer, now)
                 wanted = answer.params.logprobs
                 for i in range(count if wanted is not None else 0):
                     answer.logprobs.append(_logprob(wanted or 0, new[i], *(x[i, row] for x in told)))
@@ -110,7 +112,7 @@ class Scores(Results):
         for sequence in self._attempts:
             if isinstance(sequence, Forced) and self._counts(sequence):
                 _note_prefill(sequence, self._launched)
-                sequence.note_delivery(now)
+                _note_delivery(sequence, now)
         for rows, scored, logits in self._slices:
             logprob, greedy, *told = map(np.asarray, scored)
             kept = None if logits is None else np.asarray(logits)
@@ -138,7 +140,8 @@ class Prefilled(Results):
 
     def read(self) -> abc.Iterator[Sequence]:
         self._launched.x.block_until_ready()
-        self._launched.note_chosen()
+        if self._launched.chosen is not None:
+            _note_chosen(self._launched, self._launched.chosen)
         for part in self._parts:
             yield from part.read()
 
@@ -157,19 +160,15 @@ def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Pref
         first = group[0][0] - begin  # near the end of a step, logits of rows before it come, too
         steps = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
         parts.append(Tokens(sequences, runner.sample(logits, lanes.open(sequences), steps, first), launched, first))
-        for sequence in sequences:
-            sequence.scheduled = sequence.length + 1
     return Prefilled(launched, parts)
 
 
 def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> Tokens:
     """Lets answers go on by up to `tokens` tokens each."""
-    first = np.array([sequence.scheduled for sequence in active], np.int32)
+    first = np.array([sequence.progress.scheduled for sequence in active], np.int32)
     last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
-    tables = [sequence.lease.table for sequence in active if sequence.lease is not None]
+    tables = [sequence.progress.lease.table for sequence in active if sequence.progress.lease is not None]
     sampled = runner.window(lanes.rows(active), tables, np.stack([first, last]), tokens)
-    for sequence in active:
-        sequence.scheduled = min(sequence.scheduled + tokens, sequence.most)
     return Tokens(active, sampled)
 
 
@@ -185,7 +184,69 @@ def _logprob(count: int, token: int, logprob: Any, rank: Any, top_logprob: Any, 
 
 def _note_prefill(sequence: Sequence, launched: Launched) -> None:
     """How long the device took for what the first token waited for."""
-    if sequence.generated or sequence.metrics.prefill:  # it was put back, and has been timed
+    metrics = sequence.told.metrics
+    if sequence.generated or metrics.prefill:  # it was put back, and has been timed
         return
     for name, seconds in launched.took:
-        setattr(sequence.metrics, name, getattr(sequence.metrics, name) + seconds.result())
+        setattr(metrics, name, getattr(metrics, name) + seconds.result())
+
+
+def _note_delivery(sequence: Sequence, now: float) -> None:
+    """Some of its results have come."""
+    told, metrics = sequence.told, sequence.told.metrics
+    if not metrics.ttft:
+        metrics.ttft = metrics.identified + now - told.arrived_at
+        on_device = metrics.transfer + metrics.link + metrics.encode + metrics.prefill
+        metrics.first_token = max(0.0, now - told.arrived_at - metrics.queue - on_device)
+    else:
+        told.gaps.append(now - told.delivered)
+        metrics.decode += now - told.delivered
+    told.delivered = now
+
+
+def _note_chosen(launched: Launched, chosen: jax.Array) -> None:
+    """Puts what was chosen on the device into the plan, for the report."""
+    [prefill] = launched.turn.prefills
+    told, selection = prefill.sequence.told, launched.step.selection
+    assert told.ran is not None
+    assert selection is not None
+    candidates = selection.tokens[np.asarray(chosen)[selection.must : selection.must + selection.keep[0]]]
+    depth = told.ran.depth.copy()
+    for rank, token in enumerate(candidates):
+        depth[token] = selection.policy.check_layer + 1 + sum(rank < count for count in selection.keep)
+    told.ran = Plan(depth)
+
+
+# What is told of a sequence beside its tokens.
+
+
+def note_arrival(sequence: Sequence) -> None:
+    """It has arrived."""
+    sequence.told.arrived_at = time.perf_counter()
+
+
+def note_admitted(sequence: Sequence, wave: int) -> None:
+    """It has got pages, in a pass of this number."""
+    told = sequence.told
+    told.metrics.queue, told.metrics.wave = time.perf_counter() - told.arrived_at, wave
+
+
+def note_ready(sequence: Sequence, found: Ready) -> None:
+    """What it computes. That is what it is told to have computed, the first time; again, if it had to be changed and no
+    answer has begun."""
+    told, lease = sequence.told, sequence.progress.lease
+    assert lease is not None
+    if told.ran is None or (found.images is not sequence.progress.images and not sequence.generated):
+        told.ran, told.cached = found.plan.behind(lease.cached), lease.cached
+
+
+def note_launched(sequence: Sequence, first: float) -> None:
+    """Programs of it have been launched, the first one at this time."""
+    metrics = sequence.told.metrics
+    metrics.launched = metrics.launched or first - (sequence.called_at or sequence.told.arrived_at)
+
+
+def note_ended(sequence: Sequence) -> None:
+    """It has ended."""
+    metrics = sequence.told.metrics
+    metrics.e2e = metrics.identified + time.perf_counter() - sequence.told.arrived_at

@@ -18,7 +18,8 @@ import numpy as np
 
 from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.pages import Lease, Pages
-from vlcache_jax.engine.request import Sequence
+from vlcache_jax.engine.request import ImageUse, Sequence
+from vlcache_jax.reuse.plan import Plan
 
 
 class Scheduler:
@@ -41,6 +42,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
+        self._arrived = 0
         self._lanes = list(range(max_sequences))
         self._max_rows = max_rows
         self._num_layers = num_layers
@@ -53,7 +55,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """It waits from now on. Whoever is to fill what it links is not less urgent than it is."""
-        for use in sequence.images:
+        sequence.progress.arrived, self._arrived = self._arrived, self._arrived + 1
+        for use in sequence.progress.images:
             if use.captured is not None:
                 self._fillers[id(use.captured)] = sequence
         bisect.insort(self.waiting, sequence, key=_order)
@@ -61,14 +64,14 @@ class Scheduler:
 
     def _hurry(self, sequence: Sequence) -> None:
         """Those that are to fill what it links, and what these link, come before it, also where they are put back."""
-        for use in sequence.images:
+        for use in sequence.progress.images:
             filler = None if use.linked is None else self._fillers.get(id(use.linked))
-            if filler is None or filler.priority <= sequence.priority:
+            if filler is None or filler.progress.priority <= sequence.progress.priority:
                 continue
             is_waiting = filler in self.waiting
             if is_waiting:
                 self.waiting.remove(filler)
-            filler.priority = sequence.priority
+            filler.progress.priority = sequence.progress.priority
             if is_waiting:
                 bisect.insort(self.waiting, filler, key=_order)
             self._hurry(filler)
@@ -81,7 +84,8 @@ class Scheduler:
         """
         admitted: list[Sequence] = []
         spare = sum(self._may_grow(sequence) for sequence in self.running)
-        firsts = {id(s.layout): s.lease for s in reversed(self.running) if s.lease is not None and not s.lease.is_fork}
+        leases = [(id(sequence.layout), sequence.progress.lease) for sequence in reversed(self.running)]
+        firsts = {layout: lease for layout, lease in leases if lease is not None and not lease.is_fork}
         while self.waiting and self._lanes:
             sequence = self.waiting[0]
             lease = self._take(sequence, firsts.get(id(sequence.layout)), spare)
@@ -89,17 +93,18 @@ class Scheduler:
                 raise RuntimeError(f"a prompt of {sequence.length} tokens must fit in the KV pool's pages")
             if lease is None:
                 break
-            if sequence.ran is None:
+            if sequence.told.ran is None:
                 self.pages.count_hit(lease)
             firsts.setdefault(id(sequence.layout), lease)
-            sequence.lease, sequence.lane = lease, heapq.heappop(self._lanes)
+            sequence.progress.lease, sequence.progress.lane = lease, heapq.heappop(self._lanes)
             spare += self._may_grow(sequence)
             self.prefilling.append(self.waiting.pop(0))
             admitted.append(sequence)
         return admitted
 
     def _may_grow(self, sequence: Sequence) -> bool:
-        return sequence.lease is not None and sequence.most > self.pages.size * len(sequence.lease.table)
+        lease = sequence.progress.lease
+        return lease is not None and sequence.most > self.pages.size * len(lease.table)
 
     def _take(self, sequence: Sequence, first: Lease | None, spare: int) -> Lease | None:
         length = sequence.length
@@ -109,7 +114,8 @@ class Scheduler:
         if chain is None:
             return self.pages.take(length, spare=spare)
         exact = sequence.exact(self._num_layers)
-        most = int(np.argmax(sequence.plan.depth > self._num_layers))  # the first token whose logits are wanted
+        # Up to the first token whose logits are wanted.
+        most = int(np.argmax(sequence.progress.plan.depth > self._num_layers))
         if sequence.generated:
             most = len(chain) - 1
             if exact == len(chain):
@@ -126,9 +132,10 @@ class Scheduler:
         turn: list[Prefill] = []
         rows = 0
         for sequence in self.prefilling:
-            if sequence not in is_ready or sequence.lease is None or not sequence.lease.is_ready:
+            lease = sequence.progress.lease
+            if sequence not in is_ready or lease is None or not lease.is_ready:
                 continue
-            prefill = self.prefills(sequence)[sequence.prefilled]
+            prefill = self.prefills(sequence)[sequence.progress.prefilled]
             if prefill.choice is not None:
                 if not turn:
                     return [prefill]
@@ -141,13 +148,13 @@ class Scheduler:
 
     def prefills(self, sequence: Sequence) -> list[Prefill]:
         """What an admitted sequence has to compute, one after the other."""
-        assert sequence.lease is not None
-        lease, layout, layers = sequence.lease, sequence.layout, self._num_layers
+        lease, layout, layers = sequence.progress.lease, sequence.layout, self._num_layers
+        assert lease is not None
         make = functools.partial(Prefill, sequence, table=lease.table, shared=lease.shared, cached=lease.cached)
         if lease.is_fork:  # all of the prompt is there; its last row is computed for its logits alone
-            plan = dataclasses.replace(sequence.plan, shift=False)
+            plan = dataclasses.replace(sequence.progress.plan, shift=False)
             return [make(layout, plan.behind(lease.cached), links=False)]
-        choice, plan, tokens = sequence.choice, sequence.plan, sequence.generated
+        choice, plan, tokens = sequence.choice, sequence.progress.plan, sequence.generated
         if not tokens:
             return [make(layout, plan.behind(lease.cached), choice=choice)]
         length = len(layout) + len(tokens)
@@ -159,14 +166,25 @@ class Scheduler:
             make(longer, whole.behind(len(layout)), links=False),
         ]
 
+    def replan(self, sequence: Sequence, plan: Plan, images: Listed[ImageUse]) -> None:
+        """What it computes, and what it takes from where, has turned out otherwise."""
+        sequence.progress.plan, sequence.progress.images = plan, images
+
     def launched(self, turn: Iterable[Prefill]) -> None:
-        """These prefills have been launched."""
-        for sequence in (prefill.sequence for prefill in turn):
-            sequence.prefilled += 1
-            if sequence.lease is not None and sequence.prefilled == _parts(sequence, sequence.lease):
-                self.pages.computed(sequence.lease)
+        """These prefills have been launched; behind the last one of each stands the first token of its answer."""
+        for prefill in turn:
+            sequence, progress = prefill.sequence, prefill.sequence.progress
+            progress.prefilled += 1
+            if progress.lease is not None and progress.prefilled == _parts(sequence, progress.lease):
+                progress.scheduled = len(prefill.layout) + 1
+                self.pages.computed(progress.lease)
                 self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
+
+    def decoded(self, sequences: Iterable[Sequence], count: int) -> None:
+        """For each, up to `count` more tokens have been launched."""
+        for sequence in sequences:
+            sequence.progress.scheduled = min(sequence.progress.scheduled + count, sequence.most)
 
     def grow(self, sequences: Listed[Sequence], count: int) -> int:
         """Gives each the pages that its next `count` tokens need, or as many tokens as there are pages for.
@@ -174,10 +192,10 @@ class Scheduler:
         Returns:
           For how many tokens there are, at most `count`; 0: not for one.
         """
-        leases = [sequence.lease for sequence in sequences if sequence.lease is not None]
+        leases = [sequence.progress.lease for sequence in sequences if sequence.progress.lease is not None]
         while count:
             # The last token of an answer has no slot: nobody sees it.
-            lengths = [min(sequence.scheduled + count - 1, sequence.most - 1) for sequence in sequences]
+            lengths = [min(sequence.progress.scheduled + count - 1, sequence.most - 1) for sequence in sequences]
             if self.pages.grow(leases, lengths):
                 break
             count //= 2
@@ -208,6 +226,8 @@ class Scheduler:
           failed: nothing in its pages can be used.
         """
         self.release(sequence, failed=failed)
+        sequence.progress.prefilled = sequence.progress.scheduled = 0
+        sequence.progress.attempt += 1
         sequence.restart()
         bisect.insort(self.waiting, sequence, key=_order)
 
@@ -216,19 +236,19 @@ class Scheduler:
         for group in (self.waiting, self.prefilling, self.decoding):
             if sequence in group:
                 group.remove(sequence)
-        if sequence.lease is None:
+        lease, chain = sequence.progress.lease, None
+        if lease is None:
             return
-        chain = None
-        if not failed and sequence.lease.is_proven and sequence.exact(self._num_layers) == len(sequence.layout):
+        if not failed and lease.is_proven and sequence.exact(self._num_layers) == len(sequence.layout):
             chain = sequence.chain and sequence.chain.extended(sequence.generated[:-1])
-        self.pages.end(sequence.lease, chain, failed=failed)
-        sequence.lease = None
-        heapq.heappush(self._lanes, sequence.lane)
+        self.pages.end(lease, chain, failed=failed)
+        sequence.progress.lease = None
+        heapq.heappush(self._lanes, sequence.progress.lane)
 
     def finish(self, sequence: Sequence, *, failed: bool) -> None:
         """It has ended, one way or the other; see `release`."""
         self.release(sequence, failed=failed)
-        for use in sequence.images:
+        for use in sequence.progress.images:
             if use.captured is not None and self._fillers.get(id(use.captured)) is sequence:
                 del self._fillers[id(use.captured)]
 
@@ -239,7 +259,7 @@ def _parts(sequence: Sequence, lease: Lease) -> int:
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.priority, sequence.arrived
+    return sequence.progress.priority, sequence.progress.arrived
 
 
 def _usable(sequence: Sequence) -> int:
@@ -248,7 +268,7 @@ def _usable(sequence: Sequence) -> int:
     What links an image approximately does so whatever is in pages, so that memory never changes an answer. One that is
     to be captured is computed whole, as keys before rotation cannot be had back from pages.
     """
-    captured = {u.span.start for u in sequence.images if u.captured is not None and not u.captured.is_ready}
+    captured = {u.span.start for u in sequence.progress.images if u.captured is not None and not u.captured.is_ready}
     for span in sequence.layout.images:
         if span.state == "approximate" or span.start in captured:
             return span.start

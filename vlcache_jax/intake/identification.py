@@ -152,7 +152,7 @@ class Arrivals:
                 self._tasks[row].append(tasks.setdefault(same, task))
         heads = identifier.read_heads(tasks.values())
         known = [image for task in tasks.values() if task.is_known for image in task.images]
-        identifier.store.outside.look([key for image in known for key in image.keys])
+        identifier.store.look([key for image in known for key in image.keys])
         for row, own in self._tasks.items():
             prompt = self._prompts[row]
             wrong = (

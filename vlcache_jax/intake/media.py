@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.bounded import Bounded
+from vlcache_jax.cache.remembered import Bounded
 from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.inputs.expansion import Inset
 from vlcache_jax.inputs.films import Head

@@ -8,6 +8,7 @@ requests run one by one.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -17,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.cache.keys import context_keys, request_key
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.record import Meta, Record, Why
-from vlcache_jax.cache.store import Handle, Store
+from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
@@ -37,20 +38,19 @@ class Planner:
 
     Args:
       config: of the model.
-      store, movement, writer: the cache.
+      store, writer: the cache.
       dtype: of weights and records.
       codec: of K, V; None: they are kept as they are.
       fingerprint: of the weights; asked for when there is an image.
       codec_name: of K, V, as keys name it.
       token_rungs: to which records are padded.
-      rates: by which `CacheConfig.load` = "auto" decides; None: what is found is linked.
+      rates: by which `CacheConfig.load` = "auto" decides; None: it decides nothing.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         store: Store,
-        movement: Movement,
         writer: Writer,
         *,
         dtype: np.dtype,
@@ -61,7 +61,6 @@ class Planner:
         rates: Rates | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
-        self._movement = movement
         self._config = config
         self._dtype, self._codec = dtype, codec
         self._fingerprint, self._codec_name = fingerprint, codec_name
@@ -77,22 +76,20 @@ class Planner:
         contexts = self._contexts(request) if policy.links else []
         handles: list[Handle] = []
         made: list[Record] = []
-        brought: dict[str, str] = {}
         try:
-            # What is found decides what is computed; if some is not worth loading, it is let go, and decided again.
+            # What is found, and wanted, decides what is computed.
             for context, image in zip(contexts, request.images, strict=False):
-                handles.append(self._find(image, context, policy.approximates, brought))
+                handles.append(self._find(image, context, policy.approximates))
+                if (load := self.store.config.load) in ("encoder", "compute"):
+                    handles[-1].pass_over(encoder=load == "compute")
             layout, plan, choice = self._arrange(request, handles, policy)
-            if not self._links_all and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
+            # If some turns out not to be worth loading, it is let go, and decided again.
+            if self.rates is not None and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
                 layout, plan, choice = self._arrange(request, handles, policy)
             # What each image takes from the cache, and the places of what it will give.
-            uses = [ImageUse(span, why=Why.reuse_off) for span in layout.images]
-            for use, handle in zip(uses, handles, strict=False):
-                use.linked, use.has_encoder, use.why = handle.kv, handle.encoder is not None, handle.why
-                use.kv_tier, use.encoder_tier = (
-                    "host" if record is None else brought.get(record.meta.name, "host")
-                    for record in (handle.kv, handle.encoder)
-                )
+            brought = {name: tier for handle in handles for name, tier in handle.brought.items()}
+            uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
+            uses = uses or [ImageUse(span, why=Why.reuse_off) for span in layout.images]
             made += self._reserve(uses, contexts, handles, plan, request.owner)
             for handle in handles:
                 handle.hold()
@@ -122,16 +119,11 @@ class Planner:
             hold=Holding(self.store, handles, made, None if known else key),
         )
 
-    def _find(self, image: ImageRef, context: str, approximate: bool, brought: dict[str, str]) -> Handle:
-        """What is kept of an image, under its own key or for everyone.
-
-        Args:
-          brought: gets the records that come from tiers outside memory.
-        """
+    def _find(self, image: ImageRef, context: str, approximate: bool) -> Handle:
+        """What is kept of an image, under its own key or for everyone."""
         found: Handle | None = None
         for key in image.keys:
             if found is None or not found.exact:
-                brought |= self._movement.bring_in(key, context, approximate=approximate)
                 handle = self.store.lookup(key, context, grid=image.grid, approximate=approximate)
                 found = handle if found is None else found.prefer(handle)
         assert found is not None
@@ -165,16 +157,9 @@ class Planner:
                 handle.pass_over(encoder=load == "compute")
         return any(record.meta.context is not None for handle in handles for record in handle.passed_over)
 
-    @property
-    def _links_all(self) -> bool:
-        """Whether nothing that is found is passed over."""
-        return self.store.config.load == "link" or (self.store.config.load == "auto" and self.rates is None)
-
     def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:
         """What is done with an image. It never depends on what happens to be decoded, so that a call means the same as
         its requests one by one."""
-        if self.store.config.load != "auto":
-            return cast(Load, self.store.config.load)
         assert self.rates is not None
         image, encoder = span.image, handle.encoder
         found = Image(
@@ -190,33 +175,33 @@ class Planner:
     def _reserve(
         self, uses: list[ImageUse], contexts: list[str], handles: list[Handle], plan: Plan, owner: str
     ) -> list[Record]:
-        """Gives what a request will compute a place in the cache: encoder rows, and K, V."""
+        """Gives what a request will compute a place in the cache: encoder rows, and K, V. Its `uses` are told."""
         most = self.store.config.variants
-        wanted: dict[str, tuple[Meta, ImageUse]] = {}
+        wanted: dict[str, tuple[Meta, int]] = {}  # by their names, and whose they are
         variants: collections.Counter[str] = collections.Counter()
         canonical = True
-        for use, context, handle in zip(uses, contexts, handles, strict=False):
-            image = use.span.image
+        for i, (context, handle) in enumerate(zip(contexts, handles, strict=True)):
+            use, image = uses[i], uses[i].span.image
             canonical = canonical and use.span.state != "approximate"
-            use.encoder = handle.encoder
             if use.encoder is None and plan.depth[use.span.tokens].any() and not _has(handle, None, True):
                 meta = self._encoder_meta(image, owner)
-                wanted.setdefault(meta.name, (meta, use))  # a request may show an image twice
+                wanted.setdefault(meta.name, (meta, i))  # a request may show an image twice
             is_there = handle.is_coded or _has(handle, context, canonical)
             if use.linked is None and not is_there and (most is None or variants[image.key] < most):
                 variants[image.key] += 1
                 meta = self._kv_meta(image, owner, context, canonical)
-                wanted[meta.name] = meta, use
+                wanted[meta.name] = meta, i
         if not wanted:
             return []
         made = self.store.reserve([meta for meta, _ in wanted.values()])
-        for (meta, use), record in zip(wanted.values(), made, strict=True):
+        for (meta, i), record in zip(wanted.values(), made, strict=True):
+            why = uses[i].why
             if meta.context is None:
-                use.encoder = record
-            else:
-                use.captured = record
-                if record is None and use.why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
-                    use.why = Why.too_large
+                uses[i] = dataclasses.replace(uses[i], encoder=record)
+                continue
+            if record is None and why not in (Why.other_context, Why.displaced, Why.cheaper_to_compute):
+                why = Why.too_large
+            uses[i] = dataclasses.replace(uses[i], captured=record, why=why)
         return [record for record in made if record is not None]
 
     def _contexts(self, request: Request) -> list[str]:
@@ -252,6 +237,17 @@ class Planner:
 
     def _padded(self, image: ImageRef) -> int:
         return round_up(image.num_tokens, self._token_rungs)
+
+
+def _use(span: ImageSpan, handle: Handle, brought: dict[str, str]) -> ImageUse:
+    """What an image takes from the cache."""
+    use = ImageUse(span, handle.kv, None, handle.encoder, handle.encoder is not None, handle.why)
+    if not brought:
+        return use
+    kv_tier, encoder_tier = (
+        "host" if record is None else brought.get(record.meta.name, "host") for record in (handle.kv, handle.encoder)
+    )
+    return dataclasses.replace(use, kv_tier=kv_tier, encoder_tier=encoder_tier)
 
 
 def _fresh(layout: Layout, plan: Plan, choice: RowChoice | None, layers: int) -> list[float]:

@@ -164,7 +164,7 @@ class Task:
         for frames in self._decoded():
             image = self._become(_picture(frames), self.medium.fit(frames))
             if self._lookup:
-                self._recognizer.store.outside.look(image.keys)
+                self._recognizer.store.look(image.keys)
             if not self._is_kept(image):
                 image.patches = self._cut(frames)
 

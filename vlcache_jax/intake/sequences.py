@@ -12,8 +12,8 @@ import numpy as np
 from vlcache_jax.checks import check_text, short
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
-from vlcache_jax.engine.opening import bad_word_tokens, bias_row, words_array
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
+from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
+from vlcache_jax.engine.request import Forced, Generation, Group, ImageUse, Planned
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import RowChoice
@@ -134,21 +134,35 @@ class SequenceBuilder:
         room = max(1, self._memory.max_model_len - length)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def answers(self, planned: Planned, params: SamplingParams, priority: int = 0) -> list[Generation]:
+    def answers(
+        self,
+        planned: Planned,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        group: Group | None = None,
+        called_at: float = 0.0,
+    ) -> list[Generation]:
         """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
         choice, error = self._choice(planned, 1)
+        first_plan, first_choice = planned.plan, choice
+        if params.prompt_logprobs is not None:
+            whole = planned.plan.wanting(range(len(planned.layout)), self._config.text.num_layers)
+            first_plan, first_choice = dataclasses.replace(whole, shift=False), None
         first = int(self._random.integers(2**32)) if params.seed is None else _as_uint32(params.seed)
-        answers = [
+        return [
             Generation(
                 planned.layout,
-                planned.plan,
+                first_plan if i == 0 else planned.plan,
                 new_slots=self.new_slots(len(planned.layout), params),
                 images=_uses(planned, capture=i == 0),
-                choice=choice,
+                choice=first_choice if i == 0 else choice,
                 owner=self._owner(planned),
                 hold=planned.hold,
                 metrics=dataclasses.replace(planned.request.metrics),
                 priority=priority,
+                group=group,
+                called_at=called_at,
                 error=error,
                 params=params,
                 seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
@@ -158,11 +172,6 @@ class SequenceBuilder:
             )
             for i in range(params.n)
         ]
-        if params.prompt_logprobs is not None:
-            layers = self._config.text.num_layers
-            whole = planned.plan.wanting(range(len(planned.layout)), layers)
-            answers[0].plan, answers[0].choice = dataclasses.replace(whole, shift=False), None
-        return answers
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
         """One for an answer under these parameters."""
@@ -183,7 +192,16 @@ class SequenceBuilder:
         words_array(words, self._config.text.vocab_size)  # checks them
         return words
 
-    def forced(self, planned: Planned, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
+    def forced(
+        self,
+        planned: Planned,
+        tokens: abc.Sequence[int],
+        *,
+        keep_logits: bool,
+        capture: bool,
+        group: Group | None = None,
+        called_at: float = 0.0,
+    ) -> Forced:
         """The sequence that scores a continuation."""
         length, layers = len(planned.layout), self._config.text.num_layers
         choice, error = self._choice(planned, len(tokens))
@@ -196,6 +214,8 @@ class SequenceBuilder:
             choice=choice,
             owner=self._owner(planned),
             hold=planned.hold if capture else None,
+            group=group,
+            called_at=called_at,
             error=error,
             keep_logits=keep_logits,
             metrics=dataclasses.replace(planned.request.metrics),

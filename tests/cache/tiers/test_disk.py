@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 from tests.cache.records import CASES, assert_whole, found, key, load, make, names, parts, verified_read, write
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
-from vlcache_jax.cache.movement import Movement
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import DamagedError, GoneError, TierError
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
@@ -178,15 +177,14 @@ def test_a_damaged_record_is_deleted_and_counted(tier, caplog):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    store = Store(CacheConfig())
-    movement = Movement(store, [tier], lambda tokens: tokens)
+    store = Store(CacheConfig(), [tier])
     with caplog.at_level("CRITICAL"):
-        assert movement.bring_in(record.meta.entry, key(7), approximate=False) == {record.meta.name: "disk"}
-        movement.wait()
-        movement.flush()
+        with store.lookup(record.meta.entry, key(7), grid=None, approximate=False, waits=True) as handle:
+            assert handle.brought == {record.meta.name: "disk"}
+        store.flush()
     assert (store.stats().corrupt, store.stats().bytes) == (1, 0)
     assert (names(tier), path.exists()) == ([], False)
-    assert movement.stats()["disk"].damaged == 1
+    assert store.stats().tiers["disk"].damaged == 1
     write(tier, record)
     assert read(tier, record) is not None
 
