@@ -119,6 +119,10 @@ class Answer(ABC):
         """Of a stream so far."""
         return _total(iter(self._counts.values()))
 
+    def counts_of(self, prompt: int) -> Counts:
+        """Of one prompt of a stream so far."""
+        return self._counts[prompt]
+
     def _count_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> dict[str, Any]:
         """The last time counts: what was to be reused may have had to be computed. It is told beside the pieces."""
         before = self._counts.get(number, Counts())

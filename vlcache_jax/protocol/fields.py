@@ -100,6 +100,18 @@ TEXT: Mapping[str, Schema] = {
     **_BOTH,
 }
 
+TOKENIZE: Mapping[str, Schema] = {
+    **{name: CHAT[name] for name in ("model", "messages", "mm_processor_kwargs", "chat_template_kwargs")},
+    **{name: CHAT[name] for name in ("add_generation_prompt", "continue_final_message")},
+    "prompt": _told(_TEXT, "A text, in place of messages."),
+    "add_special_tokens": _told(_FLAG, _UNUSED),
+    "return_token_strs": _told(_FLAG, "Also answer with the tokens as texts."),
+}
+DETOKENIZE: Mapping[str, Schema] = {
+    "model": CHAT["model"],
+    "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+}
+
 # What there is not: the values that ask for nothing.
 ABSENT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),

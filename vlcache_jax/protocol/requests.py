@@ -14,6 +14,7 @@ from vlcache_jax.protocol.fields import (
     CHAT,
     SAMPLING,
     TEXT,
+    TOKENIZE,
     check_fields,
     sampling_params,
 )
@@ -145,6 +146,38 @@ class CompletionRequest:
         sampling = {name: given[name] for name in SAMPLING if name in given}
         params = sampling_params(_seeded(sampling), {"max_tokens": _LEGACY_TOKENS})
         return cls(_prompts(given.get("prompt")), params, Options.parse(given))
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """The tokens of a text or of a conversation are asked for.
+
+    Attributes:
+      prompt: a text, or messages.
+      model: as the client calls it; None: it does not.
+      template, mm_processor_kwargs: of messages, see `ChatRequest`.
+      returns_texts: tokens are also told as texts.
+    """
+
+    prompt: str | list[Any]
+    model: str | None = None
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    returns_texts: bool = False
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Reads a body.
+
+        Raises:
+          ApiError: a field is wrong or unknown, or it has not either messages or a prompt.
+        """
+        given = check_fields(body, TOKENIZE, {}, ())
+        if ("prompt" in given) == ("messages" in given):
+            raise ApiError("prompt or messages must be there, and not both", "prompt")
+        template = TemplateOptions(**{name: given[name] for name in TEMPLATE if name in given})  # type: ignore[typeddict-item]
+        prompt, settings = given["prompt" if "prompt" in given else "messages"], given.get("mm_processor_kwargs")
+        return cls(prompt, given.get("model"), template, settings, bool(given.get("return_token_strs")))
 
 
 def _seeded(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,20 @@ class ApiError(ValueError):
       param: the field of the body that is wrong; None: no single one is.
       status: of HTTP's.
       code: OpenAI's word for it, if there is one.
+      retry_after: seconds after which it may be answered; None: nobody knows.
     """
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
+        self.retry_after = retry_after
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's error object."""
