@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import http.client
 import io
 import json
-import socket
-import threading
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import uvicorn
 from PIL import Image
 
 from tests.helper import WITHIN
 from vlcache_jax import AsyncLLM
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.lifecycle import http_config
+from vlcache_jax.server.lifecycle import listening
 
 
 class Running:
@@ -55,20 +52,9 @@ class Running:
 @contextlib.contextmanager
 def running(engine: AsyncLLM, **options: Any) -> Iterator[Running]:
     """Serves an engine, which stays open."""
-    server = Server(engine, ServerConfig(**options))
-    server.entrance.is_warm = True
-    http = uvicorn.Server(http_config(server))
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=asyncio.run, args=(http.serve(sockets=[place]),))
-        thread.start()
-        try:
-            assert eventually(lambda: http.started)
-            yield Running(server, place.getsockname()[1])
-        finally:
-            http.should_exit = True
-            thread.join(WITHIN)
-            assert not thread.is_alive()
+    server = Server(engine, ServerConfig(port=0, **options))
+    with listening(server) as url:
+        yield Running(server, int(re.findall(r":(\d+)/", url)[0]))
 
 
 def eventually(is_true: Any) -> bool:

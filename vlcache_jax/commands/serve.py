@@ -45,7 +45,7 @@ def command() -> Any:
         parameters += [_parameter(own, told[own.name]) for own in _own(owner)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
-    app = typer.Typer()
+    app = typer.Typer(add_completion=False)
     app.command("serve")(run)
     return typer.main.get_command(app)
 
@@ -117,8 +117,10 @@ def _parameter(own: Field[Any], about: str) -> inspect.Parameter:
 
 def _value(own: Field[Any], given: Any) -> Any:
     """As the class takes it."""
+    if _kind(own) == "list":
+        return list(given or ()) or None
     if given is None or _kind(own) != "json":
-        return given or None if isinstance(given, list) else given
+        return given
     try:
         found = json.loads(given)
     except ValueError as error:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -34,7 +35,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     Raises:
       ValueError, OSError, MemoryError: the model cannot be opened, or the address not be listened at.
     """
-    with _listening(config) as place:
+    with _bound(config) as place:
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
         return asyncio.run(_Process(Server(engine, config), place).run())
 
@@ -47,6 +48,27 @@ def http_config(server: Server) -> uvicorn.Config:
         log_config=None, access_log=False, ws="none", lifespan="off", server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=int(_LAST),
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def listening(server: Server) -> Iterator[str]:
+    """Serves in a thread, for programs that do so beside something else; the engine stays open.
+
+    Yields:
+      The base URL.
+    """
+    http = _Uvicorn(http_config(server))
+    with _bound(server.config) as place:
+        thread = threading.Thread(target=asyncio.run, args=(http.serve(sockets=[place]),), name="vlcache-server")
+        thread.start()
+        try:
+            while not http.started and thread.is_alive():
+                time.sleep(_LOOK / 10)
+            server.entrance.is_warm = True
+            yield _url(server.config, place)
+        finally:
+            http.should_exit = True
+            thread.join()
 
 
 class _Process:
@@ -144,7 +166,7 @@ async def _is_empty(server: Server, seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def _listening(config: ServerConfig) -> Iterator[socket.socket]:
+def _bound(config: ServerConfig) -> Iterator[socket.socket]:
     """A socket that is bound, so that a wrong address is told before a model is opened; nobody can connect yet."""
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
