@@ -116,9 +116,10 @@ def test_what_is_wrong_is_told_at_once(words, message):
 
 
 @contextlib.contextmanager
-def serving(*words):
-    """A process that serves the shipped model, its base URL, and the lines that it says."""
-    asked = [sys.executable, "-m", "vlcache_jax.commands.cli", "serve", "--port", "0", "--no-warmup", *words]
+def serving(*words, first=""):
+    """A process that does something first and then serves the shipped model, its base URL, and what it says."""
+    code = f"{first}\nfrom vlcache_jax.commands.cli import main\nmain()"
+    asked = [sys.executable, "-c", code, "serve", "--port", "0", "--no-warmup", *words]
     process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
     lines, ready = [], threading.Event()
 
@@ -144,7 +145,7 @@ def serving(*words):
 def answer(url, told):
     """Asks for a long answer; what comes is told."""
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        given = {"model": "tiny-vqa", "messages": HELLO, "max_tokens": 4000, "stream": True}
+        given = {"model": "tiny-vqa", "messages": HELLO, "max_tokens": 1500, "stream": True}
         allowed = {"extra_body": {"ignore_eos": True, "allowed_token_ids": list(range(300, 330))}}
         try:
             for chunk in client.chat.completions.create(**given, **allowed):
@@ -199,6 +200,29 @@ def test_a_second_signal_ends_it_at_once():
         process.send_signal(signal.SIGINT)
         assert process.wait(WITHIN) == 128 + signal.SIGTERM
         thread.join(WITHIN)
+
+
+@pytest.mark.servers
+def test_an_engine_that_has_failed_ends_the_process(tmp_path):
+    """With a code, and no answer without an end."""
+    dies = f"""
+import os
+from vlcache_jax import AsyncLLM
+async def check_health(self):
+    if os.path.exists({str(tmp_path / "dead")!r}):
+        raise RuntimeError("the engine's thread has died")
+AsyncLLM.check_health = check_health
+"""
+    with serving(first=dies) as (process, url, lines):
+        told = []
+        thread = threading.Thread(target=answer, args=(url, told))
+        thread.start()
+        assert eventually(lambda: len(told) > 2)
+        (tmp_path / "dead").touch()
+        assert process.wait(WITHIN) == 1
+        thread.join(WITHIN)
+        assert told[-1].body["message"] == "the server is shutting down"
+        assert "error: the engine's thread has died\n" in lines
 
 
 @pytest.mark.servers

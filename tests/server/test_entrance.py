@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -335,10 +334,11 @@ def test_at_the_end_who_is_inside_is_told(serve, client, engine, slow, streams):
     thread = threading.Thread(target=ask)
     thread.start()
     assert eventually(lambda: engine.stats().running)
-    asyncio.run(served.server.abort_all())
+    served.server.entrance.ended.set()
     thread.join(WITHIN)
     [error] = told
     assert isinstance(error, openai.APIError)
+    assert eventually(lambda: not engine.stats().running)
     assert error.body["message"] == "the server is shutting down"
 
 

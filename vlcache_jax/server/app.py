@@ -63,9 +63,7 @@ class Server:
         self.entrance = Entrance(config.max_waiting)
         self._metrics = ServerMetrics(self.models[0], engine)
         given = engine, config, self.models, self.entrance, self._metrics
-        self._inference = Chats(*given), Completions(*given)
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
-        chats, completions = self._inference
         routes = [
             Route("/health", self._health),
             Route("/ready", self._ready),
@@ -76,8 +74,8 @@ class Server:
             Route("/docs", self._docs),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
-            Route("/v1/chat/completions", chats, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", Chats(*given), methods=["POST"]),
+            Route("/v1/completions", Completions(*given), methods=["POST"]),
             Route("/tokenize", self._call(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._call(self._detokenize), methods=["POST"]),
             Route("/cache", self._cache),
@@ -92,11 +90,6 @@ class Server:
             middleware.insert(0, cors)
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-
-    async def abort_all(self) -> None:
-        """Ends all requests under way."""
-        for one in self._inference:
-            await one.abort_all()
 
     async def check_health(self) -> None:
         """Notes whether the engine has failed."""

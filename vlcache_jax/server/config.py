@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
+from vlcache_jax.reuse.parse import parse_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,8 @@ class ServerConfig:
             for one in given:
                 check_text(one, name)
             object.__setattr__(self, name, tuple(given))
+        for one in self.allow_reuse:
+            parse_policy(one)
         if self.admin_key is not None and self.admin_key in self.api_key:
             raise ValueError("admin_key must be another one than api_key")
         check_whole("port", self.port, 0, 65535)

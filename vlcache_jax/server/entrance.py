@@ -39,12 +39,14 @@ class Entrance:
       is_warm: everything is compiled.
       is_draining: nobody comes in any more, as the server ends.
       failure: why the engine will not answer any more; None: it will.
+      ended: who is inside is not waited for any more.
     """
 
     def __init__(self, most: int):
         self.inside = 0
         self.is_warm = self.is_draining = False
         self.failure: str | None = None
+        self.ended = asyncio.Event()
         self._most = most
         self._faults = 0
 

@@ -28,6 +28,9 @@ _STALL = 60.0  # seconds that a client may take to read what is sent
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
+type _Events = AsyncGenerator[tuple[int, RequestDelta] | None]
+
+
 class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     """Answers requests of one kind (an ASGI application).
 
@@ -53,14 +56,15 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         self.engine, self.config = engine, config
         self._models, self._entrance, self._metrics = models, entrance, metrics
         self._reuses = tuple(map(str, dict.fromkeys((engine.service.config.reuse, *config.allow_reuse))))
-        self._running: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = _Sender(send)
         try:
             with self._entrance.enter():
                 body = await read_body(scope, receive, int(self.config.max_body_bytes))
-                await until_gone(receive, self._answer(body, sender))
+                asked = self._answer(body, sender)
+                del body  # pictures are large, and answers take long
+                await until_gone(receive, asked)
         except GoneError:
             pass
         except Exception as error:
@@ -73,76 +77,60 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             else:
                 await refuse(told)(scope, receive, send)
 
-    async def abort_all(self) -> None:
-        """Ends all requests under way."""
-        for name in list(self._running):
-            await self.engine.abort(name)
-
     async def _answer(self, body: bytes, sender: _Sender) -> None:
         request = await asyncio.to_thread(self._parse, body)
+        del body
         self._check(request.options, request.params.n)
-        name = f"{self.prefix}-{uuid.uuid4().hex}"
-        answer = self.kind(name, self._models[0], request.options, request.params.n)
-        prompts = self._prompts(request)
-        names = [name if i == 0 else f"{name}-{i}" for i in range(len(prompts))]
         told = request.options
+        answer = self.kind(f"{self.prefix}-{uuid.uuid4().hex}", self._models[0], told, request.params.n)
         streams = [
             self.engine.deltas(
                 prompt,
                 request.params,
-                own,
                 reuse=told.reuse,
                 cache_salt=told.cache_salt,
                 priority=told.priority,
                 **self._settings(request),
             )
-            for own, prompt in zip(names, prompts, strict=True)
+            for prompt in self._prompts(request)
         ]
-        self._running.update(names)
-        try:
+        async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
             if told.stream:
-                await self._stream(streams, answer, sender)
+                await self._stream(events, answer, sender)
             else:
-                await self._whole(streams, answer, sender)
-        finally:
-            self._running.difference_update(names)
+                await self._whole(events, len(streams), answer, sender)
         self._entrance.answered()
 
-    async def _whole(self, streams: Sequence[AsyncGenerator[RequestDelta]], answer: Answer, sender: _Sender) -> None:
-        collectors = [OutputCollector() for _ in streams]
-        async with contextlib.aclosing(merged(streams, SILENCE)) as events:
-            async for event in events:
-                if event is not None:
-                    number, delta = event
-                    self._note(delta)
-                    collectors[number].add(delta)
+    async def _whole(self, events: _Events, prompts: int, answer: Answer, sender: _Sender) -> None:
+        collectors = [OutputCollector() for _ in range(prompts)]
+        async for event in events:
+            if event is not None:
+                number, delta = event
+                self._note(delta)
+                collectors[number].add(delta)
         outputs = [collector.output() for collector in collectors]
         for output in outputs:
             self._metrics.answered(Counts.of(output), output.metrics)
         await sender.respond(answer.whole(outputs))
 
-    async def _stream(self, streams: Sequence[AsyncGenerator[RequestDelta]], answer: Answer, sender: _Sender) -> None:
-        async with contextlib.aclosing(merged(streams, SILENCE)) as events:
-            async for event in events:
-                if event is None:
-                    await sender.comment()
-                    continue
-                number, delta = event
-                self._note(delta)
-                await sender.event(*answer.pieces(delta, number))
-                if sender.silence > SILENCE:  # tokens come, but none that is text
-                    await sender.comment()
-                if delta.finished:
-                    self._metrics.answered(answer.counts_of(number), delta.metrics)
+    async def _stream(self, events: _Events, answer: Answer, sender: _Sender) -> None:
+        async for event in events:
+            if event is None:
+                await sender.comment()
+                continue
+            number, delta = event
+            self._note(delta)
+            await sender.event(*answer.pieces(delta, number))
+            if sender.silence > SILENCE:  # tokens come, but none that is text
+                await sender.comment()
+            if delta.finished:
+                self._metrics.answered(answer.counts_of(number), delta.metrics)
         await sender.event(*answer.last())
         await sender.end()
 
     def _note(self, delta: RequestDelta) -> None:
-        """Raises an ApiError if an answer was ended before its end."""
         self._metrics.gaps(delta.metrics)
         for one in delta.outputs:
-            if one.finish_reason == "abort":
-                raise ApiError("the server is shutting down", status=503, retry_after=1)
             if one.finish_reason is not None:
                 self._metrics.ended(one.finish_reason)
 

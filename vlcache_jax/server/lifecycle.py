@@ -18,6 +18,7 @@ from vlcache_jax.config import EngineConfig
 from vlcache_jax.progress import say
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.entrance import Entrance
 
 FAILED = 1
 """Exit code where the engine failed."""
@@ -100,7 +101,8 @@ class _Process:
             await self._drain()
         else:
             say(f"error: {entrance.failure}")
-            entrance.is_draining = True
+            entrance.ended.set()
+            await _is_empty(entrance, _LAST)
         self._http.should_exit = True
         await serving
         watching.cancel()
@@ -143,10 +145,10 @@ class _Process:
         entrance = self._server.entrance
         entrance.is_draining = True
         say(f"ending: {entrance.inside} requests are under way")
-        if not await _is_empty(self._server, self._config.shutdown_timeout):
+        if not await _is_empty(entrance, self._config.shutdown_timeout):
             say(f"ending {entrance.inside} requests")
-            await self._server.abort_all()
-            await _is_empty(self._server, _LAST)
+            entrance.ended.set()
+            await _is_empty(entrance, _LAST)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -157,12 +159,12 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _is_empty(server: Server, seconds: float) -> bool:
+async def _is_empty(entrance: Entrance, seconds: float) -> bool:
     """Whether nobody is inside any more, within some seconds."""
     end = time.monotonic() + seconds
-    while server.entrance.inside and time.monotonic() < end:
+    while entrance.inside and time.monotonic() < end:
         await asyncio.sleep(_LOOK)
-    return not server.entrance.inside
+    return not entrance.inside
 
 
 @contextlib.contextmanager

@@ -58,19 +58,29 @@ def _param(message: str) -> str | None:
     return name if name in known else None
 
 
-async def merged[T](streams: Sequence[AsyncGenerator[T]], silence: float) -> AsyncGenerator[tuple[int, T] | None]:
+async def merged[T](
+    streams: Sequence[AsyncGenerator[T]], silence: float, ended: asyncio.Event
+) -> AsyncGenerator[tuple[int, T] | None]:
     """What comes of any of the streams, each with the number of its own.
 
     Args:
       silence: seconds after which None says that nothing has come.
+      ended: nobody waits for them any more.
+
+    Raises:
+      ApiError: they are ended before their ends.
     """
     waiting: dict[asyncio.Future[T], int] = {asyncio.ensure_future(anext(one)): i for i, one in enumerate(streams)}
+    ending = asyncio.ensure_future(ended.wait())
     try:
         while waiting:
-            done, _ = await asyncio.wait(waiting, timeout=silence, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {*waiting, ending}
+            done, _ = await asyncio.wait(both, timeout=silence, return_when=asyncio.FIRST_COMPLETED)
+            if ending in done:
+                raise ApiError("the server is shutting down", status=503, retry_after=1)
             if not done:
                 yield None
-            for future in done:
+            for future in waiting.keys() & done:
                 number = waiting.pop(future)
                 try:
                     found = future.result()
@@ -79,11 +89,12 @@ async def merged[T](streams: Sequence[AsyncGenerator[T]], silence: float) -> Asy
                 waiting[asyncio.ensure_future(anext(streams[number]))] = number
                 yield number, found
     finally:
-        for future in waiting:
-            future.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for one in streams:
-            await one.aclose()
+        both = {*waiting, ending}
+        for one in both:
+            one.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
 
 
 async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
