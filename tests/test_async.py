@@ -1229,3 +1229,33 @@ def test_random_arrivals_and_ends(engine, slow, pictures, seed):
             continue
         for mine, its in zip(tokens(found[-1]), tokens(whole), strict=True):
             assert mine == its if end == "stay" else mine == its[: len(mine)]
+
+
+def test_health(open_engine, monkeypatch):
+    engine = open_engine()
+    asyncio.run(engine.check_health())
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    with monkeypatch.context() as context:
+        context.setattr(engine.service.loop, "_thread", ended)
+        with pytest.raises(RuntimeError, match="the engine's thread has died"):
+            asyncio.run(engine.check_health())
+    asyncio.run(engine.close())
+    with pytest.raises(RuntimeError, match=CLOSED):
+        asyncio.run(engine.check_health())
+
+
+def test_tokens_are_those_of_the_prompt(engine, pictures):
+    conversation = user(pictures[0], "What?", pictures[1])
+
+    async def both():
+        async for output in engine.generate(conversation, SamplingParams(max_tokens=1)):
+            last = output
+        return last.prompt_token_ids, await engine.tokenize(conversation), await engine.tokenize("Hello")
+
+    whole, told, text = asyncio.run(both())
+    assert whole.tolist() == told.tolist()
+    assert text.tolist() == asyncio.run(engine.get_tokenizer())("Hello")["input_ids"]
+    with pytest.raises(ValueError, match="must be"):
+        asyncio.run(engine.tokenize(5))

@@ -12,6 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
+import numpy as np
+import numpy.typing as npt
+
 from vlcache_jax.calls import Conversation, PromptLike, is_token_ids
 from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
@@ -49,6 +52,7 @@ class AsyncLLM:
 
     Attributes:
       service: the parts, for who measures them.
+      max_model_len: tokens of prompt and answer at most.
 
     Raises:
       ValueError: `max_waiting` or `when_full` is wrong. Else what `LLM` raises.
@@ -68,6 +72,7 @@ class AsyncLLM:
         if when_full not in ("wait", "raise"):
             raise ValueError(f'when_full must be "wait" or "raise", got {when_full!r}')
         self.service = Service.of(model, **options)
+        self.max_model_len: int = self.service.device.memory.max_model_len
         self._room = _Room(max_waiting, raises=when_full == "raise")
         self._threads = ThreadPoolExecutor(_THREADS, "vlcache-requests")
         self._jobs: dict[str, Job | None] = {}  # None: it is still being identified
@@ -182,6 +187,29 @@ class AsyncLLM:
                 if (job := self._jobs[request_id]) is not None:
                     job.abort()
                 self._room.let_in(request_id)
+
+    async def tokenize(
+        self,
+        prompt: PromptLike | Conversation,
+        *,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> npt.NDArray[np.int32]:
+        """Token ids of a prompt as the model sees it, images expanded; no pixel is decoded.
+
+        Args:
+          prompt, mm_processor_kwargs, template: see `generate`.
+
+        Raises:
+          ValueError: it is wrong.
+          RuntimeError: the engine is closed.
+        """
+        render = self._renders(prompt, mm_processor_kwargs, **template)
+        return await asyncio.wrap_future(self._threads.submit(self.service.tokens, render, prompt))
+
+    async def check_health(self) -> None:
+        """Raises a RuntimeError if no request will be answered any more."""
+        self.service.loop.check_alive()
 
     def stats(self) -> EngineStats:
         """See `LLM.stats`."""

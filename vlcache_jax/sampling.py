@@ -22,8 +22,7 @@ MAX_BIASED = 1024
 MAX_BAD_STRINGS = 32
 MAX_ALLOWED = 1 << 20  # more than any vocabulary holds, so that a list without end is an error too
 
-# Kind, least and greatest value.
-_NUMBERS: dict[str, tuple[Any, float, float]] = {
+NUMBERS: dict[str, tuple[Any, float, float]] = {
     "n": (numbers.Integral, 1, 1024),
     "temperature": (numbers.Real, 0, 1e9),
     "top_p": (numbers.Real, 1e-9, 1),
@@ -38,13 +37,15 @@ _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "logprobs": (numbers.Integral, 0, MAX_LOGPROBS),
     "prompt_logprobs": (numbers.Integral, 0, MAX_LOGPROBS),
 }
+"""Kind, least and greatest value."""
 _NEVER_NONE = ("n", "min_p", "min_tokens", "presence_penalty", "frequency_penalty")
-_LISTS: dict[str, tuple[Any, int]] = {
+LISTS: dict[str, tuple[Any, int]] = {
     "stop": (str, MAX_STOPS),
     "stop_token_ids": (numbers.Integral, MAX_STOP_TOKENS),
     "bad_words": (str, MAX_BAD_STRINGS),
     "allowed_token_ids": (numbers.Integral, MAX_ALLOWED),
 }
+"""Kind of the items, and how many there may be."""
 
 
 @takes_foreign(SAMPLING)
@@ -155,15 +156,15 @@ def _checked(name: str, value: Any) -> Any:
     """A parameter as it is kept."""
     if name == "logit_bias":
         return _checked_bias(value)
-    if name in _LISTS:
-        return _checked_list(name, value, *_LISTS[name])
-    if name not in _NUMBERS:
+    if name in LISTS:
+        return _checked_list(name, value, *LISTS[name])
+    if name not in NUMBERS:
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {short(value)}")
         return value
     if value is None:
         return _DEFAULTS[name] if name in _NEVER_NONE else None
-    kind, low, high = _NUMBERS[name]
+    kind, low, high = NUMBERS[name]
     if not is_a(value, kind) or not _is_between(low, value, high):
         what = "an integer" if kind is numbers.Integral else "a number"
         raise ValueError(f"{name} must be {what} from {low} to {high}, got {short(value)}")

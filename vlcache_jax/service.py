@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any, Self, Unpack, cast
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import open_tiers
@@ -239,6 +241,19 @@ class Service:
         """See `LLM.stats`."""
         self.loop.check_open()
         return self.engine.stats()
+
+    def tokens(self, render: Callable[..., Prompt], given: Any) -> npt.NDArray[np.int32]:
+        """What the model sees of a prompt: token ids, images expanded. No pixel is decoded.
+
+        Raises:
+          RuntimeError: the service is closed.
+          ValueError: it is wrong, as far as pixels do not tell.
+        """
+        self.loop.check_open()
+        arrivals = self.intake.identifier.open([render(given, name="prompt")], lookup=False)
+        for error in arrivals.errors.values():
+            raise error
+        return arrivals.token_ids(0)
 
     def warmup(self, reuse: Reuse | None, *, verbose: bool) -> tuple[int, float]:
         """See `LLM.warmup`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.commands import options as opt
@@ -299,6 +301,31 @@ def ask_command(
         }
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         ask(words, model=model, system=system, fps=fps, sampling=sampling, options=options, twice=twice)
+
+
+class _Serve(TyperCommand):
+    """Its options are those of the engine, which are read when somebody asks for them: it takes JAX to do so."""
+
+    @functools.cached_property
+    def own(self) -> Any:
+        from vlcache_jax.commands.serve import command
+
+        return command()
+
+    def get_params(self, ctx: Any) -> Any:
+        self.params, self.callback = self.own.params, self.own.callback
+        return super().get_params(ctx)
+
+
+@app.command("serve", cls=_Serve)
+def serve_command() -> None:
+    """Serves a model over HTTP, as OpenAI's API.
+
+    It listens at http://127.0.0.1:8000/v1, for this machine alone; give an API key before others may ask. Options of
+    the engine and of its cache have the names that Python has for them. Without a model the shipped one answers.
+
+    Example: vlcache serve Qwen/Qwen3-VL-2B-Instruct --port 8000 --api-key secret --disk ~/records
+    """
 
 
 def main() -> None:

@@ -8,48 +8,40 @@ with the names of `SamplingParams` beside them. What says how messages become te
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
 import pathlib
 import re
-import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from vlcache_jax.checks import check_text, is_a, short, shorten
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.inputs.prompt import TemplateOptions
+from vlcache_jax.protocol.answers import ChatAnswer, Counts, logprob
+from vlcache_jax.protocol.fields import SAMPLING
+from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, Options
+from vlcache_jax.protocol.values import read_object, write
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from vlcache_jax.outputs import CompletionOutput, Logprob, RequestOutput
+    from vlcache_jax.outputs import CompletionOutput, RequestOutput
 
 BEGINNINGS = (b'{"line": ', b'{"id": "batch_req_')
 """Of every line of answers."""
 
-_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"prompt_logprobs"}
+_SAMPLING = tuple(name for name in sorted(SAMPLING) if name != "prompt_logprobs")
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _URL = "/v1/chat/completions"
-# Of a request's body: what is for another server to know, and what is here only as it is without it.
-_UNUSED = (
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
-)  # fmt: skip
+# Of a request's body: what is one for all rows of a run, or not for files.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "stream_options": (None,),
-    "tools": (None, []),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "reasoning_effort": (None,),
+    "priority": (None, 0),
+    "cache_salt": (None,),
+    "reuse": (None,),
+    "mm_processor_kwargs": (None,),
 }
-_TEMPLATE = tuple(TemplateOptions.__annotations__)
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
-_TOKENS = ("max_tokens", "max_completion_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +53,7 @@ class Row:
       digest: of what it asks and of the run's settings.
       name: the row's own `custom_id` or `id`; None: it has none.
       is_openai: whether it has OpenAI's format.
-      conversation, params: what is asked.
+      conversation, params, options: what is asked.
       error: what is wrong with it, in place of these.
       kept: of a plain row what stands in the answer as it came.
       written: the row's keys, by what errors call an image or video that stands in one.
@@ -74,6 +66,7 @@ class Row:
     is_openai: bool = False
     conversation: Any = None
     params: SamplingParams | None = None
+    options: Options = dataclasses.field(default_factory=Options)
     error: str | None = None
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     written: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -99,7 +92,7 @@ class Row:
         """
         own = cls(number, digest)
         try:
-            row = _read(line)
+            row = read_object(line)
             is_openai = "body" in row or "custom_id" in row
             name = row.get("custom_id" if is_openai else "id")
             kept: dict[str, Any] = {key: row[key] for key in ("id", "metadata") if key in row and not is_openai}
@@ -109,20 +102,18 @@ class Row:
                 raise ValueError(
                     f"{'custom_id' if is_openai else 'id'} must be a string or a number, got {short(name)}"
                 )
-            asked, given = _openai(row) if is_openai else _plain(row)
-            if given.get("seed") in (None, -1):  # one of the row's own, so that its answer is the same whenever it runs
-                given["seed"] = (int(digest[:8], 16) + number) % 2**32
-            template = {key: given.pop(key) for key in _TEMPLATE if key in given}
-            if template.get("chat_template") is not None and not trusts_templates:
+            # A seed of the row's own, so that its answer is the same whenever it runs.
+            drawn = {"seed": (int(digest[:8], 16) + number) % 2**32, **defaults}
+            request = _openai(row, drawn) if is_openai else _plain(row, drawn)
+            if request.template.get("chat_template") is not None and not trusts_templates:
                 raise ValueError(
                     "chat_template must be left out, as a template can run without end; "
                     "--trust-request-chat-template takes those of a file that you trust"
                 )
-            params = SamplingParams(**{**defaults, **given})
-            placed = _placed(asked, folder)
-            return dataclasses.replace(
-                own, conversation={"messages": placed, **template} if template else placed, params=params
-            )
+            placed: Any = _placed(request.messages, folder)
+            if request.template:
+                placed = {"messages": placed, **request.template}
+            return dataclasses.replace(own, conversation=placed, params=request.params, options=request.options)
         except ValueError as error:
             return dataclasses.replace(own, error=f"line {number}: {error}")
 
@@ -158,27 +149,17 @@ class Row:
 
     def answered(self, output: RequestOutput, model: str) -> bytes:
         """The line that answers."""
-        prompt, cached = len(output.prompt_token_ids), output.num_cached_tokens + output.cache.approximate_tokens
-        completion = sum(len(answer.token_ids) for answer in output.outputs)
         if not self.is_openai:
             answers = [_plain_answer(answer) for answer in output.outputs]
-            usage = {"prompt_tokens": prompt, "cached_tokens": cached, "completion_tokens": completion}
+            counts = Counts.of(output)
+            usage = {
+                "prompt_tokens": counts.prompt, "cached_tokens": counts.cached, "completion_tokens": counts.completion
+            }  # fmt: skip
             told = answers[0] if len(answers) == 1 else {"outputs": answers}
             return _line(self._plain_head() | told | usage | {"error": None})
-        body = {
-            "id": f"chatcmpl-{self.number}-{self.digest}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [_choice(answer) for answer in output.outputs],
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": cached},
-            },
-        }
-        response = {"status_code": 200, "request_id": body["id"], "body": body}
+        name = f"chatcmpl-{self.number}-{self.digest}"
+        body = ChatAnswer(name, model, self.options).whole([output])
+        response = {"status_code": 200, "request_id": name, "body": body}
         return _line(self._openai_head() | {"response": response, "error": None})
 
     def _plain_head(self) -> dict[str, Any]:
@@ -202,7 +183,7 @@ class Answer:
 
     @classmethod
     def parse(cls, line: str) -> Answer:
-        answer = _read(line)
+        answer = read_object(line)
         number, digest = answer.get("line"), answer.get("key")
         if isinstance(name := answer.get("id"), str) and name.startswith("batch_req_") and number is None:
             *_, text, digest = name.split("_")
@@ -212,32 +193,12 @@ class Answer:
         return cls(number, digest, answer.get("error") is not None)
 
 
-def _read(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line, parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"must be JSON, got {shorten(line)}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"must be a JSON object, got {short(found)}")
-    return found
-
-
-def _finite(text: str) -> float:
-    """JSON has no other numbers, and what reads the answers may refuse them."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no finite number")
-    return number
-
-
 def _line(content: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(content, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # bytes of the file that are no text
-        return json.dumps(content).encode() + b"\n"
+    return write(content) + b"\n"
 
 
-def _openai(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The messages of a request of a batch file, and what is said of sampling and of the template."""
+def _openai(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+    """What a request of a batch file asks."""
     _check_keys(row, _ENVELOPE)
     if (name := row.get("custom_id")) is None:
         raise ValueError("custom_id must be a string, got none")
@@ -250,31 +211,27 @@ def _openai(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     for key, allowed in _ABSENT.items():
         if body.get(key) not in allowed:
             raise ValueError(f"{key} is not supported, got {short(body[key])}")
-    given = {key: value for key, value in body.items() if key not in (*_UNUSED, *_ABSENT, *_TOKENS, "messages")}
-    given = {key: value for key, value in given.items() if value is not None or key == "max_tokens"}
-    if (most := next((body[key] for key in _TOKENS if body.get(key) is not None), None)) is not None:
-        given["max_tokens"] = most
-    if (told := given.pop("logprobs", None)) not in (None, False, True):
-        raise ValueError(f"logprobs must be true or false, got {short(told)}")
-    top = given.pop("top_logprobs", None)
-    if top is not None and not told:
-        raise ValueError(f"logprobs must be true where there are top_logprobs, got {short(told)}")
-    if told:
-        given["logprobs"] = top or 0
-    _check_keys(given, (*sorted(_SAMPLING), *_TEMPLATE))
-    return body.get("messages"), given
+    return ChatRequest.parse(body, defaults)
 
 
-def _plain(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The messages of a plain row, and what is said of sampling and of the template."""
+def _plain(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+    """What a plain row asks."""
     media = ("image", "images", "video")
     own = ("id", "metadata", "messages", "question", *media)
     given = {key: value for key, value in row.items() if key not in own}
-    _check_keys(given, (*sorted(_SAMPLING), *_TEMPLATE), own)
+    _check_keys(given, (*_SAMPLING, *TEMPLATE), own)
+    template = TemplateOptions(**{key: given.pop(key) for key in TEMPLATE if key in given})  # type: ignore[typeddict-item]
+    if given.get("seed") in (None, -1):
+        given.pop("seed", None)
+    return ChatRequest(_messages(row, media), SamplingParams(**{**defaults, **given}), template)
+
+
+def _messages(row: Mapping[str, Any], media: Sequence[str]) -> list[Any]:
+    """Of a plain row. What is wrong with those that it has, the renderer tells."""
     if "messages" in row:
         if extra := {"question", *media} & set(row):
             raise ValueError(f"must hold either messages or a question, got both: {', '.join(sorted(extra))}")
-        return row["messages"], given
+        return cast(list[Any], row["messages"])
     if "question" not in row:
         raise ValueError(f"must hold messages, or a question and its images, got {', '.join(row) or 'nothing'}")
     check_text(row["question"], "question")
@@ -286,7 +243,7 @@ def _plain(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     parts = [{"type": "image", "image": image} for image in images]
     if "video" in row:
         parts.append({"type": "video", "video": row["video"]})
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": row["question"]}]}], given
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": row["question"]}]}]
 
 
 def _placed(conversation: Any, folder: pathlib.Path) -> Any:
@@ -322,26 +279,5 @@ def _check_keys(given: Mapping[str, Any], known: Any, also: Any = ()) -> None:
 def _plain_answer(answer: CompletionOutput) -> dict[str, Any]:
     told: dict[str, Any] = {"text": answer.text, "finish_reason": answer.finish_reason}
     if answer.logprobs is not None:
-        told["logprobs"] = [_logprob(one) for one in answer.logprobs]
+        told["logprobs"] = [logprob(one) for one in answer.logprobs]
     return told
-
-
-def _choice(answer: CompletionOutput) -> dict[str, Any]:
-    logprobs = None if answer.logprobs is None else {"content": [_logprob(one) for one in answer.logprobs]}
-    return {
-        "index": answer.index,
-        "message": {"role": "assistant", "content": answer.text},
-        "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
-    }
-
-
-def _logprob(one: Logprob) -> dict[str, Any]:
-    """As OpenAI writes it."""
-
-    def named(token: int, logprob: float) -> dict[str, Any]:
-        text = one.texts[token]
-        is_whole = "\ufffd" not in text  # else it is a part of a character, whose bytes are not known here
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
-
-    return named(one.token, one.chosen) | {"top_logprobs": [named(token, value) for token, value in one.top.items()]}

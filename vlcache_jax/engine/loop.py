@@ -112,6 +112,13 @@ class Loop:
         if self._is_closed:
             raise RuntimeError(CLOSED)
 
+    def check_alive(self) -> None:
+        """Raises a RuntimeError if nothing that is submitted will run: it is closed, or its thread has died."""
+        self.check_open()
+        with self._changed:
+            if self._thread is not None and not self._thread.is_alive():
+                raise RuntimeError("the engine's thread has died")
+
     def _run(self) -> None:
         engine = self.engine
         while True:

@@ -12,6 +12,9 @@ import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 
+import numpy as np
+import numpy.typing as npt
+
 from vlcache_jax.cache.keys import Salt, alias_key, owner_key
 from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.engine.request import Metrics, Request
@@ -165,6 +168,11 @@ class Arrivals:
             else:
                 insets = [task.medium.inset for task in own]
                 self.lengths[row] = identifier.renderer.expander.length(prompt.token_ids, insets)
+
+    def token_ids(self, row: int) -> npt.NDArray[np.int32]:
+        """The prompt of a row that is not wrong, images expanded."""
+        insets = [task.medium.inset for task in self._tasks[row]]
+        return self._identifier.renderer.expander.expand(self._prompts[row].token_ids, insets)[0]
 
     def windows(self, *, keep_patches: bool = False) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
         """The rows that are not wrong, in order: each identified, or the reason why it is wrong after all.

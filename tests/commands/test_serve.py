@@ -1,0 +1,252 @@
+"""`vlcache serve`: its options, and the life of its process."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.helper import WITHIN
+from tests.server.helper import eventually
+from vlcache_jax import CacheConfig, EngineConfig
+from vlcache_jax.commands.cli import app
+from vlcache_jax.commands.serve import command, configs
+from vlcache_jax.server.config import ServerConfig
+
+HELLO = [{"role": "user", "content": "Hello"}]
+OWNERS = (EngineConfig, CacheConfig, ServerConfig)
+
+
+def parsed(*words):
+    """The configurations that the command makes of its words."""
+    context = command().make_context("serve", list(words))
+    given = dict(context.params)
+    return configs(given.pop("model") or "tiny-vqa", {name: one for name, one in given.items() if name != "same_model"})
+
+
+def test_every_option_of_the_engine_is_one_of_the_command():
+    names = {own.name for owner in OWNERS for own in dataclasses.fields(owner) if own.init}
+    assert names - {"cache", "model"} == {one.name for one in command().params} - {"model", "same_model", "help"}
+    assert sum(len([own for own in dataclasses.fields(owner) if own.init]) for owner in OWNERS) == len(names)
+    engine, server = parsed()
+    assert engine == EngineConfig("tiny-vqa", allowed_local_media_path=None)
+    assert server == ServerConfig()
+    assert all(one.help for one in command().params if one.param_type_name == "option" and one.name != "same_model")
+
+
+def test_options_reach_the_configurations(tmp_path):
+    words = (
+        "some/model --reuse 0.1 --max-model-len 512 --no-enable-prefix-caching --max-num-seqs 4 --seed 3 --port 0 "
+        "--kv-cache-bytes 1GiB --gpu-memory-utilization 0.5 --host-bytes 1GB --ttl 5 --peers http://a:1 "
+        "--peers http://b:2 "
+        "--api-key k --api-key l --max-body-bytes 1MiB --no-warmup --allow-reuse full --shutdown-timeout 1.5 "
+        "--allow-remote-images --allowed-media-domains example.com"
+    )
+    sizes = {"rows": [64, 512], "window": 4}
+    more = [
+        "--mm-processor-kwargs", '{"max_pixels": 65536}', "--limit-mm-per-prompt", '{"image": 2}',
+        "--ladder", json.dumps(sizes), "--disk", str(tmp_path),
+    ]  # fmt: skip
+    engine, server = parsed(*words.split(), *more)
+    assert (engine.model, engine.reuse, engine.max_model_len, engine.enable_prefix_caching) == (
+        "some/model", "0.1", 512, False,
+    )  # fmt: skip
+    assert (engine.max_num_seqs, engine.seed, engine.kv_cache_bytes, engine.gpu_memory_utilization) == (
+        4,
+        3,
+        2**30,
+        0.5,
+    )
+    assert (engine.settings.limits, engine.limits) == ({"max_pixels": 65536}, {"image": 2})
+    assert (engine.ladder.rows, engine.ladder.window) == ((64, 512), 4)
+    assert (engine.cache.host_bytes, engine.cache.ttl, engine.cache.disk) == (10**9, 5, str(tmp_path))
+    assert engine.cache.peers == ("http://a:1", "http://b:2")
+    assert engine.allowed_media_domains == ["example.com"]
+    assert (server.port, server.api_key, server.max_body_bytes, server.warmup) == (0, ("k", "l"), 2**20, False)
+    assert (server.allow_reuse, server.shutdown_timeout) == (("full",), 1.5)
+
+
+def test_keys_may_stand_in_the_environment(monkeypatch):
+    monkeypatch.setenv("VLCACHE_API_KEY", "k l")
+    monkeypatch.setenv("VLCACHE_ADMIN_KEY", "boss")
+    server = parsed()[1]
+    assert (server.api_key, server.admin_key) == (("k", "l"), "boss")
+    shown = CliRunner().invoke(app, ["serve", "--help"]).stdout
+    assert "boss" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--max-waiting 0", "max_waiting must be a positive integer"),
+        ("--max-body-bytes much", "max_body_bytes must be bytes"),
+        ("--ladder x", "ladder must be JSON"),
+        ('--ladder {"x":1}', "ladder must hold rows"),
+        ("--mm-processor-kwargs [1]", "mm_processor_kwargs must be a dict"),
+        ("--dtype int8", "dtype must be"),
+        ("--reuse most", "reuse must be"),
+        ("--codec int2", "codec must be one of"),
+        ("--allow-remote-images", "allowed_media_domains must name hosts"),
+        ("--ssl-certfile a", "ssl_certfile and ssl_keyfile must be given together"),
+        ("--ssl-certfile a --ssl-keyfile b", "ssl_certfile must be a file"),
+        ("--api-key a --admin-key a", "admin_key must be another one than api_key"),
+        ("--root-path v", "root_path must begin with a slash"),
+        ("--shutdown-timeout=-1", "shutdown_timeout must be"),
+        ("--host 203.0.113.1", "cannot listen at 203.0.113.1:8000"),
+    ],
+)
+def test_what_is_wrong_is_told_at_once(words, message):
+    result = CliRunner().invoke(app, ["serve", *words.split()])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {message}"), result.stderr
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(*words, first=""):
+    """A process that does something first and then serves the shipped model, its base URL, and what it says."""
+    code = f"{first}\nfrom vlcache_jax.commands.cli import main\nmain()"
+    asked = [sys.executable, "-c", code, "serve", "--port", "0", "--no-warmup", *words]
+    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+    lines, ready = [], threading.Event()
+
+    def read():
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("ready"):
+                ready.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        assert ready.wait(2 * WITHIN), lines
+        [url] = re.findall(r"http://[\d.:]+/v1", next(line for line in lines if line.startswith("ready")))[:1]
+        yield process, url, lines
+    finally:
+        process.kill()
+        process.wait()
+        thread.join()
+        process.stderr.close()
+
+
+def answer(url, told):
+    """Asks for a long answer; what comes is told."""
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        given = {"model": "tiny-vqa", "messages": HELLO, "max_tokens": 1500, "stream": True}
+        allowed = {"extra_body": {"ignore_eos": True, "allowed_token_ids": list(range(300, 330))}}
+        try:
+            for chunk in client.chat.completions.create(**given, **allowed):
+                told.append(chunk.choices[0].finish_reason)
+        except openai.APIError as error:
+            told.append(error)
+
+
+def status(url):
+    try:
+        with urllib.request.urlopen(url, timeout=WITHIN) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("seconds", ["600", "0"])
+def test_a_signal_ends_the_server(tmp_path, seconds):
+    """Who is inside gets the whole answer, or after some time an error; what was computed is on the disk."""
+    with serving("--shutdown-timeout", seconds, "--disk", str(tmp_path)) as (process, url, lines):
+        root, told = url.removesuffix("/v1"), []
+        assert status(f"{root}/ready") == 200
+        thread = threading.Thread(target=answer, args=(url, told))
+        thread.start()
+        assert eventually(lambda: len(told) > 2)
+        process.send_signal(signal.SIGTERM)
+        if seconds == "600":
+            assert eventually(lambda: status(f"{root}/ready") == 503)
+            assert status(f"{root}/health") == 200
+        thread.join(WITHIN)
+        assert process.wait(WITHIN) == 0
+        if seconds == "600":
+            assert told[-1] == "length"
+        else:
+            assert told[-1].body["message"] == "the server is shutting down"
+        assert any("ending: 1 requests are under way" in line for line in lines)
+
+
+@pytest.mark.servers
+def test_a_second_signal_ends_it_at_once():
+    with serving("--shutdown-timeout", "600") as (process, url, _):
+        told = []
+        thread = threading.Thread(target=answer, args=(url, told))
+        thread.start()
+        assert eventually(lambda: len(told) > 2)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # the same once more, as a terminal and a shell both send it
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WITHIN) == 128 + signal.SIGTERM
+        thread.join(WITHIN)
+
+
+@pytest.mark.servers
+def test_an_engine_that_has_failed_ends_the_process(tmp_path):
+    """With a code, and no answer without an end."""
+    dies = f"""
+import os
+from vlcache_jax import AsyncLLM
+async def check_health(self):
+    if os.path.exists({str(tmp_path / "dead")!r}):
+        raise RuntimeError("the engine's thread has died")
+AsyncLLM.check_health = check_health
+"""
+    with serving(first=dies) as (process, url, lines):
+        told = []
+        thread = threading.Thread(target=answer, args=(url, told))
+        thread.start()
+        assert eventually(lambda: len(told) > 2)
+        (tmp_path / "dead").touch()
+        assert process.wait(WITHIN) == 1
+        thread.join(WITHIN)
+        assert told[-1].body["message"] == "the server is shutting down"
+        assert "error: the engine's thread has died\n" in lines
+
+
+@pytest.mark.servers
+def test_a_socket_of_the_file_system(tmp_path):
+    place = str(tmp_path / "s")
+    asked = [sys.executable, "-m", "vlcache_jax.commands.cli", "serve", "--uds", place, "--no-warmup"]
+    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+    try:
+        assert any(f"ready: tiny-vqa at {place}" in line for line in iter(process.stderr.readline, ""))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(place)
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            found = b"".join(iter(lambda: client.recv(2**16), b""))
+        assert b'"id": "tiny-vqa"' in found
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WITHIN) == 0
+        assert not (tmp_path / "s").exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_command_is_read_when_somebody_asks():
+    """Its options take JAX to read, which others need not wait for."""
+    code = "import sys; import vlcache_jax.commands.cli; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "serve" in typer.main.get_command(app).commands

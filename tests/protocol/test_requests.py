@@ -1,0 +1,116 @@
+"""What bodies of requests are read as. (Whole tables of wrong ones go through HTTP, in tests/server.)"""
+
+import pytest
+
+from vlcache_jax import SamplingParams
+from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, CHAT
+from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
+from vlcache_jax.protocol.values import ApiError, check, read_object, write
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def parsed(**body):
+    return ChatRequest.parse({"messages": HELLO} | body, {"max_tokens": None})
+
+
+def test_what_a_chat_asks():
+    request = parsed(
+        model="m", max_tokens=None, max_completion_tokens=8, n=2, stop=["a"], logprobs=True, top_logprobs=3, seed=-1,
+        logit_bias={"5": 1}, stream=True, stream_options={"include_usage": True}, priority=-2, cache_salt="s",
+        reuse=0.1, return_cache=True, mm_processor_kwargs={"max_pixels": 9}, chat_template_kwargs={"a": 1},
+        continue_final_message=True, ignore_eos=True, user="u", prompt_cache_key="k",
+    )  # fmt: skip
+    assert request.params == SamplingParams(
+        max_tokens=8, n=2, stop=["a"], logprobs=3, logit_bias={5: 1}, ignore_eos=True
+    )
+    assert request.template == {"chat_template_kwargs": {"a": 1}, "continue_final_message": True}
+    assert request.mm_processor_kwargs == {"max_pixels": 9}
+    options = request.options
+    assert (options.model, options.priority, options.cache_salt, options.reuse) == ("m", -2, "s", 0.1)
+    assert (options.stream, options.include_usage, options.continuous_usage) == (True, True, False)
+    assert (options.returns_cache, options.returns_token_ids) == (True, False)
+
+
+def test_what_a_chat_does_not_say():
+    request = parsed()
+    assert request.params == SamplingParams(max_tokens=None)
+    assert request.options == Options()
+    assert not request.template
+    assert ChatRequest.parse({"messages": HELLO, "seed": -1}, {"seed": 7}).params.seed == 7
+    assert parsed(logprobs=False).params.logprobs is None
+    assert parsed(max_tokens=3, max_completion_tokens=5).params.max_tokens == 3
+
+
+def test_a_cache_key_of_openai_is_no_salt():
+    """It is no secret."""
+    assert parsed(prompt_cache_key="k").options.cache_salt is None
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT_IN_CHAT))
+def test_what_there_is_not_is_refused_by_name(name):
+    for nothing in ABSENT_IN_CHAT[name]:
+        parsed(**{name: nothing})
+    with pytest.raises(ApiError, match=f"^{name} is not supported") as told:
+        parsed(**{name: "something"})
+    assert (told.value.param, told.value.status) == (name, 400)
+    assert name not in CHAT
+
+
+def test_what_a_completion_asks():
+    for prompt, prompts in (("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ([1, 2],)), ([[1], [2]], ([1], [2]))):
+        request = CompletionRequest.parse({"prompt": prompt})
+        assert (request.prompts, request.params.max_tokens) == (prompts, 16)
+    assert CompletionRequest.parse({"prompt": "a", "max_tokens": 3, "logprobs": 2}).params.logprobs == 2
+
+
+def test_what_is_tokenised():
+    assert TokenizeRequest.parse({"prompt": "a", "add_special_tokens": True}).prompt == "a"
+    request = TokenizeRequest.parse({"messages": HELLO, "add_generation_prompt": False, "return_token_strs": True})
+    assert (request.prompt, request.template, request.returns_texts) == (HELLO, {"add_generation_prompt": False}, True)
+
+
+SCHEMA = {
+    "type": "object",
+    "required": ["a"],
+    "properties": {
+        "a": {"type": ["integer", "null"], "minimum": 1, "maximum": 3},
+        "b": {"type": "array", "maxItems": 2, "items": {"enum": ["x", "y"]}},
+        "c": {"type": "string", "minLength": 2},
+        "d": {"type": "boolean"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": 2, "b": ["x"], "c": "ab", "d": True, "e": 1}, None),
+        ({"a": 2, "b": None}, None),
+        (5, "v must be an object, got 5"),
+        ({}, "v must hold a"),
+        ({"a": True}, "v.a must be an integer, got True"),
+        ({"a": 2.0}, "v.a must be an integer"),
+        ({"a": 0}, "v.a must be at least 1"),
+        ({"a": 4}, "v.a must be at most 3"),
+        ({"a": 1, "b": ["x", "z"]}, r"v.b\[1\] must be one of x, y, got 'z'"),
+        ({"a": 1, "b": ["x"] * 3}, "v.b must be at most 2 items"),
+        ({"a": 1, "c": "a"}, "v.c must be at least 2 characters"),
+        ({"a": 1, "d": 1}, "v.d must be true or false"),
+    ],
+)
+def test_values_are_held_against_their_schema(value, message):
+    if message is None:
+        check(value, SCHEMA, "v")
+    else:
+        with pytest.raises(ApiError, match=message):
+            check(value, SCHEMA, "v")
+
+
+def test_json_is_read_and_written():
+    assert read_object(b'{"a": [1.5, "\\u00e9"]}') == {"a": [1.5, "é"]}
+    for wrong in (b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1e999}', b"[" * 100_000, b"\xff"):
+        with pytest.raises(ValueError, match=r"^(must be|1e999 is no|NaN is no)"):
+            read_object(wrong)
+    assert write({"a": "é"}) == '{"a": "é"}'.encode()
+    assert write({"a": "\ud800"}) == b'{"a": "\\ud800"}'

@@ -1,0 +1,78 @@
+"""A server in a thread, at a real port."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.helper import WITHIN
+from vlcache_jax import AsyncLLM
+from vlcache_jax.server.app import Server
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.lifecycle import listening
+
+
+class Running:
+    """A server that listens.
+
+    Attributes:
+      server: it.
+      port: where.
+    """
+
+    def __init__(self, server: Server, port: int):
+        self.server, self.port = server, port
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body; what is no bytes is sent as JSON."""
+        told = {"Content-Type": "application/json"} | {name.replace("_", "-"): one for name, one in headers.items()}
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WITHIN)
+        with contextlib.closing(connection):
+            connection.request(method, path, data, told)
+            response = connection.getresponse()
+            found = response.read()
+            return response.status, {name.lower(): one for name, one in response.getheaders()}, found
+
+    def json(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        status, _, found = self.ask(method, path, body, **headers)
+        return status, json.loads(found)
+
+
+@contextlib.contextmanager
+def running(engine: AsyncLLM, **options: Any) -> Iterator[Running]:
+    """Serves an engine, which stays open."""
+    server = Server(engine, ServerConfig(port=0, **options))
+    with listening(server) as url:
+        yield Running(server, int(re.findall(r":(\d+)/", url)[0]))
+
+
+def eventually(is_true: Any) -> bool:
+    """Whether it becomes true."""
+    end = time.monotonic() + WITHIN
+    while not is_true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(is_true())
+
+
+def data_url(pixels: np.ndarray) -> str:
+    """A picture as a URL."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def shows(*urls: str, text: str = "What is it?") -> list[dict[str, Any]]:
+    """A question about pictures."""
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]

@@ -1,0 +1,332 @@
+"""What the official client asks and is answered."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from tests.helper import assert_nothing_left
+from tests.server.helper import data_url, running, shows
+from vlcache_jax import SamplingParams
+from vlcache_jax.protocol.fields import CHAT
+from vlcache_jax.server.openapi import document
+
+HELLO = [{"role": "user", "content": "Hello"}]
+SHORT = {"model": "tiny", "temperature": 0, "max_completion_tokens": 8, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def served(engine):
+    with running(engine, served_model_name=["tiny", "also"], max_n=4) as served:
+        yield served
+    assert not served.server.entrance.inside
+    assert_nothing_left(engine)
+
+
+@pytest.fixture
+def chats(served, client):
+    return client(served).chat.completions
+
+
+@pytest.fixture
+def picture(textured_image):
+    return data_url(textured_image(64, 96, 3))
+
+
+def test_a_chat(chats, engine):
+    answer = chats.create(messages=HELLO, **SHORT)
+    [choice] = answer.choices
+    assert (answer.object, answer.model, choice.index, choice.finish_reason) == ("chat.completion", "tiny", 0, "length")
+    assert choice.message.role == "assistant"
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    assert answer.id.startswith("chatcmpl-")
+    texts = {chats.create(messages=HELLO, **SHORT | {"model": name}).choices[0].message.content for name in ("also",)}
+    assert texts == {choice.message.content}
+
+
+def test_a_stream_is_the_whole_answer(chats):
+    whole = chats.create(messages=HELLO, n=2, logprobs=True, top_logprobs=2, **SHORT)
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(chats.create(messages=HELLO, n=2, logprobs=True, top_logprobs=2, **SHORT, **more))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.to_dict() == whole.usage.to_dict() | {
+        "prompt_tokens_details": chunks[-1].usage.prompt_tokens_details.to_dict()
+    }
+    assert {chunk.usage for chunk in chunks[:-1]} == {None}
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    for choice in whole.choices:
+        mine = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert (mine[0].delta.role, mine[0].delta.content) == ("assistant", "")
+        assert "".join(one.delta.content or "" for one in mine) == choice.message.content
+        assert [one.finish_reason for one in mine] == [None] * (len(mine) - 1) + ["length"]
+        told = [token for one in mine if one.logprobs for token in one.logprobs.content]
+        assert [one.token for one in told] == [one.token for one in choice.logprobs.content]
+        assert all(len(one.top_logprobs) == 2 for one in told)
+
+
+def test_each_piece_may_have_its_usage(served):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HELLO, "max_tokens": 5, "ignore_eos": True, "stream": True, "stream_options": options}
+    status, headers, found = served.ask("POST", "/v1/chat/completions", body)
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    lines = found.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    counts = [one["usage"]["completion_tokens"] for one in pieces]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+
+
+def test_a_picture_that_comes_again_is_told(chats, engine, picture):
+    engine.service.reset_mm_cache()
+    more = {"return_cache": True, "return_token_ids": True}
+    told = [
+        chats.create(messages=shows(picture), max_completion_tokens=2, extra_body=more, model="tiny") for _ in range(2)
+    ]
+    first, again = (one.cache["images"] for one in told)
+    assert (first[0]["match"], again[0]["match"]) == ("miss", "exact")
+    assert sum(first[0]["rows"]) > sum(again[0]["rows"]) == 0
+    details = [one.usage.prompt_tokens_details for one in told]
+    assert [one.image_tokens for one in details] == [first[0]["tokens"]] * 2
+    assert details[0].cached_tokens == 0 < details[1].cached_tokens
+    assert len(told[0].prompt_token_ids) == told[0].usage.prompt_tokens
+    assert len(told[0].choices[0].token_ids) == told[0].usage.completion_tokens
+    *_, last = chats.create(
+        messages=shows(picture), max_completion_tokens=2, extra_body=more, model="tiny", stream=True
+    )
+    assert last.cache["images"][0]["match"] == "exact"
+
+
+def test_an_answer_is_the_engines(chats, engine, picture):
+    import asyncio
+
+    async def whole():
+        params = SamplingParams(temperature=1, seed=5, max_tokens=8, ignore_eos=True, stop=["zz"], logit_bias={40: 3})
+        async for output in engine.generate(shows(picture), params):
+            last = output
+        return last.outputs[0].text
+
+    expected = asyncio.run(whole())
+    given = {"temperature": 1, "seed": 5, "max_tokens": 8, "stop": "zz", "logit_bias": {"40": 3}}
+    answer = chats.create(model="tiny", messages=shows(picture), extra_body={"ignore_eos": True}, **given)
+    assert answer.choices[0].message.content == expected
+
+
+def test_what_has_no_effect_is_accepted(chats):
+    plain = chats.create(messages=HELLO, **SHORT).choices[0].message.content
+    given = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "store": False}
+    more = {"tools": [], "response_format": {"type": "text"}, "modalities": ["text"], "priority": 3, "min_p": None}
+    body = SHORT["extra_body"] | more | {"mm_processor_kwargs": None}
+    assert chats.create(messages=HELLO, **SHORT | {"extra_body": body} | given).choices[0].message.content == plain
+
+
+def test_histories_as_clients_send_them(chats):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [
+        {"role": "developer", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    assert chats.create(messages=history, **SHORT).usage.completion_tokens == 8
+
+
+def test_a_message_goes_on(chats):
+    begun = [*HELLO, {"role": "assistant", "content": "It is"}]
+    body = {"continue_final_message": True, "return_token_ids": True}
+    answer = chats.create(model="tiny", messages=begun, max_completion_tokens=2, extra_body=body)
+    whole = chats.create(model="tiny", messages=begun, max_completion_tokens=2, extra_body={"return_token_ids": True})
+    assert len(answer.prompt_token_ids) < len(whole.prompt_token_ids)
+
+
+def test_prompts_are_scored_for_who_asks(served):
+    body = {"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 1}
+    status, found = served.json("POST", "/v1/chat/completions", body)
+    assert status == 200
+    first, *others = found["prompt_logprobs"]
+    assert first is None
+    assert len(others) == found["usage"]["prompt_tokens"] - 1
+    assert all({"logprob", "rank", "decoded_token"} == set(told) for one in others for told in one.values())
+
+
+def test_completions(served, client):
+    completions = client(served).completions
+    given = {"model": "tiny", "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    whole = completions.create(prompt=["One", "Two"], n=2, logprobs=1, **given)
+    assert [one.index for one in whole.choices] == [0, 1, 2, 3]
+    assert whole.usage.completion_tokens == 24
+    alone = completions.create(prompt="Two", **given).choices[0].text
+    assert [one.text for one in whole.choices[2:]] == [alone] * 2
+    assert len(whole.choices[0].logprobs.tokens) == 6
+    told = served.json("POST", "/tokenize", {"prompt": "Two"})[1]["tokens"]
+    assert completions.create(prompt=told, **given).choices[0].text == alone
+    assert completions.create(prompt=[told], **given).choices[0].text == alone
+    texts = {0: "", 1: ""}
+    # The client's type of a chunk has no room for one before the last.
+    lenient = client(served, strict=False).completions
+    for chunk in lenient.create(prompt=["One", "Two"], stream=True, **given):
+        for one in chunk.choices:
+            texts[one.index] += one.text
+    assert [texts[0], texts[1]] == [whole.choices[0].text, alone]
+    assert completions.create(prompt="One", model="tiny").usage.completion_tokens <= 16
+
+
+WRONG = [
+    ({"model": "other"}, 404, "model"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"temperature": 3e300}, 400, "temperature"),
+    ({"n": 1.5}, 400, "n"),
+    ({"n": True}, 400, "n"),
+    ({"n": 5}, 400, "n"),
+    ({"max_tokens": "8"}, 400, "max_tokens"),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+    ({"top_logprobs": "x", "logprobs": True}, 400, "top_logprobs"),
+    ({"top_logprobs": 2}, 400, "logprobs"),
+    ({"logprobs": 5}, 400, "logprobs"),
+    ({"logit_bias": [1]}, 400, "logit_bias"),
+    ({"stop": 3}, 400, "stop"),
+    ({"seed": "x"}, 400, "seed"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"stream_options": {}, "stream": False}, 400, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+    ({"stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+    ({"priority": "high"}, 400, "priority"),
+    ({"priority": 1.5}, 400, "priority"),
+    ({"cache_salt": ""}, 400, "cache_salt"),
+    ({"cache_salt": 5}, 400, "cache_salt"),
+    ({"reuse": "full"}, 400, "reuse"),
+    ({"reuse": [1]}, 400, "reuse"),
+    ({"mm_processor_kwargs": {"x": 1}}, 400, "mm_processor_kwargs"),
+    ({"mm_processor_kwargs": 5}, 400, "mm_processor_kwargs"),
+    ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, 400, "add_generation_prompt"),
+    ({"tools": [{}]}, 400, "tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
+    ({"truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens"),
+    ({"unknown": 1}, 400, "unknown"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": "Hello"}, 400, "messages"),
+    ({"messages": None}, 400, "messages"),
+    ({"messages": [5]}, 400, "messages[0]"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages[0].role"),
+    ({"messages": [{"content": "a"}]}, 400, "messages[0].role"),
+    ({"messages": [*HELLO, {"role": "user", "content": 5}]}, 400, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
+    ({"messages": [{"role": "user", "content": "a" * 50_000}]}, 400, None),
+    ({"messages": shows("/etc/passwd")}, 400, "messages"),
+    ({"messages": shows("file:///etc/passwd")}, 400, "messages"),
+    ({"messages": shows("http://127.0.0.1/a.png")}, 400, "messages"),
+    ({"messages": shows("data:image/png;base64,AAAA")}, 400, "messages"),
+    ({"messages": shows("data:,")}, 400, "messages"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param"), WRONG, ids=lambda one: str(one)[:60])
+def test_what_is_wrong_is_named(served, change, status, param):
+    """And costs no other status, streaming or not."""
+    for more in ({}, {"stream": True}):
+        got, found = served.json("POST", "/v1/chat/completions", {"messages": HELLO, "max_tokens": 2} | more | change)
+        assert (got, found["error"]["param"]) == (status, param), found
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+        assert found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400), (b"{", 400), (b"[1]", 400), (b"[" * 100_000, 400), (b'{"messages": NaN}', 400), (b"\xff\xfe", 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e400}', 400),
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_json(served, body, status):
+    assert served.json("POST", "/v1/chat/completions", body)[0] == status
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": None}, {"prompt": []}, {"prompt": [1, "a"]}, {"prompt": 5}, {"prompt": [[]]}, {"prompt": [-1]},
+        {"prompt": [10**9]}, {"prompt": "a", "echo": True}, {"prompt": "a", "suffix": "b"}, {"prompt": ["a"] * 200},
+        {"prompt": "<|image_pad|>"}, {"prompt": "a", "best_of": 3}, {"prompt": "a", "logprobs": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_completions_that_are_wrong(served, change):
+    status, found = served.json("POST", "/v1/completions", change)
+    assert status == 400
+    assert found["error"]["message"]
+
+
+def test_errors_are_those_of_the_client(chats):
+    with pytest.raises(openai.NotFoundError, match="model must be"):
+        chats.create(model="other", messages=HELLO)
+    with pytest.raises(openai.BadRequestError) as told:
+        chats.create(model="tiny", messages=HELLO, temperature=-1)
+    assert told.value.param == "temperature"
+
+
+def test_requests_choose_what_the_server_lets_them(serve, picture):
+    served = serve(allow_reuse=["full", "0.25"])
+    for reuse in ("exact", "full", 0.25, "0.25"):
+        body = {"messages": shows(picture), "max_tokens": 1, "reuse": reuse, "return_cache": True}
+        status, found = served.json("POST", "/v1/chat/completions", body)
+        assert status == 200, found
+    assert served.json("POST", "/v1/chat/completions", {"messages": HELLO, "reuse": 0.5})[0] == 400
+    with pytest.raises(ValueError, match="reuse"):
+        serve(allow_reuse=["most"])
+
+
+def test_models(served, client, engine):
+    models = client(served).models
+    assert [one.id for one in models.list()] == ["tiny", "also"]
+    assert models.retrieve("also").max_model_len == engine.max_model_len
+    with pytest.raises(openai.NotFoundError):
+        models.retrieve("other")
+
+
+def test_tokens(served, chats, picture):
+    """As many as a request is charged for, pictures counted; none is decoded."""
+    for messages in (HELLO, shows(picture, picture)):
+        status, found = served.json("POST", "/tokenize", {"messages": messages, "return_token_strs": True})
+        assert status == 200
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        assert found["count"] == chats.create(messages=messages, **SHORT).usage.prompt_tokens
+    status, found = served.json("POST", "/tokenize", {"prompt": "Hello you"})
+    assert served.json("POST", "/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": "Hello you"})
+    for path, body in (
+        ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": HELLO}), ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"prompt": ""}), ("/detokenize", {}), ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": ["a"]}), ("/tokenize", {"messages": shows("/etc/passwd")}),
+    ):  # fmt: skip
+        assert served.json("POST", path, body)[0] == 400, (path, body)
+    assert served.json("POST", "/tokenize", {"prompt": "a", "model": "other"})[0] == 404
+
+
+def test_the_document_says_what_there_is(served):
+    status, told = served.json("GET", "/openapi.json")
+    assert (status, told) == (200, document())
+    paths = {route.path for route in served.server.app.routes}
+    assert {path.replace("{name}", "{name:path}") for path in told["paths"]} == paths
+    assert set(told["components"]["schemas"]["ChatRequest"]["properties"]) > set(CHAT)
+    status, headers, found = served.ask("GET", "/docs")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    for foreign in (b"<script", b"http://", b"https://", b"src="):
+        assert foreign not in found
+    assert b"max_completion_tokens" in found
+
+
+def test_paths_and_methods_that_there_are_not(served):
+    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)):
+        got, found = served.json(method, path)
+        assert got == status
+        assert found["error"]["message"]

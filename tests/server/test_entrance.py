@@ -1,0 +1,381 @@
+"""Who comes in, who does not, and what is left of those who go."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from tests.helper import WITHIN
+from tests.server.helper import data_url, eventually, shows
+from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.server import entrance as entrance_module
+from vlcache_jax.server import inference
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT = "/v1/chat/completions"
+LONG = {"messages": HELLO, "max_tokens": 800, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(engine, monkeypatch):
+    """Windows take long enough for something to happen meanwhile."""
+    window = engine.service.device.runner.window
+    monkeypatch.setattr(engine.service.device.runner, "window", lambda *given: (time.sleep(0.02), window(*given))[1])
+
+
+@pytest.fixture
+def decoder(monkeypatch):
+    """An event that pictures wait for, and the pictures that do."""
+    go_on, decoded = threading.Event(), []
+    decode = ImageSource.decode
+
+    def wait(self, *given):
+        decoded.append(self)
+        assert go_on.wait(WITHIN)
+        return decode(self, *given)
+
+    monkeypatch.setattr(ImageSource, "decode", wait)
+    yield go_on, decoded
+    go_on.set()
+
+
+@contextlib.contextmanager
+def posted(served, body, *, reads=True):
+    """A connection that has asked, and goes away in the end without having read all."""
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(head.encode() + data)
+        if reads:
+            assert connection.recv(64).startswith(b"HTTP/1.1 200")
+        yield connection
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_keys(serve, client):
+    served = serve(api_key=["first", "second"], admin_key="boss")
+    asked = {"messages": HELLO, "max_tokens": 1}
+    paths = [("GET", "/metrics"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/v1/models"), ("GET", "/load")]
+    paths += [("GET", "/version"), ("GET", "/nowhere"), ("POST", CHAT), ("POST", "/tokenize")]
+    for method, path in paths:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}, {"Authorization": ""}):
+            status, told, found = served.ask(method, path, asked if method == "POST" else None, **headers)
+            assert (status, told["www-authenticate"]) == (401, "Bearer"), path
+            assert json.loads(found)["error"]["code"] == "invalid_api_key"
+    for key in ("first", "second"):
+        assert client(served, key).chat.completions.create(model=served.server.models[0], **asked).choices
+    with pytest.raises(openai.AuthenticationError):
+        client(served, "third").models.list()
+    for path in ("/health", "/ready"):
+        assert served.ask("GET", path)[0] == 200
+    for key, status in (("first", 401), ("boss", 200)):
+        assert served.ask("GET", "/cache", Authorization=f"Bearer {key}")[0] == status
+        assert served.ask("POST", "/reset_prefix_cache", Authorization=f"Bearer {key}")[0] == status
+
+
+def test_without_an_admin_key_nobody_changes_the_cache(serve):
+    served = serve()
+    for method, path in (("GET", "/cache"), ("POST", "/cache/evict"), ("POST", "/reset_mm_cache")):
+        assert served.ask(method, path, {})[0] == 403
+    assert served.ask("GET", "/v1/models")[0] == 200
+
+
+def test_browsers_ask_from_where_they_may(serve):
+    asks = {"Origin": "https://mine.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in serve().ask("OPTIONS", CHAT, None, **asks)[1]
+    served = serve(allowed_origins=["https://mine.example"], api_key=["k"])
+    status, told, _ = served.ask("OPTIONS", CHAT, None, **asks)
+    assert (status, told["access-control-allow-origin"]) == (200, "https://mine.example")
+    assert served.ask("OPTIONS", CHAT, None, **asks | {"Origin": "https://other.example"})[0] == 400
+
+
+def test_behind_a_proxy_it_may_stand_elsewhere(serve):
+    served = serve(root_path="/vl", api_key=["k"])
+    assert served.ask("GET", "/health")[0] == 200
+    status, told = served.json("GET", "/openapi.json", Authorization="Bearer k")
+    assert (status, told["servers"]) == (200, [{"url": "/vl"}])
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_by_json(serve, engine, textured_image):
+    engine.service.reset_mm_cache()
+    served, picture = serve(admin_key="boss"), data_url(textured_image(64, 64, 1))
+
+    def do(verb, **body):
+        return served.json("POST", f"/cache/{verb}", body, Authorization="Bearer boss")
+
+    status, found = do("precompute", images=[picture])
+    assert status == 200
+    [key] = found["keys"]
+    assert do("pin", image=key) == (200, {"records": 2})
+    assert do("evict", image=picture) == (200, {"records": 0})
+    assert served.json("GET", "/cache", Authorization="Bearer boss")[1]["pinned"] == 2
+    assert do("unpin", image=picture) == (200, {"records": 2})
+    assert do("delete", image=key) == (200, {"records": 2})
+    for wrong in (
+        {},
+        {"image": 5},
+        {"image": "/etc/passwd"},
+        {"image": picture, "more": 1},
+        {"image": key, "shared": 1},
+    ):
+        assert do("pin", **wrong)[0] == 400
+    assert do("precompute", images=[])[0] == 400
+    for path in ("/reset_mm_cache", "/reset_prefix_cache"):
+        assert served.ask("POST", path, Authorization="Bearer boss")[0] == 200
+
+
+def test_metrics(serve):
+    served = serve(served_model_name=["tiny"])
+    body = {"messages": HELLO, "max_tokens": 6, "ignore_eos": True, "n": 2}
+    prompt = served.json("POST", CHAT, body)[1]["usage"]["prompt_tokens"]
+    served.ask("POST", CHAT, body | {"stream": True})
+    status, headers, found = served.ask("GET", "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    lines = dict(line.rsplit(" ", 1) for line in found.decode().splitlines() if not line.startswith("#"))
+    name = '{model_name="tiny"}'
+    for counted, value in (
+        ("prompt_tokens_total", 2 * prompt), ("generation_tokens_total", 24), ("num_requests_running", 0),
+        ("num_requests_waiting", 0), ("kv_cache_usage_perc", 0), ("time_to_first_token_seconds_count", 2),
+        ("e2e_request_latency_seconds_count", 2),
+    ):  # fmt: skip
+        assert float(lines[f"vlcache:{counted}{name}"]) == value, counted
+    assert float(lines['vlcache:request_success_total{finished_reason="length",model_name="tiny"}']) == 4
+    assert "vlcache_hits_exact" in lines  # the cache's
+
+
+# --- room and bodies --------------------------------------------------------------------------------------------------
+
+
+def test_one_too_many_is_told_at_once(serve, client, decoder, textured_image):
+    """Before its body is read: no picture of it is opened."""
+    go_on, decoded = decoder
+    served = serve(max_waiting=1)
+    picture = data_url(textured_image(64, 64, 11))
+    with posted(served, {"messages": shows(picture), "max_tokens": 1}, reads=False) as connection:
+        assert eventually(lambda: decoded)
+        for _ in range(5):
+            other = data_url(textured_image(64, 64, 12))
+            status, headers, found = served.ask("POST", CHAT, {"messages": shows(other)})
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert "under way" in json.loads(found)["error"]["message"]
+        assert len(decoded) == 1
+        assert served.json("GET", "/load") == (200, {"server_load": 1})
+        assert served.ask("GET", "/health")[0] == served.ask("GET", "/ready")[0] == 200
+        with pytest.raises(openai.InternalServerError):
+            client(served).chat.completions.create(model=served.server.models[0], messages=HELLO)
+        threading.Timer(0.3, go_on.set).start()  # until a client that tries again comes again
+        again = client(served, max_retries=5).chat.completions
+        assert again.create(model=served.server.models[0], messages=HELLO, max_tokens=1).choices
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+
+
+def test_whoever_is_refused_sees_the_answer(serve, client):
+    """Also behind a large body that nobody reads."""
+    served = serve(max_body_bytes="1MiB")
+    for size in (2**20 + 1, 2**24):
+        status, found = served.json("POST", CHAT, {"messages": [{"role": "user", "content": "a" * size}]})
+        assert (status, found["error"]["message"]) == (413, "a body must have at most 1048576 bytes")
+    with pytest.raises(openai.APIStatusError) as told:
+        client(served).chat.completions.create(model="m", messages=[{"role": "user", "content": "a" * 2**22}])
+    assert told.value.status_code == 413
+    served.server.entrance.is_draining = True
+    assert served.json("POST", CHAT, {"messages": [{"role": "user", "content": "a" * 2**22}]})[0] == 503
+
+
+def test_a_body_without_length_is_bounded(serve):
+    served = serve(max_body_bytes="1MiB")
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=WITHIN)
+    with contextlib.closing(connection):
+        pieces = (b" " * 2**16 for _ in range(32))
+        connection.request("POST", CHAT, pieces, {"Content-Type": "application/json"}, encode_chunked=True)
+        assert connection.getresponse().status == 413
+
+
+def test_a_body_is_json_by_name(serve):
+    """A form is what any page may post to a server of this machine."""
+    served = serve()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert served.ask("POST", CHAT, {"messages": HELLO}, Content_Type=kind)[0] == 415
+    headers = {"Content_Type": "application/json; charset=utf-8"}
+    assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 1}, **headers)[0] == 200
+
+
+def test_a_body_that_does_not_come(serve, monkeypatch):
+    monkeypatch.setattr(entrance_module, "_SILENCE", 0.05)
+    served = serve()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(64).startswith(b"HTTP/1.1 408")
+
+
+# --- who goes away ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_goes_away_ends_the_answer(serve, engine, slow, streams):
+    served = serve()
+    with posted(served, LONG | {"stream": streams}, reads=streams):
+        assert eventually(lambda: engine.stats().running)
+    assert eventually(lambda: not served.server.entrance.inside)
+    assert eventually(lambda: not engine.stats().running)
+    assert engine.stats().in_use == 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_goes_away_while_pictures_are_read(serve, engine, decoder, textured_image, streams):
+    go_on, decoded = decoder
+    served = serve()
+    body = {"messages": shows(data_url(textured_image(64, 64, 21 + streams))), "stream": streams}
+    with posted(served, body, reads=False):
+        assert eventually(lambda: decoded)
+    assert eventually(lambda: not served.server.entrance.inside)
+    go_on.set()
+
+
+def test_who_goes_away_while_it_waits_for_a_lane(serve, engine, slow):
+    served = serve()
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):  # of which eight run
+            stack.enter_context(posted(served, LONG, reads=False))
+        assert eventually(lambda: engine.stats().waiting)
+        assert served.server.entrance.inside == 12
+    assert eventually(lambda: not served.server.entrance.inside)
+    assert eventually(lambda: not (engine.stats().running or engine.stats().waiting))
+
+
+def test_who_goes_away_in_the_middle_of_a_body(serve):
+    served = serve()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(head.encode())
+        assert eventually(lambda: served.server.entrance.inside)
+    assert eventually(lambda: not served.server.entrance.inside)
+
+
+def test_who_does_not_read_is_gone(serve, engine, monkeypatch):
+    """Its room is given to others."""
+    monkeypatch.setattr(inference, "_STALL", 0.1)
+    monkeypatch.setattr(inference, "write", lambda _: b"x" * 2**20)
+    served = serve()
+    with posted(served, LONG | {"stream": True}):
+        assert eventually(lambda: not served.server.entrance.inside)
+    assert eventually(lambda: not engine.stats().running)
+
+
+# --- long waits, errors, the end --------------------------------------------------------------------------------------
+
+
+def test_who_waits_long_is_told_that_somebody_is_there(serve, decoder, monkeypatch, textured_image):
+    """By comments, which clients pass over."""
+    monkeypatch.setattr(inference, "SILENCE", 0.05)
+    go_on, _ = decoder
+    served = serve()
+    body = {"messages": shows(data_url(textured_image(64, 64, 31))), "stream": True, "max_tokens": 2}
+    threading.Timer(0.3, go_on.set).start()
+    status, _, found = served.ask("POST", CHAT, body)
+    lines = found.decode().split("\n\n")
+    assert (status, lines[0], lines[-2]) == (200, ": keep-alive", "data: [DONE]")
+
+
+def test_what_is_wrong_after_the_first_byte_is_an_event(serve, client, monkeypatch, textured_image):
+    def wait(*_):
+        time.sleep(0.3)
+        raise ValueError("it is torn")
+
+    monkeypatch.setattr(inference, "SILENCE", 0.05)
+    monkeypatch.setattr(ImageSource, "decode", wait)
+    served = serve()
+    body = {"messages": shows(data_url(textured_image(64, 64, 32))), "stream": True}
+    status, _, found = served.ask("POST", CHAT, body)
+    *_, error, done, rest = found.decode().split("\n\n")
+    assert (status, done, rest) == (200, "data: [DONE]", "")
+    assert "it is torn" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    with pytest.raises(openai.APIError, match="it is torn"):
+        list(client(served).chat.completions.create(model=served.server.models[0], **body))
+
+
+def test_who_hears_nothing_because_no_token_is_text_is_told_too(serve, monkeypatch, slow):
+    monkeypatch.setattr(inference, "SILENCE", 0.05)
+    end = serve().json("POST", "/tokenize", {"prompt": "<|im_end|>"})[1]["tokens"]
+    body = {"messages": HELLO, "max_tokens": 100, "allowed_token_ids": end, "ignore_eos": True, "stream": True}
+    found = serve().ask("POST", CHAT, body)[2].decode()
+    assert found.count(": keep-alive") > 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_at_the_end_who_is_inside_is_told(serve, client, engine, slow, streams):
+    """An answer that is ended has no end of its own, but an error."""
+    served = serve()
+    told = []
+
+    def ask():
+        try:
+            answer = client(served).chat.completions.create(
+                model=served.server.models[0], messages=HELLO, max_tokens=800, stream=streams,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            told.append(list(answer))
+        except openai.APIError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert eventually(lambda: engine.stats().running)
+    served.server.entrance.ended.set()
+    thread.join(WITHIN)
+    [error] = told
+    assert isinstance(error, openai.APIError)
+    assert eventually(lambda: not engine.stats().running)
+    assert error.body["message"] == "the server is shutting down"
+
+
+def test_an_engine_that_fails_again_and_again_has_failed(serve, engine, monkeypatch):
+    served = serve()
+    body = {"messages": HELLO, "max_tokens": 2}
+    assert served.ask("POST", CHAT, body)[0] == 200
+
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as context:
+        context.setattr(engine.service.device.runner, "window", broken)
+        context.setattr(engine.service.device.runner, "head", broken, raising=False)
+        for streams in (False, True):
+            status, found = served.json("POST", CHAT, body | {"max_tokens": 40, "stream": streams, "ignore_eos": True})[
+                :2
+            ]
+            assert status == 500
+            assert "device" not in found["error"]["message"]  # the log says it
+        assert served.ask("GET", "/health")[0] == 200
+    assert served.ask("POST", CHAT, body)[0] == 200
+    assert served.server.entrance.failure is None
+    for _ in range(3):
+        served.server.entrance.faulted(RuntimeError("the device is gone"))
+    for path in ("/health", "/ready"):
+        assert served.ask("GET", path)[0] == 503
+    assert served.ask("POST", CHAT, body)[0] == 503
+
+
+def test_not_ready_before_it_is_warm_nor_at_the_end(serve):
+    served = serve()
+    entrance = served.server.entrance
+    entrance.is_warm = False
+    assert served.ask("GET", "/ready")[0] == 503
+    assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 1})[0] == 200
+    entrance.is_warm = entrance.is_draining = True
+    assert (served.ask("GET", "/ready")[0], served.ask("GET", "/health")[0]) == (503, 200)
+    status, headers, _ = served.ask("POST", CHAT, {"messages": HELLO})
+    assert (status, headers["retry-after"]) == (503, "1")

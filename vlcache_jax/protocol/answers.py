@@ -1,0 +1,264 @@
+"""What a client is answered: outputs and deltas of the engine as OpenAI's objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vlcache_jax.protocol.requests import Options
+
+if TYPE_CHECKING:
+    from vlcache_jax.outputs import (
+        CacheReport,
+        CompletionDelta,
+        CompletionOutput,
+        Logprob,
+        PromptOutput,
+        RequestDelta,
+        RequestOutput,
+    )
+
+
+@dataclass
+class Counts:
+    """Tokens of a request: of its prompts, of these reused and of images, and of its answers."""
+
+    prompt: int = 0
+    cached: int = 0
+    image: int = 0
+    completion: int = 0
+
+    @classmethod
+    def of_prompt(cls, token_ids: Any, num_cached_tokens: int, cache: CacheReport) -> Counts:
+        images = sum(image.tokens for image in cache.images)
+        return cls(len(token_ids), num_cached_tokens + cache.approximate_tokens, images)
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Counts:
+        found = cls.of_prompt(output.prompt_token_ids, output.num_cached_tokens, output.cache)
+        return dataclasses.replace(found, completion=sum(len(answer.token_ids) for answer in output.outputs))
+
+    def usage(self) -> dict[str, Any]:
+        """In the names of OpenAI's client."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached, "image_tokens": self.image},
+        }
+
+
+def _total(counts: Iterator[Counts]) -> Counts:
+    columns = zip(*(dataclasses.astuple(one) for one in counts), strict=True)
+    return Counts(*map(sum, columns))
+
+
+@dataclass
+class Answer(ABC):
+    """Writes the answer to one request: whole, or piece by piece.
+
+    Attributes:
+      id: of the answer.
+      model: that answers, as clients call it.
+      options: of the request.
+      answers: of each prompt (`n`).
+      created: seconds since 1970.
+    """
+
+    id: str
+    model: str
+    options: Options = field(default_factory=Options)
+    answers: int = 1
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    kind: ClassVar[str]
+    piece: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self._counts: dict[int, Counts] = {}  # of a stream so far, by prompt
+        self._told: set[int] = set()  # its choices that have begun
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer at once, of each prompt its output."""
+        choices = [
+            self._choice(self.answers * i + answer.index, answer)
+            for i, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        told = self._head(self.kind) | {"choices": choices, "usage": _total(map(Counts.of, outputs)).usage()}
+        first = outputs[0]
+        if first.prompt_logprobs is not None:
+            told["prompt_logprobs"] = [None if one is None else _vllm_logprobs(one) for one in first.prompt_logprobs]
+        return told | self._beside(first.prompt_token_ids, first.cache)
+
+    def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
+        """What follows of a stream, now that there is more of one of its prompts."""
+        beside: dict[str, Any] = {}
+        if delta.prompt is not None:
+            beside = self._count_prompt(prompt, delta.prompt, is_last=delta.finished)
+        self._counts[prompt].completion += sum(len(one.token_ids) for one in delta.outputs)
+        for one in delta.outputs:
+            index = self.answers * prompt + one.index
+            if index not in self._told:
+                self._told.add(index)
+                for choice in self._opening(index):
+                    yield self._piece([choice]) | beside
+            if one.text or one.logprobs or one.finish_reason or (self.options.returns_token_ids and one.token_ids):
+                yield self._piece([self._delta(index, one)]) | beside
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """The end of a stream."""
+        if self.options.include_usage:
+            yield self._head(self.piece) | {"choices": [], "usage": self.counts().usage()}
+
+    def counts(self) -> Counts:
+        """Of a stream so far."""
+        return _total(iter(self._counts.values()))
+
+    def counts_of(self, prompt: int) -> Counts:
+        """Of one prompt of a stream so far."""
+        return self._counts[prompt]
+
+    def _count_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> dict[str, Any]:
+        """The last time counts: what was to be reused may have had to be computed. It is told beside the pieces."""
+        before = self._counts.get(number, Counts())
+        found = Counts.of_prompt(told.token_ids, told.num_cached_tokens, told.cache)
+        self._counts[number] = dataclasses.replace(found, completion=before.completion)
+        beside = self._beside(told.token_ids, told.cache)
+        return {key: value for key, value in beside.items() if (key == "cache") == is_last}
+
+    def _beside(self, token_ids: Any, cache: CacheReport) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if self.options.returns_token_ids:
+            told["prompt_token_ids"] = token_ids.tolist()
+        if self.options.returns_cache:
+            told["cache"] = cache_report(cache)
+        return told
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        usage = {"usage": self.counts().usage()} if self.options.continuous_usage else {}
+        return self._head(self.piece) | {"choices": choices} | usage
+
+    def _end(self, one: CompletionOutput | CompletionDelta) -> dict[str, Any]:
+        """What choices and their pieces say of the end."""
+        told: dict[str, Any] = {"finish_reason": one.finish_reason}
+        if one.stop_reason is not None:
+            told["stop_reason"] = one.stop_reason
+        if self.options.returns_token_ids:
+            told["token_ids"] = list(one.token_ids)
+        return told
+
+    @abstractmethod
+    def _choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        """A whole answer."""
+
+    @abstractmethod
+    def _delta(self, index: int, one: CompletionDelta) -> dict[str, Any]:
+        """What is new of an answer."""
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """What the pieces of an answer begin with."""
+        return []
+
+
+class ChatAnswer(Answer):
+    """Of a chat completion."""
+
+    kind, piece = "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text}
+        return {"index": index, "message": message, "logprobs": _logprobs(answer.logprobs)} | self._end(answer)
+
+    def _delta(self, index: int, one: CompletionDelta) -> dict[str, Any]:
+        delta = {"content": one.text} if one.text or one.logprobs else {}
+        return {"index": index, "delta": delta, "logprobs": _logprobs(one.logprobs)} | self._end(one)
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+
+class CompletionAnswer(Answer):
+    """Of a completion."""
+
+    kind = piece = "text_completion"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._lengths: dict[int, int] = {}  # characters of a stream's answers so far
+
+    def _choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        logprobs = _text_logprobs(answer.logprobs, 0)
+        return {"index": index, "text": answer.text, "logprobs": logprobs} | self._end(answer)
+
+    def _delta(self, index: int, one: CompletionDelta) -> dict[str, Any]:
+        begin = self._lengths.get(index, 0)
+        self._lengths[index] = begin + sum(len(token.texts[token.token]) for token in one.logprobs or ())
+        return {"index": index, "text": one.text, "logprobs": _text_logprobs(one.logprobs, begin)} | self._end(one)
+
+
+def cache_report(cache: CacheReport) -> dict[str, Any]:
+    """What was reused, in the names of `CacheReport`; of each image what `ImageReuse` says."""
+    images = [
+        {
+            "index": image.index,
+            "key": image.key,
+            "match": image.match,
+            "kv": image.kv,
+            "encoder": image.encoder,
+            "tokens": image.tokens,
+            "rows": list(image.recomputed),
+            "why": None if image.why is None else image.why.value,
+            "video": image.video,
+            "chunk": image.chunk,
+        }
+        for image in cache.images
+    ]
+    return {
+        "exact": cache.exact,
+        "policy": cache.policy,
+        "approximate_tokens": cache.approximate_tokens,
+        "rows": list(cache.rows),
+        "images": images,
+    }
+
+
+def logprob(one: Logprob) -> dict[str, Any]:
+    """Of a chat's token, as OpenAI writes it."""
+
+    def named(token: int, value: float) -> dict[str, Any]:
+        text = one.texts[token]
+        is_whole = "\ufffd" not in text  # else it is a part of a character, whose bytes are not known here
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if is_whole else None}
+
+    return named(one.token, one.chosen) | {"top_logprobs": [named(token, value) for token, value in one.top.items()]}
+
+
+def _logprobs(told: Sequence[Logprob] | None) -> dict[str, Any] | None:
+    return None if told is None else {"content": list(map(logprob, told))}
+
+
+def _text_logprobs(told: Sequence[Logprob] | None, begin: int) -> dict[str, Any] | None:
+    """Of a completion's tokens; `begin` is where the first one stands."""
+    if told is None:
+        return None
+    tokens = [one.texts[one.token] for one in told]
+    offsets = [begin + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    top = [{one.texts[token]: value for token, value in one.top.items()} for one in told]
+    values = [one.chosen for one in told]
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+def _vllm_logprobs(one: Logprob) -> Mapping[str, Any]:
+    return {
+        str(token): {"logprob": told.logprob, "rank": told.rank, "decoded_token": told.decoded_token}
+        for token, told in one.items()
+    }

@@ -1,0 +1,195 @@
+"""The fields of requests: what each may hold, as JSON Schema. The parsers check by it, and the server publishes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from vlcache_jax.checks import short
+from vlcache_jax.protocol.values import ApiError, Schema, check
+from vlcache_jax.sampling import LISTS, MAX_LOGPROBS, NUMBERS, SamplingParams
+
+SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+_TEXT: Schema = {"type": ["string", "null"]}
+_FLAG: Schema = {"type": ["boolean", "null"]}
+_OBJECT: Schema = {"type": ["object", "null"]}
+_UNUSED = "Accepted, and without effect."
+
+
+def _told(schema: Schema, description: str) -> Schema:
+    return {**schema, "description": description}
+
+
+def _sampling(name: str) -> Schema:
+    """Of a field of `SamplingParams`, which checks it itself."""
+    if name in NUMBERS:
+        kind, least, most = NUMBERS[name]
+        return {
+            "type": ["integer" if kind is numbers.Integral else "number", "null"],
+            "minimum": least,
+            "maximum": most,
+        }
+    if name in LISTS:
+        kind, most = LISTS[name]
+        items = {"type": "string", "minLength": 1} if kind is str else {"type": "integer", "minimum": 0}
+        return {"type": ["array", "null", *(["string"] if name == "stop" else [])], "items": items, "maxItems": most}
+    if name == "logit_bias":
+        return {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
+    return _FLAG
+
+
+_STREAM_OPTIONS = {
+    "type": ["object", "null"],
+    "properties": {"include_usage": _FLAG, "continuous_usage_stats": _FLAG, "include_obfuscation": _FLAG},
+    "additionalProperties": False,
+}
+# Of chats and of completions alike.
+_BOTH: dict[str, Schema] = {
+    "model": _told(_TEXT, "One of the names of `/v1/models`; absent: the only model there is."),
+    **{name: _sampling(name) for name in SAMPLING},
+    "stream": _told(_FLAG, "Answer in server-sent events."),
+    "stream_options": _told(_STREAM_OPTIONS, "With `stream` alone."),
+    "priority": _told({"type": ["integer", "null"]}, "Lower ones run first."),
+    "cache_salt": _told(
+        {"type": ["string", "null"], "minLength": 1, "maxLength": 1024},
+        "Keeps what is stored of this request's images to requests of the same salt.",
+    ),
+    "reuse": _told(
+        {"type": ["string", "number", "null"]}, "What is done with known images, if the server lets requests choose."
+    ),
+    "return_token_ids": _told(_FLAG, "Also answer with the token ids of prompt and answers."),
+    "return_cache": _told(_FLAG, "Also answer with `cache`: what of each image was reused."),
+    **{
+        name: _told({}, _UNUSED)
+        for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity")
+    },
+}  # fmt: skip
+CHAT: Mapping[str, Schema] = {
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "description": "OpenAI's messages: text, `image_url` and `video_url` parts, also as data URLs.",
+        "items": {
+            "type": "object",
+            "required": ["role"],
+            "properties": {
+                "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {"type": ["string", "array", "null"]},
+            },
+        },
+    },
+    **_BOTH,
+    "max_completion_tokens": _sampling("max_tokens"),
+    "logprobs": _FLAG,
+    "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
+    "parallel_tool_calls": _FLAG,
+    "mm_processor_kwargs": _told(_OBJECT, "min_pixels and max_pixels of images; fps and the like of videos."),
+    "chat_template_kwargs": _told(_OBJECT, "Names that the chat template uses."),
+    "add_generation_prompt": _FLAG,
+    "continue_final_message": _told(_FLAG, "The answer goes on with the last message."),
+}
+TEXT: Mapping[str, Schema] = {
+    "prompt": {
+        "type": ["string", "array"],
+        "minItems": 1,
+        "description": "A text, a list of texts, token ids, or a list of such.",
+    },
+    **_BOTH,
+}
+
+TOKENIZE: Mapping[str, Schema] = {
+    **{name: CHAT[name] for name in ("model", "messages", "mm_processor_kwargs", "chat_template_kwargs")},
+    **{name: CHAT[name] for name in ("add_generation_prompt", "continue_final_message")},
+    "prompt": _told(_TEXT, "A text, in place of messages."),
+    "add_special_tokens": _told(_FLAG, _UNUSED),
+    "return_token_strs": _told(_FLAG, "Also answer with the tokens as texts."),
+}
+DETOKENIZE: Mapping[str, Schema] = {
+    "model": CHAT["model"],
+    "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+}
+
+# What there is not: the values that ask for nothing.
+ABSENT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None, "none"),
+    "include_reasoning": (None, True),
+    "echo": (None, False),
+    "documents": (None, []),
+    "media_io_kwargs": (None, {}),
+    "add_special_tokens": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "return_tokens_as_token_ids": (None, False),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+}
+ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "add_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "return_tokens_as_token_ids": (None, False),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+}
+
+
+def check_fields(
+    body: Mapping[str, Any], known: Mapping[str, Schema], absent: Mapping[str, tuple[Any, ...]], also: Collection[str]
+) -> dict[str, Any]:
+    """The fields of a body that say something, checked but for those of `SamplingParams`.
+
+    Args:
+      known: by name, what they may hold.
+      absent: by name, the only values of what there is not.
+      also: names that are known, and left to the caller.
+
+    Raises:
+      ApiError: one is unknown, not supported, or of another type.
+    """
+    for name, allowed in absent.items():
+        if not any(_is_same(body.get(name), one) for one in allowed):
+            raise ApiError(f"{name} is not supported, got {short(body[name])}", name)
+    for name, value in body.items():
+        if name in absent or name in also:
+            continue
+        if name not in known:
+            raise ApiError(f"must hold only {', '.join(known)}, got {name!r}", name)
+        if name not in SAMPLING or name == "logprobs":
+            check(value, known[name], name)
+    return {name: value for name, value in body.items() if value is not None and name not in absent}
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether they are equal; true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def sampling_params(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters of what is given, and where it says nothing of the defaults.
+
+    Raises:
+      ApiError: a value of another type, or out of range.
+    """
+    try:
+        return SamplingParams(**{**defaults, **given})
+    except ValueError as error:
+        name = str(error).partition(" ")[0]
+        raise ApiError(str(error), name if name in SAMPLING else None) from error

@@ -1,0 +1,208 @@
+"""What a client asks: bodies of requests, read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from vlcache_jax.checks import is_a, short
+from vlcache_jax.inputs.prompt import TemplateOptions
+from vlcache_jax.protocol.fields import (
+    ABSENT_IN_CHAT,
+    ABSENT_IN_TEXT,
+    CHAT,
+    SAMPLING,
+    TEXT,
+    TOKENIZE,
+    check_fields,
+    sampling_params,
+)
+from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.sampling import SamplingParams
+
+TEMPLATE = tuple(TemplateOptions.__annotations__)
+_LEGACY_TOKENS = 16  # of a completion that names none, as OpenAI has it
+_MAX_PROMPTS = 128
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked beside the prompt and its sampling.
+
+    Attributes:
+      model: as the client calls it; None: it does not.
+      reuse, cache_salt, priority: see `AsyncLLM.generate`.
+      stream: whether the answer comes in pieces.
+      include_usage: a stream ends with its usage.
+      continuous_usage: each piece has the usage so far.
+      returns_token_ids, returns_cache: what is told beside the answers.
+    """
+
+    model: str | None = None
+    reuse: str | float | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    returns_token_ids: bool = False
+    returns_cache: bool = False
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Of checked fields.
+
+        Raises:
+          ApiError: two of them do not go together.
+        """
+        streams, told = bool(body.get("stream")), body.get("stream_options")
+        if told is not None and not streams:
+            raise ApiError("stream_options must be left out where stream is not true", "stream_options")
+        if streams and body.get("prompt_logprobs") is not None:
+            raise ApiError("prompt_logprobs must be left out where stream is true", "prompt_logprobs")
+        for key in told or {}:
+            if key not in CHAT["stream_options"]["properties"]:
+                raise ApiError(f"stream_options.{key} is not supported", f"stream_options.{key}")
+        return cls(
+            model=body.get("model"),
+            reuse=body.get("reuse"),
+            cache_salt=body.get("cache_salt"),
+            priority=body.get("priority") or 0,
+            stream=streams,
+            include_usage=bool((told or {}).get("include_usage")),
+            continuous_usage=bool((told or {}).get("continuous_usage_stats")),
+            returns_token_ids=bool(body.get("return_token_ids")),
+            returns_cache=bool(body.get("return_cache")),
+        )
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """The next message of a conversation is asked for.
+
+    Attributes:
+      messages: of the conversation; what is wrong with them, the renderer tells.
+      params: how to answer.
+      template: how messages become text, see `Template`.
+      mm_processor_kwargs: see `LLM.chat`.
+      options: what else is asked.
+    """
+
+    messages: list[Any]
+    params: SamplingParams
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    options: Options = field(default_factory=Options)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self:
+        """Reads the body of a request for a chat completion.
+
+        Args:
+          defaults: sampling parameters where it names none; a `seed` of -1 names none.
+
+        Raises:
+          ApiError: a field is wrong, unknown or not supported.
+        """
+        given = check_fields(body, CHAT, ABSENT_IN_CHAT, ("chat_template",))
+        if "messages" not in given:
+            raise ApiError("messages must be a list, got none", "messages")
+        sampling = {name: given[name] for name in SAMPLING if name in given}
+        if "max_completion_tokens" in given:
+            sampling.setdefault("max_tokens", given["max_completion_tokens"])
+        _read_logprobs(sampling, given.get("top_logprobs"))
+        return cls(
+            given["messages"],
+            sampling_params(_seeded(sampling), defaults),
+            TemplateOptions(**{name: given[name] for name in TEMPLATE if name in given}),  # type: ignore[typeddict-item]
+            given.get("mm_processor_kwargs"),
+            Options.parse(given),
+        )
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """Prompts are to be continued.
+
+    Attributes:
+      prompts: texts, or lists of token ids.
+      params: how to answer each.
+      options: what else is asked.
+    """
+
+    prompts: tuple[str | Sequence[int], ...]
+    params: SamplingParams
+    options: Options = field(default_factory=Options)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Reads the body of a request for a completion.
+
+        Raises:
+          ApiError: a field is wrong, unknown or not supported.
+        """
+        given = check_fields(body, TEXT, ABSENT_IN_TEXT, ())
+        sampling = {name: given[name] for name in SAMPLING if name in given}
+        params = sampling_params(_seeded(sampling), {"max_tokens": _LEGACY_TOKENS})
+        return cls(_prompts(given.get("prompt")), params, Options.parse(given))
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """The tokens of a text or of a conversation are asked for.
+
+    Attributes:
+      prompt: a text, or messages.
+      model: as the client calls it; None: it does not.
+      template, mm_processor_kwargs: of messages, see `ChatRequest`.
+      returns_texts: tokens are also told as texts.
+    """
+
+    prompt: str | list[Any]
+    model: str | None = None
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    returns_texts: bool = False
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Reads a body.
+
+        Raises:
+          ApiError: a field is wrong or unknown, or it has not either messages or a prompt.
+        """
+        given = check_fields(body, TOKENIZE, {}, ())
+        if ("prompt" in given) == ("messages" in given):
+            raise ApiError("prompt or messages must be there, and not both", "prompt")
+        template = TemplateOptions(**{name: given[name] for name in TEMPLATE if name in given})  # type: ignore[typeddict-item]
+        prompt, settings = given["prompt" if "prompt" in given else "messages"], given.get("mm_processor_kwargs")
+        return cls(prompt, given.get("model"), template, settings, bool(given.get("return_token_strs")))
+
+
+def _seeded(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a seed that is to be drawn."""
+    return {name: value for name, value in sampling.items() if not (name == "seed" and value == -1)}
+
+
+def _read_logprobs(sampling: dict[str, Any], top: int | None) -> None:
+    """From whether and how many, as chats ask, to how many."""
+    told = sampling.pop("logprobs", None)
+    if top is not None and not told:
+        raise ApiError(f"logprobs must be true where there are top_logprobs, got {short(told)}", "logprobs")
+    if told:
+        sampling["logprobs"] = top or 0
+
+
+def _prompts(given: Any) -> tuple[str | Sequence[int], ...]:
+    if isinstance(given, str):
+        return (given,)
+    if given and all(is_a(one, int) for one in given):
+        return (given,)
+    if not given or len(given) > _MAX_PROMPTS:
+        raise ApiError(f"prompt must be one text to {_MAX_PROMPTS} of them, got {short(given)}", "prompt")
+    for i, one in enumerate(given):
+        is_ids = isinstance(one, list) and bool(one) and all(is_a(token, int) for token in one)
+        if not (isinstance(one, str) or is_ids):
+            raise ApiError(f"prompt[{i}] must be a text or token ids, got {short(one)}", "prompt")
+    return tuple(given)

@@ -1,0 +1,226 @@
+"""The server as an ASGI application: what stands at which path."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from vlcache_jax import __version__
+from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.checks import short
+from vlcache_jax.protocol.fields import DETOKENIZE, check_fields
+from vlcache_jax.protocol.requests import TokenizeRequest
+from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.server import admin
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.entrance import Entrance, GoneError, Keys, read_body
+from vlcache_jax.server.inference import (
+    Chats,
+    Completions,
+    check_model,
+    parse_object,
+    template_of,
+)
+from vlcache_jax.server.metrics import ServerMetrics
+from vlcache_jax.server.openapi import document, page
+from vlcache_jax.server.responses import answer_json, as_api_error, refuse, until_gone
+
+
+class Server:
+    """Serves a model.
+
+    Args:
+      engine: answers.
+      config: how.
+
+    Attributes:
+      app: an ASGI application.
+      entrance: counts requests under way.
+
+    Raises:
+      ValueError: an option does not fit the model.
+    """
+
+    def __init__(self, engine: AsyncLLM, config: ServerConfig):
+        self.engine, self.config = engine, config
+        for reuse in config.allow_reuse:
+            engine.service.policy_of(reuse)
+        opened = os.fspath(engine.service.config.model)
+        self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
+        self.entrance = Entrance(config.max_waiting)
+        self._metrics = ServerMetrics(self.models[0], engine)
+        given = engine, config, self.models, self.entrance, self._metrics
+        self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
+        routes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/version", self._version),
+            Route("/load", self._load),
+            Route("/metrics", self._show_metrics),
+            Route("/openapi.json", self._openapi),
+            Route("/docs", self._docs),
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._show_model),
+            Route("/v1/chat/completions", Chats(*given), methods=["POST"]),
+            Route("/v1/completions", Completions(*given), methods=["POST"]),
+            Route("/tokenize", self._call(self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._call(self._detokenize), methods=["POST"]),
+            Route("/cache", self._cache),
+            *(Route(f"/cache/{verb}", self._call(self._verb(verb)), methods=["POST"]) for verb in admin.VERBS),
+            Route("/reset_mm_cache", self._reset_mm_cache, methods=["POST"]),
+            Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+        ]
+        middleware = [Middleware(Keys, config=config)]
+        if config.allowed_origins:
+            origins = list(config.allowed_origins)
+            cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+            middleware.insert(0, cors)
+        handlers: dict[Any, Any] = {HTTPException: _refuse_http, Exception: _refuse}
+        self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    async def check_health(self) -> None:
+        """Notes whether the engine has failed."""
+        try:
+            await self.engine.check_health()
+        except RuntimeError as error:
+            self.entrance.failure = str(error)
+
+    # Of the process.
+
+    async def _health(self, _: Request) -> Response:
+        await self.check_health()
+        return Response(status_code=200 if self.entrance.failure is None else 503)
+
+    async def _ready(self, _: Request) -> Response:
+        return Response(status_code=200 if self.entrance.is_ready else 503)
+
+    async def _version(self, _: Request) -> Response:
+        return answer_json({"version": __version__})
+
+    async def _load(self, _: Request) -> Response:
+        return answer_json({"server_load": self.entrance.inside})
+
+    async def _show_metrics(self, _: Request) -> Response:
+        content = await asyncio.to_thread(self._metrics.page)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _openapi(self, _: Request) -> Response:
+        return answer_json(document(self.config.root_path))
+
+    async def _docs(self, _: Request) -> Response:
+        return Response(page(document(self.config.root_path)), media_type="text/html; charset=utf-8")
+
+    # Of the model.
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vlcache",
+            "root": self.models[0],
+            "parent": None,
+            "max_model_len": self.engine.max_model_len,
+        }
+
+    async def _list_models(self, _: Request) -> Response:
+        return answer_json({"object": "list", "data": list(map(self._card, self.models))})
+
+    async def _show_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        check_model(name, self.models)
+        return answer_json(self._card(name))
+
+    async def _tokenize(self, body: bytes) -> Mapping[str, Any]:
+        request = await asyncio.to_thread(lambda: TokenizeRequest.parse(parse_object(body)))
+        check_model(request.model, self.models)
+        settings = {} if isinstance(request.prompt, str) else template_of(request, self.config)
+        tokens = await self.engine.tokenize(request.prompt, **settings)
+        told = {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens.tolist()}
+        if request.returns_texts:
+            tokenizer = await self.engine.get_tokenizer()
+            told["token_strs"] = tokenizer.convert_ids_to_tokens(told["tokens"])
+        return told
+
+    async def _detokenize(self, body: bytes) -> Mapping[str, Any]:
+        given = check_fields(parse_object(body), DETOKENIZE, {}, ())
+        check_model(given.get("model"), self.models)
+        tokenizer, tokens = await self.engine.get_tokenizer(), given.get("tokens")
+        if tokens is None or any(token >= len(tokenizer) for token in tokens):
+            raise ApiError(f"tokens must be from 0 to {len(tokenizer) - 1}, got {short(tokens)}", "tokens")
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, tokens)}
+
+    # Of the cache.
+
+    async def _cache(self, _: Request) -> Response:
+        stats = await asyncio.to_thread(self.engine.cache.stats)
+        return answer_json(dataclasses.asdict(stats))
+
+    def _verb(self, verb: str) -> Callable[[bytes], Awaitable[Mapping[str, Any]]]:
+        async def work(body: bytes) -> Mapping[str, Any]:
+            return await asyncio.to_thread(admin.apply, self.engine.cache, verb, parse_object(body))
+
+        return work
+
+    async def _reset_mm_cache(self, _: Request) -> Response:
+        await self.engine.reset_mm_cache()
+        return Response()
+
+    async def _reset_prefix_cache(self, _: Request) -> Response:
+        await self.engine.reset_prefix_cache()
+        return Response()
+
+    def _call(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]]) -> _Call:
+        return _Call(work, self.entrance, int(self.config.max_body_bytes))
+
+
+class _Call:
+    """Answers JSON with JSON (an ASGI application)."""
+
+    def __init__(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]], entrance: Entrance, most: int):
+        self._work, self._entrance, self._most = work, entrance, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer() -> Response:
+            return answer_json(await self._work(body))
+
+        try:
+            with self._entrance.enter():
+                body = await read_body(scope, receive, self._most)
+                response = await until_gone(receive, answer())
+        except GoneError:
+            return
+        except Exception as error:
+            response = refuse(as_api_error(error))
+        if response is not None:
+            await response(scope, receive, send)
+
+
+def _name_of(model: str) -> str:
+    """What clients call a model: a folder by its last part, so that nobody learns where it lies."""
+    return Path(model).resolve().name if os.path.isdir(model) else model
+
+
+def _refuse(_: Request, error: Exception) -> Response:
+    return refuse(as_api_error(error))
+
+
+def _refuse_http(_: Request, error: Exception) -> Response:
+    """A path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    response = refuse(ApiError(error.detail, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response

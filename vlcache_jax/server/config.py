@@ -1,0 +1,91 @@
+"""How a model is served: every option beside those of the engine, checked."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
+from vlcache_jax.reuse.parse import parse_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where a server listens, who may ask it, and how much.
+
+    Attributes:
+      host: address to listen at.
+      port: 0 takes a free one.
+      uds: path of a Unix socket to listen at, in place of host and port.
+      api_key: that clients must know; may be repeated, and any of them will do. Without one everybody is served.
+      admin_key: of those who see and change the cache. Without one nobody does over HTTP.
+      served_model_name: what clients call the model, by default as it was opened; may be repeated.
+      allowed_origins: of pages that browsers let ask; may be repeated, and "*" is all.
+      ssl_certfile: certificate, for HTTPS.
+      ssl_keyfile: key of the certificate.
+      root_path: where a proxy shows the server, such as /v.
+      max_body_bytes: of a request.
+      max_waiting: requests under way at most, those that run included; one more is told to come again.
+      shutdown_timeout: seconds that requests may take to end when the server is asked to.
+      allow_reuse: what of images a request may ask to reuse, beside the server's own way; may be repeated.
+      max_n: answers to one request at most.
+      chat_template: Jinja, or a file of it, in place of the checkpoint's own.
+      warmup: compile everything before `/ready` says so.
+
+    Raises:
+      ValueError: an option is wrong.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_key: Sequence[str] = ()
+    admin_key: str | None = None
+    served_model_name: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    root_path: str = ""
+    max_body_bytes: int | str = "64MiB"
+    max_waiting: int = 1024
+    shutdown_timeout: float = 30.0
+    allow_reuse: Sequence[str] = ()
+    max_n: int = 128
+    chat_template: str | None = None
+    warmup: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("host", "root_path"):
+            check_text(getattr(self, name), name)
+        for name in ("uds", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template"):
+            if (text := getattr(self, name)) is not None:
+                check_text(text or None, name, "a non-empty string or None")
+        for name in ("api_key", "served_model_name", "allowed_origins", "allow_reuse"):
+            given: Any = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Sequence) or not all(given):
+                raise ValueError(f"{name} must be a list of strings, got {short(given)}")
+            for one in given:
+                check_text(one, name)
+            object.__setattr__(self, name, tuple(given))
+        for one in self.allow_reuse:
+            parse_policy(one)
+        if self.admin_key is not None and self.admin_key in self.api_key:
+            raise ValueError("admin_key must be another one than api_key")
+        check_whole("port", self.port, 0, 65535)
+        check_whole("max_waiting", self.max_waiting, 1)
+        check_whole("max_n", self.max_n, 1)
+        check_flags(warmup=self.warmup)
+        object.__setattr__(self, "max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
+        seconds: Any = self.shutdown_timeout
+        if not (is_a(seconds, int | float) and 0 <= seconds < math.inf):
+            raise ValueError(f"shutdown_timeout must be a number of seconds, got {short(seconds)}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile must be given together")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            if (path := getattr(self, name)) is not None and not os.path.isfile(path):
+                raise ValueError(f"{name} must be a file, got {path}")
+        if (self.root_path and not self.root_path.startswith("/")) or self.root_path.endswith("/"):
+            raise ValueError(f"root_path must begin with a slash and end without one, got {self.root_path!r}")

@@ -1,0 +1,161 @@
+"""Who comes in: keys, room, and bodies that are not too large. What is refused here has cost nothing yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+from collections.abc import Iterator
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.responses import refuse
+
+OPEN = ("/health", "/ready")
+"""Paths that need no key."""
+ADMIN = ("/cache", "/reset_mm_cache", "/reset_prefix_cache")
+"""Beginnings of the paths that need the admin key."""
+_SILENCE = 30.0  # seconds from one piece of a body to the next at most
+_FAULTS = 3  # errors of the engine after each other, after which nobody believes that it will answer
+_AGAIN = 1  # seconds after which who found no room may come again
+
+
+class GoneError(Exception):
+    """The client went away."""
+
+
+class Entrance:
+    """Counts requests under way, and says whether there may be more.
+
+    Args:
+      most: of them.
+
+    Attributes:
+      inside: requests under way.
+      is_warm: everything is compiled.
+      is_draining: nobody comes in any more, as the server ends.
+      failure: why the engine will not answer any more; None: it will.
+      ended: who is inside is not waited for any more.
+    """
+
+    def __init__(self, most: int):
+        self.inside = 0
+        self.is_warm = self.is_draining = False
+        self.failure: str | None = None
+        self.ended = asyncio.Event()
+        self._most = most
+        self._faults = 0
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """For as long as a request is under way.
+
+        Raises:
+          ApiError: it must come again later.
+        """
+        if self.failure is not None:
+            raise ApiError("the engine has failed", status=503)
+        if self.is_draining:
+            raise ApiError("the server is shutting down", status=503, retry_after=_AGAIN)
+        if self.inside >= self._most:
+            raise ApiError(f"the server has {self._most} requests under way", status=503, retry_after=_AGAIN)
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken, and answered at full speed."""
+        return self.is_warm and not self.is_draining and self.failure is None
+
+    def faulted(self, error: BaseException) -> None:
+        """A request ended by an error of the engine."""
+        self._faults += 1
+        if self._faults >= _FAULTS:
+            self.failure = f"{_FAULTS} requests after each other failed, the last one by {error!r}"
+
+    def answered(self) -> None:
+        """A request was answered."""
+        self._faults = 0
+
+
+class Keys:
+    """Lets those in who have a key (middleware).
+
+    Args:
+      app: what is behind.
+      config: has the keys.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self._app, self._root = app, config.root_path
+        self._keys = [_digest(key) for key in config.api_key]
+        self._admin = None if config.admin_key is None else _digest(config.admin_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._error(scope)) is not None:
+            await refuse(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _error(self, scope: Scope) -> ApiError | None:
+        path = scope["path"].removeprefix(self._root)
+        if path in OPEN:
+            return None
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        # All of them, whichever fits: how long it takes tells nothing.
+        is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
+        is_known = sum(hmac.compare_digest(digest, known) for known in self._keys) > 0
+        if any(path == one or path.startswith(f"{one}/") for one in ADMIN):
+            if self._admin is None:
+                return ApiError("this server was started without an admin key", status=403)
+            return None if is_admin else _UNKNOWN
+        return None if is_known or is_admin or not self._keys else _UNKNOWN
+
+
+_UNKNOWN = ApiError("Authorization must be Bearer and a key of this server", status=401, code="invalid_api_key")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
+    """The body of a request that is JSON. What is left of one that is refused, the HTTP server reads and drops.
+
+    Args:
+      most: bytes of it.
+
+    Raises:
+      ApiError: it is of another type, too large, or does not come.
+      GoneError: the client went away.
+    """
+    headers = Headers(scope=scope)
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a form that any page may send is none
+        raise ApiError(f"Content-Type must be application/json, got {kind or 'none'}", status=415)
+    large = ApiError(f"a body must have at most {most} bytes", status=413)
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise large
+    body = bytearray()
+    while True:
+        try:
+            async with asyncio.timeout(_SILENCE):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(f"nothing of the body came for {_SILENCE:.0f} seconds", status=408) from None
+        if message["type"] == "http.disconnect":
+            raise GoneError
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise large
+        if not message.get("more_body"):
+            return bytes(body)

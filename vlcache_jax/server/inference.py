@@ -1,0 +1,258 @@
+"""Requests that are answered with text: from a body to an answer, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from starlette.types import Receive, Scope, Send
+
+from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.checks import short
+from vlcache_jax.outputs import OutputCollector, RequestDelta
+from vlcache_jax.protocol.answers import Answer, ChatAnswer, CompletionAnswer, Counts
+from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
+from vlcache_jax.protocol.values import ApiError, read_object, write
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.entrance import Entrance, GoneError, read_body
+from vlcache_jax.server.metrics import ServerMetrics
+from vlcache_jax.server.responses import answer_json, as_api_error, merged, refuse, until_gone
+
+SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
+_STALL = 60.0  # seconds that a client may take to read what is sent
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+type _Events = AsyncGenerator[tuple[int, RequestDelta] | None]
+
+
+class Inference[R: (ChatRequest, CompletionRequest)](ABC):
+    """Answers requests of one kind (an ASGI application).
+
+    Args:
+      engine: answers.
+      config: of the server.
+      models: what clients may call the model; the first is what answers call it.
+      entrance: has room for them.
+      metrics: are told of them.
+    """
+
+    kind: ClassVar[type[Answer]]
+    prefix: ClassVar[str]
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        config: ServerConfig,
+        models: Sequence[str],
+        entrance: Entrance,
+        metrics: ServerMetrics,
+    ):
+        self.engine, self.config = engine, config
+        self._models, self._entrance, self._metrics = models, entrance, metrics
+        self._reuses = tuple(map(str, dict.fromkeys((engine.service.config.reuse, *config.allow_reuse))))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = _Sender(send)
+        try:
+            with self._entrance.enter():
+                body = await read_body(scope, receive, int(self.config.max_body_bytes))
+                asked = self._answer(body, sender)
+                del body  # pictures are large, and answers take long
+                await until_gone(receive, asked)
+        except GoneError:
+            pass
+        except Exception as error:
+            if isinstance(error, RuntimeError):  # of the engine
+                self._entrance.faulted(error)
+            told = as_api_error(error)
+            if sender.has_begun:
+                await sender.event(told.to_dict())
+                await sender.end()
+            else:
+                await refuse(told)(scope, receive, send)
+
+    async def _answer(self, body: bytes, sender: _Sender) -> None:
+        request = await asyncio.to_thread(self._parse, body)
+        del body
+        self._check(request.options, request.params.n)
+        told = request.options
+        answer = self.kind(f"{self.prefix}-{uuid.uuid4().hex}", self._models[0], told, request.params.n)
+        streams = [
+            self.engine.deltas(
+                prompt,
+                request.params,
+                reuse=told.reuse,
+                cache_salt=told.cache_salt,
+                priority=told.priority,
+                **self._settings(request),
+            )
+            for prompt in self._prompts(request)
+        ]
+        async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
+            if told.stream:
+                await self._stream(events, answer, sender)
+            else:
+                await self._whole(events, len(streams), answer, sender)
+        self._entrance.answered()
+
+    async def _whole(self, events: _Events, prompts: int, answer: Answer, sender: _Sender) -> None:
+        collectors = [OutputCollector() for _ in range(prompts)]
+        async for event in events:
+            if event is not None:
+                number, delta = event
+                self._note(delta)
+                collectors[number].add(delta)
+        outputs = [collector.output() for collector in collectors]
+        for output in outputs:
+            self._metrics.answered(Counts.of(output), output.metrics)
+        await sender.respond(answer.whole(outputs))
+
+    async def _stream(self, events: _Events, answer: Answer, sender: _Sender) -> None:
+        async for event in events:
+            if event is None:
+                await sender.comment()
+                continue
+            number, delta = event
+            self._note(delta)
+            await sender.event(*answer.pieces(delta, number))
+            if sender.silence > SILENCE:  # tokens come, but none that is text
+                await sender.comment()
+            if delta.finished:
+                self._metrics.answered(answer.counts_of(number), delta.metrics)
+        await sender.event(*answer.last())
+        await sender.end()
+
+    def _note(self, delta: RequestDelta) -> None:
+        self._metrics.gaps(delta.metrics)
+        for one in delta.outputs:
+            if one.finish_reason is not None:
+                self._metrics.ended(one.finish_reason)
+
+    def _check(self, options: Options, n: int) -> None:
+        check_model(options.model, self._models)
+        if n > self.config.max_n:
+            raise ApiError(f"n must be at most {self.config.max_n}, got {n}", "n")
+        if options.reuse is not None and str(options.reuse) not in self._reuses:
+            known = " or ".join(self._reuses)
+            raise ApiError(f"reuse must be {known} on this server, got {short(options.reuse)}", "reuse")
+
+    @abstractmethod
+    def _parse(self, body: bytes) -> R:
+        """What a body asks."""
+
+    @abstractmethod
+    def _prompts(self, request: R) -> Sequence[Any]:
+        """What the engine is asked, one after the other."""
+
+    def _settings(self, request: R) -> Mapping[str, Any]:
+        """What the engine is told of how prompts are made."""
+        return {}
+
+
+class Chats(Inference[ChatRequest]):
+    """Chat completions."""
+
+    kind, prefix = ChatAnswer, "chatcmpl"
+
+    def _parse(self, body: bytes) -> ChatRequest:
+        found = parse_object(body)
+        if found.get("chat_template") is not None:  # a program, which clients may not bring
+            raise ApiError("chat_template must be left out, as a template can run without end", "chat_template")
+        return ChatRequest.parse(found, {"max_tokens": None})
+
+    def _prompts(self, request: ChatRequest) -> Sequence[Any]:
+        return [request.messages]
+
+    def _settings(self, request: ChatRequest) -> Mapping[str, Any]:
+        return template_of(request, self.config)
+
+
+class Completions(Inference[CompletionRequest]):
+    """Completions of texts and tokens."""
+
+    kind, prefix = CompletionAnswer, "cmpl"
+
+    def _parse(self, body: bytes) -> CompletionRequest:
+        return CompletionRequest.parse(parse_object(body))
+
+    def _prompts(self, request: CompletionRequest) -> Sequence[Any]:
+        return [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in request.prompts]
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises an ApiError unless it is an object of JSON."""
+    try:
+        return read_object(body)
+    except ValueError as error:
+        raise ApiError(f"a body {error}") from error
+
+
+def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) -> Mapping[str, Any]:
+    """How the messages of a request become text."""
+    own = {} if config.chat_template is None else {"chat_template": config.chat_template}
+    return {**request.template, **own, "mm_processor_kwargs": request.mm_processor_kwargs}
+
+
+def check_model(name: str | None, known: Sequence[str]) -> None:
+    """Raises an ApiError if there is no such model."""
+    if name is not None and name not in known:
+        raise ApiError(f"model must be {' or '.join(known)}, got {name!r}", "model", 404, "model_not_found")
+
+
+class _Sender:
+    """Writes an answer, whole or as events.
+
+    Attributes:
+      has_begun: something of it has been sent.
+    """
+
+    def __init__(self, send: Send):
+        self.has_begun = False
+        self._send, self._sent_at = send, time.monotonic()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since something was sent."""
+        return time.monotonic() - self._sent_at
+
+    async def respond(self, content: Mapping[str, Any]) -> None:
+        """The whole answer."""
+        response = answer_json(content)
+        self.has_begun = True
+        await self._put({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await self._put({"type": "http.response.body", "body": response.body})
+
+    async def event(self, *contents: Mapping[str, Any]) -> None:
+        """These, one after the other."""
+        if contents:
+            await self._write(b"".join(b"data: " + write(one) + b"\n\n" for one in contents))
+
+    async def comment(self) -> None:
+        """Nothing; but proxies and clients see that somebody is there."""
+        await self._write(b": keep-alive\n\n")
+
+    async def end(self) -> None:
+        """Nothing follows."""
+        await self._write(b"data: [DONE]\n\n")
+        await self._put({"type": "http.response.body", "body": b""})
+
+    async def _write(self, data: bytes) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._put({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
+        await self._put({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        """Raises a GoneError if nobody reads."""
+        self._sent_at = time.monotonic()
+        try:
+            async with asyncio.timeout(_STALL):
+                await self._send(message)
+        except TimeoutError:
+            raise GoneError from None

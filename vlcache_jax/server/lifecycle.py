@@ -1,0 +1,204 @@
+"""The life of a serving process: it listens, warms up, serves, is told to end, drains, and ends with a code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.config import EngineConfig
+from vlcache_jax.progress import say
+from vlcache_jax.server.app import Server
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.entrance import Entrance
+
+FAILED = 1
+"""Exit code where the engine failed."""
+_LOOK = 0.1  # seconds from one look at the engine, or at requests that are to end, to the next
+_AGAIN = 1.0  # seconds after which a second signal ends at once; one that comes sooner is the same once more
+_LAST = 10.0  # seconds that requests may take to tell their clients that they were ended
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Opens a model and serves it until a signal comes, or the engine fails.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      ValueError, OSError, MemoryError: the model cannot be opened, or the address not be listened at.
+    """
+    with _bound(config) as place:
+        engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
+        return asyncio.run(_Process(Server(engine, config), place).run())
+
+
+def http_config(server: Server) -> uvicorn.Config:
+    """How uvicorn serves it."""
+    config = server.config
+    return uvicorn.Config(
+        server.app, root_path=config.root_path, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+        log_config=None, access_log=False, ws="none", lifespan="off", server_header=False, proxy_headers=False,
+        timeout_graceful_shutdown=int(_LAST),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def listening(server: Server) -> Iterator[str]:
+    """Serves in a thread, for programs that do so beside something else; the engine stays open.
+
+    Yields:
+      The base URL.
+    """
+    http = _Uvicorn(http_config(server))
+    with _bound(server.config) as place:
+        thread = threading.Thread(target=asyncio.run, args=(http.serve(sockets=[place]),), name="vlcache-server")
+        thread.start()
+        try:
+            while not http.started and thread.is_alive():
+                time.sleep(_LOOK / 10)
+            server.entrance.is_warm = True
+            yield _url(server.config, place)
+        finally:
+            http.should_exit = True
+            thread.join()
+
+
+class _Process:
+    """One serving process.
+
+    Args:
+      server: what it serves.
+      place: a bound socket.
+    """
+
+    def __init__(self, server: Server, place: socket.socket):
+        self._server, self._place = server, place
+        self._config = server.config
+        self._told_at: float | None = None
+        self._ends = asyncio.Event()
+        self._http = _Uvicorn(http_config(server))
+
+    async def run(self) -> int:
+        """Serves; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._told)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._place]))
+        warming = asyncio.create_task(self._warm_up())
+        watching = asyncio.create_task(self._watch())
+        ending = asyncio.create_task(self._ends.wait())
+        await asyncio.wait({serving, watching, ending}, return_when=asyncio.FIRST_COMPLETED)
+        entrance = self._server.entrance
+        if entrance.failure is None:
+            await self._drain()
+        else:
+            say(f"error: {entrance.failure}")
+            entrance.ended.set()
+            await _is_empty(entrance, _LAST)
+        self._http.should_exit = True
+        await serving
+        watching.cancel()
+        if not warming.done():  # it cannot be interrupted, and its programs are of no use any more
+            os._exit(FAILED if entrance.failure else 0)
+        if entrance.failure is None:
+            await asyncio.to_thread(self._server.engine.cache.flush)  # also to the disk
+            await self._server.engine.close()
+            return 0
+        os._exit(FAILED)  # threads of an engine that has failed may never end
+
+    async def _warm_up(self) -> None:
+        if self._config.warmup:
+            try:
+                await self._server.engine.warmup()
+            except Exception as error:
+                self._server.entrance.failure = f"it could not be compiled: {error}"
+                return
+        self._server.entrance.is_warm = True
+        place = self._config.uds or _url(self._config, self._place)
+        say(f"ready: {' '.join(self._server.models)} at {place} (try {_try(self._config, self._place)})")
+
+    async def _watch(self) -> None:
+        """Returns when the engine has failed."""
+        while self._server.entrance.failure is None:
+            await asyncio.sleep(_LOOK)
+            await self._server.check_health()
+
+    def _told(self) -> None:
+        """A signal came."""
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
+            self._ends.set()
+        elif now - self._told_at >= _AGAIN:
+            os._exit(128 + signal.SIGTERM)
+
+    async def _drain(self) -> None:
+        """Nobody comes in any more; who is inside has some time, and is told then."""
+        entrance = self._server.entrance
+        entrance.is_draining = True
+        say(f"ending: {entrance.inside} requests are under way")
+        if not await _is_empty(entrance, self._config.shutdown_timeout):
+            say(f"ending {entrance.inside} requests")
+            entrance.ended.set()
+            await _is_empty(entrance, _LAST)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Whose process looks after signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _is_empty(entrance: Entrance, seconds: float) -> bool:
+    """Whether nobody is inside any more, within some seconds."""
+    end = time.monotonic() + seconds
+    while entrance.inside and time.monotonic() < end:
+        await asyncio.sleep(_LOOK)
+    return not entrance.inside
+
+
+@contextlib.contextmanager
+def _bound(config: ServerConfig) -> Iterator[socket.socket]:
+    """A socket that is bound, so that a wrong address is told before a model is opened; nobody can connect yet."""
+    if config.uds is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(config.uds)
+        with socket.socket(socket.AF_UNIX) as place:
+            place.bind(config.uds)
+            try:
+                yield place
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(config.uds)
+        return
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            place.bind((config.host, config.port))
+        except OSError as error:
+            raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror}") from error
+        yield place
+
+
+def _url(config: ServerConfig, place: socket.socket) -> str:
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{place.getsockname()[1]}{config.root_path}/v1"
+
+
+def _try(config: ServerConfig, place: socket.socket) -> str:
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    if config.uds is not None:
+        return f"curl{key} --unix-socket {config.uds} http://localhost/v1/models"
+    return f"curl{key} {_url(config, place)}/models"

@@ -1,0 +1,224 @@
+"""What the server says of itself: an OpenAPI document, made of what the parsers check, and a page that shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vlcache_jax import __version__
+from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
+from vlcache_jax.server.admin import VERBS
+from vlcache_jax.server.entrance import ADMIN, OPEN
+
+_COUNT = {"type": "integer", "minimum": 0}
+_TEXT = {"type": "string"}
+_NUMBERS = {"type": "array", "items": {"type": "number"}}
+_COUNTS = {"type": "array", "items": _COUNT}
+
+
+def _object(properties: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required}
+
+
+def _list(items: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _body(fields: Mapping[str, Any], *required: str, absent: Mapping[str, tuple[Any, ...]] | None = None) -> Any:
+    """What may be posted: these fields, and of what there is not the values that ask for nothing."""
+    nothing = {name: {"enum": list(values), "description": "Not supported."} for name, values in (absent or {}).items()}
+    return {
+        "type": "object",
+        "properties": {**fields, **nothing},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+_REASON = {"enum": ["stop", "length", None]}
+_TOKEN = {"token": _TEXT, "logprob": {"type": "number"}, "bytes": _or_null(_COUNTS)}
+_CHAT_LOGPROBS = _or_null(_object({"content": _list(_object({**_TOKEN, "top_logprobs": _list(_object(_TOKEN))}))}))
+_TEXT_LOGPROBS = _or_null(
+    _object({
+        "tokens": _list(_TEXT), "token_logprobs": _NUMBERS, "top_logprobs": _list({"type": "object"}),
+        "text_offset": _COUNTS,
+    })
+)  # fmt: skip
+_ENDS = {"finish_reason": _REASON, "stop_reason": {"type": ["string", "integer"]}, "token_ids": _COUNTS}
+_BESIDE = {
+    "id": _TEXT, "created": _COUNT, "model": _TEXT, "prompt_logprobs": {"type": "array"}, "prompt_token_ids": _COUNTS,
+    "cache": _ref("Cache"),
+}  # fmt: skip
+_OPTIONAL = ("prompt_logprobs", "prompt_token_ids", "cache", "stop_reason", "token_ids", "usage")
+_MESSAGE = _object({"role": {"enum": ["assistant"]}, "content": _TEXT})
+_DELTA = _object({"role": {"enum": ["assistant"]}, "content": _TEXT}, "role", "content")
+
+
+def _answer(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
+    choices = _list(_object({"index": _COUNT, **choice, **_ENDS}, *_OPTIONAL))
+    return _object({**_BESIDE, "object": {"enum": [kind]}, "choices": choices, "usage": _ref("Usage")}, *_OPTIONAL)
+
+
+_IMAGE = {
+    "index": _COUNT, "key": _TEXT, "match": {"enum": ["exact", "approximate", "miss"]}, "kv": _TEXT, "encoder": _TEXT,
+    "tokens": _COUNT, "rows": _COUNTS, "why": {"type": ["string", "null"]}, "video": _or_null(_COUNT),
+    "chunk": _or_null(_COUNT),
+}  # fmt: skip
+_SCHEMAS: Mapping[str, Any] = {
+    "Error": _object({
+        "error": _object({
+            "message": _TEXT, "type": _TEXT, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}
+        })
+    }),
+    "Usage": _object({
+        "prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT,
+        "prompt_tokens_details": _object({"cached_tokens": _COUNT, "image_tokens": _COUNT}),
+    }),
+    "Cache": _object({
+        "exact": {"type": "boolean"}, "policy": _TEXT, "approximate_tokens": _COUNT, "rows": _COUNTS,
+        "images": _list(_object(_IMAGE)),
+    }),
+    "Model": _object({
+        "id": _TEXT, "object": {"enum": ["model"]}, "created": _COUNT, "owned_by": _TEXT, "root": _TEXT,
+        "parent": {"type": "null"}, "max_model_len": _COUNT,
+    }),
+    "ChatCompletion": _answer("chat.completion", {"message": _MESSAGE, "logprobs": _CHAT_LOGPROBS}),
+    "ChatCompletionChunk": _answer("chat.completion.chunk", {"delta": _DELTA, "logprobs": _CHAT_LOGPROBS}),
+    "Completion": _answer("text_completion", {"text": _TEXT, "logprobs": _TEXT_LOGPROBS}),
+    "ChatRequest": _body(CHAT, "messages", absent=ABSENT_IN_CHAT),
+    "CompletionRequest": _body(TEXT, "prompt", absent=ABSENT_IN_TEXT),
+    "TokenizeRequest": _body(TOKENIZE),
+    "DetokenizeRequest": _body(DETOKENIZE, "tokens"),
+    **{f"{verb.title()}Request": _body(fields, next(iter(fields))) for verb, fields in VERBS.items()},
+}  # fmt: skip
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema}}}
+
+
+def _operation(
+    about: str, path: str, answer: Mapping[str, Any] | None, asks: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """An operation at a path.
+
+    Args:
+      answer: what comes with status 200; None: nothing.
+      asks: name of the body's schema.
+    """
+    is_open, is_admin = path in OPEN, path.startswith(ADMIN)
+    answers: dict[str, Any] = {"200": {"description": "Done.", **(answer or {})}}
+    error = {"description": "See `error`.", **_json(_ref("Error"))}
+    told = ["400", "404", "408", "413", "415", "503"] if asks else ["503"] if path not in OPEN else []
+    for status in told + ([] if is_open else ["401"]) + (["403"] if is_admin else []):
+        answers[status] = error
+    if is_open:
+        answers["503"] = {"description": "It is not so."}
+    found: dict[str, Any] = {"summary": about, "responses": answers, **more}
+    if asks:
+        found["requestBody"] = {"required": True, **_json(_ref(asks))}
+    found["security"] = [] if is_open else [{"admin" if is_admin else "key": []}]
+    return found
+
+
+def _paths() -> dict[str, Any]:
+    def get(path: str, about: str, answer: Mapping[str, Any] | None) -> None:
+        paths[path] = {"get": _operation(about, path, answer)}
+
+    def post(path: str, about: str, asks: str, answer: Mapping[str, Any]) -> None:
+        paths[path] = {"post": _operation(about, path, answer, asks)}
+
+    def streamed(whole: str, piece: str) -> dict[str, Any]:
+        events = {"schema": {**_TEXT, "description": f"Events of {piece} as JSON, and last [DONE]."}}
+        return {"content": {**_json(_ref(whole))["content"], "text/event-stream": events}}
+
+    paths: dict[str, Any] = {}
+    post("/v1/chat/completions", "Answers a conversation.", "ChatRequest",
+         streamed("ChatCompletion", "ChatCompletionChunk"))  # fmt: skip
+    post("/v1/completions", "Continues texts.", "CompletionRequest", streamed("Completion", "Completion"))
+    models = _object({"object": {"enum": ["list"]}, "data": _list(_ref("Model"))})
+    get("/v1/models", "What this server serves.", _json(models))
+    parameter = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    model = _operation("One of the models.", "/v1/models/{name}", _json(_ref("Model")), parameters=[parameter])
+    model["responses"]["404"] = model["responses"]["401"]
+    paths["/v1/models/{name}"] = {"get": model}
+    tokens = _object({"count": _COUNT, "max_model_len": _COUNT, "tokens": _COUNTS, "token_strs": _list(_TEXT)},
+                     "token_strs")  # fmt: skip
+    post("/tokenize", "The tokens that the model sees, images expanded.", "TokenizeRequest", _json(tokens))
+    post("/detokenize", "The text of tokens.", "DetokenizeRequest", _json(_object({"prompt": _TEXT})))
+    get("/health", "Whether requests will be answered.", None)
+    get("/ready", "Whether requests are taken, and everything is compiled.", None)
+    get("/version", "Of this software.", _json(_object({"version": _TEXT})))
+    get("/load", "Requests under way.", _json(_object({"server_load": _COUNT})))
+    get("/metrics", "For Prometheus.", {"content": {"text/plain": {"schema": _TEXT}}})
+    get("/openapi.json", "This document.", _json({"type": "object"}))
+    get("/docs", "This document as a page.", {"content": {"text/html": {"schema": _TEXT}}})
+    get("/cache", "What is kept of images, and what was found.", _json({"type": "object"}))
+    for verb in VERBS:
+        count = {"keys": _list(_TEXT)} if verb == "precompute" else {"records": _COUNT}
+        post(f"/cache/{verb}", f"See ImageCache.{verb}.", f"{verb.title()}Request", _json(_object(count)))
+    for name in ("reset_mm_cache", "reset_prefix_cache"):
+        paths[f"/{name}"] = {"post": _operation(f"See LLM.{name}.", f"/{name}", None)}
+    return paths
+
+
+def document(root_path: str = "") -> dict[str, Any]:
+    """The OpenAPI document.
+
+    Args:
+      root_path: where a proxy shows the server.
+    """
+    keys = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "VLCache-JAX", "version": __version__},
+        "servers": [{"url": root_path or "/"}],
+        "paths": _paths(),
+        "components": {"schemas": dict(_SCHEMAS), "securitySchemes": keys},
+    }
+
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ccc;padding:.2rem .5rem;text-align:left;
+vertical-align:top}pre{overflow:auto;background:#f5f5f5;padding:.5rem}summary{cursor:pointer}"""
+
+
+def page(told: Mapping[str, Any]) -> str:
+    """The document for people: one page, without scripts."""
+    schemas = told["components"]["schemas"]
+    parts = [f"<h1>{told['info']['title']} {told['info']['version']}</h1>"]
+    parts.append('<p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>')
+    for path, operations in told["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
+            parts.append(f"<p>{html.escape(operation['summary'])}</p>")
+            if "requestBody" in operation:
+                name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                parts.append(_table(schemas[name]))
+    parts.append("<h2>Schemas</h2>")
+    for name, schema in schemas.items():
+        shown = html.escape(json.dumps(schema, indent=2))
+        parts.append(f"<details><summary>{name}</summary><pre>{shown}</pre></details>")
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>API</title><style>{_STYLE}'
+    return f'<!doctype html><html lang="en"><head>{head}</style></head><body>{"".join(parts)}</body></html>'
+
+
+def _table(schema: Mapping[str, Any]) -> str:
+    rows = []
+    for name, one in schema["properties"].items():
+        kind = {key: value for key, value in one.items() if key in ("type", "enum", "minimum", "maximum", "maxItems")}
+        shown = html.escape(json.dumps(kind)) if kind else "any"
+        bold = f"<b>{name}</b>" if name in schema["required"] else name
+        rows.append(f"<tr><td>{bold}<td><code>{shown}</code><td>{html.escape(one.get('description', ''))}</tr>")
+    return f"<table><tr><th>field<th>what<th></tr>{''.join(rows)}</table>"

@@ -1,0 +1,118 @@
+"""Answers as HTTP has them, and work that ends when nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from vlcache_jax.async_llm import QueueFullError
+from vlcache_jax.protocol.values import ApiError, write
+
+_log = logging.getLogger(__name__)
+
+_PLACE = re.compile(r"(messages\[\d+\])(?: (?:(content\[\d+\])|(\w+) must))?")
+
+
+def answer_json(content: Any, status: int = 200) -> Response:
+    """JSON."""
+    return Response(write(content), status, media_type="application/json")
+
+
+def refuse(error: ApiError) -> Response:
+    """OpenAI's error object."""
+    response = answer_json(error.to_dict(), error.status)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    return response
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error. Of those that are no fault of its own the log says more."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(str(error), status=503, retry_after=1)
+    if isinstance(error, ValueError):
+        message = str(error).removeprefix("prompt ")
+        return ApiError(message, _param(message))
+    _log.error("a request failed", exc_info=error)
+    return ApiError("the server failed; its log says more", status=500)
+
+
+def _param(message: str) -> str | None:
+    """The field that an error of the renderer names."""
+    if found := _PLACE.match(message):
+        return ".".join(part for part in found.groups() if part is not None)
+    name = message.partition(" ")[0]
+    if name.startswith(("images[", "videos[")):  # counted over all messages
+        return "messages"
+    known = ("mm_processor_kwargs", "chat_template_kwargs", "add_generation_prompt", "reuse", "cache_salt", "priority")
+    return name if name in known else None
+
+
+async def merged[T](
+    streams: Sequence[AsyncGenerator[T]], silence: float, ended: asyncio.Event
+) -> AsyncGenerator[tuple[int, T] | None]:
+    """What comes of any of the streams, each with the number of its own.
+
+    Args:
+      silence: seconds after which None says that nothing has come.
+      ended: nobody waits for them any more.
+
+    Raises:
+      ApiError: they are ended before their ends.
+    """
+    waiting: dict[asyncio.Future[T], int] = {asyncio.ensure_future(anext(one)): i for i, one in enumerate(streams)}
+    ending = asyncio.ensure_future(ended.wait())
+    try:
+        while waiting:
+            both: set[asyncio.Future[Any]] = {*waiting, ending}
+            done, _ = await asyncio.wait(both, timeout=silence, return_when=asyncio.FIRST_COMPLETED)
+            if ending in done:
+                raise ApiError("the server is shutting down", status=503, retry_after=1)
+            if not done:
+                yield None
+            for future in waiting.keys() & done:
+                number = waiting.pop(future)
+                try:
+                    found = future.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+                yield number, found
+    finally:
+        both = {*waiting, ending}
+        for one in both:
+            one.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """What some work comes to; None if the client goes away before, which cancels it.
+
+    Args:
+      receive: of a request whose body has been read.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_leaves(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for one in (working, leaving):
+            one.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
