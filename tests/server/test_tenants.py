@@ -1,0 +1,163 @@
+"""Keys, tenants and their salts, without a server."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vlcache_jax.server import tenants
+from vlcache_jax.server.tenants import Salts, ShareError, Shares, Tenant, Tenants, server_secret
+
+
+def sha256(key):
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+FILE = f"""
+[[keys]]
+name = "notebook of alice"
+sha256 = "{sha256("a1")}"
+tenant = "alice"
+
+[[keys]]
+name = "robot of alice"
+sha256 = "{sha256("a2").upper()}"
+tenant = "alice"
+
+[[keys]]
+name = "bob"
+sha256 = "{sha256("b")}"
+tenant = "bob"
+
+[tenants.alice]
+reuse = ["approximate"]
+cache_bytes = "1MiB"
+requests = 2
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(text):
+        path = tmp_path / "keys.toml"
+        path.write_text(text)
+        return path
+
+    return written
+
+
+def test_a_key_is_of_its_tenant(write):
+    found = Tenants.load(write(FILE))
+    alice = Tenant("alice", ("approximate",), 2**20, 2)
+    assert [found.of(key) for key in ("a1", "a2", "b", "", "A1", sha256("b"), "\udcff")] == [
+        alice, alice, Tenant("bob"), None, None, None, None,
+    ]  # fmt: skip
+    assert sha256("a1") not in repr(found)
+
+
+def test_a_key_is_compared_with_all(write, monkeypatch):
+    compared = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(tenants.hmac, "compare_digest", lambda a, b: compared.append(b) or real(a, b))
+    found = Tenants.load(write(FILE))
+    for key in ("a1", "b", "nobody's"):
+        compared.clear()
+        found.of(key)
+        assert compared == list(found.by_digest)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"keys must be tables under \[\[keys\]\], got None"),
+        ("keys = 5", "keys must be tables .*, got 5"),
+        ("[[keys]]", r"keys\[0\] name must be a non-empty string, got None"),
+        (FILE.replace('name = "bob"', "name = 5"), r"keys\[2\] name must be a non-empty string, got 5"),
+        (FILE.replace(sha256("b"), "b" * 63), r"keys\[2\] sha256 must be 64 hex digits, as sha256sum prints them$"),
+        (FILE.replace(sha256("b"), "x" * 64), r"keys\[2\] sha256 must be 64 hex digits, as sha256sum prints them$"),
+        (FILE.replace(sha256("b"), sha256("a1")), r"keys\[2\] sha256 must be that of another key than those above$"),
+        (FILE.replace('tenant = "bob"', 'tenent = "bob"'), r"keys\[2\] must hold only name, .*, got 'tenent'"),
+        (FILE.replace("requests = 2", "requests = 0"), "tenants.alice requests must be .*, got 0"),
+        (FILE.replace("requests = 2", "requests = true"), "tenants.alice requests must be .*, got True"),
+        (FILE.replace('["approximate"]', '"all"'), "tenants.alice reuse must be a list of strings, got 'all'"),
+        (FILE.replace('"1MiB"', '"much"'), "tenants.alice cache_bytes must be"),
+        (FILE.replace("requests", "request"), "tenants.alice must hold only reuse, .*, got 'request'"),
+        (FILE + "[tenants.eve]", "tenants.eve must be the tenant of a key$"),
+        (FILE + "[more]", "the file must hold only keys, tenants, got 'more'"),
+        ("tenants = 5\n" + FILE.partition("[tenants")[0], "tenants must be tables .*, got 5"),
+        ("[[keys", "api_keys .* must be TOML: "),
+    ],
+)
+def test_a_wrong_file_is_told(write, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Tenants.load(write(text))
+    assert str(caught.value).startswith("api_keys ")
+    assert not any(sha256(key) in str(caught.value) for key in ("a1", "a2", "b"))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"^api_keys must be a file that can be read, got .*: No such file"):
+        Tenants.load(tmp_path / "none")
+
+
+def test_salts_are_of_tenant_and_request():
+    salts = Salts(b"secret")
+    asked = [(tenant, own) for tenant in ("a", "ab", "") for own in (None, "", "b", "bc")]
+    made = [salts.salt(*one) for one in asked]
+    assert len(set(made)) == len(asked)
+    assert [owner for owner, _ in made] == [salts.owner(tenant) for tenant, _ in asked]
+    assert len({salts.owner(tenant) for tenant in ("a", "ab", "")}) == 3
+    assert made == [Salts(b"secret").salt(*one) for one in asked]
+    assert not set(made) & {Salts(b"other").salt(*one) for one in asked}
+
+
+def test_a_secret_is_kept_for_its_owner_alone(tmp_path):
+    folder = tmp_path / "new" / "cache"
+    before = os.umask(0)
+    try:
+        secret = server_secret(folder)
+    finally:
+        os.umask(before)
+    [path] = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert server_secret(folder) == secret == path.read_bytes()
+    assert len(secret) == 32
+    assert server_secret(tmp_path) != secret
+    assert server_secret(None) != server_secret(None)
+    path.chmod(0o640)
+    with pytest.raises(ValueError, match=rf"must be for its owner alone: chmod 600 {path}$"):
+        server_secret(folder)
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="must be 32 bytes, got another file"):
+        server_secret(folder)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match=r"the secret of tenants must be a file of this user, got .*: Is a directory"):
+        server_secret(folder)
+
+
+def test_servers_that_begin_together_have_one_secret(tmp_path):
+    code = f"from vlcache_jax.server.tenants import server_secret; print(server_secret({str(tmp_path)!r}).hex())"
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    told = [process.communicate()[0] for process in started]
+    assert len(set(told)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["tenants.secret"]
+
+
+def test_a_tenant_has_a_share_of_the_requests():
+    shares, alice, bob = Shares(), Tenant("alice", requests=2), Tenant("bob")
+    with shares.enter(alice), shares.enter(bob):
+        with shares.enter(alice), pytest.raises(ShareError, match="has 2 requests under way"), shares.enter(alice):
+            pytest.fail("entered")
+        with shares.enter(alice), shares.enter(bob), shares.enter(bob):
+            pass
+    with pytest.raises(KeyError), shares.enter(alice):
+        raise KeyError
+    with shares.enter(alice), shares.enter(alice):
+        pass

@@ -1,0 +1,230 @@
+"""Users of one server, kept apart: who has which key, what each may ask for, and salts that nobody else can make.
+
+A file of keys is TOML. A key stands in it as its SHA-256, so that who reads the file cannot use it::
+
+    [[keys]]
+    name = "notebook of alice"    # in logs
+    sha256 = "..."                # 64 hex digits: printf %s "$KEY" | sha256sum
+    tenant = "alice"
+
+    [tenants.alice]               # may be left out
+    reuse = ["exact", "approximate"]
+    cache_bytes = "1GiB"
+    requests = 8
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from vlcache_jax.checks import check_text, check_whole, parse_bytes, short
+from vlcache_jax.files import make_folder
+
+_KEY_FIELDS = ("name", "sha256", "tenant")
+_TENANT_FIELDS = ("reuse", "cache_bytes", "requests")
+_SECRET = "tenants.secret"
+_SECRET_BYTES = 32
+
+
+class ShareError(Exception):
+    """A tenant has as many requests under way as it may."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whose requests share what is kept of their images, and nobody else's.
+
+    Attributes:
+      name: in the file.
+      reuse: what its requests may ask to reuse, beside the server's own way; None: what everybody may.
+      cache_bytes: of its records in host memory and on the disk, each; None: they have no limit of their own.
+      requests: under way at a time; None: as many as the server takes.
+
+    Raises:
+      ValueError: one is of another type or beyond its bounds.
+    """
+
+    name: str
+    reuse: tuple[str, ...] | None = None
+    cache_bytes: int | None = None
+    requests: int | None = None
+
+    def __post_init__(self) -> None:
+        check_text(self.name or None, "tenant", "a non-empty string")
+        given: Any = self.reuse
+        if given is not None:
+            if not isinstance(given, list | tuple) or not all(isinstance(one, str) and one for one in given):
+                raise ValueError(f"tenants.{self.name} reuse must be a list of strings, got {short(given)}")
+            object.__setattr__(self, "reuse", tuple(given))
+        if self.cache_bytes is not None:
+            object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, f"tenants.{self.name} cache_bytes"))
+        check_whole(f"tenants.{self.name} requests", self.requests, 1, or_none=True)
+
+
+@dataclass(frozen=True)
+class Tenants:
+    """Who has which key.
+
+    Attributes:
+      by_digest: SHA-256 of each key, and whose it is.
+    """
+
+    by_digest: Mapping[bytes, Tenant] = field(repr=False)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a file of keys.
+
+        Raises:
+          ValueError: it cannot be read, or a key or a tenant in it is wrong. No error shows a digest.
+        """
+        try:
+            told = tomllib.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise ValueError(f"api_keys must be a file that can be read, got {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"api_keys {path} must be TOML: {error}") from error
+        try:
+            return cls(_read(told))
+        except ValueError as error:
+            raise ValueError(f"api_keys {path}: {error}") from error
+
+    def of(self, key: str) -> Tenant | None:
+        """Whose key it is; None: nobody's. How long it takes tells nothing of the keys in the file."""
+        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+        fits = [hmac.compare_digest(digest, known) for known in self.by_digest]  # all of them, whichever fits
+        return next((tenant for tenant, found in zip(self.by_digest.values(), fits, strict=True) if found), None)
+
+
+def _read(told: dict[str, Any]) -> dict[bytes, Tenant]:
+    _check_fields(told, ("keys", "tenants"), "the file")
+    keys, settings = told.get("keys"), told.get("tenants", {})
+    if not isinstance(keys, list) or not keys or not all(isinstance(one, dict) for one in keys):
+        raise ValueError(f"keys must be tables under [[keys]], got {short(keys)}")
+    if not isinstance(settings, dict) or not all(isinstance(one, dict) for one in settings.values()):
+        raise ValueError(f"tenants must be tables such as [tenants.alice], got {short(settings)}")
+    tenants = {}
+    for name, one in settings.items():
+        _check_fields(one, _TENANT_FIELDS, f"tenants.{name}")
+        tenants[name] = Tenant(name, **one)
+    found: dict[bytes, Tenant] = {}
+    for number, one in enumerate(keys):
+        where = f"keys[{number}]"
+        _check_fields(one, _KEY_FIELDS, where)
+        for name in _KEY_FIELDS:
+            check_text(one.get(name) or None, f"{where} {name}", "a non-empty string")
+        digest = _digest(one["sha256"], where)
+        if digest in found:
+            raise ValueError(f"{where} sha256 must be that of another key than those above")
+        found[digest] = tenants.get(one["tenant"]) or Tenant(one["tenant"])
+    if unused := tenants.keys() - {tenant.name for tenant in found.values()}:
+        raise ValueError(f"tenants.{min(unused)} must be the tenant of a key")
+    return found
+
+
+def _check_fields(told: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for name in told:
+        if name not in known:
+            raise ValueError(f"{where} must hold only {', '.join(known)}, got {name!r}")
+
+
+def _digest(told: str, where: str) -> bytes:
+    with contextlib.suppress(ValueError):
+        if len(digest := bytes.fromhex(told)) == hashlib.sha256().digest_size:
+            return digest
+    raise ValueError(f"{where} sha256 must be 64 hex digits, as sha256sum prints them")
+
+
+class Salts:
+    """Salts of tenants' requests. Who does not know the secret cannot make another tenant's, whatever it sends.
+
+    Args:
+      secret: of this server; see `server_secret`.
+    """
+
+    def __init__(self, secret: bytes):
+        self._secret = secret
+
+    def owner(self, tenant: str) -> str:
+        """What stands for a tenant: 64 hex digits."""
+        return self._mac("tenant", tenant)
+
+    def salt(self, tenant: str, own: str | None) -> tuple[str, str]:
+        """The salt of a request, of its tenant and of the salt that it names itself: (owner, digest)."""
+        return self.owner(tenant), self._mac("salt", tenant, *([] if own is None else [own]))
+
+    def _mac(self, *parts: str) -> str:
+        mac = hmac.new(self._secret, digestmod="sha256")
+        for part in parts:  # with their lengths: no two lists of parts are alike
+            content = part.encode(errors="surrogateescape")
+            mac.update(len(content).to_bytes(8, "big") + content)
+        return mac.hexdigest()
+
+
+def server_secret(folder: str | os.PathLike[str] | None) -> bytes:
+    """The secret of a server, which is kept beside its records so that they are found after a restart.
+
+    Args:
+      folder: of the records; None: the secret lasts as long as the process.
+
+    Raises:
+      ValueError: the file of the secret cannot be read or written, is another one, or others may read it.
+    """
+    if folder is None:
+        return secrets.token_bytes(_SECRET_BYTES)
+    path = Path(folder) / _SECRET
+    try:
+        make_folder(path.parent)
+        part = path.with_name(f"{_SECRET}.{os.getpid()}.{secrets.token_hex(4)}.part")
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            with contextlib.suppress(FileExistsError):  # the first one that is whole is everybody's
+                os.link(part, path)
+        finally:
+            part.unlink()
+        with open(path, "rb") as file:
+            mode, secret = os.fstat(file.fileno()).st_mode, file.read(_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"the secret of tenants must be a file of this user, got {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise ValueError(f"the secret of tenants must be for its owner alone: chmod 600 {path}")
+    if len(secret) != _SECRET_BYTES:
+        raise ValueError(f"the secret of tenants must be {_SECRET_BYTES} bytes, got another file: {path}")
+    return secret
+
+
+class Shares:
+    """Counts the requests of each tenant that are under way."""
+
+    def __init__(self) -> None:
+        self._inside: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def enter(self, tenant: Tenant) -> Iterator[None]:
+        """For as long as a request is under way.
+
+        Raises:
+          ShareError: its tenant has as many as it may.
+        """
+        if tenant.requests is not None and self._inside[tenant.name] >= tenant.requests:
+            raise ShareError(f"this key's tenant has {tenant.requests} requests under way, as many as it may")
+        self._inside[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self._inside[tenant.name] -= 1
+            if not self._inside[tenant.name]:
+                del self._inside[tenant.name]
