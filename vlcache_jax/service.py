@@ -20,6 +20,7 @@ import numpy.typing as npt
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
+from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import Tier
 from vlcache_jax.cache.writer import Writer
@@ -174,7 +175,8 @@ class Service:
         jax_device = _meet_device(config)
         checkpoint = _open_checkpoint(config, directory, jax_device)
         stored = _how_stored(config, checkpoint)
-        tiers = open_tiers(config.cache, fingerprint=stored.fingerprint, codec=stored.codec_name)
+        shares = Shares(config.cache.owner_bytes)
+        tiers = open_tiers(config.cache, shares, fingerprint=stored.fingerprint, codec=stored.codec_name)
         policy = checkpoint.check_policy(config.policy)
         renderer, processor = _open_inputs(config, checkpoint)
         videos = VideoProcessor.from_pretrained(checkpoint.directory, checkpoint.config, processor)
@@ -183,7 +185,7 @@ class Service:
         renderer.max_tokens = memory.max_model_len
         sequences = _open_sequences(config, checkpoint, memory, renderer.tokenizer)
         rates = Rates.load(device.identity)
-        cache = _open_cache(config, device, tiers, rates, stored.codec)
+        cache = _open_cache(config, device, tiers, shares, rates, stored.codec)
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         loop = Loop(Engine(runner, cache.writer, cache.pages, threads, cache.tier))
@@ -452,13 +454,18 @@ def _open_sequences(
 
 
 def _open_cache(
-    config: EngineConfig, device: Device, tiers: Sequence[Tier], rates: Rates | None, codec: Codec | None
+    config: EngineConfig,
+    device: Device,
+    tiers: Sequence[Tier],
+    shares: Shares,
+    rates: Rates | None,
+    codec: Codec | None,
 ) -> Cache:
     runner, memory = device.runner, device.memory
     tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * kept_token_bytes(runner.config, runner.dtype, codec))
     pages = Pages(memory.num_slots // PAGE)
     store = Store(
-        config.cache, tiers,
+        config.cache, tiers, shares=shares,
         room=partial(round_up, rungs=runner.token_rungs), limit=partial(time_limit, rates),
         forgotten=tier.drop, expired=pages.drop,
     )  # fmt: skip

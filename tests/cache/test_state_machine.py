@@ -35,6 +35,7 @@ from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import NO_TENANTS, entry_key, owner_key
 from vlcache_jax.cache.record import Meta, Record, blocks
 from vlcache_jax.cache.records import Handle
+from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import GoneError, RefusedError, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
@@ -275,7 +276,7 @@ class Machine(RuleBasedStateMachine):
           kept, pinned: what is on the disk, as in `Faulty`.
         """
         capacity, ttl = int(self.config.disk_bytes), self.config.ttl
-        disk = DiskTier(self.folder, capacity, owner_bytes=self.owner_bytes, ttl=ttl, clock=self.clock)
+        disk = DiskTier(self.folder, capacity, shares=Shares(self.owner_bytes), ttl=ttl, clock=self.clock)
         self.disk = Faulty(disk, self.age)
         self.disk.kept, self.disk.staying = kept, pinned
         self.hands.clear()

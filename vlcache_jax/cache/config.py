@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.tier import Tier
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.peer import PeerTier, check_peers
@@ -128,10 +129,11 @@ class CacheConfig:
         return None if self.salt_bytes is None else int(self.salt_bytes)
 
 
-def open_tiers(config: CacheConfig, *, fingerprint: Callable[[], str], codec: str) -> list[Tier]:
+def open_tiers(config: CacheConfig, shares: Shares, *, fingerprint: Callable[[], str], codec: str) -> list[Tier]:
     """The tiers outside host memory that a configuration names, the fastest first: disk, peers, remote store.
 
     Args:
+      shares: of the disk, of those who pay for records.
       fingerprint: of the model; asked for when a record is.
       codec: of K, V, as keys name it.
 
@@ -142,7 +144,7 @@ def open_tiers(config: CacheConfig, *, fingerprint: Callable[[], str], codec: st
     tiers: list[Tier] = []
     timeout = _TIMEOUT if config.timeout is None else config.timeout
     if config.disk is not None:
-        tiers.append(DiskTier(config.disk, int(config.disk_bytes), owner_bytes=config.owner_bytes, ttl=config.ttl))
+        tiers.append(DiskTier(config.disk, int(config.disk_bytes), shares=shares, ttl=config.ttl))
     if config.peers:
         tiers += [
             PeerTier(url, token=config.peer_token, timeout=timeout, model=fingerprint, codec=codec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,22 @@ type Salt = str | tuple[str, ...] | None
 
 SHARED: Salt = ("shared",)
 """Salt of what an operator keeps for everyone; no caller's salt, which is a string, is like it."""
+
+
+OWNER_DIGITS = 64
+"""Hex digits of an owner's key. The first half says in whose share its records count."""
+
+
+class TenantSalt(NamedTuple):
+    """Salt of a request of one of a server's tenants, who shares what one payer may keep with its other requests.
+
+    Attributes:
+      tenant: stands for the tenant; nobody else may know it.
+      own: stands for the salt that the request itself names.
+    """
+
+    tenant: str
+    own: str
 
 
 def content_key(rgb: npt.NDArray[np.uint8], *more: npt.NDArray[np.uint8]) -> str:
@@ -91,6 +107,9 @@ def owner_key(salt: Salt) -> str:
     Raises:
       ValueError: the salt is no text.
     """
+    half = OWNER_DIGITS // 2
+    if isinstance(salt, TenantSalt):
+        return _digest("tenant", salt.tenant)[:half] + _digest("owner", salt)[:half]
     if salt is not None and salt != SHARED:
         check_text(salt, "cache_salt", "a string or None")
     return _digest("owner", salt)

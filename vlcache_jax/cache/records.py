@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.cache.keys import NO_TENANTS
 from vlcache_jax.cache.meter import TierStats
 from vlcache_jax.cache.record import Lost, Meta, Record, State, Why
 from vlcache_jax.cache.remembered import REMEMBERED, Ages, Bounded
+from vlcache_jax.cache.shares import Shares, payer
 from vlcache_jax.inputs.processor import Grid
 
 
@@ -158,11 +158,11 @@ class MemoryTier:
 
     Args:
       capacity: bytes at most.
-      owner_bytes: bytes at most of records under one salt; None: they have no limit of their own.
+      shares: of it, of those who pay for records; None: they have no limits.
     """
 
-    def __init__(self, capacity: int, *, owner_bytes: int | None = None):
-        self.capacity, self._owner_bytes = capacity, owner_bytes
+    def __init__(self, capacity: int, *, shares: Shares | None = None):
+        self.capacity, self._shares = capacity, shares or Shares()
         self.used = 0
         self.clashes = 0
         self._records: OrderedDict[str, Record] = OrderedDict()  # the least recently used first
@@ -197,15 +197,16 @@ class MemoryTier:
             gone = list(displaced)
             free = self.capacity - self.used + sum(record.meta.nbytes for record in gone)
             fits = []
-            taken: Counter[str] = Counter()  # by what is new, of each owner's share
+            taken: Counter[str] = Counter()  # by what is new, of each payer's share
             for meta in metas:
                 # Whatever has its place, and then the least recently used ones.
                 there = self._records.get(_place(meta.name))
                 more = [] if there is None or there in gone else [there]
                 others = [r for r in self._records.values() if not (r.is_pinned or r in gone or r is there)]
-                # An owner's records make room in its own share,
-                share = self._share(meta.owner, [*gone, *more]) - taken[meta.owner]
-                own = (record for record in others if record.meta.owner == meta.owner)
+                # A payer's records make room in its own share,
+                who = payer(meta.owner)
+                share = self._share(meta.owner, [*gone, *more]) - taken[who]
+                own = (record for record in others if payer(record.meta.owner) == who)
                 while share < meta.nbytes and (record := next(own, None)) is not None:
                     more.append(record)
                     share += record.meta.nbytes
@@ -220,7 +221,7 @@ class MemoryTier:
                 if fits[-1]:
                     gone += more
                     free = room - meta.nbytes
-                    taken[meta.owner] += meta.nbytes
+                    taken[who] += meta.nbytes
             leaving = {
                 record: Why.displaced if record in displaced else Why.evicted for record in gone if self.remove(record)
             }
@@ -228,10 +229,11 @@ class MemoryTier:
 
     def _share(self, owner: str, gone: Sequence[Record]) -> float:
         """Bytes that are left to an owner's new records when some have gone."""
-        if self._owner_bytes is None or owner in NO_TENANTS:
+        if (most := self._shares.of(owner)) is None:
             return math.inf
-        own = (record for record in self._records.values() if record.meta.owner == owner and record not in gone)
-        return self._owner_bytes - sum(record.meta.nbytes for record in own)
+        who = payer(owner)
+        own = (record for record in self._records.values() if payer(record.meta.owner) == who and record not in gone)
+        return most - sum(record.meta.nbytes for record in own)
 
     def _insert(self, meta: Meta, source: str | None) -> Record:
         record = self._records[_place(meta.name)] = Record(meta, source)
@@ -277,6 +279,7 @@ class Records:
 
     Args:
       config: sizes and rules.
+      shares: of host memory, of those who pay for records.
       clock: seconds since the epoch.
       forgotten: called with every record that leaves.
 
@@ -284,10 +287,16 @@ class Records:
       ages: of images.
     """
 
-    def __init__(self, config: CacheConfig, clock: Callable[[], float], forgotten: Callable[[Record], object]):
+    def __init__(
+        self,
+        config: CacheConfig,
+        shares: Shares,
+        clock: Callable[[], float],
+        forgotten: Callable[[Record], object],
+    ):
         self.config = config
         self.ages = Ages(config.ttl, clock)
-        self.tier = MemoryTier(config.memory_bytes, owner_bytes=config.owner_bytes)
+        self.tier = MemoryTier(config.memory_bytes, shares=shares)
         self._lock = threading.RLock()
         self._counts = CacheStats()
         self._whys = Counter[str]()

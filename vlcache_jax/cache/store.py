@@ -24,6 +24,7 @@ from vlcache_jax.cache.meter import Meter
 from vlcache_jax.cache.record import Lost, Meta, Part, Record, Why
 from vlcache_jax.cache.records import CacheStats, Handle, Records
 from vlcache_jax.cache.remembered import REMEMBERED, Bounded, Requests
+from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.tier import DamagedError, Found, Tier, TierError, verified
 from vlcache_jax.inputs.processor import Grid
 
@@ -71,6 +72,7 @@ class Store(Records):
     Args:
       config: sizes and rules.
       tiers: outside host memory, the fastest first; may be none.
+      shares: of host memory and of a disk; None: those of the configuration.
       room: for how many tokens records of so many have room in memory.
       limit: seconds that a record may take to come; who needs it computes then.
       forgotten: called with every record that leaves host memory.
@@ -83,6 +85,7 @@ class Store(Records):
       refusals: why the file under an alias is no picture.
       requests: the lists of images that came together.
       shared: the entry keys of what an operator keeps for everyone, by those without a salt.
+      shares: how much of them each payer may take.
       channels: the ways to the tiers.
       meter: counts what they do.
     """
@@ -92,6 +95,7 @@ class Store(Records):
         config: CacheConfig,
         tiers: Sequence[Tier] = (),
         *,
+        shares: Shares | None = None,
         room: Callable[[int], int] = int,
         limit: Callable[[Meta], float] = lambda meta: 30.0,
         forgotten: Callable[[Record], object] = lambda record: None,
@@ -99,7 +103,8 @@ class Store(Records):
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ):
-        super().__init__(config, clock, forgotten)
+        self.shares = shares or Shares(config.owner_bytes)
+        super().__init__(config, self.shares, clock, forgotten)
         self.pictures = Bounded[PictureKey](REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
         self.requests = Requests()

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from tests.cache.records import CASES, assert_whole, found, key, load, make, names, parts, verified_read, write
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
+from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import DamagedError, GoneError, TierError
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
@@ -502,7 +503,7 @@ def test_a_salt_has_its_share(tmp_path):
     now = iter(range(1000))
     size = file_bytes(make().meta)
     owners = {"greedy": 4, None: 3, SHARED: 3}
-    with closing(tmp_path, 20 * size, owner_bytes=2 * size + 10, clock=lambda: next(now)) as tier:
+    with closing(tmp_path, 20 * size, shares=Shares(2 * size + 10), clock=lambda: next(now)) as tier:
         numbers = iter(range(1, 100))
         made = {owner: [make(next(numbers), owner=owner) for _ in range(count)] for owner, count in owners.items()}
         for records in made.values():

@@ -23,8 +23,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.keys import FORMAT_VERSION, NO_TENANTS
+from vlcache_jax.cache.keys import FORMAT_VERSION
 from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.shares import Shares, payer
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
 from vlcache_jax.cache.tiers.disk_index import Index, advice, is_damage
 from vlcache_jax.cache.tiers.record_file import (
@@ -52,7 +53,7 @@ class DiskTier(Tier):
     Args:
       directory: is made if it does not exist, for its owner alone.
       capacity: bytes of all files, at most.
-      owner_bytes: of all files under one salt, at most; None: they have no limit of their own.
+      shares: of it, of those who pay for records; None: they have no limits.
       ttl: seconds after which a record leaves, with the next one that is written; None: it stays. Until then it is
         found, and whoever finds it looks at when it was written.
       clock: seconds since the epoch.
@@ -69,11 +70,11 @@ class DiskTier(Tier):
         directory: str | os.PathLike[str],
         capacity: int,
         *,
-        owner_bytes: int | None = None,
+        shares: Shares | None = None,
         ttl: float | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        self.capacity, self._owner_bytes, self._ttl = capacity, owner_bytes, ttl
+        self.capacity, self._shares, self._ttl = capacity, shares or Shares(), ttl
         self._clock = clock
         self._me = uuid.uuid4().hex
         self._numbers = itertools.count()  # of files that are being written
@@ -234,8 +235,8 @@ class DiskTier(Tier):
         size = file_bytes(meta)
         self._index.set_right(self._clock())
         names, fits = self._index.leaving(size, self.capacity, before=self._oldest)
-        if fits and self._owner_bytes is not None and meta.owner not in NO_TENANTS:
-            own, fits = self._index.leaving(size, self._owner_bytes, owner=meta.owner)
+        if fits and (most := self._shares.of(meta.owner)) is not None:
+            own, fits = self._index.leaving(size, most, who=payer(meta.owner))
             for name in own if fits else ():
                 self._remove(name)
             names, _ = self._index.leaving(size, self.capacity, before=self._oldest)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from vlcache_jax.cache.record import Meta
+from vlcache_jax.cache.shares import payer
 from vlcache_jax.cache.tier import Line
 from vlcache_jax.cache.tiers.record_file import file_bytes, make_header
 
@@ -194,20 +195,20 @@ class Index:
         self._execute(query, now, now, now, now, now)
 
     def leaving(
-        self, size: int, capacity: int, owner: str | None = None, before: float | None = None
+        self, size: int, capacity: int, who: str | None = None, before: float | None = None
     ) -> tuple[list[str], bool]:
         """The records that make room for one of a number of bytes, and whether that is enough.
 
         Args:
-          capacity: for all records, or for those of the owner.
-          owner: whose records count; None: all of them do.
+          capacity: for all records, or for those of a payer.
+          who: pays for the records that count; None: all of them do.
           before: what was written before leaves in any case: seconds since the epoch.
         """
         query = "SELECT name, bytes, written, pinned, owner FROM records WHERE writer IS NULL ORDER BY used"
-        mine = (row for row in self._execute(query).fetchall() if owner in (None, row[4]))
-        coming = "SELECT bytes FROM records WHERE writer IS NOT NULL AND (owner = ? OR ? IS NULL)"
-        rows = list(mine)
-        left = size + sum(row[1] for row in rows) + sum(its for (its,) in self._execute(coming, owner, owner))
+        coming = "SELECT bytes, owner FROM records WHERE writer IS NOT NULL"
+        rows = [row for row in self._execute(query).fetchall() if who in (None, payer(row[4]))]
+        being_written = sum(its for its, owner in self._execute(coming) if who in (None, payer(owner)))
+        left = size + sum(row[1] for row in rows) + being_written
         names = []
         for name, its, written, pinned, _ in rows:
             is_old = before is not None and written < before
