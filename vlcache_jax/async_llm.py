@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.calls import Conversation, PromptLike, is_token_ids
 from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
@@ -87,7 +88,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         reuse: Reuse | None = None,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template: Unpack[TemplateOptions],
@@ -133,7 +134,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         reuse: Reuse | None = None,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template: Unpack[TemplateOptions],

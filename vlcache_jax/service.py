@@ -20,6 +20,7 @@ import numpy.typing as npt
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
+from vlcache_jax.cache.keys import Salt
 from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import Tier
@@ -309,7 +310,7 @@ class Service:
         listed: Sequence[Any],
         render: Callable[..., Prompt],
         reuse: Reuse | None,
-        salt: str | None,
+        salt: Salt,
         on_error: str,
         **more: Any,
     ) -> Call:

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
+from vlcache_jax.cache.keys import OWNER_DIGITS, owner_key
+from vlcache_jax.cache.shares import payer
 from vlcache_jax.server import tenants
-from vlcache_jax.server.tenants import Salts, ShareError, Shares, Tenant, Tenants, server_secret
+from vlcache_jax.server.tenants import Salts, Tenant, Tenants, server_secret
 
 
 def sha256(key):
@@ -110,8 +112,12 @@ def test_salts_are_of_tenant_and_request():
     asked = [(tenant, own) for tenant in ("a", "ab", "") for own in (None, "", "b", "bc")]
     made = [salts.salt(*one) for one in asked]
     assert len(set(made)) == len(asked)
-    assert [owner for owner, _ in made] == [salts.owner(tenant) for tenant, _ in asked]
-    assert len({salts.owner(tenant) for tenant in ("a", "ab", "")}) == 3
+    assert [salt.tenant for salt in made] == [salts.salt(tenant).tenant for tenant, _ in asked]
+    assert len({salt.tenant for salt in made}) == 3
+    owners = [owner_key(salt) for salt in made]
+    assert len(set(owners)) == len(made)
+    assert len({payer(owner) for owner in owners}) == 3
+    assert {len(owner) for owner in owners} == {len(owner_key("a"))} == {OWNER_DIGITS}
     assert made == [Salts(b"secret").salt(*one) for one in asked]
     assert not set(made) & {Salts(b"other").salt(*one) for one in asked}
 
@@ -148,16 +154,3 @@ def test_servers_that_begin_together_have_one_secret(tmp_path):
     told = [process.communicate()[0] for process in started]
     assert len(set(told)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["tenants.secret"]
-
-
-def test_a_tenant_has_a_share_of_the_requests():
-    shares, alice, bob = Shares(), Tenant("alice", requests=2), Tenant("bob")
-    with shares.enter(alice), shares.enter(bob):
-        with shares.enter(alice), pytest.raises(ShareError, match="has 2 requests under way"), shares.enter(alice):
-            pytest.fail("entered")
-        with shares.enter(alice), shares.enter(bob), shares.enter(bob):
-            pass
-    with pytest.raises(KeyError), shares.enter(alice):
-        raise KeyError
-    with shares.enter(alice), shares.enter(alice):
-        pass

@@ -20,6 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from vlcache_jax import __version__
 from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.cache.keys import owner_key
+from vlcache_jax.cache.shares import payer
 from vlcache_jax.checks import short
 from vlcache_jax.protocol.fields import DETOKENIZE, check_fields
 from vlcache_jax.protocol.requests import TokenizeRequest
@@ -37,6 +39,7 @@ from vlcache_jax.server.inference import (
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.responses import answer_json, as_api_error, refuse, until_gone
+from vlcache_jax.server.tenants import Register, Salts, Tenants, server_secret
 
 
 class Server:
@@ -49,6 +52,7 @@ class Server:
     Attributes:
       app: an ASGI application.
       entrance: counts requests under way.
+      register: of the tenants; None: there are none.
 
     Raises:
       ValueError: an option does not fit the model.
@@ -61,8 +65,12 @@ class Server:
         opened = os.fspath(engine.service.config.model)
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
         self.entrance = Entrance(config.max_waiting)
+        self.register: Register | None = None
+        if config.api_keys is not None:
+            secret = server_secret(engine.service.config.cache.disk)
+            self.register = Register(config.api_keys, secret, self._suit)
         self._metrics = ServerMetrics(self.models[0], engine)
-        given = engine, config, self.models, self.entrance, self._metrics
+        given = engine, config, self.models, self.entrance, self._metrics, self.register
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         routes = [
             Route("/health", self._health),
@@ -83,13 +91,23 @@ class Server:
             Route("/reset_mm_cache", self._reset_mm_cache, methods=["POST"]),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
         ]
-        middleware = [Middleware(Keys, config=config)]
+        middleware = [Middleware(Keys, config=config, register=self.register)]
         if config.allowed_origins:
             origins = list(config.allowed_origins)
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    def _suit(self, salts: Salts, tenants: Tenants) -> None:
+        """Sees that tenants can be served, and gives them their shares of the cache."""
+        shares = {}
+        for name, tenant in tenants.all().items():
+            for reuse in tenant.reuse or ():
+                self.engine.service.policy_of(reuse)
+            if tenant.cache_bytes is not None:
+                shares[payer(owner_key(salts.salt(name)))] = tenant.cache_bytes
+        self.engine.service.cache.store.shares.set(shares)
 
     async def check_health(self) -> None:
         """Notes whether the engine has failed."""
@@ -198,7 +216,7 @@ class _Call:
             return answer_json(await self._work(body))
 
         try:
-            with self._entrance.enter():
+            with self._entrance.enter(scope):
                 body = await read_body(scope, receive, self._most)
                 response = await until_gone(receive, answer())
         except GoneError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
 from vlcache_jax.reuse.parse import parse_policy
+from vlcache_jax.server.tenants import Tenants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class ServerConfig:
       port: 0 takes a free one.
       uds: path of a Unix socket to listen at, in place of host and port.
       api_key: that clients must know; may be repeated, and any of them will do. Without one everybody is served.
+      api_keys: TOML file of tenants' keys, in place of `api_key`; see `vlcache_jax.server.tenants`. It is read again on
+        SIGHUP. Tenants share nothing that is kept of images.
       admin_key: of those who see and change the cache. Without one nobody does over HTTP.
       served_model_name: what clients call the model, by default as it was opened; may be repeated.
       allowed_origins: of pages that browsers let ask; may be repeated, and "*" is all.
@@ -43,6 +46,7 @@ class ServerConfig:
     port: int = 8000
     uds: str | None = None
     api_key: Sequence[str] = ()
+    api_keys: str | None = None
     admin_key: str | None = None
     served_model_name: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
@@ -60,7 +64,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("host", "root_path"):
             check_text(getattr(self, name), name)
-        for name in ("uds", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template"):
+        for name in ("uds", "api_keys", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template"):
             if (text := getattr(self, name)) is not None:
                 check_text(text or None, name, "a non-empty string or None")
         for name in ("api_key", "served_model_name", "allowed_origins", "allow_reuse"):
@@ -74,6 +78,10 @@ class ServerConfig:
             parse_policy(one)
         if self.admin_key is not None and self.admin_key in self.api_key:
             raise ValueError("admin_key must be another one than api_key")
+        if self.api_keys is not None:
+            if self.api_key:
+                raise ValueError("api_key must be left out where api_keys names a file")
+            Tenants.load(self.api_keys)  # before a model is opened
         check_whole("port", self.port, 0, 65535)
         check_whole("max_waiting", self.max_waiting, 1)
         check_whole("max_n", self.max_n, 1)

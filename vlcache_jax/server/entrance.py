@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Iterator
 
 from starlette.datastructures import Headers
@@ -14,11 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.responses import refuse
+from vlcache_jax.server.tenants import Register, Tenant
 
 OPEN = ("/health", "/ready")
 """Paths that need no key."""
 ADMIN = ("/cache", "/reset_mm_cache", "/reset_prefix_cache")
 """Beginnings of the paths that need the admin key."""
+_OF_ALL = ("/metrics", "/load")
+TENANT = "vlcache.tenant"
+"""Name in the scope of a request; who has no tenant has the admin key, or there are none."""
 _SILENCE = 30.0  # seconds from one piece of a body to the next at most
 _FAULTS = 3  # errors of the engine after each other, after which nobody believes that it will answer
 _AGAIN = 1  # seconds after which who found no room may come again
@@ -49,25 +54,35 @@ class Entrance:
         self.ended = asyncio.Event()
         self._most = most
         self._faults = 0
+        self._of_tenants: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self, scope: Scope) -> Iterator[None]:
         """For as long as a request is under way.
 
         Raises:
           ApiError: it must come again later.
         """
+        tenant: Tenant | None = scope.get(TENANT)
         if self.failure is not None:
             raise ApiError("the engine has failed", status=503)
         if self.is_draining:
             raise ApiError("the server is shutting down", status=503, retry_after=_AGAIN)
         if self.inside >= self._most:
             raise ApiError(f"the server has {self._most} requests under way", status=503, retry_after=_AGAIN)
+        name = None if tenant is None else tenant.name
+        if tenant is not None and tenant.requests is not None and self._of_tenants[tenant.name] >= tenant.requests:
+            told = f"this key's tenant has {tenant.requests} requests under way, as many as it may"
+            raise ApiError(told, status=429, retry_after=_AGAIN)
         self.inside += 1
+        if name is not None:
+            self._of_tenants[name] += 1
         try:
             yield
         finally:
             self.inside -= 1
+            if name is not None:
+                self._of_tenants[name] -= 1
 
     @property
     def is_ready(self) -> bool:
@@ -86,15 +101,16 @@ class Entrance:
 
 
 class Keys:
-    """Lets those in who have a key (middleware).
+    """Lets those in who have a key, and notes whose tenants they are (middleware).
 
     Args:
       app: what is behind.
       config: has the keys.
+      register: of the tenants, if there are any.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig):
-        self._app, self._root = app, config.root_path
+    def __init__(self, app: ASGIApp, config: ServerConfig, register: Register | None):
+        self._app, self._root, self._register = app, config.root_path, register
         self._keys = [_digest(key) for key in config.api_key]
         self._admin = None if config.admin_key is None else _digest(config.admin_key)
 
@@ -109,14 +125,20 @@ class Keys:
         if path in OPEN:
             return None
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        digest = _digest(key)
         # All of them, whichever fits: how long it takes tells nothing.
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
         is_known = sum(hmac.compare_digest(digest, known) for known in self._keys) > 0
-        if any(path == one or path.startswith(f"{one}/") for one in ADMIN):
+        # What all tenants do together is not for one of them to see.
+        admin = ADMIN if self._register is None else (*ADMIN, *_OF_ALL)
+        if any(path == one or path.startswith(f"{one}/") for one in admin):
             if self._admin is None:
                 return ApiError("this server was started without an admin key", status=403)
             return None if is_admin else _UNKNOWN
+        if self._register is not None:
+            scope[TENANT] = tenant = self._register.of(key)
+            return None if tenant is not None or is_admin else _UNKNOWN
         return None if is_known or is_admin or not self._keys else _UNKNOWN
 
 

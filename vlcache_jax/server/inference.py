@@ -13,15 +13,17 @@ from typing import Any, ClassVar
 from starlette.types import Receive, Scope, Send
 
 from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
 from vlcache_jax.outputs import OutputCollector, RequestDelta
 from vlcache_jax.protocol.answers import Answer, ChatAnswer, CompletionAnswer, Counts
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.entrance import Entrance, GoneError, read_body
+from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.responses import answer_json, as_api_error, merged, refuse, until_gone
+from vlcache_jax.server.tenants import Register, Tenant
 
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
 _STALL = 60.0  # seconds that a client may take to read what is sent
@@ -40,6 +42,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
       models: what clients may call the model; the first is what answers call it.
       entrance: has room for them.
       metrics: are told of them.
+      register: of the tenants, if there are any.
     """
 
     kind: ClassVar[type[Answer]]
@@ -52,17 +55,17 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         models: Sequence[str],
         entrance: Entrance,
         metrics: ServerMetrics,
+        register: Register | None,
     ):
         self.engine, self.config = engine, config
-        self._models, self._entrance, self._metrics = models, entrance, metrics
-        self._reuses = tuple(map(str, dict.fromkeys((engine.service.config.reuse, *config.allow_reuse))))
+        self._models, self._entrance, self._metrics, self._register = models, entrance, metrics, register
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = _Sender(send)
         try:
-            with self._entrance.enter():
+            with self._entrance.enter(scope):
                 body = await read_body(scope, receive, int(self.config.max_body_bytes))
-                asked = self._answer(body, sender)
+                asked = self._answer(body, sender, scope.get(TENANT))
                 del body  # pictures are large, and answers take long
                 await until_gone(receive, asked)
         except GoneError:
@@ -77,18 +80,21 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             else:
                 await refuse(told)(scope, receive, send)
 
-    async def _answer(self, body: bytes, sender: _Sender) -> None:
+    async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body)
         del body
-        self._check(request.options, request.params.n)
+        self._check(request.options, request.params.n, tenant)
         told = request.options
+        salt: str | TenantSalt | None = told.cache_salt
+        if self._register is not None and tenant is not None:
+            salt = self._register.salts.salt(tenant.name, told.cache_salt)
         answer = self.kind(f"{self.prefix}-{uuid.uuid4().hex}", self._models[0], told, request.params.n)
         streams = [
             self.engine.deltas(
                 prompt,
                 request.params,
                 reuse=told.reuse,
-                cache_salt=told.cache_salt,
+                cache_salt=salt,
                 priority=told.priority,
                 **self._settings(request),
             )
@@ -134,12 +140,14 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             if one.finish_reason is not None:
                 self._metrics.ended(one.finish_reason)
 
-    def _check(self, options: Options, n: int) -> None:
+    def _check(self, options: Options, n: int, tenant: Tenant | None) -> None:
         check_model(options.model, self._models)
         if n > self.config.max_n:
             raise ApiError(f"n must be at most {self.config.max_n}, got {n}", "n")
-        if options.reuse is not None and str(options.reuse) not in self._reuses:
-            known = " or ".join(self._reuses)
+        more: Sequence[str] = self.config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
+        allowed = list(map(str, dict.fromkeys((self.engine.service.config.reuse, *more))))
+        if options.reuse is not None and str(options.reuse) not in allowed:
+            known = " or ".join(allowed)
             raise ApiError(f"reuse must be {known} on this server, got {short(options.reuse)}", "reuse")
 
     @abstractmethod

@@ -91,6 +91,8 @@ class _Process:
         """Serves; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._told)
+        if self._server.register is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_keys)
         serving = asyncio.create_task(self._http.serve(sockets=[self._place]))
         warming = asyncio.create_task(self._warm_up())
         watching = asyncio.create_task(self._watch())
@@ -130,6 +132,15 @@ class _Process:
         while self._server.entrance.failure is None:
             await asyncio.sleep(_LOOK)
             await self._server.check_health()
+
+    def _read_keys(self) -> None:
+        assert self._server.register is not None
+        try:
+            self._server.register.reload()
+        except ValueError as error:
+            say(f"the keys stay as they were: {error}")
+        else:
+            say("the keys have been read again")
 
     def _told(self) -> None:
         """A signal came."""

@@ -21,12 +21,12 @@ import hmac
 import os
 import secrets
 import tomllib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import check_text, check_whole, parse_bytes, short
 from vlcache_jax.files import make_folder
 
@@ -34,10 +34,6 @@ _KEY_FIELDS = ("name", "sha256", "tenant")
 _TENANT_FIELDS = ("reuse", "cache_bytes", "requests")
 _SECRET = "tenants.secret"
 _SECRET_BYTES = 32
-
-
-class ShareError(Exception):
-    """A tenant has as many requests under way as it may."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,10 @@ class Tenants:
     """
 
     by_digest: Mapping[bytes, Tenant] = field(repr=False)
+
+    def all(self) -> dict[str, Tenant]:
+        """The tenants, by name."""
+        return {tenant.name: tenant for tenant in self.by_digest.values()}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -155,13 +155,9 @@ class Salts:
     def __init__(self, secret: bytes):
         self._secret = secret
 
-    def owner(self, tenant: str) -> str:
-        """What stands for a tenant: 64 hex digits."""
-        return self._mac("tenant", tenant)
-
-    def salt(self, tenant: str, own: str | None) -> tuple[str, str]:
-        """The salt of a request, of its tenant and of the salt that it names itself: (owner, digest)."""
-        return self.owner(tenant), self._mac("salt", tenant, *([] if own is None else [own]))
+    def salt(self, tenant: str, own: str | None = None) -> TenantSalt:
+        """That of a request of a tenant which names a salt itself, or does not."""
+        return TenantSalt(self._mac("tenant", tenant), self._mac("salt", tenant, *([] if own is None else [own])))
 
     def _mac(self, *parts: str) -> str:
         mac = hmac.new(self._secret, digestmod="sha256")
@@ -182,7 +178,7 @@ def server_secret(folder: str | os.PathLike[str] | None) -> bytes:
     """
     if folder is None:
         return secrets.token_bytes(_SECRET_BYTES)
-    path = Path(folder) / _SECRET
+    path = Path(folder).expanduser() / _SECRET
     try:
         make_folder(path.parent)
         part = path.with_name(f"{_SECRET}.{os.getpid()}.{secrets.token_hex(4)}.part")
@@ -206,25 +202,36 @@ def server_secret(folder: str | os.PathLike[str] | None) -> bytes:
     return secret
 
 
-class Shares:
-    """Counts the requests of each tenant that are under way."""
+class Register:
+    """The tenants of a running server.
 
-    def __init__(self) -> None:
-        self._inside: Counter[str] = Counter()
+    Args:
+      path: file of keys.
+      secret: see `Salts`.
+      suit: is told of all tenants before any of them is let in; raises a ValueError if the server cannot serve them.
 
-    @contextlib.contextmanager
-    def enter(self, tenant: Tenant) -> Iterator[None]:
-        """For as long as a request is under way.
+    Attributes:
+      salts: of their requests.
+
+    Raises:
+      ValueError: see `reload`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], secret: bytes, suit: Callable[[Salts, Tenants], object]):
+        self.salts = Salts(secret)
+        self._path, self._suit = path, suit
+        self.reload()
+
+    def reload(self) -> None:
+        """Reads the file again. Requests under way stay.
 
         Raises:
-          ShareError: its tenant has as many as it may.
+          ValueError: it is wrong; then everything is as it was.
         """
-        if tenant.requests is not None and self._inside[tenant.name] >= tenant.requests:
-            raise ShareError(f"this key's tenant has {tenant.requests} requests under way, as many as it may")
-        self._inside[tenant.name] += 1
-        try:
-            yield
-        finally:
-            self._inside[tenant.name] -= 1
-            if not self._inside[tenant.name]:
-                del self._inside[tenant.name]
+        found = Tenants.load(self._path)
+        self._suit(self.salts, found)
+        self._tenants = found
+
+    def of(self, key: str) -> Tenant | None:
+        """See `Tenants.of`."""
+        return self._tenants.of(key)

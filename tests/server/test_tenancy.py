@@ -1,0 +1,162 @@
+"""Tenants of one server: what they share is nothing, and what each may take is its own."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import pytest
+
+from tests.server.helper import data_url, eventually, shows
+from vlcache_jax.cache.shares import payer
+
+CHAT, ADMIN = "/v1/chat/completions", "root"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "temperature": 0}
+
+
+def written(path, tenants="", **keys):
+    """A file of keys, each of the tenant that is named."""
+    parts = [
+        f'[[keys]]\nname = "{key}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\ntenant = "{tenant}"\n'
+        for key, tenant in keys.items()
+    ]
+    path.write_text("".join(parts) + tenants)
+    return str(path)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    return tmp_path / "keys.toml"
+
+
+@pytest.fixture
+def fresh(engine):
+    engine.service.reset_mm_cache()
+    engine.service.reset_prefix_cache()
+
+
+def ask(served, key, *pictures, text="What is it?", **more):
+    """Status and answer."""
+    body = HELLO | {"messages": shows(*map(data_url, pictures), text=text), "return_cache": True} | more
+    return served.json("POST", CHAT, body, Authorization=f"Bearer {key}")
+
+
+def matches(served, key, *pictures, **more):
+    status, found = ask(served, key, *pictures, **more)
+    assert status == 200, found
+    return [image["match"] for image in found["cache"]["images"]], found["usage"]["prompt_tokens_details"]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_tenants_share_nothing_and_their_keys_do(serve, keys, textured_image):
+    served = serve(api_keys=written(keys, a1="alice", a2="alice", b="bob"), admin_key=ADMIN)
+    picture = textured_image(64, 96)
+    assert matches(served, "a1", picture)[0] == ["miss"]
+    for key in ("b", ADMIN):
+        found, usage = matches(served, key, picture)
+        assert (found, usage["cached_tokens"]) == (["miss"], 0)
+    for key in ("a1", "a2", "b", ADMIN):
+        found, usage = matches(served, key, picture)
+        assert found == ["exact"]
+        assert usage["cached_tokens"] > 0
+    # A tenant's own salts keep its users apart, and are nobody else's.
+    for key in ("a1", "b"):
+        assert matches(served, key, picture, cache_salt="s")[0] == ["miss"]
+    assert matches(served, "a2", picture, cache_salt="s")[0] == ["exact"]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_text_is_kept_apart_too(serve, keys):
+    served = serve(api_keys=written(keys, a="alice", b="bob"), admin_key=ADMIN)
+    text = "The secret word is swordfish. " * 20
+
+    def cached(key, **more):
+        told = HELLO | {"messages": [{"role": "user", "content": text}]} | more
+        status, found = served.json("POST", CHAT, told, Authorization=f"Bearer {key}")
+        assert status == 200
+        return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("a") == cached("b") == cached("a", cache_salt="s") == cached("b", cache_salt="s") == 0
+    assert cached("a") == cached("b") == cached("a", cache_salt="s") > 0
+
+
+def test_who_comes_in(serve, keys):
+    served = serve(api_keys=written(keys, a="alice"), admin_key=ADMIN)
+    for path, of_tenants in (("/v1/models", 200), ("/docs", 200), ("/metrics", 401), ("/load", 401), ("/cache", 401)):
+        status = {key: served.ask("GET", path, Authorization=f"Bearer {key}")[0] for key in ("a", "b", ADMIN)}
+        assert status == {"a": of_tenants, "b": 401, ADMIN: 200}, path
+        assert served.ask("GET", path)[0] == 401
+    for path in ("/health", "/ready"):
+        assert served.ask("GET", path)[0] == 200
+
+
+def test_without_an_admin_key_nobody_sees_what_all_do(serve, keys):
+    served = serve(api_keys=written(keys, a="alice"))
+    assert served.ask("GET", "/metrics", Authorization="Bearer a")[0] == 403
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_tenant_has_its_share_of_the_requests(serve, keys, engine, monkeypatch):
+    served = serve(api_keys=written(keys, "[tenants.alice]\nrequests = 2\n", a1="alice", a2="alice", b="bob"))
+    go_on, window = threading.Event(), engine.service.device.runner.window
+    monkeypatch.setattr(engine.service.device.runner, "window", lambda *given: (go_on.wait(), window(*given))[1])
+    statuses = []
+    asking = [
+        threading.Thread(target=lambda key=key: statuses.append(ask(served, key, max_tokens=4, ignore_eos=True)[0]))
+        for key in ("a1", "a2", "b", "b", "b")
+    ]
+    for thread in asking:
+        thread.start()
+    assert eventually(lambda: served.server.entrance.inside == 5)
+    status, headers, body = served.ask("POST", CHAT, HELLO, Authorization="Bearer a1")
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert b"has 2 requests under way" in body
+    go_on.set()
+    for thread in asking:
+        thread.join()
+    assert statuses == [200] * 5
+    assert ask(served, "a1")[0] == 200
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_tenant_has_its_share_of_the_cache_whatever_its_salts(serve, keys, engine, textured_image):
+    pictures = [textured_image(64, 96, seed) for seed in range(5)]
+    served = serve(api_keys=written(keys, b="bob"))
+    matches(served, "b", pictures[0])
+    engine.cache.flush()
+    one = sum(record.meta.nbytes for record in engine.service.cache.store.tier.records())
+    served = serve(api_keys=written(keys, f"[tenants.alice]\ncache_bytes = {2 * one}\n", a="alice", b="bob"))
+    for i, picture in enumerate(pictures):
+        matches(served, "a", picture, cache_salt=f"salt {i}")
+        matches(served, "b", picture)
+    engine.cache.flush()
+    taken = {}
+    for record in engine.service.cache.store.tier.records():
+        who = payer(record.meta.owner)
+        taken[who] = taken.get(who, 0) + record.meta.nbytes
+    assert sorted(taken.values()) == [one, 2 * one, 5 * one]  # bob at the server before, alice, and bob
+    engine.service.reset_prefix_cache()
+    assert matches(served, "a", pictures[0], cache_salt="salt 0")[0] == ["miss"]
+    assert matches(served, "a", pictures[4], cache_salt="salt 4")[0] == ["exact"]
+
+
+def test_a_tenant_may_ask_for_its_own_ways(serve, keys):
+    tenants = '[tenants.alice]\nreuse = ["full"]\n[tenants.carl]\nreuse = []\n'
+    served = serve(api_keys=written(keys, tenants, a="alice", b="bob", c="carl"), allow_reuse=["approximate"])
+    asked = {"a": ["full", "exact"], "b": ["approximate", "exact"], "c": ["exact"]}
+    for key, allowed in asked.items():
+        for reuse in ("exact", "full", "approximate"):
+            assert ask(served, key, reuse=reuse)[0] == (200 if reuse in allowed else 400), (key, reuse)
+
+
+def test_keys_are_read_again(serve, keys):
+    served = serve(api_keys=written(keys, a="alice"))
+    register = served.server.register
+    written(keys, b="bob")
+    register.reload()
+    assert [ask(served, key)[0] for key in ("a", "b")] == [401, 200]
+    for wrong in ("[[keys", '[tenants.alice]\nreuse = ["no such way"]\n'):
+        written(keys, wrong, a="alice")
+        with pytest.raises(ValueError, match=r"api_keys|reuse"):
+            register.reload()
+        assert [ask(served, key)[0] for key in ("a", "b")] == [401, 200]
