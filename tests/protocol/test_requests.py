@@ -18,7 +18,7 @@ def test_what_a_chat_asks():
     request = parsed(
         model="m", max_tokens=None, max_completion_tokens=8, n=2, stop=["a"], logprobs=True, top_logprobs=3, seed=-1,
         logit_bias={"5": 1}, stream=True, stream_options={"include_usage": True}, priority=-2, cache_salt="s",
-        reuse=0.1, return_cache=True, mm_processor_kwargs={"max_pixels": 9}, chat_template_kwargs={"a": 1},
+        reuse=0.1, return_cache_report=True, mm_processor_kwargs={"max_pixels": 9}, chat_template_kwargs={"a": 1},
         continue_final_message=True, ignore_eos=True, user="u", prompt_cache_key="k",
     )  # fmt: skip
     assert request.params == SamplingParams(

@@ -82,7 +82,7 @@ def test_each_piece_may_have_its_usage(served):
 
 def test_a_picture_that_comes_again_is_told(chats, engine, picture):
     engine.service.reset_mm_cache()
-    more = {"return_cache": True, "return_token_ids": True}
+    more = {"return_cache_report": True, "return_token_ids": True}
     told = [
         chats.create(messages=shows(picture), max_completion_tokens=2, extra_body=more, model="tiny") for _ in range(2)
     ]
@@ -278,7 +278,7 @@ def test_errors_are_those_of_the_client(chats):
 def test_requests_choose_what_the_server_lets_them(serve, picture):
     served = serve(allow_reuse=["full", "0.25"])
     for reuse in ("exact", "full", 0.25, "0.25"):
-        body = {"messages": shows(picture), "max_tokens": 1, "reuse": reuse, "return_cache": True}
+        body = {"messages": shows(picture), "max_tokens": 1, "reuse": reuse, "return_cache_report": True}
         status, found = served.json("POST", "/v1/chat/completions", body)
         assert status == 200, found
     assert served.json("POST", "/v1/chat/completions", {"messages": HELLO, "reuse": 0.5})[0] == 400

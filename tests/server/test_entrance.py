@@ -17,6 +17,9 @@ from tests.server.helper import data_url, eventually, shows
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.server import entrance as entrance_module
 from vlcache_jax.server import inference
+from vlcache_jax.server.app import Server
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.lifecycle import listening
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -379,3 +382,28 @@ def test_not_ready_before_it_is_warm_nor_at_the_end(serve):
     assert (served.ask("GET", "/ready")[0], served.ask("GET", "/health")[0]) == (503, 200)
     status, headers, _ = served.ask("POST", CHAT, {"messages": HELLO})
     assert (status, headers["retry-after"]) == (503, "1")
+
+
+def test_a_socket_is_taken_over_from_the_dead_alone(engine, tmp_path):
+    path = tmp_path / "socket"
+    path.write_text("not to be lost")
+    with (
+        pytest.raises(OSError, match="there is something else"),
+        listening(Server(engine, ServerConfig(uds=str(path)))),
+    ):
+        pytest.fail("listens")
+    assert path.read_text() == "not to be lost"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with listening(Server(engine, ServerConfig(uds=str(path)))):
+        with (
+            pytest.raises(OSError, match="another server does"),
+            listening(Server(engine, ServerConfig(uds=str(path)))),
+        ):
+            pytest.fail("listens")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert client.recv(12) == b"HTTP/1.1 200"
+    assert not path.exists()

@@ -37,7 +37,7 @@ def fresh(engine):
 
 def ask(served, key, *pictures, text="What is it?", **more):
     """Status and answer."""
-    body = HELLO | {"messages": shows(*map(data_url, pictures), text=text), "return_cache": True} | more
+    body = HELLO | {"messages": shows(*map(data_url, pictures), text=text), "return_cache_report": True} | more
     return served.json("POST", CHAT, body, Authorization=f"Bearer {key}")
 
 
@@ -78,6 +78,16 @@ def test_text_is_kept_apart_too(serve, keys):
 
     assert cached("a") == cached("b") == cached("a", cache_salt="s") == cached("b", cache_salt="s") == 0
     assert cached("a") == cached("b") == cached("a", cache_salt="s") > 0
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_an_admin_keeps_for_everyone_everyone_finds(serve, keys, textured_image):
+    served = serve(api_keys=written(keys, a="alice", b="bob"), admin_key=ADMIN)
+    picture = textured_image(64, 96)
+    asked = {"images": [data_url(picture)], "shared": True}
+    assert served.ask("POST", "/cache/precompute", asked, Authorization=f"Bearer {ADMIN}")[0] == 200
+    for key in ("a", "b"):
+        assert matches(served, key, picture, reuse="approximate")[0] != ["miss"]
 
 
 def test_who_comes_in(serve, keys):

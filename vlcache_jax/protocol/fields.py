@@ -61,7 +61,7 @@ _BOTH: dict[str, Schema] = {
         {"type": ["string", "number", "null"]}, "What is done with known images, if the server lets requests choose."
     ),
     "return_token_ids": _told(_FLAG, "Also answer with the token ids of prompt and answers."),
-    "return_cache": _told(_FLAG, "Also answer with `cache`: what of each image was reused."),
+    "return_cache_report": _told(_FLAG, "Also answer with `cache`: what of each image was reused."),
     **{
         name: _told({}, _UNUSED)
         for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity")

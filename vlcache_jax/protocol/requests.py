@@ -73,7 +73,7 @@ class Options:
             include_usage=bool((told or {}).get("include_usage")),
             continuous_usage=bool((told or {}).get("continuous_usage_stats")),
             returns_token_ids=bool(body.get("return_token_ids")),
-            returns_cache=bool(body.get("return_cache")),
+            returns_cache=bool(body.get("return_cache_report")),
         )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -182,10 +183,12 @@ async def _is_empty(entrance: Entrance, seconds: float) -> bool:
 def _bound(config: ServerConfig) -> Iterator[socket.socket]:
     """A socket that is bound, so that a wrong address is told before a model is opened; nobody can connect yet."""
     if config.uds is not None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(config.uds)
         with socket.socket(socket.AF_UNIX) as place:
-            place.bind(config.uds)
+            _clear(config.uds)
+            try:
+                place.bind(config.uds)
+            except OSError as error:
+                raise OSError(f"cannot listen at {config.uds}: {error.strerror}") from error
             try:
                 yield place
             finally:
@@ -200,6 +203,26 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
         except OSError as error:
             raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror}") from error
         yield place
+
+
+def _clear(path: str) -> None:
+    """Removes the socket of a server that has ended without doing so itself.
+
+    Raises:
+      OSError: somebody listens there, or it is no socket.
+    """
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError(f"cannot listen at {path}: there is something else")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as other:
+        try:
+            other.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        else:
+            raise OSError(f"cannot listen at {path}: another server does")
 
 
 def _url(config: ServerConfig, place: socket.socket) -> str:
