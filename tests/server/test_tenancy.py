@@ -82,7 +82,7 @@ def test_text_is_kept_apart_too(serve, keys):
 
 @pytest.mark.usefixtures("fresh")
 def test_what_an_admin_keeps_for_everyone_everyone_finds(serve, keys, textured_image):
-    served = serve(api_keys=written(keys, a="alice", b="bob"), admin_key=ADMIN)
+    served = serve(api_keys=written(keys, a="alice", b="bob"), admin_key=ADMIN, allow_reuse=["approximate"])
     picture = textured_image(64, 96)
     asked = {"images": [data_url(picture)], "shared": True}
     assert served.ask("POST", "/cache/precompute", asked, Authorization=f"Bearer {ADMIN}")[0] == 200

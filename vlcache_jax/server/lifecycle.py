@@ -57,7 +57,7 @@ def listening(server: Server) -> Iterator[str]:
     """Serves in a thread, for programs that do so beside something else; the engine stays open.
 
     Yields:
-      The base URL.
+      The base URL, or the path of the socket.
     """
     http = _Uvicorn(http_config(server))
     with _bound(server.config) as place:
@@ -67,7 +67,7 @@ def listening(server: Server) -> Iterator[str]:
             while not http.started and thread.is_alive():
                 time.sleep(_LOOK / 10)
             server.entrance.is_warm = True
-            yield _url(server.config, place)
+            yield server.config.uds or _url(server.config, place)
         finally:
             http.should_exit = True
             thread.join()
