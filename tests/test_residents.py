@@ -135,8 +135,8 @@ def test_a_call_runs_together_while_the_one_before_it_ends(llm, monkeypatch):
         if not loop.engine.has_requests:  # the last answer has been told; the pass is not over yet
             assert is_let_go.wait(60)
 
-    def submit_and_wait(sequences):
-        submit(sequences)
+    def submit_and_wait(*arguments):
+        submit(*arguments)
         is_let_go.set()
         with loop._changed:  # the pass ends, and the first row does not begin without the others
             assert loop._changed.wait_for(lambda: loop._thread is None, 60)

@@ -128,7 +128,7 @@ class Driver:
         loop, engine = self.llm.service.loop, self.llm.service.engine
         arriving, loop._arriving = loop._arriving, []
         for sequence in arriving:
-            engine.add(sequence)
+            engine.scheduler.add(sequence)
         if engine.is_idle:
             return False
         engine.step()
@@ -263,7 +263,7 @@ class Fences:
         self._reading = {}  # where a record's memory begins -> number of the results that follow its last launch
         run, start = llm.service.device.runner.run, Transfers.start
         device_put = jax.device_put
-        init, leave, removed = Holding.__init__, Holding.leave, llm.service.cache.store.tier._removed
+        init, leave, removed = Holding.__init__, Holding.leave, llm.service.cache.store._forget
 
         def noted_run(key, *args):
             self._keep(args)
@@ -301,7 +301,7 @@ class Fences:
         monkeypatch.setattr(jax, "device_put", noted_device_put)
         monkeypatch.setattr(Holding, "__init__", noted_init)
         monkeypatch.setattr(Holding, "leave", noted_leave)
-        monkeypatch.setattr(llm.service.cache.store.tier, "_removed", noted_removed)
+        monkeypatch.setattr(llm.service.cache.store, "_forget", noted_removed)
 
     def check(self):
         """The engine is idle."""

@@ -105,9 +105,7 @@ class Caller:
             return self.reporter.failed_output(text, error, request_id=str(call.first + row))
 
         def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            return self._sequences.answers(
-                planned, _good(params[row]), priority=call.priority, group=call.group, called_at=call.called_at
-            )
+            return self._sequences.answers(planned, _good(params[row]), call.priority)
 
         arrivals = self._check(prompts, params, self._sequences.new_slots, call)
         return Chunk(call, arrivals, sequences, failed)
@@ -120,12 +118,7 @@ class Caller:
         prompts = self._prompts(call)
 
         def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            return [
-                self._sequences.forced(
-                    planned, _good(forced[row]), keep_logits=keep_logits, capture=True,
-                    group=call.group, called_at=call.called_at,
-                )
-            ]  # fmt: skip
+            return [self._sequences.forced(planned, _good(forced[row]), keep_logits=keep_logits, capture=True)]
 
         bar = Progress("scoring", len(prompts), show=show)
 
@@ -154,7 +147,7 @@ class Caller:
             self.loop.check_open()
             planned = self._planner.plan(request, call.policy)
             job = Job(call.first + row, planned, chunk.sequences(row, planned), heard, call, streams=streams)
-            self.loop.submit(job.sequences)
+            self.loop.submit(job.sequences, call.called_at)
         return job
 
     def arrive(self, call: Call, heard: Callable[[Job], object]) -> Job:

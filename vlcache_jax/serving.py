@@ -129,7 +129,7 @@ class Job:
         self.has_begun = False
         self._heard, self._streams = heard, streams
         for sequence in sequences:
-            sequence.listen(self._hear)
+            sequence.listen(self._hear, call.group)
             if sequence.hold is not None:
                 sequence.hold.enter()
 

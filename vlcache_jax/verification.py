@@ -65,8 +65,6 @@ def _verify(
             hold=None,
             metrics=None,
             priority=0,
-            group=None,
-            called_at=0.0,
             error=None,
             detokenizer=builder.detokenizer(answer.params),
             token_ids=[],

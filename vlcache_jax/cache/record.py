@@ -240,7 +240,7 @@ class Record:
     @property
     def is_free(self) -> bool:
         """Whether nobody needs it to stay."""
-        return not (self.is_pinned or self.held)
+        return not (self.is_kept or self.pins or self.held)
 
     @property
     def is_needed(self) -> bool:

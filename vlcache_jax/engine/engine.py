@@ -113,10 +113,6 @@ class Engine:
         """Takes the device's memory for pool, lanes and copies, as the first request would. Or while nobody drives."""
         self._prefiller.prepare()
 
-    def add(self, sequence: Sequence) -> None:
-        """It runs when there is room, by its priority and in the order in which sequences are added."""
-        self.scheduler.add(sequence)
-
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
@@ -191,7 +187,8 @@ class Engine:
             if lease is not None and lease.is_lost and not self._is_in_turn(sequence):
                 self.scheduler.put_back(sequence, failed=True)
         for sequence in self.scheduler.waiting:
-            if sequence.group is not None and sequence.group.has_failed and sequence.progress.attempt == 0:
+            group = sequence.end.group
+            if group is not None and group.has_failed and sequence.progress.attempt == 0:
                 sequence.abort()
         # The last ones first: they may be the only ones that count on earlier ones.
         everyone = [*self.scheduler.waiting, *self.scheduler.running]
@@ -339,8 +336,8 @@ class Engine:
         lease = sequence.progress.lease
         is_settled = lease is None or lease.is_proven or sequence.end.fault is not None
         self.scheduler.finish(sequence, failed=failed)
-        if failed and sequence.group is not None:
-            sequence.group.has_failed = True
+        if failed and sequence.end.group is not None:
+            sequence.end.group.has_failed = True
         # Who waits for what it did not fill, or damaged, computes instead.
         made = [r for u in sequence.progress.images for r in (u.captured, None if u.has_encoder else u.encoder)]
         self.writer.end([record for record in made if record is not None], failed=failed)

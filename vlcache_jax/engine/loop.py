@@ -41,10 +41,13 @@ class Loop:
             if self._thread is None:
                 self.engine.prepare()
 
-    def submit(self, sequences: abc.Iterable[Sequence]) -> None:
+    def submit(self, sequences: abc.Iterable[Sequence], called_at: float | None = None) -> None:
         """These run when there is room, in this order, behind all that were submitted before.
 
         Where nothing runs, nothing does before `begin`, so that what is submitted together begins together.
+
+        Args:
+          called_at: when the call came that brings them.
 
         Raises:
           RuntimeError: the loop is closed.
@@ -52,7 +55,7 @@ class Loop:
         with self._changed:
             self.check_open()
             for sequence in sequences:
-                note_arrival(sequence)
+                note_arrival(sequence, called_at)
                 self._arriving.append(sequence)
 
     def begin(self) -> None:
@@ -133,7 +136,7 @@ class Loop:
                     return
                 self._changed.notify_all()
             for sequence in arriving:
-                engine.add(sequence)
+                engine.scheduler.add(sequence)
             try:
                 if self._is_closed:
                     raise RuntimeError(CLOSED)

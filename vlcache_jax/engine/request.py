@@ -227,7 +227,7 @@ class Told:
 
     Attributes:
       metrics: of its request.
-      arrived_at: when it arrived.
+      called_at, arrived_at: when the call came that brought it, and when it arrived.
       ran: the plan as it ran first; None: it has not.
       cached: tokens that were in pages then.
       delivered: when its last results came.
@@ -235,6 +235,7 @@ class Told:
     """
 
     metrics: Metrics
+    called_at: float = 0.0
     arrived_at: float = 0.0
     ran: Plan | None = None
     cached: int = 0
@@ -261,6 +262,7 @@ class End:
       finish_reason: of an answer; None while it runs.
       stop_reason: the stop string or the token of `stop_token_ids` that ended an answer.
       listener: is told whenever there is more of it, the last time when it has ended, by the engine's thread.
+      group: of those that do not begin any more when one of them has failed; None: it begins in any case.
     """
 
     error: str | None
@@ -270,6 +272,7 @@ class End:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     listener: abc.Callable[[Sequence], None] | None = None
+    group: Group | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,8 +291,6 @@ class Sequence:
       choice: how rows are chosen on the device; None: the plan says all. Such a prompt has prefill steps of its own.
       owner: digest of the salt whose pages it can use and leave; None: it does neither.
       hold: what its request needs in the cache until it has run; None: nothing that it has to give back.
-      group: of those that do not begin any more when one of them has failed; None: it begins in any case.
-      called_at: when the call came that brought it; 0: no call did.
     """
 
     layout: Layout
@@ -301,8 +302,6 @@ class Sequence:
     hold: Holding | None = None
     metrics: InitVar[Metrics | None] = None
     priority: InitVar[int] = 0
-    group: Group | None = None
-    called_at: float = 0.0
     error: InitVar[str | None] = field(default=None, kw_only=True)
     progress: Progress = field(init=False)
     told: Told = field(init=False)
@@ -363,9 +362,9 @@ class Sequence:
         """Nobody wants it any more: it ends in the engine's next pass, unless others count on what it computes."""
         self.end.is_aborted = True
 
-    def listen(self, listener: abc.Callable[[Sequence], None]) -> None:
-        """`listener` is told from now on, see `End`."""
-        self.end.listener = listener
+    def listen(self, listener: abc.Callable[[Sequence], None], group: Group | None = None) -> None:
+        """Who is told of it, and whose failure ends it, see `End`."""
+        self.end.listener, self.end.group = listener, group
 
     # For the engine's thread.
 

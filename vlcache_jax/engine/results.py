@@ -220,9 +220,10 @@ def _note_chosen(launched: Launched, chosen: jax.Array) -> None:
 # What is told of a sequence beside its tokens.
 
 
-def note_arrival(sequence: Sequence) -> None:
-    """It has arrived."""
-    sequence.told.arrived_at = time.perf_counter()
+def note_arrival(sequence: Sequence, called_at: float | None) -> None:
+    """It has arrived, with a call of this time, or with none."""
+    sequence.told.arrived_at = now = time.perf_counter()
+    sequence.told.called_at = now if called_at is None else called_at
 
 
 def note_admitted(sequence: Sequence, wave: int) -> None:
@@ -242,8 +243,8 @@ def note_ready(sequence: Sequence, found: Ready) -> None:
 
 def note_launched(sequence: Sequence, first: float) -> None:
     """Programs of it have been launched, the first one at this time."""
-    metrics = sequence.told.metrics
-    metrics.launched = metrics.launched or first - (sequence.called_at or sequence.told.arrived_at)
+    told = sequence.told
+    told.metrics.launched = told.metrics.launched or first - told.called_at
 
 
 def note_ended(sequence: Sequence) -> None:

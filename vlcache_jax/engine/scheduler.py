@@ -54,7 +54,8 @@ class Scheduler:
         return self.prefilling + self.decoding
 
     def add(self, sequence: Sequence) -> None:
-        """It waits from now on. Whoever is to fill what it links is not less urgent than it is."""
+        """It waits from now on, by its priority and behind those that came before. Whoever is to fill what it links is
+        not less urgent than it is."""
         sequence.progress.arrived, self._arrived = self._arrived, self._arrived + 1
         for use in sequence.progress.images:
             if use.captured is not None:
@@ -174,10 +175,15 @@ class Scheduler:
         """These prefills have been launched; behind the last one of each stands the first token of its answer."""
         for prefill in turn:
             sequence, progress = prefill.sequence, prefill.sequence.progress
+            lease = progress.lease
+            assert lease is not None
             progress.prefilled += 1
-            if progress.lease is not None and progress.prefilled == _parts(sequence, progress.lease):
+            # A prompt that chooses is computed as the first time, and what was generated behind it after that.
+            if progress.prefilled == (
+                2 if sequence.choice is not None and sequence.generated and not lease.is_fork else 1
+            ):
                 progress.scheduled = len(prefill.layout) + 1
-                self.pages.computed(progress.lease)
+                self.pages.computed(lease)
                 self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
 
@@ -251,11 +257,6 @@ class Scheduler:
         for use in sequence.progress.images:
             if use.captured is not None and self._fillers.get(id(use.captured)) is sequence:
                 del self._fillers[id(use.captured)]
-
-
-def _parts(sequence: Sequence, lease: Lease) -> int:
-    """A prompt that chooses is computed as the first time, and what was generated behind it after that."""
-    return 2 if sequence.choice is not None and sequence.generated and not lease.is_fork else 1
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

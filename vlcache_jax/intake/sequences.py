@@ -13,7 +13,7 @@ from vlcache_jax.checks import check_text, short
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
-from vlcache_jax.engine.request import Forced, Generation, Group, ImageUse, Planned
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import RowChoice
@@ -134,15 +134,7 @@ class SequenceBuilder:
         room = max(1, self._memory.max_model_len - length)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def answers(
-        self,
-        planned: Planned,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        group: Group | None = None,
-        called_at: float = 0.0,
-    ) -> list[Generation]:
+    def answers(self, planned: Planned, params: SamplingParams, priority: int = 0) -> list[Generation]:
         """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
         choice, error = self._choice(planned, 1)
         first_plan, first_choice = planned.plan, choice
@@ -155,14 +147,12 @@ class SequenceBuilder:
                 planned.layout,
                 first_plan if i == 0 else planned.plan,
                 new_slots=self.new_slots(len(planned.layout), params),
-                images=_uses(planned, capture=i == 0),
+                images=planned.uses if i == 0 else _shared(planned.uses),
                 choice=first_choice if i == 0 else choice,
                 owner=self._owner(planned),
                 hold=planned.hold,
                 metrics=dataclasses.replace(planned.request.metrics),
                 priority=priority,
-                group=group,
-                called_at=called_at,
                 error=error,
                 params=params,
                 seed=first if i == 0 else int(np.random.SeedSequence([first, i]).generate_state(1)[0]),
@@ -192,16 +182,7 @@ class SequenceBuilder:
         words_array(words, self._config.text.vocab_size)  # checks them
         return words
 
-    def forced(
-        self,
-        planned: Planned,
-        tokens: abc.Sequence[int],
-        *,
-        keep_logits: bool,
-        capture: bool,
-        group: Group | None = None,
-        called_at: float = 0.0,
-    ) -> Forced:
+    def forced(self, planned: Planned, tokens: abc.Sequence[int], *, keep_logits: bool, capture: bool) -> Forced:
         """The sequence that scores a continuation."""
         length, layers = len(planned.layout), self._config.text.num_layers
         choice, error = self._choice(planned, len(tokens))
@@ -210,12 +191,10 @@ class SequenceBuilder:
             planned.layout.extended(tokens),
             planned.plan.extended(len(tokens), layers).wanting(wanted, layers),
             new_slots=0,
-            images=_uses(planned, capture=capture),
+            images=planned.uses if capture else _shared(planned.uses),
             choice=choice,
             owner=self._owner(planned),
             hold=planned.hold if capture else None,
-            group=group,
-            called_at=called_at,
             error=error,
             keep_logits=keep_logits,
             metrics=dataclasses.replace(planned.request.metrics),
@@ -254,9 +233,9 @@ def or_error[**P, T](function: abc.Callable[P, T], *args: P.args, **named: P.kwa
         return error
 
 
-def _uses(planned: Planned, *, capture: bool) -> tuple[ImageUse, ...]:
-    """What a sequence does with its images; of several answers to a request one captures."""
-    return tuple(dataclasses.replace(use, captured=use.captured if capture else None) for use in planned.uses)
+def _shared(uses: abc.Sequence[ImageUse]) -> abc.Sequence[ImageUse]:
+    """What a sequence does with its images that does not capture them, as another one does."""
+    return tuple(dataclasses.replace(use, captured=None) for use in uses)
 
 
 def _as_uint32(seed: int) -> int:
