@@ -54,16 +54,15 @@ class DeviceCopies:
         """
         runner, constants = self.runner, self.runner.constants[layers]
         program = Link(places.shape[2], len(data), len(data[0]))
-        pool = runner.take_pool()
-        if where is None:
-            pool[layers], _, done = runner.run(program, pool[layers], None, [*data], places, None, constants)
-        else:
-            kept, rows = self._take()
-            pool[layers], kept[layers], done = runner.run(
-                program, pool[layers], kept[layers], [*data], places, where, constants
-            )
-            self._arrays = kept, rows
-        runner.give_pool(pool)
+        with runner.pool.taken() as pool:
+            if where is None:
+                pool[layers], _, done = runner.run(program, pool[layers], None, [*data], places, None, constants)
+            else:
+                kept, rows = self._take()
+                pool[layers], kept[layers], done = runner.run(
+                    program, pool[layers], kept[layers], [*data], places, where, constants
+                )
+                self._arrays = kept, rows
         return done
 
     def recall(self, layers: slice, source: jax.Array, places: Array) -> jax.Array:
@@ -78,9 +77,9 @@ class DeviceCopies:
         """
         runner, constants = self.runner, self.runner.constants[layers]
         program = Recall(len(source), len(constants))
-        pool, (kept, _) = runner.take_pool(), self._now()
-        pool[layers], done = runner.run(program, pool[layers], kept[layers], source, places, constants)
-        runner.give_pool(pool)
+        kept, _ = self._now()
+        with runner.pool.taken() as pool:
+            pool[layers], done = runner.run(program, pool[layers], kept[layers], source, places, constants)
         return done
 
     def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> Layers:
@@ -93,7 +92,7 @@ class DeviceCopies:
           Of each layer the same as it is stored: so, or coded, uint8 [2, N, W].
         """
         layers: Layers = captured
-        if self.runner.shapes.codec is not None:
+        if self.runner.shapes.kv.codec is not None:
             pairs = zip(captured, self.runner.constants, strict=True)
             layers = [self.runner.run(Code(len(k)), k, v, constants) for (k, v), constants in pairs]
         if self.tier.num_pages:

@@ -44,16 +44,16 @@ class KeepLayer(Program[list[jax.Array]]):
         return [cls(size) for size in demand.ladder.rows if shapes.kept_tokens and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        values: Any = (shapes.heads(self.size), shapes.heads(self.size))
-        if shapes.codec is not None:
-            values = jax.ShapeDtypeStruct((2, self.size, sum(shapes.planes)), jnp.uint8)
+        values: Any = (shapes.kv.half(self.size), shapes.kv.half(self.size))
+        if shapes.kv.codec is not None:
+            values = jax.ShapeDtypeStruct((2, self.size, sum(shapes.kv.code_bytes)), jnp.uint8)
         return shapes.kept[0], values, ints(shapes.ladder.max_rows)
 
     def compute(self, shapes: Shapes, kept: list[jax.Array], values: Any, place: jax.Array) -> list[jax.Array]:
-        if shapes.codec is None:
+        if shapes.kv.codec is None:
             planes = [jnp.stack(values)]
         else:
-            codes, _ = shapes.planes
+            codes, _ = shapes.kv.code_bytes
             planes = [values[..., :codes], values[..., codes:]]
         return [whole.at[:, place[: self.size]].set(own, **DROP) for whole, own in zip(kept, planes, strict=True)]
 

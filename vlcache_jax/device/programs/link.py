@@ -37,10 +37,7 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
             yield from (cls(size, count, layers) for count in shapes.linked(size) for layers in _groups(shapes))
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        heads, layers = shapes.heads(self.size), self.layers
-        stored = jax.ShapeDtypeStruct((layers, 2, *heads.shape), heads.dtype)
-        if shapes.codec is not None:
-            stored = jax.ShapeDtypeStruct((layers, 2, self.size * sum(shapes.planes)), jnp.uint8)
+        layers, stored = self.layers, shapes.kv.record(self.size, self.layers)
         kept, where = (shapes.kept[:layers], ints(self.count * self.size)) if shapes.kept_tokens else (None, None)
         places = ints(self.count, 4, self.size)
         return shapes.pools(layers), kept, [stored] * self.count, places, where, shapes.constants()[:layers]
@@ -119,14 +116,15 @@ class Code(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(size) for size in demand.ladder.rows if shapes.codec is not None and demand.linking]
+        return [cls(size) for size in demand.ladder.rows if shapes.kv.codec is not None and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        return shapes.heads(self.size), shapes.heads(self.size), shapes.constants()[0]
+        return shapes.kv.half(self.size), shapes.kv.half(self.size), shapes.constants()[0]
 
     def compute(self, shapes: Shapes, k: jax.Array, v: jax.Array, constants: Constants) -> jax.Array:
-        assert shapes.codec is not None
-        return jnp.stack([shapes.codec.encode(k, *constants), shapes.codec.encode(v)])
+        codec = shapes.kv.codec
+        assert codec is not None
+        return jnp.stack([codec.encode(k, *constants), codec.encode(v)])
 
 
 def _groups(shapes: Shapes) -> set[int]:
@@ -135,8 +133,7 @@ def _groups(shapes: Shapes) -> set[int]:
 
 
 def _with(shapes: Shapes, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    codec = None if shapes.codec is None else shapes.codec.name
-    return functools.partial(kernel, codec=codec, implementation=shapes.implementation)
+    return functools.partial(kernel, codec=shapes.kv.codec_name, implementation=shapes.implementation)
 
 
 def _turned(shapes: Shapes, places: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -153,9 +150,9 @@ def _turned(shapes: Shapes, places: jax.Array) -> tuple[jax.Array, jax.Array, ja
 
 def _planes(shapes: Shapes, data: jax.Array) -> list[jax.Array]:
     """Of an image's data in some layers, what a token has in each plane: [layers, 2, T, ...] each."""
-    if shapes.codec is None:
+    if shapes.kv.codec is None:
         return [data]
-    codes, scales = shapes.planes
+    codes, scales = shapes.kv.code_bytes
     tokens = data.shape[2] // (codes + scales)
     halves = data[:, :, : tokens * codes], data[:, :, tokens * codes :]
     return [half.reshape(*data.shape[:2], tokens, -1) for half in halves]
