@@ -62,11 +62,26 @@ class KVShape:
             return jax.ShapeDtypeStruct((count, 2, *self.half(tokens).shape), self.dtype)
         return jax.ShapeDtypeStruct((count, 2, tokens * sum(self.code_bytes)), np.uint8)
 
-    def kept(self, tokens: int) -> list[jax.ShapeDtypeStruct]:
-        """What the device tier holds of a layer: [2, C, K, D], or codes and scales, uint8 [2, C, bytes] each."""
+    @functools.cached_property
+    def planes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What is stored of a token's keys, or values: [K, D], or codes and scales, uint8 [K, bytes] each."""
         if self.codec is None:
-            return [jax.ShapeDtypeStruct((2, *self.half(tokens).shape), self.dtype)]
-        return [jax.ShapeDtypeStruct((2, tokens, size), np.uint8) for size in self.code_bytes]
+            return (jax.ShapeDtypeStruct((self.heads, self.width), self.dtype),)
+        return tuple(jax.ShapeDtypeStruct((self.heads, size // self.heads), np.uint8) for size in self.code_bytes)
+
+    def stored(self, *lead: int) -> list[jax.ShapeDtypeStruct]:
+        """The planes of many, [..., K, D] or [..., K, bytes]."""
+        return [jax.ShapeDtypeStruct((*lead, *plane.shape), plane.dtype) for plane in self.planes]
+
+    def split(self, data: jax.Array) -> list[jax.Array]:
+        """The planes of a record, [L, 2, C, ...] each. That codes need not be copied, the scales behind them are taken
+        for codes of more tokens, for which nobody asks."""
+        if self.codec is None:
+            return [data]
+        (codes, scales), size = self.code_bytes, data.shape[2]
+        end = size // (codes + scales) * codes
+        parts = data if size % codes == 0 else data[:, :, :end], data[:, :, end:]
+        return [part.reshape(*data.shape[:2], -1, *plane.shape) for part, plane in zip(parts, self.planes, strict=True)]
 
     @property
     def slot_bytes(self) -> int:

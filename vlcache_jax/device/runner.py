@@ -237,4 +237,4 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     kernels.work_config(8, 1, 1, q, kv.heads, decode=False, implementation=implementation)
     angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
     k, data = kv.half(8), kv.record(8, 1)
-    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, data, index, angle, angle)
+    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, [[data]], index, angle, angle)

@@ -11,11 +11,11 @@ from vlcache_jax.cache.device import DeviceTier, Index
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.programs.keep import EmptyTier, KeepLayer, KeepRows
 from vlcache_jax.device.programs.link import Code, Link, Recall
+from vlcache_jax.device.programs.shapes import StoredPairs
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
 
 Array = jax.Array | np.ndarray
-Layers = abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]
 
 
 class DeviceCopies:
@@ -69,7 +69,7 @@ class DeviceCopies:
         """Writes K, V of tokens in the device tier into some layers of the pool.
 
         Args:
-          source: their places in the tier, see `kernels.recall`; as many as a rung of `recall_rungs`.
+          source: their places in the tier, see `kernels.link`; as many as a rung of `recall_rungs`.
           places: where they belong, [1, 4, n], see `Runner.places`.
 
         Returns:
@@ -82,17 +82,19 @@ class DeviceCopies:
             pool[layers], done = runner.run(program, pool[layers], kept[layers], source, places, constants)
         return done
 
-    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> Layers:
+    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> list[StoredPairs]:
         """What a step computed of records to be filled: codes it, and keeps it in the device tier, if there is room.
 
         Args:
           captured: of each layer its rows' keys before rotation and values.
 
         Returns:
-          Of each layer the same as it is stored: so, or coded, uint8 [2, N, W].
+          Of each layer the same as it is stored: of each plane keys and values, [N, K, D], or coded, uint8
+          [N, K, bytes].
         """
-        layers: Layers = captured
-        if self.runner.shapes.kv.codec is not None:
+        if self.runner.shapes.kv.codec is None:
+            layers = [[pair] for pair in captured]
+        else:
             pairs = zip(captured, self.runner.constants, strict=True)
             layers = [self.runner.run(Code(len(k)), k, v, constants) for (k, v), constants in pairs]
         if self.tier.num_pages:
@@ -109,7 +111,7 @@ class DeviceCopies:
             _, kept = self._now()
             self.runner.restage(kept, np.pad(some, (0, missing)), np.concatenate([to, nowhere]))
 
-    def _keep(self, step: Step, layers: Layers) -> None:
+    def _keep(self, step: Step, layers: list[StoredPairs]) -> None:
         most = self.runner.ladder.max_rows
         nowhere = self.runner.shapes.kept_tokens + np.arange(most, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()
@@ -128,9 +130,8 @@ class DeviceCopies:
             return
         kept, encoder_rows = self._take()
         places, row_places = jax.device_put((place, row_place))
-        for layer, values in enumerate(layers):
-            size = values.shape[1] if isinstance(values, jax.Array) else len(values[0])
-            kept[layer] = self.runner.run(KeepLayer(size), kept[layer], values, places)
+        for layer, planes in enumerate(layers):
+            kept[layer] = self.runner.run(KeepLayer(len(planes[0][0])), kept[layer], planes, places)
         encoder_rows = self.runner.run(KeepRows(), encoder_rows, self.runner.encoder_rows(), row_places)
         self._arrays = kept, encoder_rows
 

@@ -23,6 +23,7 @@ from vlcache_jax.reuse.shift import TOKENS, Moves
 
 Params = dict[str, Any]
 Halves = list[list[jax.Array]]  # of each layer K and V, or the planes in which the device tier has both
+StoredPairs = list[tuple[jax.Array, jax.Array]]  # of a layer's rows keys before rotation and values, of each plane
 Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
 
 LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all
@@ -52,7 +53,7 @@ class Shapes:
       pool: K or V of a layer.
       encoder_rows, packed: of a step; see `vlcache_jax.device.packed`.
       lanes: see `vlcache_jax.device.sampler`.
-      kept, kept_rows: the device tier: of each layer what `kernels.recall` reads, and encoder rows.
+      kept, kept_rows: the device tier: of each layer the planes of its tokens, and encoder rows.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Shapes:
         )
         self.packed = ints(FIELDS, ladder.max_rows)
         self.lanes = jax.eval_shape(functools.partial(sampler.empty_lanes, ladder.max_sequences, text.vocab_size))
-        self.kept = [self.kv.kept(kept_tokens)] * layers
+        self.kept = [self.kv.stored(2, kept_tokens)] * layers
 
     def bind_layer(self, params: Params) -> DecoderLayer:
         """The decoder layer of these parameters, to be called while tracing."""
