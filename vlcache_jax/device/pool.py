@@ -39,7 +39,7 @@ class Pool:
     def taken(self) -> abc.Iterator[Halves]:
         """The arrays, for programs that take and return them: what the list has in the end is the pool. If that does
         not come, everything in it is lost."""
-        arrays, self.arrays = self.make(), None
+        arrays, self.arrays = self.arrays or self.make(), None
         yield arrays
         self.arrays = arrays
 

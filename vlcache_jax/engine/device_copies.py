@@ -44,42 +44,31 @@ class DeviceCopies:
         """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
 
         Args:
-          data: of each image keys before rotation and values, [layers, 2, T, K, D], or coded, uint8 [layers, 2, bytes],
-            T a rung of `token_rungs`.
-          places: of each image where its tokens belong, see `Runner.places`.
-          where: of all their tokens, padded, the place in the device tier, int32; beyond it they are not kept.
+          data: of each image what is stored, see `KVShape.record`; none: they are in the device tier.
+          places: of each image where its tokens belong, see `Runner.places`; of those in the device tier of all
+            together, [1, 4, n], n a rung of `recall_rungs`.
+          where: of all their tokens, padded, the place in the device tier, int32: where they go, those beyond it not
+            being kept, or where they come from, in the order that `kernels.link` asks of `source`.
 
         Returns:
           Something to wait for.
         """
-        runner, constants = self.runner, self.runner.constants[layers]
-        program = Link(places.shape[2], len(data), len(data[0]))
-        with runner.pool.taken() as pool:
-            if where is None:
-                pool[layers], _, done = runner.run(program, pool[layers], None, [*data], places, None, constants)
+        run, constants, size = self.runner.run, self.runner.constants[layers], places.shape[2]
+        with self.runner.pool.taken() as pool:
+            if not data:
+                kept, _ = self._now()
+                program = Recall(size, len(constants))
+                pool[layers], done = run(program, pool[layers], kept[layers], where, places, constants)
+            elif where is None:
+                link = Link(size, len(data), len(constants))
+                pool[layers], _, done = run(link, pool[layers], None, [*data], places, None, constants)
             else:
+                link = Link(size, len(data), len(constants))
                 kept, rows = self._take()
-                pool[layers], kept[layers], done = runner.run(
-                    program, pool[layers], kept[layers], [*data], places, where, constants
+                pool[layers], kept[layers], done = run(
+                    link, pool[layers], kept[layers], [*data], places, where, constants
                 )
                 self._arrays = kept, rows
-        return done
-
-    def recall(self, layers: slice, source: jax.Array, places: Array) -> jax.Array:
-        """Writes K, V of tokens in the device tier into some layers of the pool.
-
-        Args:
-          source: their places in the tier, see `kernels.link`; as many as a rung of `recall_rungs`.
-          places: where they belong, [1, 4, n], see `Runner.places`.
-
-        Returns:
-          Something to wait for.
-        """
-        runner, constants = self.runner, self.runner.constants[layers]
-        program = Recall(len(source), len(constants))
-        kept, _ = self._now()
-        with runner.pool.taken() as pool:
-            pool[layers], done = runner.run(program, pool[layers], kept[layers], source, places, constants)
         return done
 
     def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> list[StoredPairs]:

@@ -90,7 +90,8 @@ class Prefiller:
 
     def begin(self, prefills: abc.Sequence[Prefill]) -> Turn:
         """Copies pages, and has stored images brought to the device."""
-        self.runner.pool.copy_pages(copied_pages(prefills))
+        if pairs := copied_pages(prefills):
+            self.runner.pool.copy_pages(pairs)
         turn = Turn(prefills, Upload(self.copies, self._transfers, prefills))
         for use in (use for prefill in prefills for use in prefill.sequence.images):
             if use.encoder is not None:
