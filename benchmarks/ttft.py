@@ -21,8 +21,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vlcache_jax.benchmarks import ALLOCATOR
 from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, floor, pairs
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
@@ -31,8 +29,6 @@ from vlcache_jax.benchmarks.ttft_checks import check_coded, check_exact, check_f
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED, MeasuredCase, make_rows, publish
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.files import check_writable
-from vlcache_jax.models import ModelConfig
-from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.progress import Progress
 from vlcache_jax.reuse.policies import spread_ranks
 from vlcache_jax.reuse.schedule import Schedule
@@ -244,7 +240,7 @@ class _Measuring:
 
     def _case(self, known: KnownImages, name: str, outputs: list[Any]) -> MeasuredCase:
         config, report = self._config, outputs[0].cache
-        itemsize = np.dtype(self._llm.service.device.runner.dtype).itemsize
+        kv = self._llm.service.stored.kv
         plan = known.plan(report, spread_ranks(*image_grid(known.tokens)) if name == SHIFT else None)
         plan = dataclasses.replace(plan, shift=name == SHIFT)
         least = functools.partial(
@@ -253,8 +249,8 @@ class _Measuring:
             plan,
             encoded=known.encoded(report),
             loaded=sum(image.bytes_moved for image in report.images),
-            itemsize=itemsize,
-            kept=kept_bytes(config, self._codec, itemsize),
+            itemsize=kv.dtype.itemsize,
+            kept=kv.stored_bytes // kv.layers,
         )
         return MeasuredCase(
             images=known.images,
@@ -287,14 +283,6 @@ def falling_schedule(model_type: str, layers: int) -> Schedule:
     """The levels of `floor.FALLING`, spread over the layers."""
     levels = tuple(FALLING[layer * len(FALLING) // layers] for layer in range(layers))
     return Schedule(levels, model_type, "", allow_other_model=True)
-
-
-def kept_bytes(config: ModelConfig, codec: str, itemsize: int) -> int:
-    """Bytes that a token's K, V of one layer take in a record."""
-    text = config.text
-    if codec == "auto":
-        return 2 * text.num_kv_heads * text.head_dim * itemsize
-    return 2 * sum(CODECS[codec].planes(text.num_kv_heads, text.head_dim))
 
 
 def _links(name: str) -> bool:

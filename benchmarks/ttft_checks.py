@@ -9,6 +9,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.ttft_table import COLD, ENCODER_CACHED
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import CODECS
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def check_coded(llm: LLM, codec: str, scores: Sequence[Any]) -> int:
     """
     if found := {image.match for score in scores for image in score.cache.images} - {"approximate"}:
         raise ValueError(f"images must be linked from another context with codec {codec}, got {', '.join(found)}")
-    text = llm.service.device.runner.config.text
-    planes = () if codec == "auto" else CODECS[codec].planes(text.num_kv_heads, text.head_dim)
+    config = llm.service.device.runner.config
+    planes = KVShape.of(config, llm.service.device.runner.dtype, CODECS.get(codec)).code_bytes
     metas = [record.meta for record in llm.service.cache.store.tier.records() if record.meta.context is not None]
     sizes = {(meta.planes, meta.nbytes // meta.padded) for meta in metas}
     if len(sizes) != 1 or {own for own, _ in sizes} != {planes}:

@@ -23,6 +23,5 @@ from vlcache_jax.pallas_kernels.attention import work_config as work_config
 from vlcache_jax.pallas_kernels.flaws import carry_flaws as carry_flaws
 from vlcache_jax.pallas_kernels.grouped_matmul import grouped_matmul as grouped_matmul
 from vlcache_jax.pallas_kernels.link import link as link
-from vlcache_jax.pallas_kernels.link import recall as recall
 from vlcache_jax.pallas_kernels.link.codec import CODECS as CODECS
 from vlcache_jax.pallas_kernels.link.codec import Codec as Codec

@@ -5,7 +5,7 @@ One table for the tests, which run it on the CPU, and for the checks on a chip: 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.pallas_kernels.flaws import carry_flaws
-from vlcache_jax.pallas_kernels.link import link, recall
+from vlcache_jax.pallas_kernels.link import link
 from vlcache_jax.pallas_kernels.link.codec import CODECS
 
 TOLERANCE = {"bfloat16": 0.04, "float16": 0.01}  # of `relative_error` where weights, too, are rounded to the dtype
@@ -220,7 +220,7 @@ class LinkCase:
         }
         return {"layer": self.layer, "codec": self.codec, **constants}
 
-    def inputs(self, dtype: str = "bfloat16", seed: int = 0) -> tuple[jax.Array, ...]:
+    def inputs(self, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, ...]:
         """Arguments of link, but its options: slots in no order, those of padding behind the pool, just and far."""
         rng = np.random.default_rng((seed, self.T, self.K, self.D))
         pools = rng.standard_normal((2, self.S, self.K, self.D))
@@ -233,38 +233,33 @@ class LinkCase:
         layers = rng.standard_normal((self.layers, 2, self.T, self.K, self.D))
         layers[self.layer] = stored
         k_pool, v_pool, data, cos, sin = (jnp.asarray(x, dtype) for x in (*pools, layers, np.cos(angle), np.sin(angle)))
+        planes = [data]
         if self.codec is not None:
-            data = jnp.asarray(layers, jnp.float32)
-            data = jnp.stack([jnp.stack([self._coded(k, self.options()), self._coded(v, {})]) for k, v in data])
-        return k_pool, v_pool, data, jnp.asarray(slot, jnp.int32), cos, sin
+            coded = [[self._coded(k, self.options()), self._coded(v, {})] for k, v in jnp.asarray(layers, jnp.float32)]
+            planes = [jnp.stack([jnp.stack([half[i] for half in layer]) for layer in coded]) for i in range(2)]
+        return k_pool, v_pool, [planes], jnp.asarray(slot, jnp.int32), cos, sin
 
-    def _coded(self, x: jax.Array, options: dict[str, Any]) -> jax.Array:
-        codec = CODECS[self.codec or ""]
-        return codec.block(codec.encode(x, options.get("bias"), options.get("weight")), self.K, self.D)
+    def _coded(self, x: jax.Array, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        return CODECS[self.codec or ""].encode(x, options.get("bias"), options.get("weight"))
 
-    def run(self, args: tuple[jax.Array, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
+    def run(self, args: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
         """Links what `inputs` gave."""
         options: dict[str, Any] = self.options() | {"implementation": implementation}
-        if not self.kept:
-            return jax.jit(functools.partial(link, **options))(*args)
-        del options["layer"]
-        k_pool, v_pool, data, *rest = args
-        source, planes = self._kept(np.asarray(data[self.layer]))
-        return jax.jit(functools.partial(recall, **options))(k_pool, v_pool, planes, source, *rest)
+        if self.kept:
+            k_pool, v_pool, [planes], *rest = args
+            options["source"], planes = self._kept(planes)
+            args = k_pool, v_pool, [planes], *rest
+        return jax.jit(functools.partial(link, **options))(*args)
 
-    def _kept(self, stored: np.ndarray) -> tuple[jax.Array, list[jax.Array]]:
+    def _kept(self, planes: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
         """(source, planes) of stored keys and values, among others, in another order of their eights."""
         source = np.zeros(self.T, np.int32)
         order = np.random.default_rng(self.T).permutation(self.kept // 8)
         for number, first in enumerate(range(0, self.T, 8)):
             source[first : first + 8] = 8 * order[number] + np.arange(min(8, self.T - first))
-        planes = [stored]
-        if self.codec is not None:
-            first = self.T * CODECS[self.codec].planes(self.K, self.D)[0]
-            planes = [stored[:, :first].reshape(2, self.T, -1), stored[:, first:].reshape(2, self.T, -1)]
-        kept = [np.ones((2, self.kept, *plane.shape[2:]), plane.dtype) for plane in planes]
+        kept = [np.ones((*plane.shape[:2], self.kept, *plane.shape[3:]), plane.dtype) for plane in planes]
         for whole, plane in zip(kept, planes, strict=True):
-            whole[:, source] = plane
+            whole[:, :, source] = plane
         return jnp.asarray(source), [jnp.asarray(whole) for whole in kept]
 
 
@@ -294,18 +289,19 @@ CODED_LINK_CASES = (
 
 
 def link_reference(
-    *args: jax.Array,
+    *args: Any,
     layer: int = 0,
     codec: str | None = None,
     bias: jax.Array | None = None,
     weight: jax.Array | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The pools after linking, in their dtype: rotated in float32 and rounded once, flaws of V carried by K."""
-    k_pool, v_pool, data, slot, cos, sin = map(np.asarray, args)
-    k_raw, v = data[layer]
+    k_pool, v_pool, [planes], slot, cos, sin = jax.tree.map(np.asarray, args)
+    keys, values = ([plane[layer, half] for plane in planes] for half in range(2))
+    k_raw, v = keys[0], values[0]
     if codec is not None:
-        k_raw = _decoded(k_raw, codec, k_pool.shape[1:], bias, weight).astype(k_pool.dtype)
-        v = _decoded(v, codec, v_pool.shape[1:]).astype(v_pool.dtype)
+        k_raw = _decoded(keys[0], keys[1], codec, bias, weight).astype(k_pool.dtype)
+        v = _decoded(values[0], values[1], codec).astype(v_pool.dtype)
     a, b, cos, sin = (x.astype(np.float32) for x in (*np.split(k_raw, 2, -1), cos, sin))
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(k_pool.dtype)
     turned, v = map(np.asarray, carry_flaws(jnp.asarray(turned), jnp.asarray(v)))
@@ -315,17 +311,14 @@ def link_reference(
     return k_pool, v_pool
 
 
-def _decoded(block: np.ndarray, name: str, heads: tuple[int, ...], bias: Any = None, weight: Any = None) -> np.ndarray:
-    """A block of a record, each step rounded to float32."""
-    codes, scales = CODECS[name].planes(*heads)
-    tokens = len(block) // (codes + scales)
-    code = block[: tokens * codes].reshape(tokens, heads[0], -1)
+def _decoded(code: np.ndarray, scales: np.ndarray, name: str, bias: Any = None, weight: Any = None) -> np.ndarray:
+    """What is coded, each step rounded to float32."""
     if name == "int4":
         code = np.concatenate([code & 15, code >> 4], -1)
-    pairs = block[tokens * codes :].copy().view(np.float16).astype(np.float32).reshape(tokens, heads[0], -1, 2)
+    pairs = scales.copy().view(np.float16).astype(np.float32).reshape(*scales.shape[:-1], -1, 2)
     with np.errstate(invalid="ignore"):
         x = code.reshape(*pairs.shape[:-1], -1).astype(np.float32) * pairs[..., :1] + pairs[..., 1:]
-    x = x.reshape(tokens, *heads)
+    x = x.reshape(code.shape)
     if weight is not None:
         x = x * np.asarray(weight, np.float32)
     return x if bias is None else x + np.asarray(bias, np.float32)

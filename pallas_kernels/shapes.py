@@ -289,16 +289,17 @@ class LinkShape:
     layers: int = 1
     codec: str | None = None
 
-    def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def specs(self, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
         """Abstract arguments of link."""
         pool, data, angle = (
             jax.ShapeDtypeStruct(s, dtype)
             for s in ((self.S, self.K, self.D), (self.layers, 2, self.T, self.K, self.D), (self.T, 1, self.D // 2))
         )
+        planes = [data]
         if self.codec is not None:
-            size = self.T * sum(CODECS[self.codec].planes(self.K, self.D))
-            data = jax.ShapeDtypeStruct((self.layers, 2, size), jnp.uint8)
-        return pool, pool, data, jax.ShapeDtypeStruct((self.T,), jnp.int32), angle, angle
+            sizes = CODECS[self.codec].planes(self.K, self.D)
+            planes = [jax.ShapeDtypeStruct((*data.shape[:-1], size // self.K), jnp.uint8) for size in sizes]
+        return pool, pool, [planes], jax.ShapeDtypeStruct((self.T,), jnp.int32), angle, angle
 
     def bytes(self, itemsize: int = 2) -> int:
         """Least traffic: keys and values read and written, and the angles."""

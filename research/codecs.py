@@ -23,6 +23,7 @@ from vlcache_jax import LLM, CacheConfig
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
 from vlcache_jax.benchmarks.ttft_checks import check_coded
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.files import check_writable
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.pallas_kernels import CODECS
@@ -196,8 +197,7 @@ def main() -> None:
         f"Codecs against records of {args.dtype} under the same policy",
         [{name: f"{value:.1e}" if "KL" in name else value for name, value in row.items()} for row in rows],
     )
-    text = load_config(TINY_VQA).text
-    plain = 2 * 2 * text.num_layers * text.num_kv_heads * text.head_dim  # K, V of bfloat16
+    plain = KVShape.of(load_config(TINY_VQA), "bfloat16").slot_bytes
     stored = [
         {"codec": codec, "bytes a token": size, "times less than bfloat16": plain / size}
         for codec, size in sizes.items()

@@ -20,8 +20,9 @@ from typing import Any
 
 from vlcache_jax.benchmarks.floor import BEFORE, H200, IMAGE, IMAGES, MODELS, floor
 from vlcache_jax.benchmarks.known_images import KnownImages
-from vlcache_jax.benchmarks.ttft import falling_schedule, kept_bytes, make_cache
+from vlcache_jax.benchmarks.ttft import falling_schedule, make_cache
 from vlcache_jax.benchmarks.ttft_checks import check_found
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.files import check_writable
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.pallas_kernels import CODECS
@@ -90,23 +91,23 @@ def count_hit(directory: pathlib.Path, place: str, codec: str, *, images: int = 
     linked = sum(image.tokens for image in report.images if image.kv == "host")
     staged = sum(image.recomputed[0] for image in report.images if image.encoder == "host")
     hit = Hit(place, codec, launches, (linked, staged), known.plan(report))
-    reported, counted = sum(image.bytes_moved for image in report.images), moved_bytes(config, hit, itemsize=4)
+    reported, counted = sum(image.bytes_moved for image in report.images), moved_bytes(config, hit, "float32")
     if reported != counted:
         raise ValueError(f"bytes counted must be those that the engine moved, {reported}, got {counted}")
     return hit
 
 
-def moved_bytes(config: ModelConfig, hit: Hit, itemsize: int = 2) -> int:
+def moved_bytes(config: ModelConfig, hit: Hit, dtype: str = "bfloat16") -> int:
     """Bytes of records that a hit moves to the device: K, V of all layers, and encoder rows of what is computed."""
-    linked, staged = hit.moved
-    rows = (1 + config.vision.num_deepstack) * config.text.hidden_size * itemsize
-    return linked * config.text.num_layers * kept_bytes(config, hit.codec, itemsize) + staged * rows
+    (linked, staged), kv = hit.moved, KVShape.of(config, dtype, CODECS.get(hit.codec))
+    rows = (1 + config.vision.num_deepstack) * config.text.hidden_size * kv.dtype.itemsize
+    return linked * kv.stored_bytes + staged * rows
 
 
 def make_row(config: ModelConfig, hit: Hit) -> dict[str, Any]:
     """Of the table: the same hit of a model as wide as `config`, in bfloat16, on an H200."""
-    loaded = moved_bytes(config, hit)
-    least = floor(config, hit.plan, H200, loaded=loaded, kept=kept_bytes(config, hit.codec, 2))
+    loaded, kv = moved_bytes(config, hit), KVShape.of(config, "bfloat16", CODECS.get(hit.codec))
+    least = floor(config, hit.plan, H200, loaded=loaded, kept=kv.stored_bytes // kv.layers)
     return {
         "K, V in": hit.place,
         "codec": hit.codec,

@@ -50,6 +50,7 @@ from vlcache_jax.cache.tiers.peer import PeerTier
 from vlcache_jax.cache.tiers.peer_server import PeerServer
 from vlcache_jax.cache.tiers.record_file import file_bytes, file_name, make_header
 from vlcache_jax.cache.tiers.redis_store import RedisTier
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.files import check_writable
 from vlcache_jax.pallas_kernels import CODECS
 from vlcache_jax.progress import Progress
@@ -126,14 +127,14 @@ class Times:
 
 def make_record(codec: str, number: int, tokens: int) -> Record:
     """A complete record of random K, V, all of them finite."""
-    planes = () if codec == PLAIN else CODECS[codec].planes(HEADS, WIDTH)
-    shape: tuple[int, ...] = (LAYERS, 2, tokens, HEADS, WIDTH)
-    if planes:
-        shape = (LAYERS, 2, tokens * sum(planes))
+    kv = KVShape(LAYERS, HEADS, WIDTH, np.dtype(PLAIN), CODECS.get(codec))
+    data = kv.record(tokens)
     entry = f"{sorted((PLAIN, *CODECS)).index(codec):02x}{number:062x}"
     grid = (1, 2, 2 * tokens)
-    dtype = "uint8" if planes else PLAIN
-    record = Record(Meta(entry, owner_key(None), _KEY, True, grid, tokens, dtype, shape, planes, _KEY, codec))
+    meta = Meta(
+        entry, owner_key(None), _KEY, True, grid, tokens, str(data.dtype), data.shape, kv.code_bytes, _KEY, codec
+    )
+    record = Record(meta)
     rng = np.random.default_rng((number, tokens))
     # Without this bit neither a bfloat16 nor a float16, of a scale, is infinite.
     record.data.reshape(-1).view(np.uint16)[:] = rng.integers(0, 2**16, record.meta.nbytes // 2, np.uint16) & 0xBFFF

@@ -74,7 +74,7 @@ def spoil(llm, monkeypatch):
     def spoiled(page):
         give_back(page)
         slots = slice(page.number * PAGE, (page.number + 1) * PAGE)
-        for layer in llm.service.device.runner._pool or ():
+        for layer in llm.service.device.runner.pool.arrays or ():
             layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
 
     monkeypatch.setattr(llm.service.cache.pages, "_give_back", spoiled)

@@ -232,10 +232,13 @@ def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     for layer, (keys, _) in enumerate(record.data):
         _, weight = llm.service.device.runner.constants[layer]
         assert weight[3] == 0
-        stored = own.decode_block(jnp.asarray(keys), 2, 24)[: meta.tokens]
-        scales = own.scales(jnp.asarray(keys[size:]), 2, 24)[: meta.tokens, :, 0, 0]
+        planes = [
+            plane.reshape(-1, 2, plane.size // (2 * meta.padded)) for plane in map(jnp.asarray, np.split(keys, [size]))
+        ]
+        stored = own.decode(*planes)[: meta.tokens]
+        scales = own.pairs(planes[1])[: meta.tokens, :, 0, 0]
         assert (np.abs(stored[..., 3]) <= 0.51 * scales.astype(np.float32)).all()  # 0, as near as codes come
-        assert not own.decode_block(jnp.asarray(keys), 2, 24, weight=weight)[: meta.tokens, :, 3].any()
+        assert not own.decode(*planes, weight=weight)[: meta.tokens, :, 3].any()
 
 
 @pytest.mark.parametrize("codec", CODECS)

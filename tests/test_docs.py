@@ -9,7 +9,6 @@ import re
 import shlex
 import tomllib
 
-import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -18,7 +17,7 @@ from vlcache_jax.assets import PICTURES
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.info import NOTHING, describe
-from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.models.params import parameters
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -168,7 +167,7 @@ def table_row(title):
 def test_the_readmes_memory_is_what_is_counted():
     for name in ("Qwen3-VL-8B", "Qwen3-VL-32B", "Qwen2.5-VL-7B"):
         config = MODELS[name]
-        slot = slot_bytes(config, np.dtype("float16"))
+        slot = KVShape.of(config, "float16").slot_bytes
         weights = 2 * sum(math.prod(parameter.shape) for parameter in parameters(config))
         tokens = 1024 if name.startswith("Qwen3") else 37 * 37
         kept = tokens * (slot + 2 * (1 + config.vision.num_deepstack) * config.text.hidden_size)

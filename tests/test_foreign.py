@@ -15,7 +15,7 @@ import vlcache_jax
 from vlcache_jax import LLM, AsyncLLM, EngineConfig, Ladder, SamplingParams
 from vlcache_jax.config import EngineOptions
 from vlcache_jax.device import memory_plan
-from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.foreign import CALLS, ENGINE, SAMPLING, VllmOptions, ours
 
 SETTINGS = {
@@ -258,7 +258,7 @@ def test_what_has_another_name_here(checkpoints):
 def test_sizes_in_other_words(llm, checkpoints, monkeypatch):
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 24 * 2**30)  # whatever else runs on the machine
     pages = memory_plan.round_pages(
-        8 * 2**20 // (128 * slot_bytes(llm.service.device.runner.config, np.dtype(np.float32)))
+        8 * 2**20 // (128 * KVShape.of(llm.service.device.runner.config, np.float32).slot_bytes)
     )
     assert (llm.service.device.runner.num_slots, llm.service.device.runner.dtype) == (128 * (pages + 1), np.float32)
     settings = SETTINGS | {"kv_cache_bytes": None, "gpu_memory_utilization": 0.001, "max_num_seqs": 2, "dtype": "half"}

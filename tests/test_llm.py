@@ -19,7 +19,7 @@ import pytest
 from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, give_pages, user
 from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
-from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs.base import Demand
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.device.programs.state import CopyPages, EmptyEncoderRows, EmptyLanes, EmptyPool
@@ -36,7 +36,7 @@ def open_llm(directory, **changes):
 
 
 def page_bytes(directory):
-    return PAGE * slot_bytes(load_config(directory), np.dtype(np.float32))
+    return PAGE * KVShape.of(load_config(directory), np.float32).slot_bytes
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ def test_bf16(llm, family_checkpoint, conversations):
     params = SamplingParams(temperature=5, seed=0, max_tokens=4, ignore_eos=True, logprobs=1)
     with open_llm(family_checkpoint, dtype="bfloat16") as narrow:
         outputs = narrow.chat(conversations, params, use_tqdm=False)
-        assert narrow.service.device.runner._pool[0][0].dtype == "bfloat16"
+        assert narrow.service.device.runner.pool.arrays[0][0].dtype == "bfloat16"
     answers = [output.outputs[0] for output in outputs]
     scores = llm.score(conversations, [answer.token_ids for answer in answers], use_tqdm=False)
     logprobs = np.array([[logprob.chosen for logprob in answer.logprobs] for answer in answers])

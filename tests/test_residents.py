@@ -13,7 +13,7 @@ from research.compile_report import abstract_runner
 from tests.helper import SIZES, damage_first_passage, give_pages, spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 from vlcache_jax.benchmarks.floor import MODELS
-from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.pallas_kernels import PAGE, make_work, shared_prefixes
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread
@@ -28,7 +28,7 @@ def open_llm(directory, **changes):
 
 
 def page_bytes(llm):
-    return PAGE * slot_bytes(llm.service.device.runner.config, np.dtype(np.float32))
+    return PAGE * KVShape.of(llm.service.device.runner.config, np.float32).slot_bytes
 
 
 def chat(llm, *conversations, params=GREEDY, **options):

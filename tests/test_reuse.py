@@ -73,7 +73,7 @@ def pool(llm, length):
     place = np.arange(length)
     slots = llm.last_table[place // PAGE] * PAGE + place % PAGE
     return np.stack(
-        [np.stack([np.asarray(half)[slots] for half in layer]) for layer in llm.service.device.runner._pool]
+        [np.stack([np.asarray(half)[slots] for half in layer]) for layer in llm.service.device.runner.pool.arrays]
     )
 
 

@@ -30,6 +30,7 @@ from vlcache_jax.checks import check_flags
 from vlcache_jax.config import EngineConfig, EngineOptions, Reuse
 from vlcache_jax.convert.source import locate
 from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.memory_plan import MemoryPlan, kept_token_bytes, plan_memory
 from vlcache_jax.device.programs.base import Key
@@ -54,7 +55,7 @@ from vlcache_jax.intake.recognition import Recognizer
 from vlcache_jax.intake.sequences import SequenceBuilder, read_generation_config
 from vlcache_jax.models import ModelConfig, load_config
 from vlcache_jax.outputs import Reporter
-from vlcache_jax.pallas_kernels import CODECS, PAGE, Codec, dispatch
+from vlcache_jax.pallas_kernels import CODECS, PAGE, dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.progress import Progress, interruptible, say
 from vlcache_jax.reuse.parse import parse_policy
@@ -67,13 +68,11 @@ class Stored:
     """How records are kept, and what their keys say of the model.
 
     Attributes:
-      codec: of K, V; None: they are kept as they are.
-      codec_name: of K, V, as keys name it.
+      kv: keys and values.
       fingerprint: of the weights. The first call on a directory of the hub reads and hashes them all.
     """
 
-    codec: Codec | None
-    codec_name: str
+    kv: KVShape
     fingerprint: Callable[[], str]
 
 
@@ -177,16 +176,16 @@ class Service:
         checkpoint = _open_checkpoint(config, directory, jax_device)
         stored = _how_stored(config, checkpoint)
         shares = Shares(config.cache.owner_bytes)
-        tiers = open_tiers(config.cache, shares, fingerprint=stored.fingerprint, codec=stored.codec_name)
+        tiers = open_tiers(config.cache, shares, fingerprint=stored.fingerprint, codec=stored.kv.stored_as)
         policy = checkpoint.check_policy(config.policy)
         renderer, processor = _open_inputs(config, checkpoint)
         videos = VideoProcessor.from_pretrained(checkpoint.directory, checkpoint.config, processor)
-        device = _open_device(config, checkpoint, jax_device, processor, stored.codec)
+        device = _open_device(config, checkpoint, jax_device, processor, stored.kv)
         runner, memory = device.runner, device.memory
         renderer.max_tokens = memory.max_model_len
         sequences = _open_sequences(config, checkpoint, memory, renderer.tokenizer)
         rates = Rates.load(device.identity)
-        cache = _open_cache(config, device, tiers, shares, rates, stored.codec)
+        cache = _open_cache(config, device, tiers, shares, rates, stored.kv)
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         loop = Loop(Engine(runner, cache.writer, cache.pages, threads, cache.tier))
@@ -196,13 +195,13 @@ class Service:
             max_patches=runner.token_rungs[-1] * processor.merge_size**2, max_pixels=config.max_image_pixels,
         )  # fmt: skip
         identifier = Identifier(
-            Recognizer(cache.store, media, fingerprint=stored.fingerprint, codec=stored.codec_name), renderer,
+            Recognizer(cache.store, media, fingerprint=stored.fingerprint, codec=stored.kv.stored_as), renderer,
             threads=threads, quick_threads=quick_threads,
         )  # fmt: skip
         planner = Planner(
             checkpoint.config, cache.store, cache.writer,
-            dtype=runner.dtype, codec=stored.codec, token_rungs=runner.token_rungs, fingerprint=stored.fingerprint,
-            codec_name=stored.codec_name, rates=rates if config.cache.load == "auto" else None,
+            kv=stored.kv, token_rungs=runner.token_rungs, fingerprint=stored.fingerprint,
+            rates=rates if config.cache.load == "auto" else None,
         )  # fmt: skip
         intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
         reporter = Reporter(checkpoint.config.text.num_layers, sequences.token_text)
@@ -388,7 +387,7 @@ def _how_stored(config: EngineConfig, checkpoint: Checkpoint) -> Stored:
         with Progress("fingerprinting the weights", show=config.use_tqdm):
             return checkpoint.fingerprint
 
-    return Stored(codec, str(checkpoint.dtype) + ("" if codec is None else f" {codec.name}"), fingerprint)
+    return Stored(KVShape.of(checkpoint.config, checkpoint.dtype, codec), fingerprint)
 
 
 def _open_inputs(config: EngineConfig, checkpoint: Checkpoint) -> tuple[PromptRenderer, ImageProcessor]:
@@ -419,25 +418,24 @@ def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config
 
 
 def _open_device(
-    config: EngineConfig, checkpoint: Checkpoint, device: jax.Device, processor: ImageProcessor, codec: Codec | None
+    config: EngineConfig, checkpoint: Checkpoint, device: jax.Device, processor: ImageProcessor, kv: KVShape
 ) -> Device:
     """Sees that it fits, and loads the weights."""
     model = checkpoint.config
     memory = plan_memory(
-        model, checkpoint.dtype, device, config.ladder,
+        model, kv, device, config.ladder,
         weights=checkpoint.nbytes(), max_rows=config.max_rows, max_sequences=config.max_num_seqs,
         max_patches=processor.max_pixels // processor.patch_size**2, max_model_len=config.max_model_len,
         kv_cache_bytes=cast(int | None, config.kv_cache_bytes), share=config.gpu_memory_utilization,
-        device_bytes=int(config.cache.device_bytes), codec=codec,
+        device_bytes=int(config.cache.device_bytes),
     )  # fmt: skip
     runner = Runner(
         model, _load(checkpoint, device, config.use_tqdm), processor.normalization_table,
         num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), ladder=memory.ladder,
-        implementation=config.implementation, codec=codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
+        implementation=config.implementation, codec=kv.codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
     )  # fmt: skip
     runner.programs.compiling = lambda program: Progress(f"compiling {program}")
-    codec_name = None if codec is None else codec.name
-    return Device(runner, memory, identity_of(model, device.device_kind, runner.dtype.name, codec_name))
+    return Device(runner, memory, identity_of(model, device.device_kind, kv))
 
 
 def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:
@@ -455,15 +453,10 @@ def _open_sequences(
 
 
 def _open_cache(
-    config: EngineConfig,
-    device: Device,
-    tiers: Sequence[Tier],
-    shares: Shares,
-    rates: Rates | None,
-    codec: Codec | None,
+    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Shares, rates: Rates | None, kv: KVShape
 ) -> Cache:
     runner, memory = device.runner, device.memory
-    tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * kept_token_bytes(runner.config, runner.dtype, codec))
+    tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * kept_token_bytes(runner.config, kv))
     pages = Pages(memory.num_slots // PAGE)
     store = Store(
         config.cache, tiers, shares=shares,

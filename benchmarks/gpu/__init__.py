@@ -133,19 +133,21 @@ def _error(shape: AttentionShape, args: tuple[jax.Array, ...], out: jax.Array) -
     return max(map(error, rows.tolist()))
 
 
-def _link_arrays(case: LinkShape) -> tuple[jax.Array, ...]:
+def _link_arrays(case: LinkShape) -> tuple[Any, ...]:
     keys = jax.random.split(jax.random.key(0), 4)
     specs = case.specs()
-    pools = [jax.random.normal(k, s.shape, s.dtype) for k, s in zip(keys[:3], specs[:3], strict=True)]
+    k, v, data = (
+        jax.random.normal(key, s.shape, s.dtype) for key, s in zip(keys, jax.tree.leaves(specs[:3]), strict=False)
+    )
     slot = jnp.arange(case.T, dtype=jnp.int32) + (case.S - case.T) // 2
     angle = jax.random.uniform(keys[3], specs[4].shape) * 6
-    return *pools, slot, jnp.cos(angle).astype(specs[4].dtype), jnp.sin(angle).astype(specs[4].dtype)
+    return k, v, [[data]], slot, jnp.cos(angle).astype(specs[4].dtype), jnp.sin(angle).astype(specs[4].dtype)
 
 
 def _check_link(plan: Plan, case: LinkShape) -> Row:
     args = _link_arrays(case)
     got = jax.jit(functools.partial(link, implementation=plan.implementation))(*args)
-    wide = [x if x.dtype == jnp.int32 else x.astype(jnp.float32) for x in args]
+    wide = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(jnp.float32), args)
     want = jax.jit(functools.partial(link, implementation="xla"))(*wide)
     equal = all(bool((g == w.astype(g.dtype)).all()) for g, w in zip(got, want, strict=True))
     if not equal:

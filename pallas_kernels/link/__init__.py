@@ -5,4 +5,3 @@ What is stored may be coded (`codec`).
 
 from vlcache_jax.pallas_kernels.link.api import check_slots as check_slots
 from vlcache_jax.pallas_kernels.link.api import link as link
-from vlcache_jax.pallas_kernels.link.api import recall as recall

@@ -1,4 +1,4 @@
-"""The public functions that link: their contracts, and the checks of their arguments."""
+"""The public function that links: its contract, and the checks of its arguments."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,12 @@ from vlcache_jax.pallas_kernels.link.codec import Codec, find
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,
-    data: jax.Array | Sequence[jax.Array],
+    images: Sequence[Sequence[jax.Array]],
     slot: jax.Array | npt.NDArray[np.int32],
     cos: jax.Array,
     sin: jax.Array,
     *,
+    source: jax.Array | None = None,
     layer: int = 0,
     codec: str | None = None,
     bias: jax.Array | None = None,
@@ -38,22 +39,25 @@ def link(
     infinite, 0 is written, and NaN to the same place of the key (`vlcache_jax.pallas_kernels.carry_flaws`). So what is
     damaged reaches exactly the rows that see it. Keys may hold anything.
 
-    Letters: `G` layers that are stored together, `T` tokens, of all images, `S` slots, `K` key-value heads, `D` head
-    width.
+    Letters: `G` layers that are stored together, `T` tokens, of all images, `C` tokens that an image has room for,
+    `S` slots, `K` key-value heads, `D` head width.
 
     Args:
       k_pool: Keys of a layer `[S, K, D]`; updated in place where it is donated.
       v_pool: Values of a layer `[S, K, D]`.
-      data: What is stored, whole: a slice that the caller makes may be copied. Keys before rotation and values
-        `[G, 2, T, K, D]` in the pool's dtype, or coded, uint8 `[G, 2, bytes]`; see `Codec.block`. Of several images
-        of one size, whose tokens follow each other, a sequence of these, of each its own.
+      images: What is stored, of each image its planes, whole: a slice that the caller makes may be copied. That is one,
+        keys before rotation and values `[G, 2, C, K, D]` in the pool's dtype, or, coded, two, the codes and the scales,
+        uint8 `[G, 2, C, K, bytes]` each (`Codec.encode`). All images have as many tokens, the first of their `C`, and
+        those of an image follow those of the one before it.
       slot: Where each token goes, int32 `[T]`, none negative and all below `S` distinct; tokens at slots from `S` on,
         of which there may be any number, write nothing. A numpy array is checked; one of jax is not, because it may
         have to be waited for (`vlcache_jax.pallas_kernels.link.check_slots`).
       cos: Of each token's angles, `[T, 1, D / 2]`, in the dtype of the keys.
       sin: Likewise.
+      source: Which of the `C` of a single image each token is, int32 `[T]`. Of every eight tokens, counted from the
+        first, the source of the first is a multiple of eight, and those of the others follow it. None: the first `T`.
       layer: Which of the stored layers.
-      codec: Of `data`: a name in `vlcache_jax.pallas_kernels.CODECS`; None if it is not coded.
+      codec: Of what is stored: a name in `vlcache_jax.pallas_kernels.CODECS`; None if it is not coded.
       bias: Of the coded keys, `[K, D]`, as it was given to `Codec.encode`.
       weight: Of the coded keys, `[D]`, likewise.
       implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel moves bfloat16 and float16.
@@ -66,17 +70,20 @@ def link(
       NotImplementedError: The implementation asked for does not do this case.
     """
     _check_places(k_pool, v_pool, slot, cos, sin)
-    tokens = (slot.shape[0], *k_pool.shape[1:])
-    coded = None if codec is None else find(codec)
-    images = [data] if isinstance(data, jax.Array) else list(data)
-    size = tokens[0] // max(len(images), 1)
-    if size * len(images) != tokens[0]:
-        raise ValueError(f"slot must be of {len(images)} images of one size, got {tokens[0]} tokens")
-    for image in images:
-        _check_data(image, (size, *tokens[1:]), k_pool.dtype, coded)
-        if not 0 <= layer < len(image):
-            raise ValueError(f"layer must be at least 0 and below {len(image)}, got {layer}")
-    _check_constants(bias, weight, tokens, coded)
+    heads, coded = k_pool.shape[1:], None if codec is None else find(codec)
+    size = len(slot) // max(len(images), 1)
+    if size * len(images) != len(slot):
+        raise ValueError(f"slot must be of {len(images)} images of one size, got {len(slot)} tokens")
+    if source is not None and (len(images) != 1 or source.shape != slot.shape or source.dtype != jnp.int32):
+        raise ValueError(
+            f"source must be int32 of shape {list(slot.shape)}, of one image, "
+            f"got {source.dtype} {list(source.shape)} of {len(images)}"
+        )
+    for planes in images:
+        _check_planes(planes, heads, k_pool.dtype, coded, size if source is None else 0)
+        if not 0 <= layer < len(planes[0]):
+            raise ValueError(f"layer must be at least 0 and below {len(planes[0])}, got {layer}")
+    _check_constants(bias, weight, heads, coded)
     if isinstance(slot, np.ndarray):
         check_slots(slot, len(k_pool))
         slot = jnp.asarray(slot)
@@ -85,87 +92,19 @@ def link(
         from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
         dispatch.check_array(implementation, k_pool)
-        mosaic_gpu.check(k_pool, size, coded)
+        mosaic_gpu.check(k_pool, None if source is None else images[0][0].shape[2])
 
-    case = f"{codec or 'data'} of {k_pool.dtype} {[size, *tokens[1:]]}"
+    kept = "" if source is None else ", kept on the device"
+    case = f"{codec or 'data'} of {k_pool.dtype} {[size, *heads]}{kept}"
     # Coded linking has a verdict of its own: a chip that does it wrong still links what is not coded.
     choice = dispatch.choose("link" if coded is None else "link_coded", case, implementation, check)
     if choice.implementation == "xla":
-        return xla.link(k_pool, v_pool, images, slot, cos, sin, bias, weight, layer=layer, codec=coded)
+        return xla.link(k_pool, v_pool, images, source, slot, cos, sin, bias, weight, layer=layer, codec=coded)
     from vlcache_jax.pallas_kernels.link import mosaic_gpu
 
-    interpret = dispatch.interpreter(choice)
-    for i, image in enumerate(images):
-        part = slice(i * size, (i + 1) * size)
-        k_pool, v_pool = mosaic_gpu.link(
-            k_pool, v_pool, image, slot[part], cos[part], sin[part], bias, weight,
-            layer=layer, codec=coded, interpret=interpret,
-        )  # fmt: skip
-    return k_pool, v_pool
-
-
-def recall(
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    planes: Sequence[jax.Array],
-    source: jax.Array,
-    slot: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    *,
-    codec: str | None = None,
-    bias: jax.Array | None = None,
-    weight: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Writes K and V of a layer that are kept on the device into the pool: `link`, from any places of one array.
-
-    Letters: `C` tokens that are kept, others as in `link`.
-
-    Args:
-      k_pool: As in `link`, and so are `v_pool`, `cos`, `sin`, `codec`, `bias`, `weight` and `implementation`.
-      planes: What is kept: keys before rotation and values `[2, C, K, D]` in the pool's dtype, or, coded, the codes and
-        the scales of each token, uint8 `[2, C, bytes]` each (`Codec.planes`).
-      source: Which of the `C` each token is, int32 `[T]`. Of every eight tokens, counted from the first, the source of
-        the first is a multiple of eight, and those of the others follow it.
-      slot: As in `link`, an array of jax.
-
-    Returns:
-      (k_pool, v_pool)
-
-    Raises:
-      ValueError: An argument is wrong; the message names it.
-      NotImplementedError: The implementation asked for does not do this case.
-    """
-    _check_places(k_pool, v_pool, slot, cos, sin)
-    heads, coded = k_pool.shape[1:], None if codec is None else find(codec)
-    _check_constants(bias, weight, (len(slot), *heads), coded)
-    if source.shape != slot.shape or source.dtype != jnp.int32:
-        raise ValueError(f"source must be int32 of shape {list(slot.shape)}, got {source.dtype} {list(source.shape)}")
-    widths: list[tuple[int, ...]] = [heads] if coded is None else [(size,) for size in coded.planes(*heads)]
-    dtype = k_pool.dtype if coded is None else jnp.dtype(jnp.uint8)
-    kept = planes[0].shape[1] if planes else 0
-    if [(*plane.shape, plane.dtype) for plane in planes] != [(2, kept, *width, dtype) for width in widths]:
-        shapes = " and ".join(f"[2, C, {', '.join(map(str, width))}]" for width in widths)
-        got = ", ".join(f"{plane.dtype} {list(plane.shape)}" for plane in planes)
-        raise ValueError(f"planes must be {dtype} of shape {shapes}, got {got or 'none'}")
-
-    def check() -> None:
-        from vlcache_jax.pallas_kernels.link import mosaic_gpu
-
-        dispatch.check_array(implementation, k_pool)
-        mosaic_gpu.check(k_pool, kept, coded)
-        mosaic_gpu.check_kept(kept)
-
-    case = f"{codec or 'data'} of {k_pool.dtype} {[len(slot), *heads]}, kept on the device"
-    choice = dispatch.choose("link" if coded is None else "link_coded", case, implementation, check)
-    if choice.implementation == "xla":
-        return xla.recall(k_pool, v_pool, planes, source, slot, cos, sin, bias, weight, codec=coded)
-    from vlcache_jax.pallas_kernels.link import mosaic_gpu
-
-    return mosaic_gpu.recall(
-        k_pool, v_pool, planes, source, slot, cos, sin, bias, weight,
-        codec=coded, interpret=dispatch.interpreter(choice),
+    return mosaic_gpu.link(
+        k_pool, v_pool, images, source, slot, cos, sin, bias, weight,
+        layer=layer, codec=coded, interpret=dispatch.interpreter(choice),
     )  # fmt: skip
 
 
@@ -184,21 +123,27 @@ def _check_places(k_pool: jax.Array, v_pool: jax.Array, slot: Any, cos: jax.Arra
             )
 
 
-def _check_data(data: jax.Array, tokens: tuple[int, ...], dtype: jnp.dtype, codec: Codec | None) -> None:
-    stored: tuple[int, ...] = (2, *tokens)
+def _check_planes(
+    planes: Sequence[jax.Array], heads: tuple[int, ...], dtype: jnp.dtype, codec: Codec | None, tokens: int
+) -> None:
+    widths = heads[1:]
     if codec is not None:
-        stored, dtype = (2, tokens[0] * sum(codec.planes(*tokens[1:]))), jnp.dtype(jnp.uint8)
-    if data.shape[1:] != stored or data.dtype != dtype:
-        shape = ", ".join(map(str, ("G", *stored)))
-        raise ValueError(f"data must be {dtype} of shape [{shape}], got {data.dtype} {list(data.shape)}")
+        widths, dtype = tuple(size // heads[0] for size in codec.planes(*heads)), jnp.dtype(jnp.uint8)
+    ends = [(2, heads[0], width, dtype) for width in widths]
+    if [(*plane.shape[1:2], *plane.shape[3:], plane.dtype) for plane in planes] != ends:
+        shapes = " and ".join(f"[G, 2, C, {heads[0]}, {width}]" for width in widths)
+        got = ", ".join(f"{plane.dtype} {list(plane.shape)}" for plane in planes)
+        raise ValueError(f"planes must be {dtype} of shape {shapes}, got {got or 'none'}")
+    if (least := min(plane.shape[2] for plane in planes)) < tokens:
+        raise ValueError(f"planes must have room for {tokens} tokens, got {least}")
 
 
 def _check_constants(
-    bias: jax.Array | None, weight: jax.Array | None, tokens: tuple[int, ...], codec: Codec | None
+    bias: jax.Array | None, weight: jax.Array | None, heads: tuple[int, ...], codec: Codec | None
 ) -> None:
     if codec is None and not (bias is None and weight is None):
         raise ValueError("bias and weight go with a codec: keys that are not coded have them")
-    for name, array, shape in (("bias", bias, tokens[1:]), ("weight", weight, tokens[2:])):
+    for name, array, shape in (("bias", bias, heads), ("weight", weight, heads[1:])):
         if array is not None and (array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating)):
             raise ValueError(f"{name} must be of floats, of shape {list(shape)}, got {array.dtype} {list(array.shape)}")
 

@@ -8,8 +8,8 @@ The values of a token and head share a scale and a zero in float16 (`int8`), or 
 value = zero + code x scale. The zero is rounded down and the scale up, so that no value is clipped and the error is
 half a scale at most, however far from 0 a group is.
 
-A record keeps in each of its blocks, which are the keys or values of a layer, first the codes of all tokens, then their
-scales: codes are one contiguous run, for copies in bulk.
+What is coded is two planes, codes and scales. A record keeps in each of its blocks, which are the keys or values of a
+layer, first the codes of all tokens, then their scales: codes are one contiguous run, for copies in bulk.
 """
 
 import dataclasses
@@ -59,7 +59,9 @@ class Codec:
         groups = width // self.group(width)
         return kv_heads * width * self.bits // 8, kv_heads * groups * 4
 
-    def encode(self, x: jax.Array, bias: jax.Array | None = None, weight: jax.Array | None = None) -> jax.Array:
+    def encode(
+        self, x: jax.Array, bias: jax.Array | None = None, weight: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Codes keys before rotation, with the model's constants, or values, without.
 
         What is NaN or infinite, below the least float16, or in a group that spans more than float16 scales do, makes
@@ -71,8 +73,8 @@ class Codec:
           weight: of each channel, `[D]`. Where it is 0, 0 is stored.
 
         Returns:
-          Of each token the codes, then the scales: uint8 `[T, codes + scales]`. Of `int4`, byte j of a head has the
-          code of channel j in its low half and that of channel j + D / 2 in its high half: rotation pairs these two.
+          Codes and scales of each head, uint8 `[T, K, bytes]` each. Of `int4`, byte j of a head has the code of channel
+          j in its low half and that of channel j + D / 2 in its high half: rotation pairs these two.
 
         Raises:
           ValueError: the codec does not do the width.
@@ -96,69 +98,25 @@ class Codec:
         if self.bits == 4:
             code = code[..., : D // 2] | code[..., D // 2 :] << 4
         scales = jax.lax.bitcast_convert_type(jnp.stack([scale, zero], -1), jnp.uint8)
-        return jnp.concatenate([code.reshape(T, -1), scales.reshape(T, -1)], 1)
+        return code, scales.reshape(T, K, -1)
 
     def decode(
-        self,
-        coded: jax.Array,
-        kv_heads: int,
-        width: int,
-        bias: jax.Array | None = None,
-        weight: jax.Array | None = None,
+        self, codes: jax.Array, scales: jax.Array, bias: jax.Array | None = None, weight: jax.Array | None = None
     ) -> jax.Array:
-        """What `encode` gave, as float32 `[T, K, D]`.
-
-        Raises:
-          ValueError: the codec does not do the width.
-        """
-        codes, _ = self.planes(kv_heads, width)
-        return self._values(coded[:, :codes], coded[:, codes:], kv_heads, width, bias, weight)
-
-    def block(self, coded: Any, kv_heads: int, width: int) -> Any:
-        """A block of a record from what `encode` gave, `[..., T, codes + scales]` of jax or numpy: `[..., bytes]`."""
-        codes, _ = self.planes(kv_heads, width)
-        xp = coded.__array_namespace__()
-        runs = (x.reshape(*coded.shape[:-2], -1) for x in (coded[..., :codes], coded[..., codes:]))
-        return xp.concatenate(list(runs), axis=-1)
-
-    def decode_block(
-        self,
-        block: jax.Array,
-        kv_heads: int,
-        width: int,
-        bias: jax.Array | None = None,
-        weight: jax.Array | None = None,
-    ) -> jax.Array:
-        """A block of a record, `[bytes]`, as float32 `[T, K, D]`."""
-        codes, scales = self.planes(kv_heads, width)
-        tokens = len(block) // (codes + scales)
-        return self._values(block[: tokens * codes], block[tokens * codes :], kv_heads, width, bias, weight)
-
-    def scales(self, plane: jax.Array, kv_heads: int, width: int) -> jax.Array:
-        """A plane of scales, of any shape, as float16 `[T, K, groups, 2]`: scale and zero."""
-        low, high = (plane.reshape(-1, 2)[:, i].astype(jnp.uint16) for i in range(2))  # so XLA fuses it
-        halves = jax.lax.bitcast_convert_type(low | high << 8, jnp.float16)
-        return halves.reshape(-1, kv_heads, width // self.group(width), 2)
-
-    def _values(
-        self,
-        codes: jax.Array,
-        scales: jax.Array,
-        kv_heads: int,
-        width: int,
-        bias: jax.Array | None,
-        weight: jax.Array | None,
-    ) -> jax.Array:
-        group = self.group(width)
-        codes = codes.reshape(-1, kv_heads, width * self.bits // 8)
+        """What `encode` gave, as float32 `[T, K, D]`."""
         if self.bits == 4:
             codes = jnp.concatenate([codes & 15, codes >> 4], -1)
-        pairs = self.scales(scales, kv_heads, width).astype(jnp.float32)
-        scale, zero = (jnp.repeat(pairs[..., i], group, -1) for i in range(2))
+        pairs = self.pairs(scales).astype(jnp.float32)
+        scale, zero = (jnp.repeat(pairs[..., i], self.group(codes.shape[-1]), -1) for i in range(2))
         x = codes.astype(jnp.float32) * scale + zero
         if weight is not None:
             x = x * weight.astype(jnp.float32)
         return x if bias is None else x + bias.astype(jnp.float32)
+
+    def pairs(self, scales: jax.Array) -> jax.Array:
+        """A plane of scales, `[..., bytes]`, as float16 `[..., groups, 2]`: scale and zero."""
+        low, high = (scales.reshape(-1, 2)[:, i].astype(jnp.uint16) for i in range(2))  # so XLA fuses it
+        return jax.lax.bitcast_convert_type(low | high << 8, jnp.float16).reshape(*scales.shape[:-1], -1, 2)
 
 
 def _rounded(x: jax.Array, *, up: bool) -> jax.Array:

@@ -22,8 +22,12 @@ TOKENS = 8  # of a program
 WARPS, LANES = 4, 32
 
 
-def check(k_pool: jax.Array, tokens: int, codec: Codec | None) -> None:
-    """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
+def check(k_pool: jax.Array, kept: int | None) -> None:
+    """Raises NotImplementedError, with the reason, for a case that the kernel does not do.
+
+    Args:
+      kept: tokens among which there is a source of each; None: they lie in their order.
+    """
     _, K, D = k_pool.shape
     if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic_gpu links bfloat16 and float16, got k_pool in {k_pool.dtype}")
@@ -31,22 +35,15 @@ def check(k_pool: jax.Array, tokens: int, codec: Codec | None) -> None:
         raise NotImplementedError(f"mosaic_gpu links heads of width 64 and 128, got {D}")
     if K > 256 // TOKENS:  # rows of a bulk copy
         raise NotImplementedError(f"mosaic_gpu links up to {256 // TOKENS} heads, got {K}")
-    if codec is not None and tokens * sum(codec.planes(K, D)) % (D * codec.bits // 8):
-        raise NotImplementedError(
-            f"mosaic_gpu links {codec.name} where blocks are whole rows of codes, got {tokens} tokens of {K} heads"
-        )
-
-
-def check_kept(tokens: int) -> None:
-    """The same for what is kept on the device: a program copies its tokens whole."""
-    if tokens % TOKENS:
-        raise NotImplementedError(f"mosaic_gpu links from multiples of {TOKENS} tokens, got {tokens}")
+    if kept is not None and kept % TOKENS:  # a program copies its tokens whole
+        raise NotImplementedError(f"mosaic_gpu links from multiples of {TOKENS} tokens, got {kept}")
 
 
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,
-    data: jax.Array,
+    images: Sequence[Sequence[jax.Array]],
+    source: jax.Array | None,
     slot: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
@@ -58,41 +55,25 @@ def link(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it and `check` have checked."""
-    scales = None
-    if codec is not None:
-        codes, _ = codec.planes(*k_pool.shape[1:])
-        scales = _scale_rows(codec, data[layer, :, len(slot) * codes :], k_pool)
-    rest = None, scales, slot, cos, sin, bias, weight
-    return _link(k_pool, v_pool, data, np.full(1, layer, np.int32), *rest, codec=codec, interpret=interpret)
+    size = len(slot) // len(images)
+    tokens = slice(size) if source is None else source
+    for i, planes in enumerate(images):
+        part = slice(i * size, (i + 1) * size)
+        scales = None if codec is None else _scale_rows(codec, planes[1][layer][:, tokens])
+        k_pool, v_pool = _link(
+            k_pool, v_pool, planes[0], np.full(1, layer, np.int32), source, scales, slot[part], cos[part], sin[part],
+            bias, weight, codec=codec, interpret=interpret,
+        )  # fmt: skip
+    return k_pool, v_pool
 
 
-def recall(
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    planes: Sequence[jax.Array],
-    source: jax.Array,
-    slot: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    bias: jax.Array | None = None,
-    weight: jax.Array | None = None,
-    *,
-    codec: Codec | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The contract of `vlcache_jax.pallas_kernels.recall`, for arguments that it and `check` have checked."""
-    scales = None if codec is None else _scale_rows(codec, planes[1][:, source], k_pool)
-    rest = source, scales, slot, cos, sin, bias, weight
-    return _link(k_pool, v_pool, planes[0][None], np.zeros(1, np.int32), *rest, codec=codec, interpret=interpret)
-
-
-def _scale_rows(codec: Codec, plane: jax.Array, k_pool: jax.Array) -> jax.Array:
-    """Scales of keys and values, `[2, ...]`: those of a program's tokens together, each plane (of K or V, a group,
-    scale or zero) a row of its own. Made of its rows this is one operation; a transposition would be another one."""
-    _, K, D = k_pool.shape
-    pairs = codec.scales(plane, K, D)
-    pairs = pairs.reshape(2, len(pairs) // 2 * K, -1)
-    pairs = jnp.pad(pairs, ((0, 0), (0, -pairs.shape[1] % (TOKENS * K)), (0, 0)))
+def _scale_rows(codec: Codec, plane: jax.Array) -> jax.Array:
+    """Scales of keys and values, of `[2, T, K, bytes]`: those of a program's tokens together, each kind (of K or V, a
+    group, scale or zero) a row of its own. Made of its rows this is one operation; a transposition would be another
+    one."""
+    _, T, K, _ = plane.shape
+    pairs = codec.pairs(plane).reshape(2, T * K, -1)
+    pairs = jnp.pad(pairs, ((0, 0), (0, -T * K % (TOKENS * K)), (0, 0)))
     rows = [half[:, i].reshape(-1, TOKENS * K) for half in pairs for i in range(pairs.shape[-1])]
     return jnp.stack(rows, 1).reshape(-1, TOKENS * K)
 

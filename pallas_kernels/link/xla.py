@@ -18,7 +18,8 @@ LARGE = 512
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,
-    images: Sequence[jax.Array],
+    images: Sequence[Sequence[jax.Array]],
+    source: jax.Array | None,
     slot: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
@@ -29,8 +30,11 @@ def link(
     codec: Codec | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.link`, for arguments that it has checked."""
-    read = functools.partial(_read, layer=layer, like=k_pool, bias=bias, weight=weight, codec=codec)
     size = len(slot) // len(images)
+    tokens = slice(size) if source is None else source
+    read = functools.partial(
+        _read, layer=layer, tokens=tokens, dtype=k_pool.dtype, bias=bias, weight=weight, codec=codec
+    )
     together = max(LARGE // size, 1)
     for first in range(0, len(images), together):
         several = zip(*map(read, images[first : first + together]), strict=True)
@@ -38,27 +42,6 @@ def link(
         part = slice(first * size, first * size + len(v))
         k_pool, v_pool = _write(k_pool, v_pool, k_raw, v, slot[part], cos[part], sin[part])
     return k_pool, v_pool
-
-
-def recall(
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    planes: Sequence[jax.Array],
-    source: jax.Array,
-    slot: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    bias: jax.Array | None = None,
-    weight: jax.Array | None = None,
-    *,
-    codec: Codec | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The contract of `vlcache_jax.pallas_kernels.recall`, for arguments that it has checked."""
-    k_raw, v = (jnp.concatenate([plane[half, source] for plane in planes], -1) for half in range(2))
-    if codec is not None:
-        _, K, D = k_pool.shape
-        k_raw, v = _rounded(codec.decode(k_raw, K, D, bias, weight), codec.decode(v, K, D), k_pool.dtype)
-    return _write(k_pool, v_pool, k_raw, v, slot, cos, sin)
 
 
 def _write(
@@ -78,16 +61,12 @@ def _write(
 
 
 def _read(
-    data: jax.Array, *, layer: int, like: jax.Array, bias: Any, weight: Any, codec: Codec | None
+    planes: Sequence[jax.Array], *, layer: int, tokens: Any, dtype: Any, bias: Any, weight: Any, codec: Codec | None
 ) -> tuple[jax.Array, jax.Array]:
-    """An image's keys before rotation and values, in the pool's dtype."""
+    """Keys before rotation and values of an image, in the pool's dtype."""
+    keys, values = ([plane[layer, half, tokens] for plane in planes] for half in range(2))
     if codec is None:
-        return data[layer, 0], data[layer, 1]
-    _, K, D = like.shape
-    k_raw = codec.decode_block(data[layer, 0], K, D, bias, weight)
-    return _rounded(k_raw, codec.decode_block(data[layer, 1], K, D), like.dtype)
-
-
-def _rounded(k_raw: jax.Array, v: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return keys[0], values[0]
+    k_raw, v = codec.decode(keys[0], keys[1], bias, weight), codec.decode(values[0], values[1])
     # XLA may leave out a rounding in front of a test for infinity. What the dtype does not hold is not finite.
     return k_raw.astype(dtype), jnp.where(jnp.abs(v) < overflow(dtype), v, jnp.nan).astype(dtype)

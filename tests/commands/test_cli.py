@@ -15,7 +15,7 @@ import vlcache_jax
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
-from vlcache_jax.device.memory_plan import slot_bytes
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.programs.table import Programs
 
 
@@ -87,7 +87,7 @@ def test_info_counts_what_an_engine_counts(run, family_checkpoint):
         llm.cache.flush()
         kinds = {record.meta.context is None: record.meta for record in llm.service.cache.store.tier.records()}
     [image] = output.cache.images
-    slot = slot_bytes(config, checkpoint.dtype)
+    slot = KVShape.of(config, checkpoint.dtype).slot_bytes
     found = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines()[:7])
     assert found["weights"].startswith(f"{checkpoint.nbytes() / 1e6:.1f} MB in float32")
     assert found["K, V"] == f"{slot} bytes a token"

@@ -11,20 +11,22 @@ import pytest
 from vlcache_jax import Ladder
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.device import memory_plan
-from vlcache_jax.device.memory_plan import kept_token_bytes, plan_memory, round_pages, slot_bytes
+from vlcache_jax.device.kv_shape import KVShape
+from vlcache_jax.device.memory_plan import kept_token_bytes, plan_memory, round_pages
 from vlcache_jax.models import load_config
 from vlcache_jax.pallas_kernels import PAGE
 
 
 @pytest.fixture
 def plan(checkpoints):
-    config, dtype = load_config(checkpoints("qwen3_vl")), np.dtype(np.float32)
-    slot = slot_bytes(config, dtype)
+    config = load_config(checkpoints("qwen3_vl"))
+    kv = KVShape.of(config, np.float32)
+    slot = kv.slot_bytes
 
     def plan(slots=128, max_patches=1024, sequences=1, **changes):
         return plan_memory(
             config,
-            dtype,
+            kv,
             jax.devices()[0],
             Ladder(rows=(64,), patches=(64, 256, 1024), sequences=(sequences,)),
             weights=0,
@@ -58,7 +60,7 @@ def test_nearly_equal_pools_are_equal(plan, checkpoints, monkeypatch):
     assert [round_pages(pages) for pages in rungs] == [round_pages(pages, up=True) for pages in rungs] == rungs
     assert (round_pages(2047), round_pages(2047, up=True)) == (1984, 2048)
     assert plan(slots=1000 * PAGE).num_slots == plan(slots=1020 * PAGE).num_slots == 992 * PAGE
-    page = PAGE_TOKENS * kept_token_bytes(config, np.dtype(np.float32), None)
+    page = PAGE_TOKENS * kept_token_bytes(config, KVShape.of(config, np.float32))
     assert plan(device_bytes=1000 * page).kept_pages == 992
     found = []
     for free in (40.5, 41):

@@ -110,7 +110,7 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
     stats = llm.cache.stats()
     assert (stats.not_finite, stats.failed, stats.bytes) == (1, 1, 0)  # the encoder rows go with their request
     used = slice(PAGE, PAGE + len(output.prompt_token_ids))
-    for number, (k, v) in enumerate(llm.service.device.runner._pool):
+    for number, (k, v) in enumerate(llm.service.device.runner.pool.arrays):
         assert np.isfinite(v).all()
         flawed = np.isnan(k[used]).any(-1).all(0)
         assert flawed.tolist() == [number > 0, number > 1]  # of the heads
@@ -125,4 +125,4 @@ def test_no_slot_is_linked_twice(llm, slots, message):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)
     places = runner.places([np.array([4, 9])], [np.zeros((3, 2), np.int32)], size)
     llm.service.engine._prefiller.copies.link(layers, [runner.put(data)], places, None)
-    assert {(runner._pool[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}
+    assert {(runner.pool.arrays[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}

@@ -17,6 +17,7 @@ from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.records import CacheStats
 from vlcache_jax.commands import calibrate as commands
 from vlcache_jax.commands.cli import app
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.intake import costs
 from vlcache_jax.intake.costs import Image, Rates, choose, identity_of, place
 from vlcache_jax.models.registry import load_config
@@ -93,7 +94,8 @@ def directory(checkpoints):
 
 @pytest.fixture
 def identity(directory):
-    return identity_of(load_config(directory), "cpu", "float32", None)
+    config = load_config(directory)
+    return identity_of(config, "cpu", KVShape.of(config, "float32"))
 
 
 def test_files_come_back(home, identity, caplog):

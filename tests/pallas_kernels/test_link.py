@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.models.rope import text_rotation
-from vlcache_jax.pallas_kernels import CODECS, link, recall
+from vlcache_jax.pallas_kernels import CODECS, link
 from vlcache_jax.pallas_kernels.cases import CODED_LINK_CASES, LINK_CASES
 from vlcache_jax.pallas_kernels.link import xla
 from vlcache_jax.pallas_kernels.link.codec import find
@@ -23,7 +23,7 @@ def arrays(tokens, dtype=np.float32, seed=0):
     pool = [jnp.asarray(rng.normal(size=(S, K, D)), dtype) for _ in "kv"]
     stored = jnp.asarray(rng.normal(size=(1, 2, tokens, K, D)), dtype)
     angle = rng.uniform(0, 6, (tokens, 1, D // 2))
-    return *pool, stored, jnp.asarray(np.cos(angle), dtype), jnp.asarray(np.sin(angle), dtype)
+    return *pool, [[stored]], jnp.asarray(np.cos(angle), dtype), jnp.asarray(np.sin(angle), dtype)
 
 
 @pytest.mark.parametrize("size", [xla.LARGE // 2, xla.LARGE])
@@ -33,7 +33,8 @@ def test_images_together_are_those_one_by_one(size):
     pool = jnp.zeros((count * size, K, D), jnp.float32)
     data, cos, sin = zip(*(arrays(size, seed=seed)[2:] for seed in range(count)), strict=True)
     slot = jax.random.permutation(jax.random.key(0), len(pool)).at[5].set(len(pool)).astype(jnp.int32)
-    found = jax.jit(link)(pool, pool, data, slot, jnp.concatenate(cos), jnp.concatenate(sin))
+    images = [image for [image] in data]
+    found = jax.jit(link)(pool, pool, images, slot, jnp.concatenate(cos), jnp.concatenate(sin))
     k, v = pool, pool
     for i in range(count):
         k, v = jax.jit(link)(k, v, data[i], slot[i * size : (i + 1) * size], cos[i], sin[i])
@@ -49,7 +50,7 @@ def test_the_worked_example():
         pool = jnp.zeros((1, 1, 2))
         cos, sin = text_rotation(jnp.full((3, 1), position), 1.0, (1, 0, 0), False, jnp.float32)
         data = jnp.stack([jnp.asarray(key, jnp.float32).reshape(1, 1, 2), pool])[None]
-        return link(pool, pool, data, jnp.zeros(1, jnp.int32), cos, sin)[0]
+        return link(pool, pool, [[data]], jnp.zeros(1, jnp.int32), cos, sin)[0]
 
     once = turned([1, 0], 5).ravel()
     np.testing.assert_allclose(once, [0.28366, -0.95892], atol=1e-5)
@@ -59,9 +60,9 @@ def test_the_worked_example():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": jnp.zeros((1, 2, 5, K, D))}, "data must be"),
-        ({"data": jnp.zeros((6, K, D))}, "data must be"),
-        ({"data": jnp.zeros((1, 2, 6, K, D), jnp.bfloat16)}, "data must be"),
+        ({"images": [[jnp.zeros((1, 2, 5, K, D))]]}, "planes must have room for 6 tokens, got 5"),
+        ({"images": [[jnp.zeros((6, K, D))]]}, "planes must be"),
+        ({"images": [[jnp.zeros((1, 2, 6, K, D), jnp.bfloat16)]]}, "planes must be"),
         ({"layer": 1}, "layer must be .* below 1, got 1"),
         ({"layer": -1}, "layer must be .* below 1, got -1"),
         ({"bias": jnp.zeros((K, D))}, "bias and weight go with a codec"),
@@ -71,7 +72,7 @@ def test_the_worked_example():
     ],
 )
 def test_bad_arguments(change, message):
-    names = ("k_pool", "v_pool", "data", "cos", "sin")
+    names = ("k_pool", "v_pool", "images", "cos", "sin")
     arguments = dict(zip(names, arrays(6), strict=True)) | {"slot": jnp.arange(6, dtype=jnp.int32)} | change
     with pytest.raises(ValueError, match=message):
         link(**arguments)
@@ -104,11 +105,8 @@ def places(rng, tokens, width, dtype):
 
 @functools.partial(jax.jit, static_argnums=0)
 def data_of(codec, stored, bias=None, weight=None):
-    heads = stored.shape[2:]
-    constants = (bias, weight), ()
-    blocks = [codec.block(codec.encode(x, *own), *heads) for x, own in zip(stored, constants, strict=True)]
-    blocks = jnp.stack(blocks)
-    return jnp.stack([jnp.zeros_like(blocks), blocks])
+    planes = map(jnp.stack, zip(codec.encode(stored[0], bias, weight), codec.encode(stored[1]), strict=True))
+    return [[jnp.stack([jnp.zeros_like(plane), plane]) for plane in planes]]
 
 
 def constant(kind, heads, width, seed=1):
@@ -120,15 +118,15 @@ def constant(kind, heads, width, seed=1):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def decoded(codec, pool, block, bias=None, weight=None):
-    return codec.decode_block(block, *pool.shape[1:], bias, weight).astype(pool.dtype)
+def decoded(codec, pool, planes, bias=None, weight=None):
+    return codec.decode(*planes, bias, weight).astype(pool.dtype)
 
 
 def wanted(codec, pool, data, slot, cos, sin, bias=None, weight=None):
     """In float64, from decoded keys and values rounded to the pool's dtype."""
     k, v = (
-        np.asarray(decoded(codec, pool[0], x, *c), np.float64)
-        for x, c in zip(data[1], ((bias, weight), ()), strict=True)
+        np.asarray(decoded(codec, pool[0], [plane[1, half] for plane in data[0]], *c), np.float64)
+        for half, c in enumerate(((bias, weight), ()))
     )
     (a, b), c, s = np.split(k, 2, -1), *(np.asarray(x, np.float64) for x in (cos, sin))
     turned = np.concatenate([a * c - b * s, b * c + a * s], -1)
@@ -204,8 +202,8 @@ def test_the_error_of_a_code_is_half_a_step(codec, width):
     x[:4] = np.array([600.3, 600, 0, -1e-9], np.float32)[:, None, None]  # constant, far from 0
     x[4] = 600 + rng.uniform(0, 0.1, (3, width))
     coded = jax.jit(codec.encode)(x)
-    assert coded.shape == (60, sum(codec.planes(3, width)))
-    decoded = np.asarray(codec.decode(coded, 3, width), np.float64)
+    assert [3 * plane.shape[2] for plane in coded] == [*codec.planes(3, width)]
+    decoded = np.asarray(codec.decode(*coded), np.float64)
     group = min(width, codec.shares or width)
     grouped, error = (y.reshape(60, 3, -1, group) for y in (x.astype(np.float64), np.abs(decoded - x)))
     low = grouped.min(-1, keepdims=True)
@@ -222,8 +220,8 @@ def test_what_a_code_takes():
     assert {name: sum(codec.planes(8, 128)) * 8 / 1024 for name, codec in CODECS.items()} == {"int8": 8.25, "int4": 5}
     low, high = np.zeros((1, 1, 64), np.float32), np.zeros((1, 1, 64), np.float32)
     low[0, 0, 3], high[0, 0, 3 + 32] = 15, 15  # paired by rotation: one byte
-    assert CODECS["int4"].encode(jnp.asarray(low))[0, 3] == 15
-    assert CODECS["int4"].encode(jnp.asarray(high))[0, 3] == 15 << 4
+    assert CODECS["int4"].encode(jnp.asarray(low))[0][0, 0, 3] == 15
+    assert CODECS["int4"].encode(jnp.asarray(high))[0][0, 0, 3] == 15 << 4
     for name, width in (("int4", 48), ("int4", 15), ("int8", 7)):
         with pytest.raises(ValueError, match=f"head width must be even for codec '{name}'.*, got {width}"):
             CODECS[name].planes(1, width)
@@ -237,7 +235,7 @@ def test_what_a_code_does_not_hold_decodes_to_what_is_not_finite(codec, value):
     x = np.random.default_rng(0).normal(size=(2, 2, 64)).astype(np.float32)
     x[1, 1, 40] = value
     for weight in (None, jnp.zeros(64)):
-        decoded = np.asarray(codec.decode(jax.jit(codec.encode)(x, None, weight), 2, 64, None, weight))
+        decoded = np.asarray(codec.decode(*jax.jit(codec.encode)(x, None, weight), None, weight))
         if weight is not None and np.isfinite(value):
             np.testing.assert_array_equal(decoded, 0)  # as the channel is
         else:
@@ -256,7 +254,7 @@ def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
     assert 400 < np.linalg.norm(bias) < 900
 
     def error(x, without):
-        there_and_back = jax.jit(lambda x: codec.decode(codec.encode(x, without), 4, 128, without))
+        there_and_back = jax.jit(lambda x: codec.decode(*codec.encode(x, without), without))
         return np.asarray(there_and_back(x), np.float64) - x
 
     plain, taken_out, left_in = error(x, None), error(x + bias, jnp.asarray(bias)), error(x + bias, None)
@@ -268,8 +266,8 @@ def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
     ("change", "message"),
     [
         ({"codec": "fp8"}, "codec must be one of"),
-        ({"data": jnp.zeros((1, 2, 6 * 3 * 13), jnp.uint8)}, "data must be uint8 of shape"),
-        ({"data": jnp.zeros((1, 2, 6 * 3 * 12), jnp.int8)}, "data must be uint8 of shape"),
+        ({"images": [[jnp.zeros((1, 2, 6, 3, size), jnp.uint8) for size in (8, 5)]]}, "planes must be uint8 of shape"),
+        ({"images": [[jnp.zeros((1, 2, 6, 3, size), jnp.int8) for size in (8, 4)]]}, "planes must be uint8 of shape"),
         ({"bias": jnp.zeros(D)}, "bias must be of floats, of shape"),
         ({"weight": jnp.zeros(D, jnp.int32)}, "weight must be of floats, of shape"),
     ],
@@ -277,7 +275,8 @@ def test_the_model_s_own_constants_cost_nothing_where_they_are_taken_out(codec):
 def test_bad_arguments_of_what_is_coded(change, message):
     k_pool, v_pool, _, cos, sin = arrays(6)
     arguments = {"k_pool": k_pool, "v_pool": v_pool, "cos": cos, "sin": sin, "codec": "int8"}
-    arguments |= {"data": jnp.zeros((1, 2, 6 * 3 * 12), jnp.uint8), "slot": jnp.arange(6, dtype=jnp.int32)}
+    arguments |= {"images": [[jnp.zeros((1, 2, 6, 3, size), jnp.uint8) for size in (8, 4)]]}
+    arguments |= {"slot": jnp.arange(6, dtype=jnp.int32)}
     link(**arguments)
     with pytest.raises(ValueError, match=message):
         link(**arguments | change)
@@ -297,10 +296,11 @@ def test_what_is_kept_on_the_device_is_linked_like_what_comes(case):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"planes": []}, "planes must be float32 of shape .*got none"),
-        ({"planes": [jnp.zeros((2, 16, K, D), jnp.bfloat16)]}, "planes must be float32 of shape .*got bfloat16"),
-        ({"planes": [jnp.zeros((16, K, D))]}, "planes must be"),
-        ({"codec": "int8"}, r"planes must be uint8 of shape \[2, C, 24\] and \[2, C, 12\]"),
+        ({"images": [[]]}, "planes must be float32 of shape .*got none"),
+        ({"images": [[jnp.zeros((1, 2, 16, K, D), jnp.bfloat16)]]}, "planes must be float32 of shape .*got bfloat16"),
+        ({"images": [[jnp.zeros((16, K, D))]]}, "planes must be"),
+        ({"images": [[jnp.ones((1, 2, 16, K, D))]] * 2}, "source must be .* of one image, got int32 .* of 2"),
+        ({"codec": "int8"}, r"planes must be uint8 of shape \[G, 2, C, 3, 8\] and \[G, 2, C, 3, 4\]"),
         ({"source": jnp.zeros(7, jnp.int32)}, r"source must be int32 of shape \[6\]"),
         ({"source": jnp.zeros(6)}, "source must be int32"),
         ({"cos": jnp.zeros((6, 1, D))}, "cos must be"),
@@ -311,7 +311,7 @@ def test_bad_arguments_of_what_is_kept(change, message):
     k_pool, v_pool, _, cos, sin = arrays(6)
     index = jnp.arange(6, dtype=jnp.int32)
     arguments = {"k_pool": k_pool, "v_pool": v_pool, "cos": cos, "sin": sin, "slot": index, "source": index}
-    arguments |= {"planes": [jnp.ones((2, 16, K, D))]}
-    assert (np.asarray(recall(**arguments)[1])[:6] == 1).all()
+    arguments |= {"images": [[jnp.ones((1, 2, 16, K, D))]]}
+    assert (np.asarray(link(**arguments)[1])[:6] == 1).all()
     with pytest.raises(ValueError, match=message):
-        recall(**arguments | change)
+        link(**arguments | change)

@@ -337,17 +337,15 @@ def test_what_the_kernels_do_not_do() -> None:
     many = jnp.zeros((4, 40, 64), jnp.bfloat16)
     angle = jnp.zeros((4, 1, 32), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="up to 32 heads, got 40"):
-        link(many, many, jnp.stack([many, many])[None], index, angle, angle, implementation="mosaic_gpu_interpreted")
+        link(
+            many, many, [[jnp.stack([many, many])[None]]], index, angle, angle, implementation="mosaic_gpu_interpreted"
+        )
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got cpu"):
         attention(*[jnp.zeros((4, 2, 64), jnp.bfloat16)] * 3, index, index, implementation="mosaic_gpu")
-    x, angle = jnp.zeros((3, 1, 64), jnp.bfloat16), jnp.zeros((3, 1, 32), jnp.bfloat16)
-    coded = jnp.zeros((1, 2, 3 * 40), jnp.uint8)
-    with pytest.raises(NotImplementedError, match="int4 where blocks are whole rows of codes, got 3 tokens of 1 heads"):
-        link(x, x, coded, index[:3], angle, angle, codec="int4", implementation="mosaic_gpu_interpreted")
     for dtype, width, message in (("float32", 64, "k_pool in float32"), ("bfloat16", 32, "64 and 128, got 32")):
         x, angle = jnp.zeros((4, 2, width), dtype), jnp.zeros((4, 1, width // 2), dtype)
         with pytest.raises(NotImplementedError, match=message):
-            link(x, x, jnp.stack([x, x])[None], index, angle, angle, implementation="mosaic_gpu_interpreted")
+            link(x, x, [[jnp.stack([x, x])[None]]], index, angle, angle, implementation="mosaic_gpu_interpreted")
 
 
 class Hopper:

@@ -7,7 +7,7 @@ import enum
 import functools
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,16 +216,10 @@ class Record:
         """See `Meta.shape`; beyond the image's tokens it is undefined. It takes memory from its first use on."""
         return _aligned(self.meta.shape, np.dtype(self.meta.dtype))
 
-    def put(self, layer: int, half: int, tokens: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
-        """Fills in keys (half 0) or values (1) of some tokens, coded or not."""
-        block = self.data[layer, half]
-        if not self.meta.planes:
-            block[tokens] = rows
-            return
-        first = 0
-        for plane in _planes(self.meta, block):
-            plane[tokens] = rows[:, first : first + plane.shape[1]]
-            first += plane.shape[1]
+    def put(self, layer: int, half: int, tokens: npt.NDArray[np.int64], rows: Sequence[npt.NDArray[Any]]) -> None:
+        """Fills in keys (half 0) or values (1) of some tokens, of each plane."""
+        for plane, own in zip(_planes(self.meta, self.data[layer, half]), rows, strict=True):
+            plane[tokens] = own.reshape(len(tokens), *plane.shape[1:])
 
     @property
     def is_pinned(self) -> bool:

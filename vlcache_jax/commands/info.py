@@ -10,15 +10,9 @@ from typing import Any
 
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder
-from vlcache_jax.device.memory_plan import (
-    GPU_SHARE,
-    activation_bytes,
-    limit_patches,
-    limit_rows,
-    round_pages,
-    slot_bytes,
-)
+from vlcache_jax.device.memory_plan import GPU_SHARE, activation_bytes, limit_patches, limit_rows, round_pages
 from vlcache_jax.first_contact.chip import find_chip, memory
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.models import ModelConfig
@@ -62,14 +56,15 @@ def describe(
     tokens = processor.num_tokens(processor.grid(height, width))
     # Sizes of the parts, in bytes of `dtype`.
     count = sum(math.prod(parameter.shape) for parameter in parameters(config))
-    slot = slot_bytes(config, size)
+    kv = KVShape.of(config, size)
+    slot = kv.slot_bytes
     rows = size.itemsize * (1 + vision.num_deepstack) * text.hidden_size * tokens
     findings = [
         ("model", f"{config.model_type}, {source}"),
         (
             "decoder",
-            f"{text.num_layers} layers x {text.hidden_size}, {text.num_heads} heads and {text.num_kv_heads} of K, V x "
-            f"{text.head_dim}, vocabulary {text.vocab_size}",
+            f"{text.num_layers} layers x {text.hidden_size}, {text.num_heads} heads and {kv.heads} of K, V x "
+            f"{kv.width}, vocabulary {text.vocab_size}",
         ),
         *_experts(text, count),
         (
@@ -91,7 +86,7 @@ def describe(
     sizes = {f"{size} GB": size * 10**9 for size in GPUS}
     if chip is not None and found is not None:
         sizes = {f"{chip.name}, {_gigabytes(found[1])}": found[1]}
-    engine = _Engine(config, processor, size, count * size.itemsize, max_rows)
+    engine = _Engine(config, processor, kv, count * size.itemsize, max_rows)
     fits = [_fit(name, total, engine, tokens) for name, total in sizes.items()]
     hints = [
         _hint(name, total, engine, height * width)
@@ -134,14 +129,14 @@ class _Engine:
 
     Attributes:
       config, processor: of the model.
-      dtype: of weights and K, V.
+      kv: of the model, of the dtype of its weights.
       weights: bytes.
       rows: of a prefill step.
     """
 
     config: ModelConfig
     processor: ImageProcessor
-    dtype: Any
+    kv: KVShape
     weights: int
     rows: int
 
@@ -150,11 +145,11 @@ class _Engine:
         merge_size = self.config.vision.merge_size
         most = max(merge_size**2, self.processor.max_pixels // self.processor.patch_size**2)
         ladder = limit_patches(limit_rows(Ladder(), self.rows), most, merge_size)
-        return activation_bytes(self.config, self.dtype, ladder)
+        return activation_bytes(self.config, self.kv, ladder)
 
     @property
     def page_bytes(self) -> int:
-        return slot_bytes(self.config, self.dtype) * PAGE
+        return self.kv.slot_bytes * PAGE
 
     def pages(self, total: int) -> int:
         """Of the pool on a GPU of so many bytes; see `memory_plan.plan_pool`."""

@@ -187,16 +187,16 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
             work = make_work(np.zeros(size, int), rows.k_start, rows.k_end, [pages[: config.pages]], config)
             took = []
             for _ in range(repeats + 1):
-                pool = runner.take_pool()
                 x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
-                start = time.perf_counter()
-                x, *pool[layer], _ = runner.run(
-                    Layer(size, size, False, False, runner.shapes.like[layer : layer + 1]),
-                    runner.text["layers"][layer], x, *pool[layer], packed, np.full(2, size, np.int32), work, None, None,
-                )  # fmt: skip
-                jax.block_until_ready((x, pool[layer]))
-                took.append(time.perf_counter() - start)
-                runner.give_pool(pool)
+                program = Layer(size, size, False, False, runner.shapes.like[layer : layer + 1])
+                active = np.full(2, size, np.int32)
+                with runner.pool.taken() as pool:
+                    start = time.perf_counter()
+                    x, *pool[layer], _ = runner.run(
+                        program, runner.text["layers"][layer], x, *pool[layer], packed, active, work, None, None
+                    )
+                    jax.block_until_ready((x, pool[layer]))
+                    took.append(time.perf_counter() - start)
             measured[size] = round(1e6 * statistics.median(took[1:]))
             bar.update()
     runner.reset()

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from vlcache_jax.cache.device import PAGE_TOKENS
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
-from vlcache_jax.pallas_kernels import PAGE, Codec
+from vlcache_jax.pallas_kernels import PAGE
 
 GIB = 2**30
 # A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more. These rungs are
@@ -46,7 +47,7 @@ class MemoryPlan:
 
 def plan_memory(
     config: ModelConfig,
-    dtype: np.dtype,
+    kv: KVShape,
     device: jax.Device,
     ladder: Ladder | None,
     *,
@@ -58,18 +59,17 @@ def plan_memory(
     max_sequences: int | None = None,
     share: float | None = None,
     device_bytes: int = 0,
-    codec: Codec | None = None,
 ) -> MemoryPlan:
     """Plans an engine.
 
     Args:
+      kv: of the model, of the dtype of its weights.
       ladder: as wished; None is the default.
       weights: bytes of the weights.
       max_rows, max_model_len, kv_cache_bytes: see `EngineConfig`.
       max_patches: of an image.
       max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `EngineConfig`.
       device_bytes: see `CacheConfig`; of it are taken as many pages as `round_pages` says, before the pool.
-      codec: of stored K, V.
 
     Raises:
       MemoryError: it does not fit.
@@ -78,7 +78,7 @@ def plan_memory(
     """
     # The sizes that programs are compiled for, within what was asked.
     if ladder is None:
-        ladder = default_ladder(device, dtype)
+        ladder = default_ladder(device, kv.dtype)
     if max_rows is not None:
         ladder = limit_rows(ladder, max_rows)
     if max_sequences is not None:
@@ -89,7 +89,7 @@ def plan_memory(
     # However small images are made, each has a token.
     ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
     # Records that stay on the device take their pages first, and the pool what is left.
-    page = PAGE_TOKENS * kept_token_bytes(config, dtype, codec)
+    page = PAGE_TOKENS * kept_token_bytes(config, kv)
     if 0 < device_bytes < page:
         raise ValueError(
             f"device_bytes must be 0 or at least {page}, a page of {PAGE_TOKENS} tokens, got {device_bytes}"
@@ -97,7 +97,7 @@ def plan_memory(
     kept_pages = round_pages(device_bytes // page)
     num_slots = plan_pool(
         config,
-        dtype,
+        kv,
         device,
         ladder,
         weights=weights,
@@ -117,7 +117,7 @@ def plan_memory(
 
 def plan_pool(
     config: ModelConfig,
-    dtype: np.dtype,
+    kv: KVShape,
     device: jax.Device,
     ladder: Ladder,
     *,
@@ -141,8 +141,7 @@ def plan_pool(
       MemoryError: it does not fit; the message has the figures.
       ValueError: `kv_cache_bytes` is less than a page.
     """
-    slot = slot_bytes(config, dtype)
-    activations = activation_bytes(config, dtype, ladder)
+    slot, activations = kv.slot_bytes, activation_bytes(config, kv, ladder)
     free = free_bytes(device)
     if kv_cache_bytes is None:
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
@@ -180,19 +179,9 @@ def round_pages(pages: int, *, up: bool = False) -> int:
     return (-(-pages // step) if up else max(pages, 0) // step) * step
 
 
-def slot_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """Bytes of one token's K and V in all layers."""
-    text = config.text
-    return 2 * text.num_layers * text.num_kv_heads * text.head_dim * dtype.itemsize
-
-
-def kept_token_bytes(config: ModelConfig, dtype: np.dtype, codec: Codec | None) -> int:
+def kept_token_bytes(config: ModelConfig, kv: KVShape) -> int:
     """Bytes of one token in the device tier: K and V as they are stored, and encoder rows."""
-    text = config.text
-    kv = slot_bytes(config, dtype)
-    if codec is not None:
-        kv = 2 * text.num_layers * sum(codec.planes(text.num_kv_heads, text.head_dim))
-    return kv + (1 + config.vision.num_deepstack) * text.hidden_size * dtype.itemsize
+    return kv.stored_bytes + (1 + config.vision.num_deepstack) * config.text.hidden_size * kv.dtype.itemsize
 
 
 def free_bytes(device: jax.Device) -> int:
@@ -242,17 +231,17 @@ def limit_patches(ladder: Ladder, most: int, merge_size: int) -> Ladder:
     return dataclasses.replace(ladder, patches=kept)
 
 
-def activation_bytes(config: ModelConfig, dtype: np.dtype, ladder: Ladder) -> int:
+def activation_bytes(config: ModelConfig, kv: KVShape, ladder: Ladder) -> int:
     """A generous estimate of what a step holds besides weights and pool."""
     text, vision = config.text, config.vision
-    row = 4 * text.hidden_size + _mlp_values(text) + 3 * (text.num_heads + text.num_kv_heads) * text.head_dim
+    row = 4 * text.hidden_size + _mlp_values(text) + 3 * (text.num_heads + kv.heads) * kv.width
     patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
     encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * ladder.max_rows
     # K, V of three steps on their way to the host, and of records on their way to the device.
     largest = max(ladder.max_rows, ladder.patches[-1] // vision.merge_size**2)
-    moving = slot_bytes(config, dtype) * (3 * ladder.max_rows + largest)
+    moving = kv.slot_bytes * (3 * ladder.max_rows + largest)
     logits = 4 * 4 * ladder.max_sequences * text.vocab_size
-    return dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + moving + logits
+    return kv.dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + moving + logits
 
 
 def _mlp_values(text: TextConfig) -> int:

@@ -1,7 +1,7 @@
 """The device side: weights, the KV pool, and the programs of a step in their order.
 
-The pool's arrays are donated to each program and come back updated in place. An interrupted call can leave donated
-arrays behind; `reset` drops everything mutable, and the next call makes it anew.
+What programs update in place is donated to them. An interrupted call can leave donated arrays behind; `reset` drops
+everything mutable, and the next call makes it anew.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.device import memory_plan
-from vlcache_jax.device.ladder import Ladder, cover, round_up
+from vlcache_jax.device.kv_shape import KVShape
+from vlcache_jax.device.ladder import Ladder, round_up
+from vlcache_jax.device.pool import Pool
 from vlcache_jax.device.programs.answer import OutputHead, SampleFirst, ScoreTokens
 from vlcache_jax.device.programs.encode import Encode, Stage, encoder_tables
 from vlcache_jax.device.programs.keep import Restage
 from vlcache_jax.device.programs.shapes import Params, Shapes
-from vlcache_jax.device.programs.state import CopyPages, EmptyEncoderRows, EmptyLanes, EmptyPool, OpenLane
+from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, OpenLane
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.device.programs.window import ANSWER, Window
 from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled
@@ -80,13 +81,13 @@ class Runner:
 
     def reset(self) -> None:
         """Forgets everything mutable, for example after an interrupted call."""
-        self._pool: list[list[jax.Array]] | None = None
+        self.pool = Pool(self.programs)
         self._encoder_rows: jax.Array | None = None
         self._lanes: Lanes | None = None
 
     def prepare(self) -> None:
         """Makes everything mutable, which the first request would wait for; returns when it is there."""
-        jax.block_until_ready((self._pool_now(), self.encoder_rows(), self._lanes_now()))
+        jax.block_until_ready((self.pool.make(), self.encoder_rows(), self._lanes_now()))
 
     # What these return may not be computed yet; whoever needs a value waits for it.
 
@@ -120,12 +121,7 @@ class Runner:
     @property
     def transfer_bytes(self) -> int:
         """Most bytes of records that are on their way to the device at once, unless one is larger."""
-        return self.slot_bytes * self.ladder.max_rows
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of one token's K and V in all layers."""
-        return memory_plan.slot_bytes(self.config, self.dtype)
+        return self.shapes.kv.slot_bytes * self.ladder.max_rows
 
     @functools.cached_property
     def is_host(self) -> bool:
@@ -159,15 +155,6 @@ class Runner:
             place[0, : len(slot)], place[1:, : len(slot)] = slot, position
         check_slots(places[:, 0].reshape(-1), self.num_slots)
         return places if self.is_host else jax.device_put(places)
-
-    def copy_pages(self, pairs: abc.Sequence[tuple[int, int]]) -> None:
-        """Copies pages: of each pair the first to the second, which none of the others names."""
-        rest = list(pairs)
-        for size in cover(len(pairs), self.ladder.sequences):
-            some, rest = rest[:size], rest[size:]
-            source, target = np.zeros(size, np.int32), np.full(size, self.num_slots // kernels.PAGE, np.int32)
-            source[: len(some)], target[: len(some)] = zip(*some, strict=True)
-            self._pool = self.run(CopyPages(size), self.take_pool(), source, target)
 
     def head(self, x: jax.Array, first: int, count: int) -> tuple[jax.Array, int]:
         """Logits, float32 [B, V], of rows of `x` that hold those from `first` to `first + count`, and which row they
@@ -216,9 +203,10 @@ class Runner:
         padded = np.zeros((size, rows.shape[1]), np.int32)
         padded[:count], padded[count:, ANSWER] = rows, NO_LANE
         lanes, self._lanes = self._lanes_now(), None
-        chosen, self._lanes, self._pool = self.run(
-            Window(size), self.text, self.head_weights, self.take_pool(), lanes, padded, work, np.int32(tokens)
-        )
+        with self.pool.taken() as pool:
+            chosen, self._lanes, pool[:] = self.run(
+                Window(size), self.text, self.head_weights, pool, lanes, padded, work, np.int32(tokens)
+            )
         return chosen
 
     def score(self, logits: jax.Array, target: np.ndarray, *, wants_top: bool = False) -> tuple[jax.Array, ...]:
@@ -227,20 +215,6 @@ class Runner:
         return self.run(ScoreTokens(len(logits)), logits, target, np.bool_(wants_top))
 
     # State.
-
-    def take_pool(self) -> list[list[jax.Array]]:
-        """K and V of each layer, for a program that takes and returns them; `give_pool` gives them back."""
-        pool, self._pool = self._pool_now(), None
-        return pool
-
-    def give_pool(self, pool: list[list[jax.Array]]) -> None:
-        """What a program returned in place of what `take_pool` gave."""
-        self._pool = pool
-
-    def _pool_now(self) -> list[list[jax.Array]]:
-        if self._pool is None:
-            self._pool = [[self.run(EmptyPool()), self.run(EmptyPool())] for _ in range(self.config.text.num_layers)]
-        return self._pool
 
     def encoder_rows(self) -> jax.Array:
         if self._encoder_rows is None:
@@ -259,9 +233,8 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     index = jax.ShapeDtypeStruct((8,), jnp.int32)
     x = jax.ShapeDtypeStruct((8, vision.num_heads, vision.head_dim), dtype)
     jax.eval_shape(functools.partial(kernels.attention, implementation=implementation), x, x, x, index, index)
-    q = jax.ShapeDtypeStruct((8, text.num_heads, text.head_dim), dtype)
-    kernels.work_config(8, 1, 1, q, text.num_kv_heads, decode=False, implementation=implementation)
-    k = jax.ShapeDtypeStruct((8, text.num_kv_heads, text.head_dim), dtype)
+    q, kv = jax.ShapeDtypeStruct((8, text.num_heads, text.head_dim), dtype), KVShape.of(config, dtype)
+    kernels.work_config(8, 1, 1, q, kv.heads, decode=False, implementation=implementation)
     angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
-    data = jax.ShapeDtypeStruct((1, 2, *k.shape), dtype)
-    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, data, index, angle, angle)
+    k, data = kv.half(8), kv.record(8, 1)
+    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, [[data]], index, angle, angle)

@@ -126,7 +126,7 @@ def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[S
     linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
     recalled: set[int] = set()  # tokens that are linked together from the device tier
     copied: set[int] = set()  # pages that are copied together
-    again: State = "exact" if shapes.codec is None else "approximate" if policy.approximates else "miss"
+    again: State = "exact" if shapes.kv.codec is None else "approximate" if policy.approximates else "miss"
     for sequence in answered:
         spans = [dataclasses.replace(s, state=again) if id(s) in known else s for s in sequence.layout.spans]
         layout = dataclasses.replace(sequence.layout, spans=tuple(spans))

@@ -11,11 +11,11 @@ from vlcache_jax.cache.device import DeviceTier, Index
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.programs.keep import EmptyTier, KeepLayer, KeepRows
 from vlcache_jax.device.programs.link import Code, Link, Recall
+from vlcache_jax.device.programs.shapes import StoredPairs
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
 
 Array = jax.Array | np.ndarray
-Layers = abc.Sequence[tuple[jax.Array, jax.Array] | jax.Array]
 
 
 class DeviceCopies:
@@ -44,56 +44,46 @@ class DeviceCopies:
         """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
 
         Args:
-          data: of each image keys before rotation and values, [layers, 2, T, K, D], or coded, uint8 [layers, 2, bytes],
-            T a rung of `token_rungs`.
-          places: of each image where its tokens belong, see `Runner.places`.
-          where: of all their tokens, padded, the place in the device tier, int32; beyond it they are not kept.
+          data: of each image what is stored, see `KVShape.record`; none: they are in the device tier.
+          places: of each image where its tokens belong, see `Runner.places`; of those in the device tier of all
+            together, [1, 4, n], n a rung of `recall_rungs`.
+          where: of all their tokens, padded, the place in the device tier, int32: where they go, those beyond it not
+            being kept, or where they come from, in the order that `kernels.link` asks of `source`.
 
         Returns:
           Something to wait for.
         """
-        runner, constants = self.runner, self.runner.constants[layers]
-        program = Link(places.shape[2], len(data), len(data[0]))
-        pool = runner.take_pool()
-        if where is None:
-            pool[layers], _, done = runner.run(program, pool[layers], None, [*data], places, None, constants)
-        else:
-            kept, rows = self._take()
-            pool[layers], kept[layers], done = runner.run(
-                program, pool[layers], kept[layers], [*data], places, where, constants
-            )
-            self._arrays = kept, rows
-        runner.give_pool(pool)
+        run, constants, size = self.runner.run, self.runner.constants[layers], places.shape[2]
+        with self.runner.pool.taken() as pool:
+            if not data:
+                kept, _ = self._now()
+                program = Recall(size, len(constants))
+                pool[layers], done = run(program, pool[layers], kept[layers], where, places, constants)
+            elif where is None:
+                link = Link(size, len(data), len(constants))
+                pool[layers], _, done = run(link, pool[layers], None, [*data], places, None, constants)
+            else:
+                link = Link(size, len(data), len(constants))
+                kept, rows = self._take()
+                pool[layers], kept[layers], done = run(
+                    link, pool[layers], kept[layers], [*data], places, where, constants
+                )
+                self._arrays = kept, rows
         return done
 
-    def recall(self, layers: slice, source: jax.Array, places: Array) -> jax.Array:
-        """Writes K, V of tokens in the device tier into some layers of the pool.
-
-        Args:
-          source: their places in the tier, see `kernels.recall`; as many as a rung of `recall_rungs`.
-          places: where they belong, [1, 4, n], see `Runner.places`.
-
-        Returns:
-          Something to wait for.
-        """
-        runner, constants = self.runner, self.runner.constants[layers]
-        program = Recall(len(source), len(constants))
-        pool, (kept, _) = runner.take_pool(), self._now()
-        pool[layers], done = runner.run(program, pool[layers], kept[layers], source, places, constants)
-        runner.give_pool(pool)
-        return done
-
-    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> Layers:
+    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> list[StoredPairs]:
         """What a step computed of records to be filled: codes it, and keeps it in the device tier, if there is room.
 
         Args:
           captured: of each layer its rows' keys before rotation and values.
 
         Returns:
-          Of each layer the same as it is stored: so, or coded, uint8 [2, N, W].
+          Of each layer the same as it is stored: of each plane keys and values, [N, K, D], or coded, uint8
+          [N, K, bytes].
         """
-        layers: Layers = captured
-        if self.runner.shapes.codec is not None:
+        if self.runner.shapes.kv.codec is None:
+            layers = [[pair] for pair in captured]
+        else:
             pairs = zip(captured, self.runner.constants, strict=True)
             layers = [self.runner.run(Code(len(k)), k, v, constants) for (k, v), constants in pairs]
         if self.tier.num_pages:
@@ -110,7 +100,7 @@ class DeviceCopies:
             _, kept = self._now()
             self.runner.restage(kept, np.pad(some, (0, missing)), np.concatenate([to, nowhere]))
 
-    def _keep(self, step: Step, layers: Layers) -> None:
+    def _keep(self, step: Step, layers: list[StoredPairs]) -> None:
         most = self.runner.ladder.max_rows
         nowhere = self.runner.shapes.kept_tokens + np.arange(most, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()
@@ -129,9 +119,8 @@ class DeviceCopies:
             return
         kept, encoder_rows = self._take()
         places, row_places = jax.device_put((place, row_place))
-        for layer, values in enumerate(layers):
-            size = values.shape[1] if isinstance(values, jax.Array) else len(values[0])
-            kept[layer] = self.runner.run(KeepLayer(size), kept[layer], values, places)
+        for layer, planes in enumerate(layers):
+            kept[layer] = self.runner.run(KeepLayer(len(planes[0][0])), kept[layer], planes, places)
         encoder_rows = self.runner.run(KeepRows(), encoder_rows, self.runner.encoder_rows(), row_places)
         self._arrays = kept, encoder_rows
 

@@ -165,7 +165,7 @@ class Engine:
         return dataclasses.replace(
             self._counts,
             **dataclasses.asdict(self.pages.stats()),
-            kv_cache_bytes=self.pages.count * self.pages.size * self.runner.slot_bytes,
+            kv_cache_bytes=self.pages.count * self.pages.size * self.runner.shapes.kv.slot_bytes,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
             launches=self.runner.programs.launches,

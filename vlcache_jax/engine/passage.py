@@ -56,17 +56,16 @@ class Passage:
 
         So which programs run does not depend on when records arrive, and neither does the last digit of an answer.
         """
-        pool = self.runner.take_pool()
-        while self.layer < stop:
-            if is_block(self.step, self.layer, len(self._deepstack)):
-                if self.layer + BLOCK > stop:
-                    break
-                self._run_block(pool, slice(self.layer, self.layer + BLOCK))
-                self.layer += BLOCK
-            else:
-                self._run_layer(pool[self.layer], self.layer)
-                self.layer += 1
-        self.runner.give_pool(pool)
+        with self.runner.pool.taken() as pool:
+            while self.layer < stop:
+                if is_block(self.step, self.layer, len(self._deepstack)):
+                    if self.layer + BLOCK > stop:
+                        break
+                    self._run_block(pool, slice(self.layer, self.layer + BLOCK))
+                    self.layer += BLOCK
+                else:
+                    self._run_layer(pool[self.layer], self.layer)
+                    self.layer += 1
 
     def _run_block(self, pool: list[list[jax.Array]], layers: slice) -> None:
         size, weights = len(self.x), [self.runner.text["layers"][i] for i in range(layers.start, layers.stop)]

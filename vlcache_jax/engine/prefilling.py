@@ -84,7 +84,8 @@ class Prefiller:
 
     def begin(self, prefills: abc.Sequence[Prefill]) -> Turn:
         """Copies pages, and has stored images brought to the device."""
-        self.runner.copy_pages(copied_pages(prefills))
+        if pairs := copied_pages(prefills):
+            self.runner.pool.copy_pages(pairs)
         turn = Turn(prefills, Upload(self.copies, self._transfers, prefills))
         turn.images = [[self._found(use, turn) for use in prefill.sequence.progress.images] for prefill in prefills]
         return turn

@@ -123,11 +123,7 @@ class Upload:
             piece, coming = self._started.popleft()
             data, batch = coming.result(), piece.batch
             read += data
-            if batch.records:
-                done.append(self._copies.link(piece.layers, data, batch.places(), batch.where))
-            else:
-                assert batch.where is not None
-                done.append(self._copies.recall(piece.layers, batch.where, batch.places()))
+            done.append(self._copies.link(piece.layers, data, batch.places(), batch.where))
             if piece.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)

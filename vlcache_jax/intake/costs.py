@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vlcache_jax.cache.record import Meta
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.fields import OBJECT, check_fields, one_of, read_object, real
 from vlcache_jax.files import cache_home, write_whole
 from vlcache_jax.models import ModelConfig
@@ -135,26 +136,25 @@ def time_limit(rates: Rates | None, meta: Meta) -> float:
     return max(_LEAST_LIMIT, computing)
 
 
-def identity_of(config: ModelConfig, device: str, dtype: str, codec: str | None) -> Identity:
+def identity_of(config: ModelConfig, device: str, kv: KVShape) -> Identity:
     """What rates hold for.
 
     Args:
       device: kind of the device.
-      dtype: of weights and K, V.
-      codec: of stored K, V; None: they are kept as they are.
+      kv: of the model, as they are stored.
     """
     text, vision = config.text, config.vision
     return {
         "device": device,
-        "dtype": dtype,
-        "codec": codec or "auto",
+        "dtype": kv.dtype.name,
+        "codec": kv.codec_name or "auto",
         "model": config.model_type,
-        "layers": text.num_layers,
+        "layers": kv.layers,
         "width": text.hidden_size,
         "mlp": text.intermediate_size,
         "heads": text.num_heads,
-        "kv heads": text.num_kv_heads,
-        "head": text.head_dim,
+        "kv heads": kv.heads,
+        "head": kv.width,
         "vision layers": vision.depth,
         "vision width": vision.hidden_size,
         "vision mlp": vision.intermediate_size,

@@ -12,7 +12,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +21,12 @@ from vlcache_jax.cache.record import Meta, Record, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.engine.request import Holding, ImageUse, Planned, Request
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, State, make_layout
 from vlcache_jax.intake.costs import Image, Load, Rates, choose
 from vlcache_jax.models import ModelConfig
-from vlcache_jax.pallas_kernels import Codec
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import RowChoice, decide
@@ -39,10 +38,8 @@ class Planner:
     Args:
       config: of the model.
       store, writer: the cache.
-      dtype: of weights and records.
-      codec: of K, V; None: they are kept as they are.
+      kv: of the model, as they are stored.
       fingerprint: of the weights; asked for when there is an image.
-      codec_name: of K, V, as keys name it.
       token_rungs: to which records are padded.
       rates: by which `CacheConfig.load` = "auto" decides; None: it decides nothing.
     """
@@ -53,17 +50,14 @@ class Planner:
         store: Store,
         writer: Writer,
         *,
-        dtype: np.dtype,
-        codec: Codec | None,
+        kv: KVShape,
         fingerprint: Callable[[], str],
-        codec_name: str,
         token_rungs: tuple[int, ...],
         rates: Rates | None = None,
     ):
         self.store, self.writer, self.rates = store, writer, rates
         self._config = config
-        self._dtype, self._codec = dtype, codec
-        self._fingerprint, self._codec_name = fingerprint, codec_name
+        self._kv, self._fingerprint = kv, fingerprint
         self._token_rungs = token_rungs
 
     def plan(self, request: Request, policy: Policy) -> Planned:
@@ -219,20 +213,15 @@ class Planner:
     def _encoder_meta(self, image: ImageRef, owner: str) -> Meta:
         shape = 1 + self._config.vision.num_deepstack, self._padded(image), self._config.text.hidden_size
         return Meta(
-            image.key, owner, None, True, image.grid, image.num_tokens, str(self._dtype), shape,
-            model=self._fingerprint(), codec=self._codec_name,
+            image.key, owner, None, True, image.grid, image.num_tokens, str(self._kv.dtype), shape,
+            model=self._fingerprint(), codec=self._kv.stored_as,
         )  # fmt: skip
 
     def _kv_meta(self, image: ImageRef, owner: str, context: str, canonical: bool) -> Meta:
-        text, tokens = self._config.text, self._padded(image)
-        shape: tuple[int, ...] = text.num_layers, 2, tokens, text.num_kv_heads, text.head_dim
-        dtype, planes = str(self._dtype), cast(tuple[int, ...], ())
-        if self._codec is not None:
-            planes = self._codec.planes(text.num_kv_heads, text.head_dim)
-            shape, dtype = (text.num_layers, 2, tokens * sum(planes)), "uint8"
+        data = self._kv.record(self._padded(image))
         return Meta(
-            image.key, owner, context, canonical, image.grid, image.num_tokens, dtype, shape, planes,
-            model=self._fingerprint(), codec=self._codec_name,
+            image.key, owner, context, canonical, image.grid, image.num_tokens, str(data.dtype), data.shape,
+            self._kv.code_bytes, model=self._fingerprint(), codec=self._kv.stored_as,
         )  # fmt: skip
 
     def _padded(self, image: ImageRef) -> int:

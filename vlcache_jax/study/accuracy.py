@@ -267,15 +267,14 @@ def _results(
     *,
     moved: bool = False,
 ) -> list[Result]:
-    text_config = llm.service.device.runner.config.text
-    kv_bytes = 2 * text_config.num_kv_heads * text_config.head_dim * np.dtype(llm.service.device.runner.dtype).itemsize
+    kv = llm.service.stored.kv
     results = []
     for i, found, text, cold in zip(chosen, scores, texts, reference, strict=True):
         images, rows = found.cache.images, found.cache.rows
         read = sum(image.bytes_moved for image in images)
         if moved:  # in all layers but the first, whose K, V know no context
             tokens = sum(image.tokens - fresh for image in images for fresh in image.recomputed[1:])
-            read += 2 * tokens * kv_bytes
+            read += 2 * tokens * kv.slot_bytes // kv.layers
         results.append(
             Result(
                 sample=i,

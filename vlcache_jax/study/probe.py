@@ -127,9 +127,8 @@ class Probe:
         masks = np.ones((self.num_layers, size), bool)
         if write is not None:
             masks[:, :n] = write
-        text = self.config.text
         if donor is None:
-            zeros = jnp.zeros((self.num_layers, size, text.num_kv_heads, text.head_dim), self.runner.dtype)
+            zeros = self._zeros(size)
             donor = (zeros, zeros)
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions
@@ -159,9 +158,7 @@ class Probe:
         found = [(span.image.key, span.length) for span, _ in images]
         if found != [(span.image.key, span.length) for span in target.images]:
             raise ValueError(f"donor must show the target's images in their order, got {found}")
-        text = self.config.text
-        shape = self.num_layers, len(target.x), text.num_kv_heads, text.head_dim
-        k = v = jnp.zeros(shape, self.runner.dtype)
+        k = v = self._zeros(len(target.x))
         for mine, (span, trace) in zip(target.images, images, strict=True):
             k, v = (
                 whole.at[:, mine.tokens].set(part[:, span.tokens])
@@ -179,6 +176,10 @@ class Probe:
         for span in placed.images:
             mask[span.start : span.start + count(span.length)] = True
         return mask
+
+    def _zeros(self, rows: int) -> jax.Array:
+        half = self.runner.shapes.kv.half(rows)
+        return jnp.zeros((self.num_layers, *half.shape), half.dtype)
 
     # Programs.
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.link import DROP
-from vlcache_jax.device.programs.shapes import Halves, Shapes, ints
+from vlcache_jax.device.programs.shapes import Halves, Shapes, StoredPairs, ints
 
 
 @dataclass(frozen=True)
 class EmptyTier(Program[tuple[Halves, jax.Array]]):
-    """The device tier: of each layer what `kernels.recall` reads, and encoder rows."""
+    """The device tier: of each layer the planes of its tokens, and encoder rows."""
 
     name = "kept"
 
@@ -44,18 +44,12 @@ class KeepLayer(Program[list[jax.Array]]):
         return [cls(size) for size in demand.ladder.rows if shapes.kept_tokens and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        values: Any = (shapes.heads(self.size), shapes.heads(self.size))
-        if shapes.codec is not None:
-            values = jax.ShapeDtypeStruct((2, self.size, sum(shapes.planes)), jnp.uint8)
+        values = [(plane, plane) for plane in shapes.kv.stored(self.size)]
         return shapes.kept[0], values, ints(shapes.ladder.max_rows)
 
-    def compute(self, shapes: Shapes, kept: list[jax.Array], values: Any, place: jax.Array) -> list[jax.Array]:
-        if shapes.codec is None:
-            planes = [jnp.stack(values)]
-        else:
-            codes, _ = shapes.planes
-            planes = [values[..., :codes], values[..., codes:]]
-        return [whole.at[:, place[: self.size]].set(own, **DROP) for whole, own in zip(kept, planes, strict=True)]
+    def compute(self, shapes: Shapes, kept: list[jax.Array], values: StoredPairs, place: jax.Array) -> list[jax.Array]:
+        place = place[: self.size]
+        return [whole.at[:, place].set(jnp.stack(own), **DROP) for whole, own in zip(kept, values, strict=True)]
 
 
 @dataclass(frozen=True)

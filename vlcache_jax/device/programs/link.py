@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device.programs.base import Demand, Program
-from vlcache_jax.device.programs.shapes import Constants, Halves, Shapes, ints
+from vlcache_jax.device.programs.shapes import Constants, Halves, Shapes, StoredPairs, ints
 from vlcache_jax.models import rope
 
 DROP: dict[str, Any] = {"mode": "drop", "unique_indices": True}  # what a place beyond all others means
@@ -37,10 +37,7 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
             yield from (cls(size, count, layers) for count in shapes.linked(size) for layers in _groups(shapes))
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        heads, layers = shapes.heads(self.size), self.layers
-        stored = jax.ShapeDtypeStruct((layers, 2, *heads.shape), heads.dtype)
-        if shapes.codec is not None:
-            stored = jax.ShapeDtypeStruct((layers, 2, self.size * sum(shapes.planes)), jnp.uint8)
+        layers, stored = self.layers, shapes.kv.record(self.size, self.layers)
         kept, where = (shapes.kept[:layers], ints(self.count * self.size)) if shapes.kept_tokens else (None, None)
         places = ints(self.count, 4, self.size)
         return shapes.pools(layers), kept, [stored] * self.count, places, where, shapes.constants()[:layers]
@@ -55,20 +52,18 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
         where: Any,
         constants: list[Constants],
     ) -> tuple[Halves, Any, jax.Array]:
-        slot, cos, sin = _turned(shapes, places)
-        write = _with(shapes, kernels.link)
-        linked = [
-            [*write(k, v, data, slot, cos, sin, layer=layer, bias=bias, weight=weight)]
-            for layer, ((k, v), (bias, weight)) in enumerate(zip(pool, constants, strict=True))
-        ]
+        images = [shapes.kv.split(image) for image in data]
+        stored = [(images, layer) for layer in range(self.layers)]
+        linked = _link(shapes, pool, stored, places, constants)
         if kept is not None:
-            planes = [_planes(shapes, image) for image in data]
             kept = [
                 [
-                    whole.at[:, where].set(jnp.concatenate([own[i][layer] for own in planes], 1), **DROP)
-                    for i, whole in enumerate(wholes)
+                    whole.at[:, where].set(
+                        jnp.concatenate([own[i][layer, :, : self.size] for own in images], 1), **DROP
+                    )
+                    for i, whole in enumerate(planes)
                 ]
-                for layer, wholes in enumerate(kept)
+                for layer, planes in enumerate(kept)
             ]
         return linked, kept, jnp.zeros((), jnp.int32)
 
@@ -101,32 +96,28 @@ class Recall(Program[tuple[Halves, jax.Array]]):
         places: jax.Array,
         constants: list[Constants],
     ) -> tuple[Halves, jax.Array]:
-        slot, cos, sin = _turned(shapes, places)
-        write = _with(shapes, kernels.recall)
-        linked = [
-            [*write(k, v, planes, source, slot, cos, sin, bias=bias, weight=weight)]
-            for (k, v), planes, (bias, weight) in zip(pool, kept, constants, strict=True)
-        ]
-        return linked, jnp.zeros((), jnp.int32)
+        stored = [([[plane[None] for plane in planes]], 0) for planes in kept]
+        return _link(shapes, pool, stored, places, constants, source), jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True)
-class Code(Program[jax.Array]):
-    """A layer's keys before rotation and values, coded, uint8 [2, size, W]."""
+class Code(Program[StoredPairs]):
+    """A layer's keys before rotation and values, coded."""
 
     name = "code"
     size: int
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(size) for size in demand.ladder.rows if shapes.codec is not None and demand.linking]
+        return [cls(size) for size in demand.ladder.rows if shapes.kv.codec is not None and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        return shapes.heads(self.size), shapes.heads(self.size), shapes.constants()[0]
+        return shapes.kv.half(self.size), shapes.kv.half(self.size), shapes.constants()[0]
 
-    def compute(self, shapes: Shapes, k: jax.Array, v: jax.Array, constants: Constants) -> jax.Array:
-        assert shapes.codec is not None
-        return jnp.stack([shapes.codec.encode(k, *constants), shapes.codec.encode(v)])
+    def compute(self, shapes: Shapes, k: jax.Array, v: jax.Array, constants: Constants) -> StoredPairs:
+        codec = shapes.kv.codec
+        assert codec is not None
+        return [*zip(codec.encode(k, *constants), codec.encode(v), strict=True)]
 
 
 def _groups(shapes: Shapes) -> set[int]:
@@ -134,13 +125,15 @@ def _groups(shapes: Shapes) -> set[int]:
     return {part.stop - part.start for part in shapes.link_groups}
 
 
-def _with(shapes: Shapes, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    codec = None if shapes.codec is None else shapes.codec.name
-    return functools.partial(kernel, codec=codec, implementation=shapes.implementation)
-
-
-def _turned(shapes: Shapes, places: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Slots of all tokens, and cosines and sines of their angles."""
+def _link(
+    shapes: Shapes,
+    pool: Halves,
+    stored: list[tuple[list[list[jax.Array]], int]],
+    places: jax.Array,
+    constants: list[Constants],
+    source: jax.Array | None = None,
+) -> Halves:
+    """The pool's layers with what is stored; `stored`: of each the planes of its images, and which layer of them."""
     text = shapes.config.text
     slot, *position = jnp.moveaxis(places, 1, 0).reshape(4, -1)
     cos, sin = rope.text_rotation(
@@ -148,14 +141,10 @@ def _turned(shapes: Shapes, places: jax.Array) -> tuple[jax.Array, jax.Array, ja
     )
     # Behind the barrier they are taken once, not anew for each head of each layer.
     cos, sin = jax.lax.optimization_barrier((cos, sin))
-    return slot, cos, sin
-
-
-def _planes(shapes: Shapes, data: jax.Array) -> list[jax.Array]:
-    """Of an image's data in some layers, what a token has in each plane: [layers, 2, T, ...] each."""
-    if shapes.codec is None:
-        return [data]
-    codes, scales = shapes.planes
-    tokens = data.shape[2] // (codes + scales)
-    halves = data[:, :, : tokens * codes], data[:, :, tokens * codes :]
-    return [half.reshape(*data.shape[:2], tokens, -1) for half in halves]
+    write = functools.partial(
+        kernels.link, source=source, codec=shapes.kv.codec_name, implementation=shapes.implementation
+    )
+    return [
+        [*write(k, v, images, slot, cos, sin, layer=layer, bias=bias, weight=weight)]
+        for (k, v), (images, layer), (bias, weight) in zip(pool, stored, constants, strict=True)
+    ]

@@ -13,6 +13,7 @@ from flax import nnx
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import ALIGNMENT
 from vlcache_jax.device import sampler
+from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder, cover
 from vlcache_jax.device.packed import FIELDS
 from vlcache_jax.models import ModelConfig, abstract_model, bind
@@ -22,6 +23,7 @@ from vlcache_jax.reuse.shift import TOKENS, Moves
 
 Params = dict[str, Any]
 Halves = list[list[jax.Array]]  # of each layer K and V, or the planes in which the device tier has both
+StoredPairs = list[tuple[jax.Array, jax.Array]]  # of a layer's rows keys before rotation and values, of each plane
 Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
 
 LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all
@@ -38,6 +40,7 @@ class Shapes:
 
     Attributes:
       dtype: of K, V and hidden states.
+      kv: keys and values in the pool, and as they are stored.
       visual, normalization, text, head: abstract weights.
       tower_graph, table_graph, norm_graph: what weights of a vision tower, an embedding table and a norm are bound to.
       like: of each layer the first with weights of the same shapes; programs have slices of it.
@@ -50,7 +53,7 @@ class Shapes:
       pool: K or V of a layer.
       encoder_rows, packed: of a step; see `vlcache_jax.device.packed`.
       lanes: see `vlcache_jax.device.sampler`.
-      kept, kept_rows: the device tier: of each layer what `kernels.recall` reads, and encoder rows.
+      kept, kept_rows: the device tier: of each layer the planes of its tokens, and encoder rows.
     """
 
     def __init__(
@@ -66,9 +69,10 @@ class Shapes:
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
     ):
-        self.config, self.ladder, self.implementation, self.codec = config, ladder, implementation, codec
+        self.config, self.ladder, self.implementation = config, ladder, implementation
         self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
         self.dtype = params["language_model"]["norm"]["scale"].dtype
+        self.kv = KVShape.of(config, self.dtype, codec)
         # Weights, and what they are bound to.
         self.visual, self.normalization = abstract((params["visual"], normalization))
         self.text = abstract(params["language_model"])
@@ -91,17 +95,14 @@ class Shapes:
         self.recall_rungs = tuple(sorted({*self.token_rungs, *(count * largest for count in self.linked(largest))}))
         self.work_config = functools.cache(self._work_config)  # asked for at every token
         # Arrays.
-        self.pool = self.heads(num_slots)
+        self.pool = self.kv.half(num_slots)
         depth = 1 + config.vision.num_deepstack
         self.encoder_rows, self.kept_rows = (
             jax.ShapeDtypeStruct((depth, rows, text.hidden_size), self.dtype) for rows in (ladder.max_rows, kept_tokens)
         )
         self.packed = ints(FIELDS, ladder.max_rows)
         self.lanes = jax.eval_shape(functools.partial(sampler.empty_lanes, ladder.max_sequences, text.vocab_size))
-        planes: list[tuple[tuple[int, ...], Any]] = [((text.num_kv_heads, text.head_dim), self.dtype)]
-        if codec is not None:
-            planes = [((width,), jnp.uint8) for width in self.planes]
-        self.kept = [[jax.ShapeDtypeStruct((2, kept_tokens, *shape), dtype) for shape, dtype in planes]] * layers
+        self.kept = [self.kv.stored(2, kept_tokens)] * layers
 
     def bind_layer(self, params: Params) -> DecoderLayer:
         """The decoder layer of these parameters, to be called while tracing."""
@@ -112,11 +113,6 @@ class Shapes:
         return bind(self.table_graph, head).scores(bind(self.norm_graph, norm)(x))
 
     # Arrays of so many rows, or of so many layers.
-
-    def heads(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Keys or values of rows."""
-        text = self.config.text
-        return jax.ShapeDtypeStruct((rows, text.num_kv_heads, text.head_dim), self.dtype)
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         """Hidden states of rows."""
@@ -144,28 +140,21 @@ class Shapes:
         return [self._constants(weights["layers"][i]["self_attn"]) for i in range(self.config.text.num_layers)]
 
     def _constants(self, attention: Params) -> Constants:
-        text = self.config.text
-        if self.codec is None:
+        if self.kv.codec is None:
             return None, None
         bias = attention["k_proj"].get("bias")
         if isinstance(bias, jax.ShapeDtypeStruct):
-            bias = jax.ShapeDtypeStruct((text.num_kv_heads, text.head_dim), bias.dtype)
+            bias = jax.ShapeDtypeStruct((self.kv.heads, self.kv.width), bias.dtype)
         elif bias is not None:
-            bias = bias.reshape(text.num_kv_heads, text.head_dim)
+            bias = bias.reshape(self.kv.heads, self.kv.width)
         return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
-
-    @property
-    def planes(self) -> tuple[int, int]:
-        """Bytes of a token's codes and of its scales."""
-        assert self.codec is not None
-        return self.codec.planes(self.config.text.num_kv_heads, self.config.text.head_dim)
 
     def _work_config(self, rows: int, decode: bool = False) -> kernels.WorkConfig:
         """How the attention of `rows` rows is cut, of one request each where they decode."""
         text = self.config.text
         q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)
         return kernels.work_config(
-            rows, min(rows, self.ladder.max_sequences), self.max_pages, q, text.num_kv_heads,
+            rows, min(rows, self.ladder.max_sequences), self.max_pages, q, self.kv.heads,
             decode=decode, implementation=self.implementation,
         )  # fmt: skip
 
