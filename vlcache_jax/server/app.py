@@ -62,6 +62,7 @@ class Server:
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
         self.entrance = Entrance(config.max_waiting)
         self._metrics = ServerMetrics(self.models[0], engine)
+        self._document = document(self.models, root_path=config.root_path, has_keys=bool(config.api_key))
         given = engine, config, self.models, self.entrance, self._metrics
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         routes = [
@@ -88,7 +89,7 @@ class Server:
             origins = list(config.allowed_origins)
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
-        handlers: dict[Any, Any] = {HTTPException: _refuse_http, Exception: _refuse}
+        handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     async def check_health(self) -> None:
@@ -118,10 +119,10 @@ class Server:
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, _: Request) -> Response:
-        return answer_json(document(self.config.root_path))
+        return answer_json(self._document)
 
     async def _docs(self, _: Request) -> Response:
-        return Response(page(document(self.config.root_path)), media_type="text/html; charset=utf-8")
+        return Response(page(self._document), media_type="text/html; charset=utf-8")
 
     # Of the model.
 

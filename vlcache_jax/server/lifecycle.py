@@ -182,7 +182,8 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
                     os.unlink(config.uds)
         return
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as place:
+    # The protocol by name: of others asyncio does not know that they must not wait to fill a packet.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((config.host, config.port))
