@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +39,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
       ValueError, OSError, MemoryError: the model cannot be opened, or the address not be listened at.
     """
     with _bound(config) as place:
+        if config.uds is None and not config.api_key and not _is_own(config.host):
+            say(f"warning: whoever reaches {config.host} may ask, as there is no api_key")
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
         return asyncio.run(_Process(Server(engine, config), place).run())
 
@@ -171,8 +175,10 @@ async def _is_empty(entrance: Entrance, seconds: float) -> bool:
 def _bound(config: ServerConfig) -> Iterator[socket.socket]:
     """A socket that is bound, so that a wrong address is told before a model is opened; nobody can connect yet."""
     if config.uds is not None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(config.uds)
+        if os.path.lexists(config.uds):
+            if not stat.S_ISSOCK(os.lstat(config.uds).st_mode):
+                raise ValueError(f"uds must be the path of a socket, got a file: {config.uds}")
+            os.unlink(config.uds)  # of a process that is gone
         with socket.socket(socket.AF_UNIX) as place:
             place.bind(config.uds)
             try:
@@ -190,6 +196,14 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
         except OSError as error:
             raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror}") from error
         yield place
+
+
+def _is_own(host: str) -> bool:
+    """Whether an address is this machine's alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _url(config: ServerConfig, place: socket.socket) -> str:
