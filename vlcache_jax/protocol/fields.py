@@ -172,7 +172,7 @@ def check_fields(
         if name in absent or name in also:
             continue
         if name not in known:
-            raise ApiError(f"must hold only {', '.join(known)}, got {name!r}", name)
+            raise ApiError(f"body must hold only {', '.join(known)}, got {name!r}", name)
         if value is not None and (name not in SAMPLING or name == "logprobs"):
             check(value, known[name], name)
     return {name: value for name, value in body.items() if value is not None and name not in absent}
