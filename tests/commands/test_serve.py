@@ -103,6 +103,7 @@ def test_keys_may_stand_in_the_environment(monkeypatch):
         ("--api-key a --admin-key a", "admin_key must be another one than api_key"),
         ("--root-path v", "root_path must begin with a slash"),
         ("--shutdown-timeout=-1", "shutdown_timeout must be"),
+        ("--uds pyproject.toml", "uds must be the path of a socket, got a file"),
         ("--host 203.0.113.1", "cannot listen at 203.0.113.1:8000"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
+import zlib
 
 import openai
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from tests.helper import assert_nothing_left
 from tests.server.helper import data_url, running, shows
 from vlcache_jax import SamplingParams
+from vlcache_jax.inputs import access
+from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.protocol.fields import CHAT
 from vlcache_jax.server.openapi import document
 
@@ -267,6 +272,49 @@ def test_completions_that_are_wrong(served, change):
     assert found["error"]["message"]
 
 
+def bomb(width, height):
+    """A PNG that says that it is so large, in a few bytes."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(body).decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        bomb(100_000, 100_000), bomb(2**31 - 1, 1), bomb(1, 2**31 - 1), bomb(20_000, 20_000),
+        "http://169.254.169.254/latest/meta-data", "http://localhost:8000/", "http://[::1]/", "https://example.com/a.png",
+        "ftp://example.com/a.png", "file:///proc/self/environ", "/proc/self/environ", "~/.ssh/id_rsa", "gopher://a",
+        "data:image/svg+xml;base64,PHN2Zy8+", "data:image/png;base64,!!!!", "data:text/html,<b>", "",
+    ],
+    ids=lambda one: one[:30],
+)  # fmt: skip
+def test_pictures_that_are_refused_cost_nothing(served, url, monkeypatch):
+    """No pixel is decoded, and nobody is asked."""
+    touched = []
+    monkeypatch.setattr(ImageSource, "decode", lambda *given: touched.append(given))
+    monkeypatch.setattr(access, "fetch", lambda *given, **_: touched.append(given))
+    status, found = served.json("POST", "/v1/chat/completions", {"messages": shows(url)})
+    assert (status, touched) == (400, []), found
+    assert found["error"]["param"].startswith("messages")
+
+
+@pytest.mark.filterwarnings("ignore:the detail of an image")
+def test_pictures_as_clients_name_them(chats, picture, textured_image):
+    for more in ({"detail": "auto"}, {"detail": "high"}, {"detail": "low"}):
+        part = {"type": "image_url", "image_url": {"url": picture, **more}}
+        assert chats.create(messages=[{"role": "user", "content": [part]}], **SHORT).choices
+    part = {"type": "image_url", "image_url": {"url": picture}, "uuid": "a-picture"}
+    assert chats.create(messages=[{"role": "user", "content": [part]}], **SHORT).choices
+    part["image_url"] = {"url": data_url(textured_image(64, 64, 8))}
+    with pytest.raises(openai.BadRequestError, match="uuid"):
+        chats.create(messages=[{"role": "user", "content": [part]}], **SHORT)
+
+
 def test_errors_are_those_of_the_client(chats):
     with pytest.raises(openai.NotFoundError, match="model must be"):
         chats.create(model="other", messages=HELLO)
@@ -306,7 +354,8 @@ def test_tokens(served, chats, picture):
     for path, body in (
         ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": HELLO}), ("/tokenize", {"prompt": 5}),
         ("/tokenize", {"prompt": ""}), ("/detokenize", {}), ("/detokenize", {"tokens": [10**9]}),
-        ("/detokenize", {"tokens": ["a"]}), ("/tokenize", {"messages": shows("/etc/passwd")}),
+        ("/detokenize", {"tokens": ["a"]}), ("/detokenize", {"tokens": [None]}),
+        ("/tokenize", {"messages": shows("/etc/passwd")}),
     ):  # fmt: skip
         assert served.json("POST", path, body)[0] == 400, (path, body)
     assert served.json("POST", "/tokenize", {"prompt": "a", "model": "other"})[0] == 404
@@ -314,7 +363,7 @@ def test_tokens(served, chats, picture):
 
 def test_the_document_says_what_there_is(served):
     status, told = served.json("GET", "/openapi.json")
-    assert (status, told) == (200, document())
+    assert (status, told) == (200, document(["tiny", "also"], has_keys=False))
     paths = {route.path for route in served.server.app.routes}
     assert {path.replace("{name}", "{name:path}") for path in told["paths"]} == paths
     assert set(told["components"]["schemas"]["ChatRequest"]["properties"]) > set(CHAT)

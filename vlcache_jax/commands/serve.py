@@ -100,8 +100,6 @@ def _parameter(own: Field[Any], about: str) -> inspect.Parameter:
     more: dict[str, Any] = {"help": about, "envvar": _ENVIRONMENT.get(own.name)}
     if kind in ("list", "json"):
         default, more["metavar"] = None, "<str>" if kind == "list" else "<json>"
-    elif own.name in ("admit", "codec", "load", "dtype", "reuse"):
-        default = str(default)
     if default is None or own.name in _ENVIRONMENT:
         more["show_default"] = False
     types: dict[str, Any] = {**_NUMBERS, "list": list[str]}

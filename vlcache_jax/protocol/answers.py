@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +82,7 @@ class Answer(ABC):
     def __post_init__(self) -> None:
         self._counts: dict[int, Counts] = {}  # of a stream so far, by prompt
         self._told: set[int] = set()  # its choices that have begun
+        self._left: dict[str, Any] = {}  # what its next piece tells beside
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer at once, of each prompt its output."""
@@ -97,23 +99,23 @@ class Answer(ABC):
 
     def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
         """What follows of a stream, now that there is more of one of its prompts."""
-        beside: dict[str, Any] = {}
         if delta.prompt is not None:
-            beside = self._count_prompt(prompt, delta.prompt, is_last=delta.finished)
+            self._left |= self._count_prompt(prompt, delta.prompt, is_last=delta.finished)
         self._counts[prompt].completion += sum(len(one.token_ids) for one in delta.outputs)
         for one in delta.outputs:
             index = self.answers * prompt + one.index
             if index not in self._told:
                 self._told.add(index)
                 for choice in self._opening(index):
-                    yield self._piece([choice]) | beside
+                    yield self._piece([choice])
             if one.text or one.logprobs or one.finish_reason or (self.options.returns_token_ids and one.token_ids):
-                yield self._piece([self._delta(index, one)]) | beside
+                yield self._piece([self._delta(index, one)])
 
     def last(self) -> Iterator[dict[str, Any]]:
         """The end of a stream."""
-        if self.options.include_usage:
-            yield self._head(self.piece) | {"choices": [], "usage": self.counts().usage()}
+        if self.options.include_usage or self._left:
+            usage = {"usage": self.counts().usage()} if self.options.include_usage else {}
+            yield self._piece([]) | usage
 
     def counts(self) -> Counts:
         """Of a stream so far."""
@@ -144,7 +146,8 @@ class Answer(ABC):
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = {"usage": self.counts().usage()} if self.options.continuous_usage else {}
-        return self._head(self.piece) | {"choices": choices} | usage
+        beside, self._left = self._left, {}
+        return self._head(self.piece) | {"choices": choices} | usage | beside
 
     def _end(self, one: CompletionOutput | CompletionDelta) -> dict[str, Any]:
         """What choices and their pieces say of the end."""
@@ -251,7 +254,7 @@ def _text_logprobs(told: Sequence[Logprob] | None, begin: int) -> dict[str, Any]
     if told is None:
         return None
     tokens = [one.texts[one.token] for one in told]
-    offsets = [begin + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=begin))
     top = [{one.texts[token]: value for token, value in one.top.items()} for one in told]
     values = [one.chosen for one in told]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

@@ -35,7 +35,8 @@ def _sampling(name: str) -> Schema:
     if name in LISTS:
         kind, most = LISTS[name]
         items = {"type": "string", "minLength": 1} if kind is str else {"type": "integer", "minimum": 0}
-        return {"type": ["array", "null", *(["string"] if name == "stop" else [])], "items": items, "maxItems": most}
+        schema = {"type": ["array", "null", *(["string"] if name == "stop" else [])], "items": items, "maxItems": most}
+        return schema | ({"minItems": 1} if name == "allowed_token_ids" else {})
     if name == "logit_bias":
         return {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
     return _FLAG
@@ -171,8 +172,8 @@ def check_fields(
         if name in absent or name in also:
             continue
         if name not in known:
-            raise ApiError(f"must hold only {', '.join(known)}, got {name!r}", name)
-        if name not in SAMPLING or name == "logprobs":
+            raise ApiError(f"body must hold only {', '.join(known)}, got {name!r}", name)
+        if value is not None and (name not in SAMPLING or name == "logprobs"):
             check(value, known[name], name)
     return {name: value for name, value in body.items() if value is not None and name not in absent}
 

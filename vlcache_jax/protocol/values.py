@@ -87,7 +87,7 @@ _WORDS = {
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
-    """Sees that a value is as its schema says. What is null is as good as absent.
+    """Sees that a value is as its schema says; a property that is null is as good as absent.
 
     Args:
       schema: of JSON Schema `type`, `enum`, `minimum`, `maximum`, `minLength`, `maxLength`, `minItems`, `maxItems`,
@@ -97,8 +97,6 @@ def check(value: Any, schema: Schema, name: str) -> None:
     Raises:
       ApiError: it is not.
     """
-    if value is None:
-        return
     types = schema.get("type", ())
     types = [types] if isinstance(types, str) else list(types)
     if types and not any(_is_of(value, one) for one in types):
@@ -120,7 +118,8 @@ def check(value: Any, schema: Schema, name: str) -> None:
             if value.get(key) is None:
                 raise ApiError(f"{name} must hold {key}, got {short(list(value))}", f"{name}.{key}")
         for key, one in schema.get("properties", {}).items():
-            check(value.get(key), one, f"{name}.{key}")
+            if value.get(key) is not None:
+                check(value[key], one, f"{name}.{key}")
 
 
 def _is_of(value: Any, kind: str) -> bool:

@@ -70,6 +70,8 @@ class Server:
             secret = server_secret(engine.service.config.cache.disk)
             self.register = Register(config.api_keys, secret, self._suit)
         self._metrics = ServerMetrics(self.models[0], engine)
+        has_keys = bool(config.api_key) or self.register is not None
+        self._document = document(self.models, root_path=config.root_path, has_keys=has_keys)
         given = engine, config, self.models, self.entrance, self._metrics, self.register
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         routes = [
@@ -96,7 +98,7 @@ class Server:
             origins = list(config.allowed_origins)
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
-        handlers: dict[Any, Any] = {HTTPException: _refuse_http, Exception: _refuse}
+        handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     def _suit(self, salts: Salts, tenants: Tenants) -> None:
@@ -136,10 +138,10 @@ class Server:
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, _: Request) -> Response:
-        return answer_json(document(self.config.root_path))
+        return answer_json(self._document)
 
     async def _docs(self, _: Request) -> Response:
-        return Response(page(document(self.config.root_path)), media_type="text/html; charset=utf-8")
+        return Response(page(self._document), media_type="text/html; charset=utf-8")
 
     # Of the model.
 

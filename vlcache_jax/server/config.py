@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
@@ -45,9 +45,9 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
-    api_key: Sequence[str] = ()
+    api_key: Sequence[str] = field(default=(), repr=False)
     api_keys: str | None = None
-    admin_key: str | None = None
+    admin_key: str | None = field(default=None, repr=False)
     served_model_name: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     ssl_certfile: str | None = None

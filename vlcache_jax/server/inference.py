@@ -29,7 +29,6 @@ SILENCE = 10.0  # seconds without a token, after which a comment says that the s
 _STALL = 60.0  # seconds that a client may take to read what is sent
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
-
 type _Events = AsyncGenerator[tuple[int, RequestDelta] | None]
 
 
@@ -74,11 +73,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             if isinstance(error, RuntimeError):  # of the engine
                 self._entrance.faulted(error)
             told = as_api_error(error)
-            if sender.has_begun:
+            if not sender.has_begun:
+                await refuse(told)(scope, receive, send)
+                return
+            with contextlib.suppress(GoneError):
                 await sender.event(told.to_dict())
                 await sender.end()
-            else:
-                await refuse(told)(scope, receive, send)
 
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body)
@@ -198,7 +198,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         return read_object(body)
     except ValueError as error:
-        raise ApiError(f"a body {error}") from error
+        raise ApiError(f"body {error}") from error
 
 
 def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) -> Mapping[str, Any]:

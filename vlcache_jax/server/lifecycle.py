@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -38,6 +39,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
       ValueError, OSError, MemoryError: the model cannot be opened, or the address not be listened at.
     """
     with _bound(config) as place:
+        if config.uds is None and not (config.api_key or config.api_keys) and not _is_own(config.host):
+            say(f"warning: whoever reaches {config.host} may ask, as there is no api_key")
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
         return asyncio.run(_Process(Server(engine, config), place).run())
 
@@ -196,7 +199,8 @@ def _bound(config: ServerConfig) -> Iterator[socket.socket]:
                     os.unlink(config.uds)
         return
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as place:
+    # The protocol by name: of others asyncio does not know that they must not wait to fill a packet.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((config.host, config.port))
@@ -209,11 +213,12 @@ def _clear(path: str) -> None:
     """Removes the socket of a server that has ended without doing so itself.
 
     Raises:
-      OSError: somebody listens there, or it is no socket.
+      OSError: somebody listens there.
+      ValueError: it is no socket.
     """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise OSError(f"cannot listen at {path}: there is something else")
+            raise ValueError(f"uds must be the path of a socket, got a file: {path}")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX) as other:
@@ -223,6 +228,14 @@ def _clear(path: str) -> None:
             os.unlink(path)
         else:
             raise OSError(f"cannot listen at {path}: another server does")
+
+
+def _is_own(host: str) -> bool:
+    """Whether an address is this machine's alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _url(config: ServerConfig, place: socket.socket) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax import __version__
@@ -98,7 +98,7 @@ _SCHEMAS: Mapping[str, Any] = {
     "Completion": _answer("text_completion", {"text": _TEXT, "logprobs": _TEXT_LOGPROBS}),
     "ChatRequest": _body(CHAT, "messages", absent=ABSENT_IN_CHAT),
     "CompletionRequest": _body(TEXT, "prompt", absent=ABSENT_IN_TEXT),
-    "TokenizeRequest": _body(TOKENIZE),
+    "TokenizeRequest": {**_body(TOKENIZE), "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "DetokenizeRequest": _body(DETOKENIZE, "tokens"),
     **{f"{verb.title()}Request": _body(fields, next(iter(fields))) for verb, fields in VERBS.items()},
 }  # fmt: skip
@@ -106,6 +106,9 @@ _SCHEMAS: Mapping[str, Any] = {
 
 def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": schema}}}
+
+
+_KEY: list[dict[str, list[str]]] = [{"key": []}]
 
 
 def _operation(
@@ -120,7 +123,7 @@ def _operation(
     is_open, is_admin = path in OPEN, path.startswith(ADMIN)
     answers: dict[str, Any] = {"200": {"description": "Done.", **(answer or {})}}
     error = {"description": "See `error`.", **_json(_ref("Error"))}
-    told = ["400", "404", "408", "413", "415", "503"] if asks else ["503"] if path not in OPEN else []
+    told = ["400", "404", "408", "413", "415", "429", "503"] if asks else ["503"] if path not in OPEN else []
     for status in told + ([] if is_open else ["401"]) + (["403"] if is_admin else []):
         answers[status] = error
     if is_open:
@@ -128,7 +131,7 @@ def _operation(
     found: dict[str, Any] = {"summary": about, "responses": answers, **more}
     if asks:
         found["requestBody"] = {"required": True, **_json(_ref(asks))}
-    found["security"] = [] if is_open else [{"admin" if is_admin else "key": []}]
+    found["security"] = [] if is_open else [{"admin": []}] if is_admin else _KEY
     return found
 
 
@@ -173,20 +176,36 @@ def _paths() -> dict[str, Any]:
     return paths
 
 
-def document(root_path: str = "") -> dict[str, Any]:
+def document(models: Sequence[str], *, root_path: str = "", has_keys: bool = True) -> dict[str, Any]:
     """The OpenAPI document.
 
     Args:
+      models: what clients may call the model.
       root_path: where a proxy shows the server.
+      has_keys: whether clients must have one.
     """
+    paths = _paths()
+    for operation in (one for operations in paths.values() for one in operations.values()):
+        if not has_keys and operation["security"] == _KEY:
+            operation["security"] = []
+            del operation["responses"]["401"]
+    schemas = {name: _with_models(schema, models) for name, schema in _SCHEMAS.items()}
     keys = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
     return {
         "openapi": "3.1.0",
         "info": {"title": "VLCache-JAX", "version": __version__},
         "servers": [{"url": root_path or "/"}],
-        "paths": _paths(),
-        "components": {"schemas": dict(_SCHEMAS), "securitySchemes": keys},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": keys},
     }
+
+
+def _with_models(schema: Mapping[str, Any], models: Sequence[str]) -> Mapping[str, Any]:
+    """What may be posted, which may name these models alone."""
+    if "model" not in schema.get("properties", {}) or schema.get("additionalProperties") is not False:
+        return schema
+    model = {**schema["properties"]["model"], "enum": [*models, None]}
+    return {**schema, "properties": {**schema["properties"], "model": model}}
 
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
