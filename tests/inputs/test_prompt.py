@@ -881,9 +881,11 @@ print(len(renderer.expander.expand(prompt.token_ids, [5])[0]) - len(prompt.token
 LOOK = {"type": "function", "function": {"name": "look", "description": "Sees.", "parameters": {"type": "object"}}}
 
 
-def test_tools_and_calls_as_published_templates_have_them(checkpoints):
-    """A history of calls reads as the model itself writes them."""
-    renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl-tied"))
+@pytest.mark.parametrize("family", ["qwen3_vl-tied", "qwen2_5_vl"])
+def test_tools_and_calls_as_published_templates_have_them(checkpoints, family):
+    """A history of calls reads as the model itself writes them, whether the template has words for it or not."""
+    renderer = PromptRenderer.from_pretrained(checkpoints(family))
+    assert ("tools" in renderer.chat_template) == (family == "qwen3_vl-tied")
     call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"at":["Köln", 2]}'}}
     chat = [
         {"role": "system", "content": "Be brief."},
@@ -924,15 +926,23 @@ For each function call, return a json object with function name and arguments wi
         assert json.loads(rendered.partition("<tools>\n")[2].partition("\n</tools>")[0]) == LOOK
         assert rendered.partition("</tools>")[2] == (told + history).partition("</tools>")[2]
     assert renderer.from_conversation(chat, template=Template(tools=[LOOK])).text == told + history
+    if family != "qwen3_vl-tied":
+        parts = [image(FIRST), text("seen")]
+        shown = renderer.from_conversation(
+            [chat[1], {"role": "tool", "content": parts}], template=Template(tools=[LOOK])
+        )
+        assert shown.text.startswith("<|im_start|>system\nYou are a helpful assistant.\n\n# Tools")
+        seen = "<|vision_start|><|image_pad|><|vision_end|>seen"
+        assert f"<|im_start|>user\n<tool_response>\n{seen}\n</tool_response><|im_end|>\n" in shown.text
+        return
     for unheard in (Template(tools=[LOOK], tool_choice="none"), Template(tools=[]), Template()):
         unheard_of = renderer.from_conversation(chat, template=unheard).text
         assert unheard_of == "<|im_start|>system\nBe brief.<|im_end|>\n" + history
 
 
-def test_a_template_that_knows_no_tools_gets_none(renderer):
+def test_a_callers_template_that_knows_no_tools_gets_none(renderer):
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    message = "conversation must have no tools: chat_template does not tell of them; give a chat_template that does"
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ValueError, match=r"^conversation must have no tools: chat_template does not tell of them$"):
         renderer.from_conversation(user("a"), template=Template(chat_template=plain, tools=[LOOK]))
 
 

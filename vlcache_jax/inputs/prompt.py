@@ -43,7 +43,7 @@ from vlcache_jax.inputs.parts import (
 )
 from vlcache_jax.inputs.processor import overrule
 from vlcache_jax.inputs.settings import MediaSettings, read_settings
-from vlcache_jax.inputs.tools import read_tools
+from vlcache_jax.inputs.tools import read_tools, written_out
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
 if TYPE_CHECKING:
@@ -289,18 +289,18 @@ class PromptRenderer:
         rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         settings.check_videos(sum(isinstance(source, VideoSource) for source, _ in found), name)
         whose = "the checkpoint's chat template" if template.chat_template is None else "chat_template"
-        if template.tools and "tools" not in chat_template:
-            raise ValueError(
-                f"{name} must have no tools: {whose} does not tell of them; give a chat_template that does"
-            )
+        tools: list[Any] = [dict(tool) for tool in template.tools or ()]
+        by_hand = bool(tools) and "tools" not in chat_template
+        if by_hand and template.chat_template is not None:
+            raise ValueError(f"{name} must have no tools: chat_template does not tell of them")
         try:
             text = self.tokenizer.apply_chat_template(
-                rendered,
+                written_out(rendered, tools) if by_hand else rendered,
                 chat_template=chat_template,
                 tokenize=False,
                 add_generation_prompt=bool(template.add_generation_prompt),
                 continue_final_message=template.continue_final_message,
-                tools=[dict(tool) for tool in template.tools or ()] or None,
+                tools=None if by_hand else tools or None,
                 **(template.chat_template_kwargs or {}),
             )
         except Exception as error:  # templates come with checkpoints and raise what they like
