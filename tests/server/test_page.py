@@ -48,7 +48,10 @@ class FakeServer(http.server.ThreadingHTTPServer):
             self.known.setdefault(url, before)
             rows = {"miss": [64, 64], "exact": [0, 0], "approximate": [64, 4]}[match]
             kv = "none" if match == "miss" else "host"
-            images.append({"index": i, "match": match, "kv": kv, "tokens": 64, "rows": rows, "video": None})
+            why = {"miss": "unknown_image", "exact": None, "approximate": "other_context"}[match]
+            encoder = "computed" if match == "miss" else "none"
+            told = {"index": i, "match": match, "kv": kv, "encoder": encoder, "why": why}
+            images.append(told | {"tokens": 64, "rows": rows, "video": None})
         return {"images": images, "exact": True}
 
 
@@ -140,13 +143,13 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
     assert browser.value("document.querySelector('.answer').textContent") == "A <b>red</b> drëieck"
     assert browser.value("document.querySelector('.thought').textContent") == "Hm."
     [caption] = browser.value(CAPTIONS)
-    assert re.fullmatch(r"computed\n64 of 64 tokens computed\nfirst token: \d+\.\d\d s", caption)
+    assert re.fullmatch(r"computed\n64 of 64 tokens computed\nwhy: not seen before\nfirst token: \d+\.\d\d s", caption)
     # Again: reused. Then behind another picture.
     browser.press("Enter", "\r")
     answered(browser, 2)
     [caption] = browser.value(CAPTIONS)
     assert re.fullmatch(
-        r"reused exactly\n0 of 64 tokens computed\nkept in: host\nfirst token: [\d.]+ s, the first time [\d.]+ s",
+        r"reused exactly\n0 of 64 tokens computed\nkept in host memory\nfirst token: [\d.]+ s, the first time [\d.]+ s",
         caption,
     )
     browser.drop(RIGHT)
@@ -156,6 +159,7 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
     browser.press("Enter", "\r")
     answered(browser, 3)
     captions = browser.value(CAPTIONS)
+    assert captions[1].split("\n")[2:4] == ["why: other context", "kept in host memory"]
     assert [one.split("\n")[:2] for one in captions] == [
         ["computed", "64 of 64 tokens computed"], ["reused approximately", "34 of 64 tokens computed"]
     ]  # fmt: skip
