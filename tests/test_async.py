@@ -629,7 +629,7 @@ def test_a_request_takes_its_parameters_when_it_comes(engine, slow, monkeypatch)
         return [await task, *[output async for output in waiting]][-1]
 
     assert len(run(ask()).outputs[0].token_ids) == 10
-    with pytest.raises(TypeError, match=r"^generate cannot do what vLLM's tools asks for: give chat_template_kwargs"):
+    with pytest.raises(ValueError, match=r"^tools must be left out, got it beside a prompt that has no messages$"):
         run(stream(engine, "b", tools=[{}]))
 
 

@@ -298,9 +298,14 @@ def test_calls_as_others_write_them(llm, textured_image):
     assert output.prompt == "ab"
     [same] = llm.chat(messages=continued, sampling_params=GREEDY, use_tqdm=False, tools=None, lora_request=None)
     assert same.outputs == llm.chat(continued, GREEDY, False)[0].outputs
-    for wrong in ({"tools": [1]}, {"template": "x"}):
-        with pytest.raises(TypeError, match=r"^(chat cannot do what vLLM's tools asks|chat has no argument template)"):
-            llm.chat(continued, GREEDY, False, **wrong)
+    [told] = llm.chat(continued, GREEDY, False, tools=[{"type": "function", "function": {"name": "look"}}])
+    assert '<tools>\n{"type": "function", "function": {"name": "look"}}\n</tools>' in told.prompt
+    with pytest.raises(ValueError, match=r'^tools\[0\] must be an object of the type "function", got 1$'):
+        llm.chat(continued, GREEDY, False, tools=[1])
+    with pytest.raises(TypeError, match=r"^generate cannot do what vLLM's tools asks for: call chat, whose"):
+        llm.generate("a", GREEDY, False, tools=[1])
+    with pytest.raises(TypeError, match=r"^chat has no argument template"):
+        llm.chat(continued, GREEDY, False, template="x")
     for call in (llm.generate, llm.chat):
         for near in ("sampling_param", "sampling"):
             with pytest.raises(TypeError, match=f"^{call.__name__} has no argument {near}; is it sampling_params[?]$"):
@@ -388,9 +393,9 @@ def test_a_conversation_with_a_template_of_its_own(llm):
         assert texts[given.index(asked)] == llm.chat(asked, GREEDY, False)[0].prompt
     with pytest.raises(ValueError, match=r"^conversations\[0\] chat_template must be a string, got 5$"):
         llm.chat([own | {"chat_template": 5}])
-    with pytest.raises(
-        ValueError, match=r"^conversations\[0\] must hold only messages, chat_template, .*, got 'tools'"
-    ):
+    with pytest.raises(ValueError, match=r"^conversations\[0\] must hold only messages, chat_template, .*, got 'tool'"):
+        llm.chat([own | {"tool": 5}])
+    with pytest.raises(ValueError, match=r"^conversations\[0\] tools must be a list, got 5$"):
         llm.chat([own | {"tools": 5}])
 
 

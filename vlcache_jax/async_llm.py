@@ -259,8 +259,9 @@ class AsyncLLM:
         if isinstance(prompt, (str, Mapping)) or is_token_ids(prompt):
             if mm_processor_kwargs is not None:
                 raise ValueError("mm_processor_kwargs must stand in the prompt's dict, got them beside it")
-            if beside := template_options(self.generate, template):
-                raise ValueError(f"{next(iter(beside))} must be left out, got it beside a prompt that has no messages")
+            beside = template_options(self.generate, template)
+            if given := [name for name, value in beside.items() if value is not None]:
+                raise ValueError(f"{given[0]} must be left out, got it beside a prompt that has no messages")
             return self.service.renderer.from_prompt
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a string, a dict or a conversation, got {type(prompt).__name__}")

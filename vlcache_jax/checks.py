@@ -81,6 +81,21 @@ def parse_counts(text: str, name: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def parse_rates(text: str, name: str) -> tuple[float, ...]:
+    """Numbers above 0 from a string such as "0.5,1,2".
+
+    Raises:
+      ValueError: it is none of such; it names `name`.
+    """
+    try:
+        rates = tuple(map(float, text.split(",")))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f'{name} must be numbers above 0 like "0.5,1,2", got {short(text)}')
+    return rates
+
+
 def shorten(text: str, most: int = 200) -> str:
     """A text for an error message: its beginning and its length where it is long."""
     return text if len(text) <= most else f"{text[: 3 * most // 5]}... ({len(text)} characters)"

@@ -327,7 +327,7 @@ CALLS = Names(
     instead={
         "mm_processor_kwargs": "write it into each prompt's dict",
         "prompt_token_ids": 'write it into each prompt: {"prompt_token_ids": [...]}',
-        "tools": 'give chat_template_kwargs={"tools": [...]}, and read calls from the answer\'s text',
+        "tools": "call chat, whose template tells of them",
     },
     ignored=frozenset(_IgnoredOfCalls.__annotations__),
     strange={

@@ -99,7 +99,9 @@ class LLM:
             the other rows are answered, and its output tells in `error`.
           template: `chat_template`, a Jinja text in place of the checkpoint's or the path of its file;
             `chat_template_kwargs`, names that it uses; `continue_final_message=True` goes on with the last message,
-            which is the assistant's; `add_generation_prompt=False` leaves out the beginning of the assistant's turn.
+            which is the assistant's; `add_generation_prompt=False` leaves out the beginning of the assistant's turn;
+            `tools`, functions in OpenAI's shape that an answer may call: its text then holds the calls as the model
+            writes them; `tool_choice="none"` leaves them out.
 
         Texts are taken as they are: control tokens in them, such as `<|im_end|>`, act as such.
 

@@ -96,7 +96,7 @@ _FAMILY_VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN3_VISION,
 }
 
-# The forms of the published templates, without the descriptions of tools. Markers stand around a video as around an
+# The forms of the published templates. Markers stand around a video as around an
 # image. Where a family puts in a system turn of its own, all turns are alike.
 _PARTS = """\
 {%- set images, videos = namespace(count=0), namespace(count=0) %}
@@ -127,9 +127,28 @@ _TURNS_ALIKE = """\
 {%- endfor %}
 """
 _TURNS_BY_ROLE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{ shown(messages[0].content, false) + '\\n\\n' }}{% endif %}
+    {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+    {%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' }}
+    {{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, ' }}
+    {{- '"arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'system' and loop.first) or message.role == 'assistant' %}
+    {%- if message.role == 'user' or (message.role == 'system' and loop.first and not tools) %}
         {{- '<|im_start|>' + message.role + '\\n' + shown(message.content, message.role == 'user') + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + shown(message.content, false) }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}
+            {%- if call.function %}{% set call = call.function %}{% endif %}
+            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}{{ call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
         {%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
         {{- '\\n<tool_response>\\n' + shown(message.content, true) + '\\n</tool_response>' }}

@@ -25,7 +25,8 @@ def run():
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "doctor", "ask", "run", "info", "calibrate", "convert", "bench ttft", "bench batch"]
+    "command",
+    ["demo", "doctor", "ask", "run", "info", "calibrate", "convert", "bench ttft", "bench batch", "bench serve"],
 )
 def test_help_teaches(run, command):
     result = run(*command.split(), "--help")

@@ -79,6 +79,11 @@ def test_a_row_says_how_it_becomes_text():
         )
 
 
+def test_a_plain_row_offers_tools():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert parsed({"messages": HELLO, "tools": tools}).conversation == {"messages": HELLO, "tools": tools}
+
+
 def test_a_system_message_is_for_rows_without_one():
     told = {"role": "system", "content": "Be brief."}
     assert parsed({"messages": HELLO}).behind("Be brief.").conversation == [told, *HELLO]

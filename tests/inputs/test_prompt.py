@@ -876,3 +876,98 @@ print(len(renderer.expander.expand(prompt.token_ids, [5])[0]) - len(prompt.token
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "4\n"
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+LOOK = {"type": "function", "function": {"name": "look", "description": "Sees.", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl-tied", "qwen2_5_vl"])
+def test_tools_and_calls_as_published_templates_have_them(checkpoints, family):
+    """A history of calls reads as the model itself writes them, whether the template has words for it or not."""
+    renderer = PromptRenderer.from_pretrained(checkpoints(family))
+    assert ("tools" in renderer.chat_template) == (family == "qwen3_vl-tied")
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"at":["Köln", 2]}'}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "42", "tool_call_id": "x"},
+        {"role": "tool", "content": [text("43")], "tool_call_id": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "44"},
+    ]
+    told = """<|im_start|>system
+Be brief.
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{"type": "function", "function": {"name": "look", "description": "Sees.", "parameters": {"type": "object"}}}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+"""
+    written = '<tool_call>\n{"name": "look", "arguments": {"at": ["Köln", 2]}}\n</tool_call>'
+    history = (
+        f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nI look.\n{written}\n{written}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n43\n</tool_response><|im_end|>\n"
+        f"<|im_start|>assistant\n{written}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n44\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    flat = {"type": "function", **LOOK["function"]}
+    for tools in ([LOOK], [flat]):
+        rendered = renderer.from_conversation(chat, template=Template(tools=tools, tool_choice="auto")).text
+        assert json.loads(rendered.partition("<tools>\n")[2].partition("\n</tools>")[0]) == LOOK
+        assert rendered.partition("</tools>")[2] == (told + history).partition("</tools>")[2]
+    assert renderer.from_conversation(chat, template=Template(tools=[LOOK])).text == told + history
+    if family != "qwen3_vl-tied":
+        parts = [image(FIRST), text("seen")]
+        shown = renderer.from_conversation(
+            [chat[1], {"role": "tool", "content": parts}], template=Template(tools=[LOOK])
+        )
+        assert shown.text.startswith("<|im_start|>system\nYou are a helpful assistant.\n\n# Tools")
+        seen = "<|vision_start|><|image_pad|><|vision_end|>seen"
+        assert f"<|im_start|>user\n<tool_response>\n{seen}\n</tool_response><|im_end|>\n" in shown.text
+        return
+    for unheard in (Template(tools=[LOOK], tool_choice="none"), Template(tools=[]), Template()):
+        unheard_of = renderer.from_conversation(chat, template=unheard).text
+        assert unheard_of == "<|im_start|>system\nBe brief.<|im_end|>\n" + history
+
+
+def test_a_callers_template_that_knows_no_tools_gets_none(renderer):
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"^conversation must have no tools: chat_template does not tell of them$"):
+        renderer.from_conversation(user("a"), template=Template(chat_template=plain, tools=[LOOK]))
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (5, "tools must be a list, got 5"),
+        ("look", "tools must be a list, got 'look'"),
+        ([1], 'tools[0] must be an object of the type "function", got 1'),
+        ([LOOK, {"type": "x"}], "tools[1] must be an object of the type \"function\", got {'type': 'x'}"),
+        ([{"type": "function", "function": "look"}], "tools[0].function must be an object, got 'look'"),
+        ([{"type": "function"}], "tools[0].function.name must be a name, got None"),
+        ([{"name": 'a"b'}], "tools[0].function.name must be a name, got 'a\"b'"),
+        ([{"name": "a", "parameters": []}], "tools[0].function.parameters must be a JSON schema, got []"),
+        ([{"name": "a", "description": 5}], "tools[0].function.description must be a string, got 5"),
+        ([{"name": "a", "strict": "yes"}], "tools[0].function.strict must be a bool, got 'yes'"),
+        ([LOOK, LOOK], "tools must have names of their own, got 'look' twice"),
+        ([{"name": "a", "parameters": {"<|image_pad|>": 1}}],
+         "tools must not contain <|image_pad|>, which marks the place of an image or video"),
+    ],
+)  # fmt: skip
+def test_tools_are_checked(tools, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Template(tools=tools)
+    with pytest.raises(ValueError, match=r'^tool_choice must be "auto" or "none", got \'any\'$'):
+        Template(tools=[LOOK], tool_choice="any")

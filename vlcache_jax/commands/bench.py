@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlcache_jax.cache.config import CacheConfig
-from vlcache_jax.checks import parse_bytes, parse_counts
+from vlcache_jax.checks import parse_bytes, parse_counts, parse_rates
 from vlcache_jax.commands import options as opt
 from vlcache_jax.commands.schedule import say_errors
 from vlcache_jax.files import PICTURES, check_writable
@@ -162,6 +162,88 @@ def batch_command(
             repeats=repeats,
             floor=floor,
             out=out,
+        )
+
+
+@app.command("serve")
+def serve_command(
+    base_url: Annotated[
+        str, typer.Option(help="Any server of OpenAI's API, such as http://127.0.0.1:8000.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="As the server calls it.", show_default="its first one"),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLCACHE_API_KEY", help="Of the server.", show_default=False)
+    ] = None,
+    rates: Annotated[str, typer.Option(help="Requests a second, one after the other: 1,2,4.")] = "1",
+    arrivals: Annotated[str, typer.Option(help="poisson, or fixed: one as long after the other.")] = "poisson",
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests at once at most; others wait.", show_default="any number")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of each rate.")] = 100,
+    kinds: Annotated[
+        str,
+        typer.Option(help="repeat: one known picture; move: several, in other places; slide: an agent's screenshots."),
+    ] = "repeat,move,slide",
+    pictures: Annotated[int, typer.Option(min=1, help="Of which repeat and move draw.")] = 20,
+    zipf: Annotated[float, typer.Option(help="How often the frequent ones come; 0: all alike.")] = 1.0,
+    window: Annotated[int, typer.Option(min=1, help="Screenshots that an agent sees.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="Of an agent, before another one begins.")] = 10,
+    side: Annotated[int, typer.Option(min=1, help="Of pictures, in pixels.")] = 448,
+    max_tokens: opt.MaxTokens = 32,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="All answers have --max-tokens (vLLM's field).")
+    ] = False,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before those that are measured.")] = 3,
+    goal_ttft: Annotated[float, typer.Option(help="Seconds to the first token of an answer that is good.")] = 1.0,
+    goal_per_token: Annotated[float, typer.Option(help="Seconds of each token after it, on average.")] = 0.1,
+    timeout: Annotated[float, typer.Option(help="Seconds of a request.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of pictures, texts and times.")] = 0,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures a server under load: chats whose pictures repeat, move and slide, sent when they are due.
+
+    Printed are times to the first token, between tokens and to the end (p50, p90, p99; waits count from when a request
+    was due), answers a second, those that kept to the goals, and which share of prompt tokens the server had cached.
+    Each rate has pictures of its own. Fails where an answer is empty or cut off.
+
+    Example: vlcache bench serve --rates 1,2,4,8 --requests 200 --out serve.json --picture serve.png
+
+    Example: vlcache bench serve --base-url http://gpu7:8000 --kinds slide --window 6
+    """
+    with say_errors():
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
+        from vlcache_jax.benchmarks import serving
+        from vlcache_jax.benchmarks.serving_client import Client
+        from vlcache_jax.benchmarks.serving_load import Load
+
+        load = Load(
+            requests=requests,
+            kinds=tuple(one.strip() for one in kinds.split(",")),
+            pictures=pictures,
+            zipf=zipf,
+            window=window,
+            turns=turns,
+            side=side,
+            max_tokens=max_tokens,
+            arrivals=arrivals,
+            seed=seed,
+        )
+        serving.measure(
+            Client(base_url, api_key, timeout),
+            model,
+            load,
+            rates=parse_rates(rates, "rates"),
+            concurrency=concurrency,
+            warmup=warmup,
+            goal=serving.Goal(goal_ttft, goal_per_token),
+            more={"ignore_eos": True} if ignore_eos else {},
+            out=out,
+            picture=picture,
         )
 
 

@@ -57,7 +57,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
         else:
             check_text(message[key], f"{name} {key}")
             told[key] = message[key]
-        _check_marks(told[key], f"{name} {key}")
+        check_marks(told[key], f"{name} {key}")
     if reasoning := told.get("reasoning") or told.get("reasoning_content"):  # templates know one of these names
         told |= {"reasoning": reasoning, "reasoning_content": reasoning}
     # The content: none, a text, or parts, of which images and videos are handed to `add`.
@@ -120,17 +120,17 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _check_marks(value: Any, name: str) -> None:
+def check_marks(value: Any, name: str) -> None:
     """Raises a ValueError if a text anywhere in it holds a placeholder."""
     if isinstance(value, str):
         _plain_text(value, name)
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            _check_marks(key, name)
-            _check_marks(one, name)
+            check_marks(key, name)
+            check_marks(one, name)
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         for one in value:
-            _check_marks(one, name)
+            check_marks(one, name)
 
 
 def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:

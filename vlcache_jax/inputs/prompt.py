@@ -31,6 +31,7 @@ from vlcache_jax.inputs.parts import (
     VIDEO_TOKEN,
     VIDEO_TYPES,
     check_keys,
+    check_marks,
     check_uuid,
     has_media,
     image_value,
@@ -42,6 +43,7 @@ from vlcache_jax.inputs.parts import (
 )
 from vlcache_jax.inputs.processor import overrule
 from vlcache_jax.inputs.settings import MediaSettings, read_settings
+from vlcache_jax.inputs.tools import read_tools, written_out
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class TemplateOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | None
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,19 @@ class Template:
         chat_template_kwargs: names that the template may use.
         add_generation_prompt: the text ends where the assistant's turn begins; None: unless the last message goes on.
         continue_final_message: the text ends within the last message, so that the answer goes on with it.
+        tools: that the answer may call, see `tools.read_tools`.
+        tool_choice: "auto"; "none": the template hears of no tools. What forces a call is no matter of the template.
 
     Raises:
-        ValueError: one is of another type, or the last two are both set.
+        ValueError: one is of another type, or a message is to begin and to go on.
     """
 
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: str | None = None
 
     def __post_init__(self) -> None:
         if self.chat_template is not None:
@@ -97,6 +105,11 @@ class Template:
         check_flags(add_generation_prompt=self.add_generation_prompt)
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("add_generation_prompt must be False where continue_final_message is True, got True")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise ValueError(f'tool_choice must be "auto" or "none", got {short(self.tool_choice)}')
+        tools = read_tools(self.tools)
+        check_marks(tools, "tools")
+        object.__setattr__(self, "tools", tuple(tools) if self.tool_choice != "none" else ())
 
 
 OWN_TEMPLATE = Template()
@@ -276,13 +289,18 @@ class PromptRenderer:
         rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         settings.check_videos(sum(isinstance(source, VideoSource) for source, _ in found), name)
         whose = "the checkpoint's chat template" if template.chat_template is None else "chat_template"
+        tools: list[Any] = [dict(tool) for tool in template.tools or ()]
+        by_hand = bool(tools) and "tools" not in chat_template
+        if by_hand and template.chat_template is not None:
+            raise ValueError(f"{name} must have no tools: chat_template does not tell of them")
         try:
             text = self.tokenizer.apply_chat_template(
-                rendered,
+                written_out(rendered, tools) if by_hand else rendered,
                 chat_template=chat_template,
                 tokenize=False,
                 add_generation_prompt=bool(template.add_generation_prompt),
                 continue_final_message=template.continue_final_message,
+                tools=None if by_hand else tools or None,
                 **(template.chat_template_kwargs or {}),
             )
         except Exception as error:  # templates come with checkpoints and raise what they like

@@ -1,0 +1,153 @@
+"""The requests of `vlcache bench serve`: seeded chats whose pictures repeat, move and slide, and when they come."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlcache_jax.checks import short
+
+KINDS = ("repeat", "move", "slide")
+WORDS = ("amber", "bridge", "cloud", "delta", "ember", "field", "grove", "harbor", "island", "jetty", "kernel", "lamp")
+_CELL = 16  # pixels of a picture's squares, so that its file is small
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a server. Equal loads have equal requests.
+
+    Three kinds take turns. repeat: a question behind one picture of the pool, which is often one that came before (the
+    i-th most frequent has a share as 1 / i ** zipf). move: two to four such pictures behind new text, in any order, so
+    that a known one has another place among others. slide: the next turn of an agent that sees the last `window`
+    screenshots; each turn adds one and drops the oldest. Answers in histories are given, so that no request waits for
+    another one.
+
+    Attributes:
+      requests: so many.
+      kinds: of `KINDS`.
+      pictures: of the pool.
+      zipf: how often the frequent ones are met; 0: all alike.
+      window: screenshots that an agent sees.
+      turns: of an agent, before another one begins.
+      side: of pictures, in pixels.
+      max_tokens: of an answer at most.
+      arrivals: "poisson", or "fixed": one as long after the other.
+      seed: of everything.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+
+    requests: int = 100
+    kinds: tuple[str, ...] = KINDS
+    pictures: int = 20
+    zipf: float = 1.0
+    window: int = 4
+    turns: int = 10
+    side: int = 448
+    max_tokens: int = 32
+    arrivals: str = "poisson"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "pictures", "window", "turns", "side", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise ValueError(f"kinds must be of {', '.join(KINDS)}, got {short(self.kinds)}")
+        if not 0 <= self.zipf < math.inf:
+            raise ValueError(f"zipf must be a number of at least 0, got {self.zipf}")
+        if self.arrivals not in ("poisson", "fixed"):
+            raise ValueError(f"arrivals must be poisson or fixed, got {short(self.arrivals)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+
+    def times(self, rate: float, run: int) -> np.ndarray:
+        """When requests come, in seconds from the beginning [requests]; the first comes at once."""
+        gaps = np.full(self.requests, 1 / rate)
+        if self.arrivals == "poisson":
+            gaps = np.random.default_rng([self.seed, run, 0]).exponential(1 / rate, self.requests)
+        return np.cumsum(gaps) - gaps[0]
+
+    def chats(self, run: int) -> list[Chat]:
+        """The requests of a run. Runs share no picture, so that each meets a server that has seen none of its own."""
+        rng = np.random.default_rng([self.seed, run, 1])
+        each = {kind: getattr(self, f"_{kind}")(rng, run) for kind in dict.fromkeys(self.kinds)}
+        return [next(each[self.kinds[i % len(self.kinds)]]) for i in range(self.requests)]
+
+    def _repeat(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
+        while True:
+            [picture] = self._drawn(rng, 1)
+            asked = [self._picture(run, 0, picture), _text(f"What is shown here, {_words(rng)}?")]
+            yield Chat("repeat", [{"role": "user", "content": asked}])
+
+    def _move(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
+        while True:
+            pictures = self._drawn(rng, min(self.pictures, int(rng.integers(2, 5))))
+            shown = [self._picture(run, 0, picture) for picture in pictures]
+            asked = [_text(f"Compare these, {_words(rng)}."), *shown, _text(f"Which one is {_words(rng)}?")]
+            yield Chat("move", [{"role": "user", "content": asked}])
+
+    def _slide(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
+        agent = 0
+        while True:
+            agent += 1
+            steps = [_words(rng) for _ in range(self.turns)]
+            for turn in range(self.turns):
+                messages: list[dict[str, Any]] = [{"role": "system", "content": f"You are agent {agent}: {steps[0]}."}]
+                for shot in range(max(0, turn + 1 - self.window), turn + 1):
+                    seen = [_text(f"Step {shot}:"), self._picture(run, agent, shot)]
+                    messages += [
+                        {"role": "user", "content": seen},
+                        {"role": "assistant", "content": f"I click on {steps[shot]}."},
+                    ]
+                yield Chat("slide", messages[:-1])
+
+    def _drawn(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Different pictures of the pool, in any order."""
+        weights = 1 / np.arange(1, self.pictures + 1) ** self.zipf
+        return [int(one) for one in rng.choice(self.pictures, count, replace=False, p=weights / weights.sum())]
+
+    def _picture(self, *name: int) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": _picture(self.side, self.seed, *name)}}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request: of which kind, and its messages."""
+
+    kind: str
+    messages: list[dict[str, Any]]
+
+    def body(self, model: str, load: Load, more: dict[str, Any]) -> bytes:
+        """As it is sent."""
+        asked = {"model": model, "messages": self.messages, "max_tokens": load.max_tokens, "temperature": 0}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps({**asked, **streamed, **more}).encode()
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _words(rng: np.random.Generator) -> str:
+    return " ".join(rng.choice(WORDS, 3))
+
+
+@functools.lru_cache(4096)
+def _picture(side: int, *name: int) -> str:
+    """A picture of coloured squares as a data URL; its name is its seed."""
+    cells = -(-side // _CELL)
+    noise = np.random.default_rng([2, *name]).integers(0, 256, (cells, cells, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise.repeat(_CELL, 0).repeat(_CELL, 1)[:side, :side]).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,0 +1,275 @@
+"""`vlcache bench serve` against a server that says what it is told to say."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import itertools
+import json
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from vlcache_jax.benchmarks import serving
+from vlcache_jax.benchmarks.serving_client import Answer, Client
+from vlcache_jax.benchmarks.serving_load import KINDS, Load
+from vlcache_jax.commands.cli import app
+
+SMALL = Load(requests=12, pictures=4, window=3, turns=5, side=32, max_tokens=4)
+
+
+class FakeServer:
+    """Answers on 127.0.0.1. A picture is 10 tokens, and cached when it came before; a message is one.
+
+    Args:
+      says: called with the number of a request; gives the status and the events of the stream, None is [DONE].
+      chunked: how the body is sent; False: until the connection closes.
+    """
+
+    def __init__(self, says, *, chunked=True):
+        self.says, self.chunked = says, chunked
+        self.requests, self.at_once, self.most_at_once = [], 0, 0
+        self.seen = set()
+        self.cached = self.prompt = 0
+
+    async def serve(self, reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line)
+        body = await reader.readexactly(int(headers["Content-Length"]))
+        if head.startswith("GET /v1/models "):
+            told = json.dumps({"data": [{"id": "fake"}]}).encode()
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(told)}\r\n\r\n".encode() + told)
+        else:
+            assert head.startswith("POST /v1/chat/completions ")
+            number = len(self.requests)
+            self.requests.append((json.loads(body), headers))
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            await self.answer(writer, number)
+            self.at_once -= 1
+        writer.close()
+
+    async def answer(self, writer, number):
+        status, events = self.says(number)
+        usage = self.count(self.requests[number][0])
+        kind = "transfer-encoding: chunked\r\n" if self.chunked else ""
+        writer.write(f"HTTP/1.1 {status} X\r\n{kind}\r\n".encode())
+        for event in events:
+            await asyncio.sleep(0)
+            if event is None:
+                text = b"data: [DONE]\n\n"
+            elif isinstance(event, bytes):
+                text = event
+            else:
+                if "usage" in event:
+                    event = event | {"usage": usage | event["usage"]}
+                text = b"data: " + json.dumps(event).encode() + b"\n\n"
+            for part in (text[:5], text[5:]):  # cut anywhere
+                writer.write(b"%x\r\n%s\r\n" % (len(part), part) if self.chunked and part else part)
+                await writer.drain()
+        if self.chunked:
+            writer.write(b"0\r\n\r\n")
+
+    def count(self, asked):
+        parts = [part for message in asked["messages"] for part in message["content"] if isinstance(part, dict)]
+        urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        cached = 10 * sum(url in self.seen for url in urls)
+        self.seen.update(urls)
+        prompt = 10 * len(urls) + len(asked["messages"])
+        self.cached, self.prompt = self.cached + cached, self.prompt + prompt
+        return {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+@contextlib.contextmanager
+def running(says, **options):
+    """The server, with its address."""
+    server = FakeServer(says, **options)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def do(task):
+        return asyncio.run_coroutine_threadsafe(task, loop).result()
+
+    listening = do(asyncio.start_server(server.serve, "127.0.0.1", 0))
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+    async def close():
+        listening.close()
+        await listening.wait_closed()
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0)
+
+    try:
+        yield server
+    finally:
+        do(close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def piece(**delta):
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+USAGE = {"choices": [], "usage": {"completion_tokens": 3}}
+WHOLE = (
+    200,
+    [piece(role="assistant", content=""), b": wait\n\n", piece(content="a"), piece(content="b"), END, USAGE, None],
+)
+
+
+def bench(server, *options):
+    return CliRunner().invoke(app, ["bench", "serve", "--base-url", server.url, "--side", "32", *map(str, options)])
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_server_is_measured(tmp_path, chunked):
+    with running(lambda number: WHOLE if number != 8 else (503, []), chunked=chunked) as server:
+        out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
+        result = bench(
+            server, "--rates", "1000,2000", "--requests", 9, "--warmup", 2, "--out", out, "--picture", picture,
+            "--api-key", "secret", "--concurrency", 2, "--max-tokens", 7, "--ignore-eos",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    bodies = [body for body, _ in server.requests]
+    assert len(bodies) == 2 + 2 * 9
+    assert server.most_at_once <= 2
+    assert all(headers["Authorization"] == "Bearer secret" for _, headers in server.requests)
+    fields = {"model": "fake", "max_tokens": 7, "temperature": 0, "stream": True, "ignore_eos": True}
+    for body in bodies:
+        assert body == fields | {"messages": body["messages"], "stream_options": {"include_usage": True}}
+    told = json.loads(out.read_text())
+    assert [(row["rate"], row["requests"], row["whole"], row["refused"]) for row in told["rows"]] == [
+        (1000, 9, 8, 1), (2000, 9, 9, 0)
+    ]  # fmt: skip
+    for row in told["rows"]:
+        assert 0 < row["TTFT p50 ms"] <= row["TTFT p90 ms"] <= row["TTFT p99 ms"] <= row["end-to-end p99 ms"]
+        assert row["tokens/s"] == pytest.approx(3 * row["requests/s"])
+        assert 0 < row["goodput/s"] <= row["requests/s"]
+        assert 0 < row["cached %"] < 100
+    assert [(kind["kind"], kind["requests"]) for kind in told["kinds"]] == [(kind, 3) for kind in KINDS] * 2
+    assert (told["load"]["seed"], told["goal"]) == (0, {"ttft": 1.0, "per_token": 0.1})
+    with Image.open(picture) as drawn:
+        assert len({*drawn.convert("RGB").resize((64, 64)).get_flattened_data()}) > 10
+    assert "TTFT ms p50/p90/p99" in result.output
+
+
+WRONG = {
+    "empty": ((200, [piece(content=""), END, USAGE, None]), "the answer has no text"),
+    "cut": ((200, [piece(content="a"), USAGE, None]), "the answer has no finish_reason"),
+    "no usage": ((200, [piece(content="a"), END, None]), "the answer has no usage"),
+    "no end": ((200, [piece(content="a"), END, USAGE]), "the stream ended without [DONE]"),
+    "error": ((200, [piece(content="a"), {"error": {"message": "lost"}}, None]), "the stream tells of an error: {"),
+    "no JSON": ((200, [b"data: {\n\n", None]), "Expecting"),
+    "unknown": ((404, [b"no such model"]), "status 404: b'no such model'"),
+    "refused": ((429, []), "the server refused all requests: status 429"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_answers_fail(name):
+    says, message = WRONG[name]
+    with running(lambda _: says) as server:
+        result = bench(server, "--rates", 1000, "--requests", 2, "--warmup", 0)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_who_is_not_there_is_named():
+    result = CliRunner().invoke(app, ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--timeout", "5"])
+    assert result.exit_code == 1
+    for wrong, message in (
+        (["--base-url", "here"], "base_url must be an address like http://127.0.0.1:8000, got 'here'"),
+        (["--rates", "1,x"], "rates must be numbers above 0 like \"0.5,1,2\", got '1,x'"),
+        (["--rates", "0"], 'rates must be numbers above 0 like "0.5,1,2"'),
+        (["--kinds", "rest"], "kinds must be of repeat, move, slide, got ('rest',)"),
+        (["--arrivals", "late"], "arrivals must be poisson or fixed, got 'late'"),
+        (["--zipf", "-1"], "zipf must be a number of at least 0, got -1.0"),
+    ):
+        result = CliRunner().invoke(app, ["bench", "serve", *wrong])
+        assert (result.exit_code, message in result.output) == (1, True), result.output
+
+
+def pictures(chat):
+    parts = [part for message in chat.messages for part in message["content"] if isinstance(part, dict)]
+    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+
+
+def test_pictures_repeat_move_and_slide():
+    """Equal loads are equal; runs share no picture."""
+    load = Load(requests=90, pictures=6, window=3, turns=5, side=40)
+    chats = load.chats(0)
+    assert chats == load.chats(0)
+    shown = [set(map(str, (url for chat in load.chats(run) for url in pictures(chat)))) for run in (0, 1)]
+    assert not shown[0] & shown[1]
+    assert chats != Load(requests=90, pictures=6, window=3, turns=5, side=40, seed=1).chats(0)
+    repeat, move, slide = ([chat for chat in chats if chat.kind == kind] for kind in KINDS)
+    drawn = [pictures(chat) for chat in repeat]
+    assert {len(one) for one in drawn} == {1}
+    counts = sorted(({url: drawn.count([url]) for [url] in drawn}).values(), reverse=True)
+    assert counts[0] >= 2 * counts[-1]  # some are frequent
+    orders = [pictures(chat) for chat in move]
+    assert {len(set(one)) for one in orders} == {2, 3, 4}
+    assert len({one.index(url) for one in orders for url in one if url == orders[0][0]}) > 1  # in other places
+    windows = [pictures(chat) for chat in slide]
+    for i, (before, now) in enumerate(itertools.pairwise(windows)):
+        if (i + 1) % 5 == 0:
+            assert len(now) == 1  # another agent
+            assert now[0] not in before
+        else:
+            assert now[:-1] == before[-2:]
+    for chat in chats:
+        assert chat.messages[-1]["role"] == "user"
+    url = drawn[0][0]
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as picture:
+        assert picture.size == (40, 40)
+
+
+def test_when_requests_come():
+    fixed = Load(requests=5, arrivals="fixed").times(4, 0)
+    assert fixed == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    random = Load(requests=4000).times(4, 0)
+    assert random[0] == 0
+    assert np.diff(random).mean() == pytest.approx(0.25, rel=0.05)
+    assert np.diff(random).std() == pytest.approx(0.25, rel=0.1)
+
+
+def test_the_figures_of_a_run():
+    """Waits count from when a request was due."""
+    usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 25}}
+    fast = Answer("move", 10.0, [10.1, 10.2, 10.4], 10.5, "abc", usage, 200)
+    slow = Answer("move", 10.0, [12.0, 12.1, 12.2], 12.5, "abc", {"prompt_tokens": 100, "completion_tokens": 3}, 200)
+    full = Answer("move", 11.0, [], 11.1, "", {}, 503, "full")
+    row = serving.summary([fast, slow, full], 2.0, 10.0, serving.Goal(1.0, 0.2))
+    assert row == {
+        "rate": 2.0, "requests": 3, "whole": 2, "refused": 1, "seconds": 2.5, "requests/s": 0.8, "tokens/s": 2.4,
+        "goodput/s": 0.4, "cached %": 12.5,
+        "TTFT p50 ms": pytest.approx(1050), "TTFT p90 ms": pytest.approx(1810), "TTFT p99 ms": pytest.approx(1981),
+        "inter-token p50 ms": pytest.approx(100), "inter-token p90 ms": pytest.approx(170),
+        "inter-token p99 ms": pytest.approx(197),
+        "end-to-end p50 ms": pytest.approx(1500), "end-to-end p90 ms": pytest.approx(2300),
+        "end-to-end p99 ms": pytest.approx(2480),
+    }  # fmt: skip
+    none = serving.summary([full], 2.0, 10.0, serving.Goal(1.0, 0.2))
+    assert (none["TTFT p50 ms"], none["requests/s"], none["cached %"]) == (None, 0, 0)
+
+
+def test_a_request_in_vain_is_told():
+    async def ask():
+        reader_closed = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = reader_closed.sockets[0].getsockname()[1]
+        answer = await Client(f"http://127.0.0.1:{port}/v1/").ask("move", b"{}", 0.0)
+        reader_closed.close()
+        return answer
+
+    answer = asyncio.run(ask())
+    assert answer.error is not None
+    assert (answer.status, answer.is_refused) == (0, False)

@@ -1,0 +1,239 @@
+"""The page: its source, and in a browser what it shows of a server's answers."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import pathlib
+import re
+import shutil
+import threading
+
+import pytest
+
+import vlcache_jax
+from tests.server.browser import Browser
+from vlcache_jax.assets import PICTURES
+
+PAGE = pathlib.Path(vlcache_jax.__file__).parent / "server" / "page.html"
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    text = PAGE.read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//[a-z]|@import|<link[^>]*stylesheet|<script[^>]+src", text)
+    assert "default-src 'none'" in text
+    assert "connect-src 'self'" in text
+    for raw in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert raw not in text  # what a model or a file's name says is text
+    for element in re.findall(r"<(?:input|textarea)[^>]*id=\"(\w+)\"", text):
+        assert f'for="{element}"' in text or element in ("files", "first")  # hidden; inside its label
+
+
+class FakeServer(http.server.ThreadingHTTPServer):
+    """Serves the page, and answers as the server does: a picture is new, then exact, elsewhere approximate."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.key = None
+        self.bodies, self.paths, self.known = [], [], {}
+        self.breaks = False
+
+    def cache(self, body):
+        urls = [part["image_url"]["url"] for part in body["messages"][0]["content"] if part["type"] == "image_url"]
+        images = []
+        for i, url in enumerate(urls):
+            before = tuple(urls[:i])
+            match = "miss" if url not in self.known else "exact" if self.known[url] == before else "approximate"
+            self.known.setdefault(url, before)
+            rows = {"miss": [64, 64], "exact": [0, 0], "approximate": [64, 4]}[match]
+            kv = "none" if match == "miss" else "host"
+            why = {"miss": "unknown_image", "exact": None, "approximate": "other_context"}[match]
+            encoder = "computed" if match == "miss" else "none"
+            told = {"index": i, "match": match, "kv": kv, "encoder": encoder, "why": why}
+            images.append(told | {"tokens": 64, "rows": rows, "video": None})
+        return {"images": images, "exact": True}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.server.paths.append(self.path)
+        self.reply(200 if self.path == "/" else 404, "text/html; charset=utf-8", PAGE.read_bytes())
+
+    def reply(self, status, kind, content, **more):
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self):
+        server = self.server
+        server.paths.append(self.path)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
+            self.reply(401, "application/json", b'{"error": {"message": "no key"}}')
+            return
+        server.bodies.append(body)
+        if server.breaks:
+            full = b'{"error": {"message": "The server is full."}}'
+            self.reply(503, "application/json", full, **{"Retry-After": "2"})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        pieces = [
+            {"role": "assistant", "content": ""},
+            {"reasoning": "Hm."},
+            {"content": "A <b>red</b> "},
+            {"content": "drëieck"},
+        ]
+        events = [{"choices": [{"index": 0, "delta": piece, "finish_reason": None}]} for piece in pieces]
+        events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "cache": server.cache(body)})
+        events.append({"choices": [], "usage": {"prompt_tokens": 80, "completion_tokens": 3}})
+        text = ": wait\n\n" + "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in events)
+        sent = (text + "data: [DONE]\n\n").encode()
+        for begin in range(0, len(sent), 7):  # cut anywhere
+            self.wfile.write(sent[begin : begin + 7])
+            self.wfile.flush()
+
+
+@pytest.fixture
+def server():
+    own = FakeServer()
+    thread = threading.Thread(target=own.serve_forever)
+    thread.start()
+    yield own
+    own.shutdown()
+    thread.join()
+    own.server_close()
+
+
+@pytest.fixture
+def browser(tmp_path, server):
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert program, "chromium must be installed, as .ci/run does"
+    with Browser.open(program, tmp_path / "profile") as browser:
+        browser.do("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
+        browser.wait("document.readyState === 'complete' && !!document.getElementById('ask')")
+        yield browser
+
+
+CAPTIONS = "[...document.querySelector('article').querySelectorAll('figcaption')].map(one => one.innerText)"
+FOCUS = "document.activeElement.id || document.activeElement.getAttribute('aria-label')"
+LEFT = PICTURES / "left.png"
+RIGHT = PICTURES / "right.png"
+
+
+def answered(browser, count):
+    browser.wait(f"document.querySelectorAll('article').length === {count} && !document.getElementById('ask').disabled")
+
+
+@pytest.mark.servers
+def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
+    browser.drop(LEFT)
+    browser.wait("document.querySelectorAll('#pictures img').length === 1")
+    browser.value("document.getElementById('question').focus()")
+    browser.type("What is it?")
+    browser.press("Enter", "\r")
+    answered(browser, 1)
+    assert browser.value("document.querySelector('.answer').textContent") == "A <b>red</b> drëieck"
+    assert browser.value("document.querySelector('.thought').textContent") == "Hm."
+    [caption] = browser.value(CAPTIONS)
+    assert re.fullmatch(r"computed\n64 of 64 tokens computed\nwhy: not seen before\nfirst token: \d+\.\d\d s", caption)
+    # Again: reused. Then behind another picture.
+    browser.press("Enter", "\r")
+    answered(browser, 2)
+    [caption] = browser.value(CAPTIONS)
+    assert re.fullmatch(
+        r"reused exactly\n0 of 64 tokens computed\nkept in host memory\nfirst token: [\d.]+ s, the first time [\d.]+ s",
+        caption,
+    )
+    browser.drop(RIGHT)
+    browser.wait("document.querySelectorAll('#pictures img').length === 2")
+    browser.value("document.querySelector('[aria-label=\"Move left: right.png\"]').click()")
+    browser.value("document.getElementById('question').focus()")
+    browser.press("Enter", "\r")
+    answered(browser, 3)
+    captions = browser.value(CAPTIONS)
+    assert captions[1].split("\n")[2:4] == ["why: other context", "kept in host memory"]
+    assert [one.split("\n")[:2] for one in captions] == [
+        ["computed", "64 of 64 tokens computed"], ["reused approximately", "34 of 64 tokens computed"]
+    ]  # fmt: skip
+    sent = server.bodies[-1]
+    data = [part["image_url"]["url"].partition(",")[2] for part in sent["messages"][0]["content"][:2]]
+    assert [base64.b64decode(one) for one in data] == [RIGHT.read_bytes(), LEFT.read_bytes()]
+    assert sent == {
+        "messages": sent["messages"], "stream": True, "stream_options": {"include_usage": True}, "return_cache": True
+    }  # fmt: skip
+    assert sent["messages"][0]["content"][2] == {"type": "text", "text": "What is it?"}
+    assert set(server.paths) == {"/", "/v1/chat/completions"}
+    assert browser.errors == []
+    # At 400 px nothing sticks out, by light or by dark.
+    for scheme in ("light", "dark"):
+        browser.do("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+        browser.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        assert browser.value("document.documentElement.scrollWidth") <= 400
+        [red, *_] = re.findall(r"\d+", browser.value("getComputedStyle(document.body).backgroundColor"))
+        assert (int(red) > 200) == (scheme == "light")
+        shot = base64.b64decode(browser.do("Page.captureScreenshot")["data"])
+        (tmp_path / f"{scheme}.png").write_bytes(shot)
+    assert browser.errors == []
+
+
+@pytest.mark.servers
+def test_a_keyboard_is_enough(browser, server):
+    """Every control is reached by Tab, in the order in which it stands, and works by Enter or Space."""
+    browser.drop(LEFT, RIGHT)
+    browser.wait("document.querySelectorAll('#pictures img').length === 2")
+    reached = []
+    for _ in range(9):
+        browser.press("Tab")
+        reached.append(browser.value(FOCUS))
+    assert reached == [
+        "add", "Move right: left.png", "Remove: left.png", "Move left: right.png", "Remove: right.png", "question",
+        "ask", "first", None,
+    ]  # fmt: skip
+    names = "[...document.querySelectorAll('#pictures img')].map(one => one.alt)"
+    browser.value("document.querySelector('[aria-label=\"Move right: left.png\"]').focus()")
+    browser.press("Enter", "\r")
+    assert browser.value(names) == ["right.png", "left.png"]
+    assert browser.value(FOCUS) == "Move left: left.png"
+    browser.value("document.querySelector('[aria-label=\"Remove: right.png\"]').focus()")
+    browser.press(" ", " ")
+    assert browser.value(names) == ["left.png"]
+    assert browser.value(FOCUS) == "Remove: left.png"
+    browser.value("document.getElementById('first').focus()")
+    browser.press(" ", " ")
+    browser.value("document.getElementById('ask').focus()")
+    browser.press("Enter", "\r")
+    answered(browser, 1)
+    assert [part["type"] for part in server.bodies[-1]["messages"][0]["content"]] == ["text", "image_url"]
+    assert browser.errors == []
+
+
+@pytest.mark.servers
+def test_a_key_is_asked_for_and_errors_are_told(browser, server, tmp_path):
+    server.key = "secret"
+    assert browser.value("document.getElementById('locked').hidden")
+    browser.value("document.getElementById('question').focus()")
+    browser.press("Enter", "\r")
+    browser.wait("!document.getElementById('locked').hidden")
+    assert browser.value(FOCUS) == "key"
+    browser.type("wrong")
+    browser.press("Enter", "\r")
+    browser.wait("document.getElementById('told').textContent.includes('does not know')")
+    browser.value("document.getElementById('key').select()")
+    browser.type("secret")
+    browser.press("Enter", "\r")
+    answered(browser, 1)
+    server.breaks = True
+    browser.press("Enter", "\r")
+    browser.wait("document.getElementById('told').textContent === 'The server is full. Try again in 2 s.'")
+    (tmp_path / "notes.txt").write_text("no picture")
+    browser.drop(tmp_path / "notes.txt")
+    browser.wait("document.getElementById('told').textContent === 'Not a picture: notes.txt'")
+    assert all("Failed to load resource" in error for error in browser.errors)  # the browser's own of 401 and 503

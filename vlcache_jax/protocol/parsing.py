@@ -1,0 +1,46 @@
+"""An answer's text as deltas: thinking first, then text and tool calls."""
+
+from __future__ import annotations
+
+from vlcache_jax.protocol.deltas import Delta
+from vlcache_jax.protocol.reasoning import ReasoningParser, is_opened, thinks
+from vlcache_jax.protocol.tools import ToolParser
+
+
+class AnswerParser:
+    """Tells the parts of an answer apart, whatever the pieces in which its text comes; put together, they are the same.
+
+    Args:
+      answer_id: of the answer, of which ids of calls are made.
+      chat_template: that made the prompt, a Jinja text; it tells whether the model thinks. None: nothing is thinking.
+      prompt: its text; it tells whether the thinking has begun there.
+      has_tools: whether tool calls are looked for.
+    """
+
+    def __init__(self, answer_id: str, *, chat_template: str | None = None, prompt: str = "", has_tools: bool = False):
+        thinking = chat_template is not None and thinks(chat_template)
+        self._reasoning = ReasoningParser(is_opened=is_opened(prompt)) if thinking else None
+        self._tools = ToolParser(answer_id) if has_tools else None
+
+    def push(self, text: str) -> list[Delta]:
+        """What is new, now that there is more text."""
+        if self._reasoning is None:
+            return self._calls(text)
+        return self._told(self._reasoning.push(text))
+
+    def finish(self) -> list[Delta]:
+        """What is left at the end of the text."""
+        told = [] if self._reasoning is None else self._told(self._reasoning.finish())
+        return told if self._tools is None else told + self._tools.finish()
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """As OpenAI has it: what stops with calls has stopped for them."""
+        return "tool_calls" if reason == "stop" and self._tools is not None and self._tools.calls else reason
+
+    def _told(self, deltas: list[Delta]) -> list[Delta]:
+        return [one for delta in deltas for one in (self._calls(delta.content) if delta.content else [delta])]
+
+    def _calls(self, content: str) -> list[Delta]:
+        if self._tools is not None:
+            return self._tools.push(content)
+        return [Delta(content=content)] if content else []

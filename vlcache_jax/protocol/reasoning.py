@@ -1,0 +1,103 @@
+"""What a model thinks before it answers: `<think>...</think>`, told apart from the answer."""
+
+from __future__ import annotations
+
+from vlcache_jax.protocol.deltas import Delta, unfinished
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def thinks(chat_template: str) -> bool:
+    """Whether answers to prompts of a template may hold thinking: it takes that out of the answers of earlier turns."""
+    return CLOSE in chat_template
+
+
+def is_opened(prompt: str) -> bool:
+    """Whether a prompt ends within thinking, as those of Qwen3-VL-Thinking do: the answer holds only the closing tag.
+
+    The last tag counts: a template whose thinking is off writes an empty one, and a final message that goes on may have
+    begun to think.
+    """
+    return prompt.rfind(OPEN) > max(prompt.rfind(CLOSE), prompt.rfind("<|im_end|>"))
+
+
+class ReasoningParser:
+    """Tells thinking from the answer, whatever the pieces in which the text comes.
+
+    An answer thinks if it `is_opened`, or if it begins with `<think>`. All until `</think>` is reasoning, and
+    without it everything is. Line ends beside the tags are left out.
+
+    Args:
+      is_opened: the prompt ended within thinking, see `is_opened`. An answer that begins with `<think>` all the same
+        loses it.
+    """
+
+    def __init__(self, *, is_opened: bool = False):
+        self._is_opened = is_opened
+        self._step = self._begin
+        self._held = ""  # what came and is not told yet
+
+    def push(self, text: str) -> list[Delta]:
+        """What is new, now that there is more text."""
+        self._held += text
+        told: list[Delta] = []
+        while self._step(told):
+            pass
+        return told
+
+    def finish(self) -> list[Delta]:
+        """What is left at the end of the text."""
+        text, self._held = self._held, ""
+        if self._step == self._think or (self._step == self._begin and self._is_opened):
+            text = text.rstrip("\n")
+            return [Delta(reasoning=text)] if text else []
+        return [Delta(content=text)] if text else []
+
+    # The steps of an answer. Each returns whether another one follows.
+
+    def _begin(self, told: list[Delta]) -> bool:
+        """Is it thinking that begins?"""
+        begun = self._held.lstrip()
+        if OPEN.startswith(begun) and begun != OPEN:
+            return False
+        if begun.startswith(OPEN):
+            self._held = begun.removeprefix(OPEN)
+            self._step = self._open
+        else:
+            self._step = self._open if self._is_opened else self._say
+        return True
+
+    def _open(self, told: list[Delta]) -> bool:
+        """Line ends before the first thought."""
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._step = self._think
+        return bool(self._held)
+
+    def _think(self, told: list[Delta]) -> bool:
+        """Thoughts until the closing tag; line ends are held back, as they may be the last."""
+        thought, tag, rest = self._held.partition(CLOSE)
+        if tag:
+            thought = thought.rstrip("\n")
+            self._step = self._after
+        else:
+            thought = thought[: len(thought) - unfinished(thought, CLOSE)].rstrip("\n")
+            rest = self._held[len(thought) :]
+        if thought:
+            told.append(Delta(reasoning=thought))
+        self._held = rest
+        return bool(tag)
+
+    def _after(self, told: list[Delta]) -> bool:
+        """Line ends before the answer."""
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._step = self._say
+        return bool(self._held)
+
+    def _say(self, told: list[Delta]) -> bool:
+        """The answer."""
+        if self._held:
+            told.append(Delta(content=self._held))
+        self._held = ""
+        return False
