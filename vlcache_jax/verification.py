@@ -65,6 +65,7 @@ def _verify(
             hold=None,
             metrics=Metrics(),
             detokenizer=builder.detokenizer(answer.params),
+            matcher=None if answer.matcher is None else answer.matcher.fresh(),
             token_ids=[],
             logprobs=[],
             prompt_logprobs=[],

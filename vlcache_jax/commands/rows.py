@@ -21,6 +21,7 @@ from vlcache_jax.checks import check_text, is_a, short, shorten
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, Logprob, RequestOutput
@@ -43,7 +44,6 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "reasoning_effort": (None,),
 }
@@ -261,6 +261,8 @@ def _openai(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"logprobs must be true where there are top_logprobs, got {short(told)}")
     if told:
         given["logprobs"] = top or 0
+    if (held := StructuredOutputs.from_response_format(given.pop("response_format", None))) is not None:
+        given["structured_outputs"] = held
     _check_keys(given, (*sorted(_SAMPLING), *_TEMPLATE))
     return body.get("messages"), given
 

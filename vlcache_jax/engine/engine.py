@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -23,10 +24,12 @@ from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.pages import Pages, PageStats
 from vlcache_jax.engine.prefilling import Prefiller, Turn
-from vlcache_jax.engine.readiness import Readiness
+from vlcache_jax.engine.readiness import PATIENCE, Readiness
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import Results, after_prefill, decode
 from vlcache_jax.engine.scheduler import Scheduler
+
+_PATIENCE = 0.002  # seconds that a pass waits to know what may come next
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,11 @@ class Engine:
         self._sweep()
         self._admit()
         put_back = self._prefill()
-        self._decode()
+        self._decode(self._free, self.runner.ladder.window)
         while self._read < launched:  # `_decode` may have read some of these already
             self._read_next()
+        # Behind the others' window, which runs while the host finds out what may come next.
+        self._decode(self._held, 1)
         while self._leaving and self._leaving[0][0] <= self._read:
             self._leave(self._leaving.popleft()[1])
         if not (unread or self._launched > launched or put_back or self.is_idle):
@@ -248,15 +253,29 @@ class Engine:
         )
         return False
 
-    def _decode(self) -> None:
-        """Launches a window, if there are answers that may go on."""
+    def _free(self) -> list[Generation]:
+        """Answers that may go on as they like."""
+        return [s for s in self.scheduler.decoding if isinstance(s, Generation) and s.matcher is None and s.can_grow]
+
+    def _held(self) -> list[Generation]:
+        """Answers that are held to something, and of which it is known what may come next."""
+        end = time.perf_counter() + _PATIENCE
+        return [
+            s
+            for s in self.scheduler.decoding
+            if isinstance(s, Generation) and s.matcher is not None and s.can_grow and s.scheduled == s.length
+            if s.may_go_on(max(0.0, end - time.perf_counter()))
+        ]
+
+    def _decode(self, find: Callable[[], list[Generation]], most: int) -> None:
+        """Launches a window of up to `most` tokens, if there are answers that may go on."""
         start = time.thread_time()
         while True:
-            active = [s for s in self.scheduler.decoding if isinstance(s, Generation) and 0 < s.scheduled < s.most]
+            active = find()
             if not active:
                 return
             longest = max(sequence.most - sequence.scheduled for sequence in active)
-            tokens = self.scheduler.grow(active, min(self.runner.ladder.window, longest))
+            tokens = self.scheduler.grow(active, min(most, longest))
             if tokens:
                 break
             if self._flying:
@@ -277,6 +296,8 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something that others do for those that run."""
+        if not all(sequence.may_go_on(PATIENCE) for sequence in self.scheduler.decoding):
+            return
         if self._turn is not None:
             self._turn.upload.wait()
             return
@@ -285,6 +306,8 @@ class Engine:
                 return
         # What one lacked may have come since it was looked at.
         if any(self._readiness.is_ready(one) or one.error is not None for one in self.scheduler.prefilling):
+            return
+        if self._held():
             return
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         raise RuntimeError(f"nothing can go on: {waiting} requests wait and {running} run")

@@ -35,7 +35,7 @@ class Readiness:
         lease = sequence.lease
         if lease is None or sequence.error is not None or not lease.is_ready or lease.is_lost:
             return False
-        if self._missing(sequence):
+        if self._missing(sequence) or not sequence.may_go_on():
             return False
         for use in self._uncached(sequence):
             if use.linked is not None and use.linked.is_settled and not use.linked.is_ready:
@@ -67,6 +67,8 @@ class Readiness:
                 record.wait(PATIENCE)
             else:
                 continue
+            return True
+        if not sequence.may_go_on(PATIENCE):
             return True
         for picture in self._decoding.values():
             if not picture.done():

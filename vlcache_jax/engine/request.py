@@ -20,6 +20,7 @@ from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.grammars import Matcher
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
@@ -299,6 +300,10 @@ class Sequence:
         """Whether all that was asked for is there."""
         return False
 
+    def may_go_on(self, patience: float = 0.0) -> bool:
+        """Whether all is known that its next token depends on; waits so many seconds for it."""
+        return True
+
     def note_delivery(self, now: float) -> None:
         """Some of its results have come."""
         metrics = self.metrics
@@ -413,6 +418,7 @@ class Generation(Sequence):
       end_tokens: tokens that end it.
       bad_words: tokens of those that must not come.
       detokenizer: makes text of its tokens.
+      matcher: says which tokens may come next; None: all may.
       token_ids, logprobs: generated so far.
       prompt_logprobs: of the prompt's tokens from the second one on, if asked for.
       finish_reason: None while it runs.
@@ -425,6 +431,7 @@ class Generation(Sequence):
     end_tokens: frozenset[int]
     bad_words: abc.Sequence[abc.Sequence[int]]
     detokenizer: Detokenizer
+    matcher: Matcher | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -483,7 +490,7 @@ class Generation(Sequence):
     def _read(self) -> int | None:
         """Hands the detokenizer what is new; how many tokens remain where a stop string ends the answer."""
         known = len(self.token_ids)
-        is_end = self.finish_reason == "stop" and self.token_ids[-1] in self.end_tokens
+        is_end = self.finish_reason == "stop" and known > 0 and self.token_ids[-1] in self.end_tokens
         count = known - (is_end and not self.params.include_stop_str_in_output)
         new, self._texted = self.token_ids[self._texted : count], max(count, self._texted)
         return self.detokenizer.append(new)
@@ -495,6 +502,27 @@ class Generation(Sequence):
     def fail(self, error: str) -> None:
         super().fail(error)
         self.finish_reason = "error"
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether its prompt's last row has been launched, and more tokens may be."""
+        return 0 < self.scheduled < self.most
+
+    def may_go_on(self, patience: float = 0.0) -> bool:
+        """See `Sequence`. One that its matcher says is complete has ended, and one that fails it."""
+        if self.matcher is None:
+            return True
+        if self.is_done or not self.matcher.wait(patience):
+            return False
+        try:
+            if self.matcher.allowed() is not None:
+                return True
+        except ValueError as error:
+            self.fail(str(error))
+            return False
+        with self.lock:
+            self.finish_reason = "stop"
+        return False
 
     def give_up(self) -> None:
         self.finish_reason = self.finish_reason or "abort"

@@ -75,6 +75,8 @@ class Tokens(Results):
                 wanted = answer.params.logprobs
                 for i in range(count if wanted is not None else 0):
                     answer.logprobs.append(_logprob(wanted or 0, new[i], *(x[i, row] for x in told)))
+            if answer.matcher is not None and not answer.is_done:
+                answer.matcher.advance(new)
             yield answer
 
 
@@ -166,6 +168,7 @@ def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], 
     """Lets answers go on by up to `tokens` tokens each."""
     first = np.array([sequence.scheduled for sequence in active], np.int32)
     last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
+    lanes.hold(active)
     tables = [sequence.lease.table for sequence in active if sequence.lease is not None]
     sampled = runner.window(lanes.rows(active), tables, np.stack([first, last]), tokens)
     for sequence in active:

@@ -1,0 +1,222 @@
+"""What answers are held to: grammars are compiled, and what may come next is found, on threads of their own (host).
+
+llguidance does both, and lets others run meanwhile. A grammar may come from anybody, so that all that it can cost is
+bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.checks import short, shorten
+from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    import llguidance
+
+Bits = npt.NDArray[np.int32]
+
+_KEPT = 64  # compiled grammars
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 500,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class Grammars:
+    """Compiles what answers are held to.
+
+    The first one builds the tokenizer, which takes seconds for a large vocabulary, in which no other Python runs.
+
+    Args:
+      tokenizer: of the checkpoint, with its `backend_tokenizer`.
+      ends: the checkpoint's end tokens.
+      vocab_size: of the model; what lies beyond the tokenizer's never comes.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int], vocab_size: int):
+        self._tokenizer, self._ends, self._vocab_size = tokenizer, ends, vocab_size
+        self._built: llguidance.LLTokenizer | None = None
+        self._known: OrderedDict[StructuredOutputs, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of these
+        self._compiling = ThreadPoolExecutor(1, "vlcache-grammars")
+        self._filling = ThreadPoolExecutor(1, "vlcache-masks")
+
+    def check(self, params: SamplingParams) -> None:
+        """Compiles what an answer is held to, if it is not yet.
+
+        Raises:
+          ValueError: it cannot be, or is too large.
+        """
+        if params.structured_outputs is not None:
+            self._compiled(params.structured_outputs)
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """Says of a new answer what may come next; None: everything."""
+        if params.structured_outputs is None:
+            return None
+        ends = bits(self._ends, self._vocab_size)
+        return Matcher(self._compiled(params.structured_outputs), params, ends, self._filling)
+
+    def close(self) -> None:
+        """What is under way is given up."""
+        for threads in (self._compiling, self._filling):
+            threads.shutdown(cancel_futures=True)
+
+    def _compiled(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+        with self._lock:
+            if (known := self._known.get(asked)) is not None:
+                self._known.move_to_end(asked)
+                return known
+        return self._compiling.submit(self._compile, asked).result()
+
+    def _compile(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+        import llguidance
+
+        if self._built is None:
+            text = self._tokenizer.backend_tokenizer.to_str()
+            self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends) or None)
+        try:
+            grammar = _source(asked, self._built)
+            matcher = llguidance.LLMatcher(
+                self._built, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
+            )
+            _try(matcher, bits(self._ends, self._vocab_size))
+        except Exception as error:  # a converter in Python may raise anything
+            what = shorten(" ".join(str(error).split()) or type(error).__name__)
+            raise ValueError(f"{asked.name} must be usable: {what}, got {short(asked.text)}") from error
+        with self._lock:
+            self._known[asked] = matcher
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return matcher
+
+
+class Matcher:
+    """What may come next in one answer. Where it stands is changed by one thread, the one that fills masks.
+
+    Args:
+      compiled: what the answer is held to, at its beginning.
+      params: of the answer.
+      ends: the checkpoint's end tokens as bits.
+      threads: one thread.
+    """
+
+    def __init__(self, compiled: llguidance.LLMatcher, params: SamplingParams, ends: Bits, threads: ThreadPoolExecutor):
+        self._compiled, self._params, self._ends, self._threads = compiled, params, ends, threads
+        only = params.allowed_token_ids
+        self._only = np.full_like(ends, -1) if only is None else bits(only, 32 * len(ends))
+        self._own: llguidance.LLMatcher | None = None
+        self._count = 0
+        self._next: Future[Bits | None] = threads.submit(self._advance, ())
+
+    def fresh(self) -> Matcher:
+        """Of the same answer, begun anew."""
+        return Matcher(self._compiled, self._params, self._ends, self._threads)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The answer has gone on with these. What follows is asked for."""
+        self._next = self._threads.submit(self._advance, tuple(tokens))
+
+    def wait(self, patience: float) -> bool:
+        """Whether it is known what may come next; waits so many seconds for it."""
+        if patience > 0 and not self._next.done():
+            wait([self._next], patience)
+        return self._next.done()
+
+    def allowed(self) -> Bits | None:
+        """Once it is known: the tokens that may come next, bit i % 32 of word i // 32; None: the answer is complete.
+
+        Raises:
+          ValueError: the answer has left its grammar, or it costs more than a token may.
+        """
+        try:
+            return self._next.result()
+        except Exception as error:
+            raise ValueError(f"structured_outputs must be followed to the end, got {shorten(str(error))}") from error
+
+    def _advance(self, tokens: Sequence[int]) -> Bits | None:
+        if self._own is None:
+            self._own = self._compiled.deep_copy()
+        self._count += len(tokens)
+        if tokens and not self._own.consume_tokens(list(tokens)):
+            raise ValueError(self._own.get_error())
+        allowed = np.zeros_like(self._ends)
+        _fill(self._own, allowed)
+        content, ends = allowed & ~self._ends, allowed & self._ends & self._only
+        if self._params.ignore_eos or self._count < self._params.min_tokens:
+            ends = np.zeros_like(ends)
+        if not content.any() and not ends.any():
+            return None
+        return content & self._only | ends
+
+
+def bits(tokens: Collection[int], vocab_size: int) -> Bits:
+    """Tokens as bits, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 is token i."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    flags[list(tokens)] = True
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _fill(matcher: llguidance.LLMatcher, allowed: Bits) -> None:
+    """Raises a ValueError if the matcher cannot go on."""
+    import llguidance.numpy
+
+    llguidance.numpy.fill_next_token_bitmask(matcher, allowed[None])
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+
+
+def _try(matcher: llguidance.LLMatcher, ends: Bits) -> None:
+    """Goes a token into a grammar, as what is too large may show only there. Raises a ValueError if it is."""
+    allowed = np.zeros_like(ends)
+    _fill(matcher, allowed)
+    content = np.flatnonzero(np.unpackbits((allowed & ~ends).view(np.uint8), bitorder="little"))
+    if len(content):
+        further = matcher.deep_copy()
+        further.consume_token(int(content[0]))
+        _fill(further, allowed)
+
+
+def _source(asked: StructuredOutputs, tokenizer: llguidance.LLTokenizer) -> str:
+    """As llguidance has it."""
+    import llguidance
+
+    if asked.kind in ("json", "json_object"):
+        spaces: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
+        if asked.whitespace_pattern is not None:
+            spaces["whitespace_pattern"] = asked.whitespace_pattern
+        return llguidance.LLMatcher.grammar_from_json_schema(asked.text, overrides=spaces)
+    if asked.kind == "structural_tag":
+        return _tags(json.loads(asked.text), tokenizer)
+    return llguidance.grammar_from(asked.kind, asked.text)  # type: ignore[arg-type]
+
+
+def _tags(asked: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> str:
+    """Text in which what begins with a trigger is one of the structures."""
+    import llguidance
+
+    tags, triggers = [], asked["triggers"]
+    for one in asked["structures"]:
+        trigger = next((trigger for trigger in triggers if one["begin"].startswith(trigger)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger of {triggers} begins {one['begin']!r}")
+        tags.append(llguidance.StructTag(trigger=trigger, begin=one["begin"], grammar=one["schema"], end=one["end"]))
+    # Where a trigger is a token of its own, its text is never written.
+    own = [tokenizer.tokenize_str(tag.trigger, parse_special=True) for tag in tags]
+    is_special = any(len(ids) == 1 and tokenizer.is_special_token(ids[0]) for ids in own)
+    return llguidance.StructTag.to_grammar(tags, assume_special=is_special)
