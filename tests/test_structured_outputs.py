@@ -236,10 +236,36 @@ def test_windows(llm):
         assert windows == {(1, 8), (1, 1)}
         assert [tokens for _, _, tokens in trace].count(8) == 4
         del trace[:]
+        passes = llm.stats().steps
         llm.chat([QUESTION], held(regex="[a-z]{12}"))
         assert [tokens for _, _, tokens in trace] == [1] * 12
+        free = llm.stats().steps - passes
+        del trace[:]
+        assert answer(llm, held(regex="abcdefghijkl")).text == "abcdefghijkl"
+        assert [tokens for _, _, tokens in trace] == [1] * 12
+        assert llm.stats().steps - passes - free < free / 2
     finally:
         llm.service.engine.trace = None
+
+
+def test_forced_tokens(llm):
+    """They come side by side with the tokens of others, and are the same whatever is put back."""
+    schema = {"type": "object", "properties": {name * 30: {"type": "integer", "maximum": 9} for name in "abc"}}
+    schema |= {"required": list(schema["properties"]), "additionalProperties": False}
+    params = [held(json=schema, disable_any_whitespace=True, seed=i, max_tokens=400) for i in range(3)]
+    questions = [user("A long question. " * 6 + str(i)) for i in range(3)]
+    alone = [llm.chat([question], own)[0].outputs[0] for question, own in zip(questions, params, strict=True)]
+    for told in alone:
+        jsonschema.validate(json.loads(told.text), schema)
+    pages = llm.service.cache.pages.count
+    try:
+        give_pages(llm, 5)
+        before = llm.stats().preemptions
+        together = [output.outputs[0] for output in llm.chat(questions, params)]
+        assert llm.stats().preemptions > before
+    finally:
+        give_pages(llm, pages)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
 
 def test_masks_have_a_thread_of_their_own(llm, monkeypatch):

@@ -8,6 +8,7 @@ what lies outside the pool, such as records, is given back when everything launc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -135,11 +136,15 @@ class Engine:
         self._sweep()
         self._admit()
         put_back = self._prefill()
-        self._decode(self._free, self.runner.ladder.window)
+        window = self.runner.ladder.window
+        self._decode(self._free, window)
         while self._read < launched:  # `_decode` may have read some of these already
             self._read_next()
-        # Behind the others' window, which runs while the host finds out what may come next.
-        self._decode(self._held, 1)
+        # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow.
+        held = functools.partial(self._held, time.perf_counter() + _PATIENCE)
+        for _ in range(window):
+            if not self._decode(held, 1):
+                break
         while self._leaving and self._leaving[0][0] <= self._read:
             self._leave(self._leaving.popleft()[1])
         if not (unread or self._launched > launched or put_back or self.is_idle):
@@ -257,23 +262,22 @@ class Engine:
         """Answers that may go on as they like."""
         return [s for s in self.scheduler.decoding if isinstance(s, Generation) and s.matcher is None and s.can_grow]
 
-    def _held(self) -> list[Generation]:
-        """Answers that are held to something, and of which it is known what may come next."""
-        end = time.perf_counter() + _PATIENCE
+    def _held(self, until: float = 0.0) -> list[Generation]:
+        """Answers that are held to something, and of which it is known what may come next, or by then will be."""
         return [
             s
             for s in self.scheduler.decoding
-            if isinstance(s, Generation) and s.matcher is not None and s.can_grow and s.scheduled == s.length
-            if s.may_go_on(max(0.0, end - time.perf_counter()))
+            if isinstance(s, Generation) and s.matcher is not None and s.can_grow
+            if s.may_go_on(max(0.0, until - time.perf_counter())) and s.allowed is not None
         ]
 
-    def _decode(self, find: Callable[[], list[Generation]], most: int) -> None:
-        """Launches a window of up to `most` tokens, if there are answers that may go on."""
+    def _decode(self, find: Callable[[], list[Generation]], most: int) -> bool:
+        """Launches a window of up to `most` tokens, if there are answers that may go on; whether it did."""
         start = time.thread_time()
         while True:
             active = find()
             if not active:
-                return
+                return False
             longest = max(sequence.most - sequence.scheduled for sequence in active)
             tokens = self.scheduler.grow(active, min(most, longest))
             if tokens:
@@ -281,7 +285,7 @@ class Engine:
             if self._flying:
                 self._read_all()  # some may have ended; and who is put back must know its tokens
             elif not self.scheduler.preempt([p.sequence for p in self._turn.prefills] if self._turn else ()):
-                return
+                return False
         if self.trace is not None:
             self.trace.append((len(active), sum(sequence.scheduled for sequence in active), tokens))
         self._fly(decode(self.runner, self._lanes, active, tokens))
@@ -293,6 +297,7 @@ class Engine:
             padded_decode_rows=tokens * (rows - len(active)),
             host_window_seconds=time.thread_time() - start,
         )
+        return True
 
     def _wait(self) -> None:
         """Waits for something that others do for those that run."""

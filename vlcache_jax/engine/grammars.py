@@ -122,7 +122,8 @@ class Matcher:
         self._only = np.full_like(ends, -1) if only is None else bits(only, 32 * len(ends))
         self._own: llguidance.LLMatcher | None = None
         self._count = 0
-        self._next: Future[Bits | None] = threads.submit(self._advance, ())
+        self._forced: list[int] = []
+        self._next: Future[list[Bits]] = threads.submit(self._advance, ())
 
     def fresh(self) -> Matcher:
         """Of the same answer, begun anew."""
@@ -138,8 +139,10 @@ class Matcher:
             wait([self._next], patience)
         return self._next.done()
 
-    def allowed(self) -> Bits | None:
-        """Once it is known: the tokens that may come next, bit i % 32 of word i // 32; None: the answer is complete.
+    def allowed(self) -> list[Bits]:
+        """Once it is known: which tokens may come next, and behind that one, as far as they are forced.
+
+        Of each token bit i % 32 of word i // 32; none at all: the answer is complete.
 
         Raises:
           ValueError: the answer has left its grammar, or it costs more than a token may.
@@ -149,7 +152,7 @@ class Matcher:
         except Exception as error:
             raise ValueError(f"structured_outputs must be followed to the end, got {shorten(str(error))}") from error
 
-    def _advance(self, tokens: Sequence[int]) -> Bits | None:
+    def _advance(self, tokens: Sequence[int]) -> list[Bits]:
         if self._own is None:
             self._own = self._compiled.deep_copy()
         self._count += len(tokens)
@@ -161,8 +164,13 @@ class Matcher:
         if self._params.ignore_eos or self._count < self._params.min_tokens:
             ends = np.zeros_like(ends)
         if not content.any() and not ends.any():
-            return None
-        return content & self._only | ends
+            return []
+        # What was forced before stays so: an answer that is put back must not go on in other tokens.
+        self._forced = self._forced[len(tokens) :]
+        is_free = self._params.allowed_token_ids is None and not self._params.bad_words
+        if is_free and not self._forced and not ends.any():
+            self._forced = self._own.compute_ff_tokens()
+        return [bits([token], 32 * len(ends)) for token in self._forced] or [content & self._only | ends]
 
 
 def bits(tokens: Collection[int], vocab_size: int) -> Bits:

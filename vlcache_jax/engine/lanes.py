@@ -49,11 +49,9 @@ class LaneKeeper:
 
     def hold(self, answers: abc.Sequence[Generation]) -> None:
         """Lets those of the answers that are held to something choose what may come next, and nothing else."""
-        held = {answer.lane: (answer, answer.matcher.allowed()) for answer in answers if answer.matcher is not None}
+        held = {one.lane: (one.allowed, one.params.logit_bias or ()) for one in answers if one.matcher is not None}
         if held:
-            self._runner.hold(
-                {lane: (allowed, answer.params.logit_bias or ()) for lane, (answer, allowed) in held.items()}
-            )
+            self._runner.hold(held)
 
     def rows(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
         """Of each open lane what a window needs; see `vlcache_jax.device.programs.window`."""

@@ -20,7 +20,7 @@ from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.cache.store import Handle, Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
-from vlcache_jax.engine.grammars import Matcher
+from vlcache_jax.engine.grammars import Bits, Matcher
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
@@ -508,6 +508,13 @@ class Generation(Sequence):
         """Whether its prompt's last row has been launched, and more tokens may be."""
         return 0 < self.scheduled < self.most
 
+    @property
+    def allowed(self) -> Bits | None:
+        """What may come behind all that has been launched, if it `may_go_on`; None: that is not known yet."""
+        allowed = [] if self.matcher is None else self.matcher.allowed()
+        ahead = max(0, self.scheduled - self.length)
+        return allowed[ahead] if ahead < len(allowed) else None
+
     def may_go_on(self, patience: float = 0.0) -> bool:
         """See `Sequence`. One that its matcher says is complete has ended, and one that fails it."""
         if self.matcher is None:
@@ -515,7 +522,7 @@ class Generation(Sequence):
         if self.is_done or not self.matcher.wait(patience):
             return False
         try:
-            if self.matcher.allowed() is not None:
+            if self.matcher.allowed():
                 return True
         except ValueError as error:
             self.fail(str(error))
