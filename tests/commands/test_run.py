@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.progress as progress
-from vlcache_jax import LLM
+from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.rows import Answer, Row
@@ -122,6 +122,11 @@ def test_a_row_of_openai():
     assert (params.n, params.max_tokens, params.logprobs, params.logit_bias) == (2, 8, 3, ((5, -100.0),))
     assert parsed(openai()).params.logprobs is None
     assert parsed(openai(logprobs=True)).params.logprobs == 0
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    held = StructuredOutputs(json={"type": "integer"})
+    assert parsed(openai(response_format=schema)).params.structured_outputs == held
+    plain = {"question": "?", "structured_outputs": {"json": {"type": "integer"}}}
+    assert parsed(plain).params.structured_outputs == held
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import abc, deque
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from vlcache_jax.engine.pages import Pages, PageStats
 from vlcache_jax.engine.prefilling import Prefiller, Turn
 from vlcache_jax.engine.readiness import PATIENCE, Readiness
 from vlcache_jax.engine.request import Generation, Sequence
-from vlcache_jax.engine.results import Results, after_prefill, decode
+from vlcache_jax.engine.results import Results, after_prefill, decode, free, held
 from vlcache_jax.engine.scheduler import Scheduler
 
 _PATIENCE = 0.002  # seconds that a pass waits to know what may come next
@@ -137,14 +136,13 @@ class Engine:
         self._admit()
         put_back = self._prefill()
         window = self.runner.ladder.window
-        self._decode(self._free, window)
+        self._decode(free, window)
         while self._read < launched:  # `_decode` may have read some of these already
             self._read_next()
         # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow.
-        held = functools.partial(self._held, time.perf_counter() + _PATIENCE)
-        for _ in range(window):
-            if not self._decode(held, 1):
-                break
+        known = functools.partial(held, until=time.perf_counter() + _PATIENCE)
+        while window and self._decode(known, 1):
+            window -= 1
         while self._leaving and self._leaving[0][0] <= self._read:
             self._leave(self._leaving.popleft()[1])
         if not (unread or self._launched > launched or put_back or self.is_idle):
@@ -258,24 +256,15 @@ class Engine:
         )
         return False
 
-    def _free(self) -> list[Generation]:
-        """Answers that may go on as they like."""
-        return [s for s in self.scheduler.decoding if isinstance(s, Generation) and s.matcher is None and s.can_grow]
+    def _decode(self, find: abc.Callable[[abc.Iterable[Sequence]], list[Generation]], most: int) -> bool:
+        """Launches a window of up to `most` tokens, if there are answers that may go on; whether it did.
 
-    def _held(self, until: float = 0.0) -> list[Generation]:
-        """Answers that are held to something, and of which it is known what may come next, or by then will be."""
-        return [
-            s
-            for s in self.scheduler.decoding
-            if isinstance(s, Generation) and s.matcher is not None and s.can_grow
-            if s.may_go_on(max(0.0, until - time.perf_counter())) and s.allowed is not None
-        ]
-
-    def _decode(self, find: Callable[[], list[Generation]], most: int) -> bool:
-        """Launches a window of up to `most` tokens, if there are answers that may go on; whether it did."""
+        Args:
+          find: these, of all whose prompts have been launched.
+        """
         start = time.thread_time()
         while True:
-            active = find()
+            active = find(self.scheduler.decoding)
             if not active:
                 return False
             longest = max(sequence.most - sequence.scheduled for sequence in active)
@@ -312,7 +301,7 @@ class Engine:
         # What one lacked may have come since it was looked at.
         if any(self._readiness.is_ready(one) or one.error is not None for one in self.scheduler.prefilling):
             return
-        if self._held():
+        if held(self.scheduler.decoding):
             return
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         raise RuntimeError(f"nothing can go on: {waiting} requests wait and {running} run")
