@@ -2,6 +2,8 @@
 
 import asyncio
 import collections
+import concurrent.futures
+import itertools
 import json
 import re
 import threading
@@ -10,12 +12,14 @@ import hypothesis
 import jsonschema
 import llguidance
 import llguidance.numpy
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.helper import SIZES, assert_nothing_left, give_pages, user
+from tests.helper import SIZES, WITHIN, assert_nothing_left, give_pages, user
 from vlcache_jax import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputs
 from vlcache_jax.device.programs.state import HoldLanes
+from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.grammars import Matcher
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -381,6 +385,47 @@ def test_who_is_put_back_goes_on_where_it_was(llm):
 def test_verified_answers(llm):
     [output] = llm.chat([QUESTION], held(regex="[a-z]{9}", temperature=0), verify=True)
     assert output.verification.tokens_agree == output.verification.tokens == len(output.outputs[0].token_ids)
+    [output] = llm.chat([QUESTION], held(regex="", ignore_eos=True), verify=True)
+    assert (output.error, output.outputs[0].text, output.verification) == (None, "", None)
+
+
+def test_an_engine_that_fails_and_one_that_closes(checkpoints, monkeypatch):
+    before = set(threading.enumerate())
+    llm = LLM(checkpoints("qwen3_vl"), **SIZES, use_tqdm=False)
+    hold, calls = Runner.hold, itertools.count()
+
+    def failing(self, given):
+        if next(calls) == 4:
+            raise RuntimeError("the device is gone")
+        hold(self, given)
+
+    monkeypatch.setattr(Runner, "hold", failing)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        llm.chat([QUESTION] * 2, held(regex="[a-z]{20}"))
+    assert re.fullmatch("[a-z]{20}", answer(llm, held(regex="[a-z]{20}")).text)
+    assert_nothing_left(llm)
+    begun = threading.Event()
+    monkeypatch.setattr(Runner, "hold", lambda *args: (begun.set(), hold(*args))[1])
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        asked = threads.submit(answer, llm, held(regex="[a-z]{900}", max_tokens=900))
+        assert begun.wait(WITHIN)
+        llm.close()
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            asked.result(WITHIN)
+    assert not {one.name for one in set(threading.enumerate()) - before if "masks" in one.name or "gramm" in one.name}
+
+
+def test_what_the_tokenizer_does_not_have_never_comes(llm):
+    """The model's vocabulary is larger."""
+    size, known = llm.service.checkpoint.config.text.vocab_size, len(llm.get_tokenizer())
+    assert known < size
+    matcher = llm.service.intake.sequences.grammars.matcher(held(regex="(.|\n)*"))
+    assert matcher.wait(WITHIN)
+    [allowed] = matcher.allowed()
+    flags = np.unpackbits(allowed.view(np.uint8), bitorder="little")
+    assert len(flags) >= size
+    assert flags[:known].any()
+    assert not flags[known:].any()
 
 
 def test_streams_and_aborts(llm):

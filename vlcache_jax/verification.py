@@ -39,7 +39,7 @@ def verify(
       None where there is no answer, and where it cannot be compared: then that is the answer's error.
     """
     compared: list[Verification | None] = [None] * len(group)
-    good = [i for i, answer in enumerate(answers) if answer.is_finished and answer.error is None]
+    good = [i for i, answer in enumerate(answers) if answer.is_finished and answer.error is None and answer.token_ids]
     for i, found in zip(
         good, _verify(loop, builder, [group[i] for i in good], [answers[i] for i in good]), strict=True
     ):
