@@ -83,6 +83,8 @@ def test_what_is_said_can_be_compared():
         ({"json": {"multipleOf": 1e-300}}, ValueError, "structured_outputs.json must have multipleOf of a common"),
         ({"grammar": r'start: %json {"multiple\u004ff": 700001}'}, ValueError, "structured_outputs.grammar must have"),
         ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, ValueError, ".*json must have"),
+        ({"grammar": '"multipleOf": 1e999999999'}, ValueError, ".*grammar must have multipleOf"),
+        ({"grammar": '"multipleOf": ' + "1" * 9000}, ValueError, ".*grammar must have multipleOf"),
         ({"json_object": 1}, ValueError, "structured_outputs.json_object must be true or false, got 1"),
         ({"regex": 5}, ValueError, "structured_outputs.regex must be a string, got 5"),
         ({"regex": "a" * 70_000}, ValueError, "structured_outputs.regex must be at most 65536 characters, got 70000"),
@@ -110,6 +112,7 @@ def test_response_format():
     read = StructuredOutputs.from_response_format
     assert read(None) is read({"type": "text"}) is None
     assert read({"type": "json_object"}) == StructuredOutputs(json_object=True)
+    assert read({"type": "structural_tag"} | TAG).kind == "structural_tag"
     named = {"name": "place", "strict": True, "schema": SCHEMA}
     assert read({"type": "json_schema", "json_schema": named}) == StructuredOutputs(json=SCHEMA)
     for wrong in ({"type": "xml"}, {}, "json_object", 5):
@@ -287,8 +290,8 @@ def test_masks_have_a_thread_of_their_own(llm, monkeypatch):
 
     count(llguidance.numpy, "fill_next_token_bitmask")
     count(Matcher, "_advance")
-    told = answer(llm, held(regex="(only|here)[0-9]{4}"))
-    tokens = len(told.token_ids)  # the end token ends it, and nobody asks what follows
+    told = answer(llm, held(regex="[a-z]{4}[0-9]{4}"))
+    tokens = len(told.token_ids)  # the end token ends it, and nobody asks what follows; none is forced
     assert calls == {
         ("fill_next_token_bitmask", "vlcache-grammars"): 2,  # the first, and one behind it
         ("fill_next_token_bitmask", "vlcache-masks"): tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fractions
+import decimal
 import json
 import math
 import re
@@ -95,8 +95,9 @@ class StructuredOutputs:
         """What OpenAI's `response_format` asks for; None: nothing.
 
         Args:
-          given: `{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema":
-            ...}}`. An answer is always held to its schema, whether `strict` is set or not.
+          given: `{"type": "text"}`, `{"type": "json_object"}`, `{"type": "json_schema", "json_schema": {"schema":
+            ...}}`, where an answer is held to the schema whether `strict` is set or not, or vLLM's `{"type":
+            "structural_tag", "structures": ..., "triggers": ...}`.
 
         Raises:
           ValueError: it is none of these.
@@ -106,8 +107,10 @@ class StructuredOutputs:
             return None
         if kind == "json_object":
             return cls(json_object=True)
+        if kind == "structural_tag":
+            return cls(structural_tag=given)
         if kind != "json_schema":
-            kinds = "text, json_object or json_schema"
+            kinds = "text, json_object, json_schema or structural_tag"
             raise ValueError(f"response_format must be an object whose type is {kinds}, got {short(given)}")
         named = given.get("json_schema")
         schema = named.get("schema") if isinstance(named, Mapping) else None
@@ -163,12 +166,13 @@ def _check_multiples(text: str, name: str) -> None:
     together = 1
     for found in _MULTIPLE.findall(_ESCAPED.sub(lambda escaped: chr(int(escaped[1], 16)), text)):
         try:
-            exact = fractions.Fraction(found)
-        except (ValueError, ZeroDivisionError):  # the compiler says what is wrong with it
+            _, written, exponent = decimal.Decimal(found).as_tuple()
+        except decimal.InvalidOperation:  # the compiler says what is wrong with it
             continue
-        while exact.denominator > 1 and exact.denominator < 10**30:
-            exact *= 10
-        if exact.denominator == 1 and str(exact.numerator).strip("0") not in ("1", ""):
-            together = math.lcm(together, exact.numerator)
-        if together > MAX_MULTIPLE or exact.denominator > 1:
-            raise ValueError(f"{name} must have multipleOf of a common multiple up to {MAX_MULTIPLE}, got {found}")
+        digits = "".join(map(str, written)).rstrip("0")
+        zeros = exponent + len(written) - len(digits) if isinstance(exponent, int) else math.inf
+        is_usual = abs(zeros) < 20 and len(digits) < 20
+        if is_usual and digits not in ("", "1"):
+            together = math.lcm(together, int(digits) * 10 ** max(int(zeros), 0))
+        if together > MAX_MULTIPLE or not is_usual:
+            raise ValueError(f"{name} must have multipleOf of a common multiple up to {MAX_MULTIPLE}, got {found:.40}")

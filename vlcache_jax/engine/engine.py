@@ -29,7 +29,7 @@ from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import Results, after_prefill, decode, free, held
 from vlcache_jax.engine.scheduler import Scheduler
 
-_PATIENCE = 0.002  # seconds that a pass waits to know what may come next
+_MASK_PATIENCE = 0.002  # seconds that a pass waits to know what may come next
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Engine:
         while self._read < launched:  # `_decode` may have read some of these already
             self._read_next()
         # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow.
-        known = functools.partial(held, until=time.perf_counter() + _PATIENCE)
+        known = functools.partial(held, until=time.perf_counter() + _MASK_PATIENCE)
         while window and self._decode(known, 1):
             window -= 1
         while self._leaving and self._leaving[0][0] <= self._read:

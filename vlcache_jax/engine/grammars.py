@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.int32]
 
 _KEPT = 64  # compiled grammars
+_AHEAD = 8  # forced tokens that are told at a time
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 500,
     "initial_lexer_fuel": 500_000,
@@ -158,6 +159,10 @@ class Matcher:
         self._count += len(tokens)
         if tokens and not self._own.consume_tokens(list(tokens)):
             raise ValueError(self._own.get_error())
+        # What was forced before stays so: an answer that is put back must not go on in other tokens.
+        self._forced = self._forced[len(tokens) :]
+        if self._forced:
+            return self._told()
         allowed = np.zeros_like(self._ends)
         _fill(self._own, allowed)
         content, ends = allowed & ~self._ends, allowed & self._ends & self._only
@@ -165,12 +170,12 @@ class Matcher:
             ends = np.zeros_like(ends)
         if not content.any() and not ends.any():
             return []
-        # What was forced before stays so: an answer that is put back must not go on in other tokens.
-        self._forced = self._forced[len(tokens) :]
-        is_free = self._params.allowed_token_ids is None and not self._params.bad_words
-        if is_free and not self._forced and not ends.any():
+        if not (ends.any() or self._params.allowed_token_ids is not None or self._params.bad_words):
             self._forced = self._own.compute_ff_tokens()
-        return [bits([token], 32 * len(ends)) for token in self._forced] or [content & self._only | ends]
+        return self._told() or [content & self._only | ends]
+
+    def _told(self) -> list[Bits]:
+        return [bits([token], 32 * len(self._ends)) for token in self._forced[:_AHEAD]]
 
 
 def bits(tokens: Collection[int], vocab_size: int) -> Bits:
