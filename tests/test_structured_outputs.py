@@ -157,6 +157,26 @@ def test_structures_between_text(llm):
     assert re.match(r"(<f>-?\d+</f>){3}", told.text)
 
 
+def test_added_tokens(llm):
+    """Text that is spelled like one is text. In a structure it is the token, and nowhere else does it come."""
+    tokenizer = llm.get_tokenizer()
+    start, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    spelled = "a <|vision_end|>"
+    for asked in ({"json": {"const": spelled}}, {"regex": r"a <\|vision_end\|>"}, {"choice": [spelled]}):
+        told = answer(llm, held(**asked))
+        assert told.text.strip('"') == spelled
+        assert not {start, end} & set(told.token_ids)
+    tag = {"begin": "<|vision_start|>x", "schema": {"enum": [1, 2]}, "end": "\n<|vision_end|>"}
+    asked = {"structures": [tag], "triggers": ["<|vision_start|>"]}
+    params = held(structural_tag=asked, logit_bias={start: 100}, max_tokens=40, skip_special_tokens=False, seed=1)
+    told = answer(llm, params)
+    assert re.match(r"(<.vision_start.>x[12]\n<.vision_end.>){3}", told.text)
+    assert told.token_ids.count(start) >= 3
+    added = tokenizer.added_tokens_decoder
+    for seed in range(4):
+        assert not set(answer(llm, held(regex="(.|\n)*", seed=seed)).token_ids[:-1]) & set(added)
+
+
 def test_ends(llm):
     """An end token comes exactly where the answer may end; where it can only end, it does."""
     ends = llm.service.intake.sequences._end_tokens

@@ -36,6 +36,7 @@ class StructuredOutputs:
       grammar: in the syntax of Lark as llguidance has it, or in GBNF.
       structural_tag: an object, or its text, with `structures`, each of `begin`, `schema` and `end`, and `triggers`.
         The answer is text as the model likes, but where it writes a trigger, a structure that begins with it follows.
+        Tokens that are added to the vocabulary, such as `<tool_call>`, are meant as such there.
       disable_any_whitespace: no white space between the tokens of JSON.
       whitespace_pattern: a regular expression of the white space there; None: any.
 

@@ -7,6 +7,7 @@ bounded.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -52,6 +53,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, ends: frozenset[int], vocab_size: int):
         self._tokenizer, self._ends, self._vocab_size = tokenizer, ends, vocab_size
         self._built: llguidance.LLTokenizer | None = None
+        self._added: dict[str, int] = {}  # ids of tokens that are added to the vocabulary
         self._known: OrderedDict[StructuredOutputs, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # of these
         self._compiling = ThreadPoolExecutor(1, "vlcache-grammars")
@@ -89,10 +91,10 @@ class Grammars:
         import llguidance
 
         if self._built is None:
-            text = self._tokenizer.backend_tokenizer.to_str()
+            text, self._added = _read(self._tokenizer)
             self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends) or None)
         try:
-            grammar = _source(asked, self._built)
+            grammar = _source(asked, self._added)
             matcher = llguidance.LLMatcher(
                 self._built, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
             )
@@ -205,7 +207,22 @@ def _try(matcher: llguidance.LLMatcher, ends: Bits) -> None:
         _fill(further, allowed)
 
 
-def _source(asked: StructuredOutputs, tokenizer: llguidance.LLTokenizer) -> str:
+def _read(tokenizer: Any) -> tuple[str, dict[str, int]]:
+    """A tokenizer as JSON in which added tokens have names that nobody writes, and the ids of these by their texts.
+
+    So text that is spelled like such a token is text, and the token itself comes only where a grammar has its id.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary, added = content["model"]["vocab"], {}
+    for token in content["added_tokens"]:
+        text, name = token["content"], f"<\uf8ff{token['id']}\uf8ff>"
+        added[text], token["content"] = token["id"], name
+        if text in vocabulary:
+            vocabulary[name] = vocabulary.pop(text)
+    return json.dumps(content), added
+
+
+def _source(asked: StructuredOutputs, added: dict[str, int]) -> str:
     """As llguidance has it."""
     import llguidance
 
@@ -215,21 +232,31 @@ def _source(asked: StructuredOutputs, tokenizer: llguidance.LLTokenizer) -> str:
             spaces["whitespace_pattern"] = asked.whitespace_pattern
         return llguidance.LLMatcher.grammar_from_json_schema(asked.text, overrides=spaces)
     if asked.kind == "structural_tag":
-        return _tags(json.loads(asked.text), tokenizer)
+        return _tags(json.loads(asked.text), added)
     return llguidance.grammar_from(asked.kind, asked.text)  # type: ignore[arg-type]
 
 
-def _tags(asked: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> str:
-    """Text in which what begins with a trigger is one of the structures."""
-    import llguidance
-
-    tags, triggers = [], asked["triggers"]
-    for one in asked["structures"]:
-        trigger = next((trigger for trigger in triggers if one["begin"].startswith(trigger)), None)
+def _tags(asked: dict[str, Any], added: dict[str, int]) -> str:
+    """Text in which what begins with a trigger is one of the structures. Added tokens in these are meant as such."""
+    tags = asked["structures"]
+    options = " | ".join(f"tag_{i}" for i in range(len(tags)))
+    lines = ["%llguidance {}", f"start: ({options})* TEXT", r"TEXT: /(.|\n)*/"]
+    for i, tag in enumerate(tags):
+        trigger = next((one for one in asked["triggers"] if one and tag["begin"].startswith(one)), None)
         if trigger is None:
-            raise ValueError(f"no trigger of {triggers} begins {one['begin']!r}")
-        tags.append(llguidance.StructTag(trigger=trigger, begin=one["begin"], grammar=one["schema"], end=one["end"]))
-    # Where a trigger is a token of its own, its text is never written.
-    own = [tokenizer.tokenize_str(tag.trigger, parse_special=True) for tag in tags]
-    is_special = any(len(ids) == 1 and tokenizer.is_special_token(ids[0]) for ids in own)
-    return llguidance.StructTag.to_grammar(tags, assume_special=is_special)
+            raise ValueError(f"one of {asked['triggers']} must begin {tag['begin']!r}")
+        [first, *more] = _terms(trigger, added)
+        rest = [*more, *_terms(tag["begin"][len(trigger) :], added), f"%json {json.dumps(tag['schema'])}"]
+        head = f"TEXT {first}"
+        if first.startswith('"'):  # the text before it ends with the first of its kind
+            lines.append(f"head_{i}[lazy]: {head}")
+            head = f"head_{i}"
+        lines.append(" ".join([f"tag_{i}: {head}", *rest, *_terms(tag["end"], added)]))
+    return "\n".join(lines)
+
+
+def _terms(text: str, added: dict[str, int]) -> list[str]:
+    """Of a grammar: pieces of text, and added tokens by their ids."""
+    longest_first = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+    pieces = re.split(f"({longest_first})", text) if added else [text]
+    return [f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces if piece]
