@@ -214,10 +214,13 @@ def test_sampling_parameters_of_others():
         ({"output_kind": OutputKind.DELTA}, "SamplingParams cannot do what vLLM's output_kind asks for: outputs hold"),
         ({"output_kind": 1}, "SamplingParams cannot do what vLLM's output_kind asks for: outputs hold"),
         ({"do_sample": True}, "SamplingParams has no argument do_sample; set temperature, where 0 is greedy$"),
-        ({"response_format": {}}, "SamplingParams has no argument response_format; answers are held to no format"),
+        ({"response_format": {}}, "SamplingParams has no argument response_format; set structured_outputs="),
         ({"best_of": 2}, "SamplingParams cannot do what vLLM's best_of asks for: set n, and choose"),
         ({"logprob_token_ids": [5]}, "SamplingParams cannot do .* logprob_token_ids asks for: set logprobs, up to 20"),
-        ({"guided_decoding": {"json": {}}}, "guided_decoding must be None, as nothing else is supported here, got"),
+        (
+            {"guided_decoding": {"json": {}}},
+            "SamplingParams cannot do .* guided_decoding asks for: set structured",
+        ),
         ({"thinking_token_budget": 9}, "thinking_token_budget must be None or -1, as nothing else"),
     ):
         with pytest.raises(TypeError, match=f"^{message}"):

@@ -110,8 +110,6 @@ def test_attributes_can_be_set_and_are_checked():
 def test_unknown_parameters():
     with pytest.raises(TypeError, match=r"^SamplingParams has no argument temprature; is it temperature\?$"):
         SamplingParams(temprature=0)
-    with pytest.raises(TypeError, match=r"^structured_outputs must be None, as nothing else is supported here"):
-        SamplingParams(structured_outputs={"json": {}})
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)
     assert copy.copy(pickle.loads(pickle.dumps(SamplingParams(n=2)))) == SamplingParams(n=2)

@@ -195,6 +195,8 @@ def random_params(rng, most):
         changes["min_tokens"] = int(rng.integers(1, count + 1))
     if rng.random() < 0.3:
         changes["logprobs"] = 2
+    if rng.random() < 0.2:
+        changes["structured_outputs"] = {"regex": ["[a-f]{2}(north|south)+", "(yes|no).*"][rng.integers(2)]}
     return SamplingParams(
         temperature=float(rng.integers(2)), seed=int(rng.integers(1000)), max_tokens=count,
         n=int(rng.choice([1, 1, 1, 2])), ignore_eos=bool(rng.integers(2)), **changes,

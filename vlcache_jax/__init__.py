@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vlcache_jax.reuse.schedule import Schedule as Schedule
     from vlcache_jax.sampling import SamplingParams as SamplingParams
     from vlcache_jax.serving import RequestError as RequestError
+    from vlcache_jax.structured_outputs import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _HOMES = {
     "SamplingParams": "vlcache_jax.sampling",
     "Schedule": "vlcache_jax.reuse.schedule",
     "Score": "vlcache_jax.outputs",
+    "StructuredOutputs": "vlcache_jax.structured_outputs",
 }
 __all__ = [
     "LLM",
@@ -45,6 +47,7 @@ __all__ = [
     "SamplingParams",
     "Schedule",
     "Score",
+    "StructuredOutputs",
 ]
 
 

@@ -256,7 +256,6 @@ SAMPLING = Names(
         "prompt_logprob_start": (),
         "prompt_logprob_token_ids": (),
         "repetition_detection": (),
-        "structured_outputs": (),
         "thinking_token_budget": (-1,),
         "trace_decode_token_ids": (),
         "truncate_prompt_tokens": (-1,),
@@ -265,6 +264,7 @@ SAMPLING = Names(
     },
     instead={
         "best_of": "set n, and choose by cumulative_logprob",
+        "guided_decoding": "set structured_outputs=StructuredOutputs(...)",
         "logits_processors": "set logit_bias, bad_words or allowed_token_ids",
         "logprob_token_ids": "set logprobs, up to 20, or call LLM.score",
         "output_kind": "outputs hold all there is so far; AsyncLLM.deltas tells what is new",
@@ -284,8 +284,15 @@ SAMPLING = Names(
         "max_completion_tokens": "set max_tokens",
         "max_new_tokens": "set max_tokens",
         "num_return_sequences": "set n",
-        "response_format": "answers are held to no format, so ask for it in the prompt",
+        "response_format": "set structured_outputs=StructuredOutputs.from_response_format(...)",
     },
+)
+
+# Of StructuredOutputs.
+STRUCTURED = Names(
+    only={"disable_additional_properties": ()},
+    instead={"disable_additional_properties": "write additionalProperties into the schema"},
+    ignored=_listed("_backend _backend_was_auto disable_fallback"),
 )
 
 # Of LLM.chat, LLM.generate and AsyncLLM.generate.

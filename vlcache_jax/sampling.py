@@ -13,6 +13,7 @@ import numpy as np
 
 from vlcache_jax.checks import is_a, short
 from vlcache_jax.foreign import SAMPLING, ours, takes_foreign
+from vlcache_jax.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -77,6 +78,9 @@ class SamplingParams:
         strings, as JSON has them.
       bad_words: strings that the answer must not hold, up to 32; only their usual tokens are seen, not every spelling.
       allowed_token_ids: the only tokens that may come; None: all may.
+      structured_outputs: what the answer is held to; a dict with its attributes is one, too. End tokens come where the
+        answer may end. Where it can only end, it does, with the reason "stop", whatever `min_tokens` and `ignore_eos`
+        say. None: to nothing.
       skip_special_tokens: leave special tokens out of the text.
       logprobs: log-probabilities of the chosen and of this many most likely tokens, before all of the above; up to 20.
       prompt_logprobs: the same of the prompt's tokens.
@@ -104,6 +108,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -156,6 +161,8 @@ def _checked(name: str, value: Any) -> Any:
     """A parameter as it is kept."""
     if name == "logit_bias":
         return _checked_bias(value)
+    if name == "structured_outputs":
+        return StructuredOutputs.of(value)
     if name in LISTS:
         return _checked_list(name, value, *LISTS[name])
     if name not in NUMBERS:

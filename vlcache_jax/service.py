@@ -290,6 +290,7 @@ class Service:
         self.images.close()
         for threads in (self.intake.threads, self.intake.quick_threads):
             threads.shutdown(cancel_futures=True)
+        self.intake.sequences.grammars.close()
         self.cache.writer.close()
         self.cache.store.close()
         self.cache.store.clear()

@@ -39,7 +39,11 @@ def verify(
       None where there is no answer, and where it cannot be compared: then that is the answer's error.
     """
     compared: list[Verification | None] = [None] * len(group)
-    good = [i for i, answer in enumerate(answers) if answer.end.is_finished and answer.end.error is None]
+    good = [
+        i
+        for i, answer in enumerate(answers)
+        if answer.end.is_finished and answer.end.error is None and answer.token_ids
+    ]
     for i, found in zip(
         good, _verify(loop, builder, [group[i] for i in good], [answers[i] for i in good]), strict=True
     ):
@@ -67,6 +71,7 @@ def _verify(
             priority=0,
             error=None,
             detokenizer=builder.detokenizer(answer.params),
+            matcher=None if answer.matcher is None else answer.matcher.fresh(),
             token_ids=[],
             logprobs=[],
             prompt_logprobs=[],

@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.progress as progress
-from vlcache_jax import LLM
+from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.rows import Answer, Row
@@ -127,6 +127,11 @@ def test_a_row_of_openai():
     assert (params.n, params.max_tokens, params.logprobs, params.logit_bias) == (2, 8, 3, ((5, -100.0),))
     assert parsed(openai()).params.logprobs is None
     assert parsed(openai(logprobs=True)).params.logprobs == 0
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    held = StructuredOutputs(json={"type": "integer"})
+    assert parsed(openai(response_format=schema)).params.structured_outputs == held
+    plain = {"question": "?", "structured_outputs": {"json": {"type": "integer"}}}
+    assert parsed(plain).params.structured_outputs == held
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,8 @@ def test_a_row_of_openai():
         (openai() | {"more": 1}, "must hold only custom_id, method, url, body, got 'more'"),
         (openai(tools=[{}]), "tools is not supported, got [{}]"),
         (openai(stream=True), "stream is not supported, got True"),
-        (openai(response_format={"type": "json_object"}), "response_format is not supported"),
+        (openai(response_format={"type": "xml"}), "response_format must be an object whose type is text, json_object"),
+        ({"question": "?", "structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string, got 5"),
         (openai(logprobs=5), "logprobs must be true or false, got 5"),
         (openai(top_logprobs=5), "logprobs must be true where there are top_logprobs, got None"),
         ({"question": "?", "prompt_logprobs": 1}, "must hold only"),

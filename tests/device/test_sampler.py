@@ -14,6 +14,7 @@ from vlcache_jax.device.sampler import (
     ONCE,
     Choosing,
     empty_lanes,
+    hold_lanes,
     open_lane,
     sample,
     score,
@@ -189,6 +190,23 @@ def test_a_draw_does_not_hang_on_the_order_of_tokens_that_are_almost_equal():
     again = logits + noise(MANY, seed=4) * np.float32(1e-6)
     params = params_of(temperature=0.7)
     np.testing.assert_array_equal(in_many_rows(params, again), in_many_rows(params, logits))
+
+
+def test_held_lanes_choose_among_what_is_allowed():
+    """By bits, with their biases; what lanes held before that does not matter, and others stay as they are."""
+    allowed = np.random.default_rng(0).random((2, V)) < 0.3
+    words = np.packbits(np.pad(allowed, [(0, 0), (0, 64 - V)], constant_values=True), axis=1, bitorder="little")
+    token, bias = np.full((3, 4), V, np.int32), np.zeros((3, 4), np.float32)
+    token[1, : len(BIAS)], bias[1, : len(BIAS)] = list(BIAS), list(BIAS.values())
+    before = lanes_of([(5, params_of(allowed_token_ids=ALLOWED), [])])
+    lanes = jax.jit(hold_lanes)(
+        before, np.array([2, 5, NO_LANE], np.int32), np.pad(words.view(np.int32), [(0, 1), (0, 0)]), token, bias
+    )
+    expected = np.array(before.bias)
+    expected[[2, 5]] = np.where(allowed, bias_reference(np.zeros((2, V), np.float32)), -np.inf)
+    expected[2][allowed[0]] = 0
+    np.testing.assert_array_equal(lanes.bias, expected)
+    assert all(one is other or np.array_equal(one, other) for one, other in zip(lanes[:4], before[:4], strict=True))
 
 
 MIXED = (

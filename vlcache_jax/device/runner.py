@@ -22,13 +22,14 @@ from vlcache_jax.device.programs.answer import OutputHead, SampleFirst, ScoreTok
 from vlcache_jax.device.programs.encode import Encode, Stage, encoder_tables
 from vlcache_jax.device.programs.keep import Restage
 from vlcache_jax.device.programs.shapes import Params, Shapes
-from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, OpenLane
+from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, HoldLanes, OpenLane
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.device.programs.window import ANSWER, Window
 from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
+from vlcache_jax.sampling import MAX_BIASED
 
 
 class Runner:
@@ -168,6 +169,22 @@ class Runner:
         """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.device.sampler.Lanes`."""
         lanes, self._lanes = self._lanes_now(), None
         self._lanes = self.run(OpenLane(), lanes, np.int32(lane), marks, bias, words, recent)
+
+    def hold(self, given: abc.Mapping[int, tuple[Any, Any]]) -> None:
+        """Lets open lanes choose among some tokens; see `vlcache_jax.device.sampler.hold_lanes`.
+
+        Args:
+          given: by lane what may come, int32 [ceil(V / 32)], and pairs of a token and what is added to its logit.
+        """
+        size, vocab_size = round_up(len(given), self.ladder.sequences), self.config.text.vocab_size
+        lane, words = np.full(size, NO_LANE, np.int32), np.zeros((size, -(-vocab_size // 32)), np.int32)
+        token, added = np.full((size, MAX_BIASED), vocab_size, np.int32), np.zeros((size, MAX_BIASED), np.float32)
+        for row, (number, (allowed, pairs)) in enumerate(given.items()):
+            lane[row], words[row] = number, allowed
+            if pairs:
+                token[row, : len(pairs)], added[row, : len(pairs)] = zip(*pairs, strict=True)
+        held, self._lanes = self._lanes_now(), None
+        self._lanes = self.run(HoldLanes(size), held, lane, words, token, added)
 
     def sample(self, logits: jax.Array, choosing: np.ndarray, steps: np.ndarray, first: int = 0) -> Sampled:
         """Chooses the first token of lanes after their prefill.

@@ -78,7 +78,7 @@ class Choosing(NamedTuple):
         flags = (
             params.logprobs is not None,
             params.has_penalty,
-            bool(params.logit_bias) or params.allowed_token_ids is not None,
+            bool(params.logit_bias) or params.allowed_token_ids is not None or params.structured_outputs is not None,
             bool(params.bad_words),
         )
         packed = np.zeros(COLUMNS, np.int32)
@@ -146,6 +146,21 @@ def open_lane(
         words=lanes.words.at[lane].set(words),
         recent=lanes.recent.at[lane].set(recent),
     )
+
+
+def hold_lanes(lanes: Lanes, lane: jax.Array, allowed: jax.Array, token: jax.Array, bias: jax.Array) -> Lanes:
+    """Lets answers choose among some tokens until they are told others. Their rows have a bias.
+
+    Args:
+      lane: int32 [n].
+      allowed: int32 [n, ceil(V / 32)]; bit i % 32 of word i // 32: token i may come.
+      token, bias: what is added to the logits of tokens, int32 and float32 [n, k]; beyond the vocabulary is no token.
+    """
+    size = lanes.bias.shape[1]
+    flags = (allowed[:, :, None] >> jnp.arange(32)) & 1 > 0
+    added = jnp.zeros((len(lane), size)).at[jnp.arange(len(lane))[:, None], token].add(bias, mode="drop")
+    held = jnp.where(flags.reshape(len(lane), -1)[:, :size], added, -jnp.inf)
+    return lanes._replace(bias=lanes.bias.at[lane].set(held, mode="drop"))
 
 
 def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:

@@ -8,8 +8,9 @@ what lies outside the pool, such as records, is given back when everything launc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections import deque
+from collections import abc, deque
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -23,18 +24,22 @@ from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.pages import Pages, PageStats
 from vlcache_jax.engine.prefilling import Prefiller, Turn
-from vlcache_jax.engine.readiness import Readiness
+from vlcache_jax.engine.readiness import PATIENCE, Readiness
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import (
     Results,
     after_prefill,
     decode,
+    free,
+    held,
     note_admitted,
     note_ended,
     note_launched,
     note_ready,
 )
 from vlcache_jax.engine.scheduler import Scheduler
+
+_MASK_PATIENCE = 0.002  # seconds that a pass waits to know what may come next
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,14 @@ class Engine:
         self._sweep()
         self._admit()
         put_back = self._prefill()
-        self._decode()
+        window = self.runner.ladder.window
+        self._decode(free, window)
         while self._read < launched:  # `_decode` may have read some of these already
             self._read_next()
+        # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow.
+        known = functools.partial(held, until=time.perf_counter() + _MASK_PATIENCE)
+        while window and self._decode(known, 1):
+            window -= 1
         while self._leaving and self._leaving[0][0] <= self._read:
             self._leave(self._leaving.popleft()[1])
         if not (unread or self._launched > launched or put_back or self.is_idle):
@@ -262,22 +272,25 @@ class Engine:
             self.scheduler.replan(sequence, found.plan, found.images)
         return found is not None
 
-    def _decode(self) -> None:
-        """Launches a window, if there are answers that may go on."""
+    def _decode(self, find: abc.Callable[[abc.Iterable[Sequence]], list[Generation]], most: int) -> bool:
+        """Launches a window of up to `most` tokens, if there are answers that may go on; whether it did.
+
+        Args:
+          find: these, of all whose prompts have been launched.
+        """
         start = time.thread_time()
         while True:
-            answers = [sequence for sequence in self.scheduler.decoding if isinstance(sequence, Generation)]
-            active = [answer for answer in answers if answer.progress.scheduled < answer.most]
+            active = find(self.scheduler.decoding)
             if not active:
-                return
+                return False
             longest = max(sequence.most - sequence.progress.scheduled for sequence in active)
-            tokens = self.scheduler.grow(active, min(self.runner.ladder.window, longest))
+            tokens = self.scheduler.grow(active, min(most, longest))
             if tokens:
                 break
             if self._flying:
                 self._read_all()  # some may have ended; and who is put back must know its tokens
             elif not self.scheduler.preempt([p.sequence for p in self._turn.prefills] if self._turn else ()):
-                return
+                return False
         if self.trace is not None:
             self.trace.append((len(active), sum(sequence.progress.scheduled for sequence in active), tokens))
         self._fly(decode(self.runner, self._lanes, active, tokens))
@@ -290,9 +303,12 @@ class Engine:
             padded_decode_rows=tokens * (rows - len(active)),
             host_window_seconds=time.thread_time() - start,
         )
+        return True
 
     def _wait(self) -> None:
         """Waits for something that others do for those that run."""
+        if not all(sequence.may_go_on(PATIENCE) for sequence in self.scheduler.decoding):
+            return
         if self._turn is not None:
             self._turn.upload.wait()
             return
@@ -301,6 +317,8 @@ class Engine:
                 return
         # What one lacked may have come since it was looked at.
         if any(self._is_ready(one) or one.end.error is not None for one in self.scheduler.prefilling):
+            return
+        if held(self.scheduler.decoding):
             return
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         raise RuntimeError(f"nothing can go on: {waiting} requests wait and {running} run")

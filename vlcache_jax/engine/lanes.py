@@ -36,7 +36,9 @@ class LaneKeeper:
         """Lets the answers' lanes hold what they need; returns how each chooses, int32 [n, C]."""
         for answer in answers:
             lane, params = answer.progress.lane, answer.params
-            is_plain = not (params.has_penalty or params.logit_bias or params.allowed_token_ids or params.bad_words)
+            is_plain = answer.matcher is None and not (
+                params.has_penalty or params.logit_bias or params.allowed_token_ids or params.bad_words
+            )
             if not is_plain or self._ends.get(lane) != answer.end_tokens:
                 self._open(answer)
                 self._ends.pop(lane, None)
@@ -44,7 +46,16 @@ class LaneKeeper:
                 self._ends[lane] = answer.end_tokens
             choosing = Choosing.row(params, lane=lane, seed=answer.seed, most=answer.new_slots)
             self._rows[lane] = np.concatenate([[len(answer.layout), answer.layout.delta], choosing]).astype(np.int32)
+        self.hold(answers)
         return self.rows(answers)[:, ANSWER:]
+
+    def hold(self, answers: abc.Sequence[Generation]) -> None:
+        """Lets those of the answers that are held to something choose what may come next, and nothing else."""
+        held = {
+            one.progress.lane: (one.allowed, one.params.logit_bias or ()) for one in answers if one.matcher is not None
+        }
+        if held:
+            self._runner.hold(held)
 
     def rows(self, answers: abc.Sequence[Generation]) -> npt.NDArray[np.int32]:
         """Of each open lane what a window needs; see `vlcache_jax.device.programs.window`."""

@@ -47,7 +47,7 @@ class Readiness:
         if lease is None or sequence.end.error is not None or not lease.is_ready or lease.is_lost:
             return None
         before = Ready(sequence.progress.plan, sequence.progress.images)
-        if self._missing(sequence, lease, before):
+        if self._missing(sequence, lease, before) or not sequence.may_go_on():
             return None
         found = self._found(sequence, lease)
         if found.images is not before.images and self._missing(sequence, lease, found):
@@ -73,6 +73,8 @@ class Readiness:
                 comes_by_layers = record.source is not None and record.meta.context is not None
                 record.wait_for(self._first_layers if comes_by_layers else len(record.meta.parts) + 1, PATIENCE)
                 return True
+        if not sequence.may_go_on(PATIENCE):
+            return True
         for picture in self._decoding.values():
             if not picture.done():
                 wait([picture], PATIENCE)

@@ -21,6 +21,7 @@ from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.grammars import Bits, Matcher
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
 from vlcache_jax.inputs.layout import ImageRef, ImageSpan, Layout, Moment
 from vlcache_jax.inputs.prompt import Prompt
@@ -352,6 +353,10 @@ class Sequence:
         """Whether all that was asked for is there."""
         return False
 
+    def may_go_on(self, patience: float = 0.0) -> bool:
+        """Whether all is known that its next token depends on; waits so many seconds for it."""
+        return True
+
     # Doors for all threads.
 
     def fail(self, error: str) -> None:
@@ -465,6 +470,7 @@ class Generation(Sequence):
       end_tokens: tokens that end it.
       bad_words: tokens of those that must not come.
       detokenizer: makes text of its tokens.
+      matcher: says which tokens may come next; None: all may.
       token_ids, logprobs: generated so far.
       prompt_logprobs: of the prompt's tokens from the second one on, if asked for.
       lock: is held while it changes, as others may look at it meanwhile.
@@ -475,6 +481,7 @@ class Generation(Sequence):
     end_tokens: frozenset[int]
     bad_words: abc.Sequence[abc.Sequence[int]]
     detokenizer: Detokenizer
+    matcher: Matcher | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -528,8 +535,9 @@ class Generation(Sequence):
 
     def _read(self) -> int | None:
         """Hands the detokenizer what is new; how many tokens remain where a stop string ends the answer."""
-        is_end = self.end.finish_reason == "stop" and self.token_ids[-1] in self.end_tokens
-        count = len(self.token_ids) - (is_end and not self.params.include_stop_str_in_output)
+        count = len(self.token_ids)
+        is_end = self.end.finish_reason == "stop" and count > 0 and self.token_ids[-1] in self.end_tokens
+        count -= is_end and not self.params.include_stop_str_in_output
         return self.detokenizer.append(self.token_ids[self.detokenizer.count : count])
 
     @property
@@ -539,6 +547,34 @@ class Generation(Sequence):
     def fail(self, error: str) -> None:
         super().fail(error)
         self.end.finish_reason = "error"
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether its prompt's last row has been launched, and more tokens may be."""
+        return 0 < self.progress.scheduled < self.most
+
+    @property
+    def allowed(self) -> Bits | None:
+        """What may come behind all that has been launched, if it `may_go_on`; None: that is not known yet."""
+        allowed = [] if self.matcher is None else self.matcher.allowed()
+        ahead = max(0, self.progress.scheduled - self.length)
+        return allowed[ahead] if ahead < len(allowed) else None
+
+    def may_go_on(self, patience: float = 0.0) -> bool:
+        """See `Sequence`. One that its matcher says is complete has ended, and one that fails it."""
+        if self.matcher is None:
+            return True
+        if self.is_done or not self.matcher.wait(patience):
+            return False
+        try:
+            if self.matcher.allowed():
+                return True
+        except ValueError as error:
+            self.fail(str(error))
+            return False
+        with self.lock:
+            self.end.finish_reason = "stop"
+        return False
 
     def restart(self) -> None:
         if not self.token_ids:

@@ -77,6 +77,8 @@ class Tokens(Results):
                 wanted = answer.params.logprobs
                 for i in range(count if wanted is not None else 0):
                     answer.logprobs.append(_logprob(wanted or 0, new[i], *(x[i, row] for x in told)))
+            if answer.matcher is not None and not answer.is_done:
+                answer.matcher.advance(new)
             yield answer
 
 
@@ -163,10 +165,22 @@ def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Pref
     return Prefilled(launched, parts)
 
 
+def free(decoding: abc.Iterable[Sequence]) -> list[Generation]:
+    """Of those whose prompts have been launched the answers that may go on as they like."""
+    return [one for one in decoding if isinstance(one, Generation) and one.matcher is None and one.can_grow]
+
+
+def held(decoding: abc.Iterable[Sequence], until: float = 0.0) -> list[Generation]:
+    """Those that are held to something, and of which it is known what may come next, or will be by then."""
+    found = [one for one in decoding if isinstance(one, Generation) and one.matcher is not None and one.can_grow]
+    return [one for one in found if one.may_go_on(until - time.perf_counter()) and one.allowed is not None]
+
+
 def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> Tokens:
     """Lets answers go on by up to `tokens` tokens each."""
     first = np.array([sequence.progress.scheduled for sequence in active], np.int32)
     last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
+    lanes.hold(active)
     tables = [sequence.progress.lease.table for sequence in active if sequence.progress.lease is not None]
     sampled = runner.window(lanes.rows(active), tables, np.stack([first, last]), tokens)
     return Tokens(active, sampled)

@@ -12,6 +12,7 @@ import numpy as np
 from vlcache_jax.checks import check_text, short
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.grammars import Grammars
 from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
@@ -39,6 +40,9 @@ class SequenceBuilder:
       end_tokens: the checkpoint's.
       seed: of answers whose sampling parameters name none.
       keeps_pages: whether prompts use pages that are there already, and leave theirs.
+
+    Attributes:
+      grammars: that answers are held to.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class SequenceBuilder:
         self._end_tokens = end_tokens
         self._random = np.random.default_rng(seed)
         self._keeps_pages = keeps_pages
+        self.grammars = Grammars(tokenizer, end_tokens, config.text.vocab_size)
 
     def continuations(self, given: abc.Sequence[str | abc.Sequence[int]], count: int) -> list[list[int] | ValueError]:
         """The token ids of the continuations to be scored of `count` requests, or what is wrong with them."""
@@ -122,6 +127,7 @@ class SequenceBuilder:
         try:
             bias_row(resolved, vocab_size)
             self._bad_words(resolved)
+            self.grammars.check(resolved)
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
         return resolved
@@ -159,6 +165,7 @@ class SequenceBuilder:
                 end_tokens=self._ends(params),
                 bad_words=self._bad_words(params),
                 detokenizer=self.detokenizer(params),
+                matcher=self.grammars.matcher(params),
             )
             for i in range(params.n)
         ]

@@ -14,6 +14,7 @@ from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.shapes import Halves, Shapes, ints
 from vlcache_jax.device.sampler import Lanes
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.sampling import MAX_BIASED
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,27 @@ class OpenLane(Program[Lanes]):
 
     def compute(self, shapes: Shapes, lanes: Lanes, lane: jax.Array, *kept: jax.Array) -> Lanes:
         return sampler.open_lane(lanes, lane, *kept)
+
+
+@dataclass(frozen=True)
+class HoldLanes(Program[Lanes]):
+    """See `sampler.hold_lanes`; of `count` lanes. Few ask for it, so it is compiled when somebody does."""
+
+    name = "hold"
+    donates = (0,)
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return []
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        words, pairs = -(-shapes.config.text.vocab_size // 32), (self.count, MAX_BIASED)
+        added = jax.ShapeDtypeStruct(pairs, jnp.float32)
+        return shapes.lanes, ints(self.count), ints(self.count, words), ints(*pairs), added
+
+    def compute(self, shapes: Shapes, lanes: Lanes, *held: jax.Array) -> Lanes:
+        return sampler.hold_lanes(lanes, *held)
 
 
 @dataclass(frozen=True)

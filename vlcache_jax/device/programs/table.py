@@ -25,7 +25,8 @@ from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.reuse.policies import Policy
 
 PROGRAMS: tuple[type[Program[Any]], ...] = (
-    state.EmptyPool, state.EmptyEncoderRows, state.EmptyLanes, state.OpenLane, state.CopyPages,
+    state.EmptyPool, state.EmptyEncoderRows, state.EmptyLanes, state.OpenLane, state.HoldLanes,
+    state.CopyPages,
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
     answer.OutputHead, answer.SampleFirst, answer.ScoreTokens, window.Window,
     choose.ScoreRows, choose.Choose, choose.Narrow, choose.Take,

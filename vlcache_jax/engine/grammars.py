@@ -1,0 +1,262 @@
+"""What answers are held to: grammars are compiled, and what may come next is found, on threads of their own (host).
+
+llguidance does both, and lets others run meanwhile. A grammar may come from anybody, so that all that it can cost is
+bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.checks import short, shorten
+from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    import llguidance
+
+Bits = npt.NDArray[np.int32]
+
+_KEPT = 64  # compiled grammars
+_AHEAD = 8  # forced tokens that are told at a time
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 500,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class Grammars:
+    """Compiles what answers are held to.
+
+    The first one builds the tokenizer, which takes seconds for a large vocabulary, in which no other Python runs.
+
+    Args:
+      tokenizer: of the checkpoint, with its `backend_tokenizer`.
+      ends: the checkpoint's end tokens.
+      vocab_size: of the model; what lies beyond the tokenizer's never comes.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int], vocab_size: int):
+        self._tokenizer, self._ends, self._vocab_size = tokenizer, ends, vocab_size
+        self._built: llguidance.LLTokenizer | None = None
+        self._added: dict[str, int] = {}  # ids of tokens that are added to the vocabulary
+        self._known: OrderedDict[StructuredOutputs, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of these
+        self._compiling = ThreadPoolExecutor(1, "vlcache-grammars")
+        self._filling = ThreadPoolExecutor(1, "vlcache-masks")
+
+    def check(self, params: SamplingParams) -> None:
+        """Compiles what an answer is held to, if it is not yet.
+
+        Raises:
+          ValueError: it cannot be, or is too large.
+        """
+        if params.structured_outputs is not None:
+            self._compiled(params.structured_outputs)
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """Says of a new answer what may come next; None: everything."""
+        if params.structured_outputs is None:
+            return None
+        ends = bits(self._ends, self._vocab_size)
+        return Matcher(self._compiled(params.structured_outputs), params, ends, self._filling)
+
+    def close(self) -> None:
+        """What is under way is given up."""
+        for threads in (self._compiling, self._filling):
+            threads.shutdown(cancel_futures=True)
+
+    def _compiled(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+        with self._lock:
+            if (known := self._known.get(asked)) is not None:
+                self._known.move_to_end(asked)
+                return known
+        return self._compiling.submit(self._compile, asked).result()
+
+    def _compile(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+        import llguidance
+
+        if self._built is None:
+            text, self._added = _read(self._tokenizer)
+            self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends) or None)
+        try:
+            grammar = _source(asked, self._added)
+            matcher = llguidance.LLMatcher(
+                self._built, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
+            )
+            _try(matcher, bits(self._ends, self._vocab_size))
+        except Exception as error:  # a converter in Python may raise anything
+            what = shorten(" ".join(str(error).split()) or type(error).__name__)
+            raise ValueError(f"{asked.name} must be usable: {what}, got {short(asked.text)}") from error
+        with self._lock:
+            self._known[asked] = matcher
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return matcher
+
+
+class Matcher:
+    """What may come next in one answer. Where it stands is changed by one thread, the one that fills masks.
+
+    Args:
+      compiled: what the answer is held to, at its beginning.
+      params: of the answer.
+      ends: the checkpoint's end tokens as bits.
+      threads: one thread.
+    """
+
+    def __init__(self, compiled: llguidance.LLMatcher, params: SamplingParams, ends: Bits, threads: ThreadPoolExecutor):
+        self._compiled, self._params, self._ends, self._threads = compiled, params, ends, threads
+        only = params.allowed_token_ids
+        self._only = np.full_like(ends, -1) if only is None else bits(only, 32 * len(ends))
+        self._own: llguidance.LLMatcher | None = None
+        self._count = 0
+        self._forced: list[int] = []
+        self._next: Future[list[Bits]] = threads.submit(self._advance, ())
+
+    def fresh(self) -> Matcher:
+        """Of the same answer, begun anew."""
+        return Matcher(self._compiled, self._params, self._ends, self._threads)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The answer has gone on with these. What follows is asked for."""
+        self._next = self._threads.submit(self._advance, tuple(tokens))
+
+    def wait(self, patience: float) -> bool:
+        """Whether it is known what may come next; waits so many seconds for it."""
+        if patience > 0 and not self._next.done():
+            wait([self._next], patience)
+        return self._next.done()
+
+    def allowed(self) -> list[Bits]:
+        """Once it is known: which tokens may come next, and behind that one, as far as they are forced.
+
+        Of each token bit i % 32 of word i // 32; none at all: the answer is complete.
+
+        Raises:
+          ValueError: the answer has left its grammar, or it costs more than a token may.
+        """
+        try:
+            return self._next.result()
+        except Exception as error:
+            raise ValueError(f"structured_outputs must be followed to the end, got {shorten(str(error))}") from error
+
+    def _advance(self, tokens: Sequence[int]) -> list[Bits]:
+        if self._own is None:
+            self._own = self._compiled.deep_copy()
+        self._count += len(tokens)
+        if tokens and not self._own.consume_tokens(list(tokens)):
+            raise ValueError(self._own.get_error())
+        # What was forced before stays so: an answer that is put back must not go on in other tokens.
+        self._forced = self._forced[len(tokens) :]
+        if self._forced:
+            return self._told()
+        allowed = np.zeros_like(self._ends)
+        _fill(self._own, allowed)
+        content, ends = allowed & ~self._ends, allowed & self._ends & self._only
+        if self._params.ignore_eos or self._count < self._params.min_tokens:
+            ends = np.zeros_like(ends)
+        if not content.any() and not ends.any():
+            return []
+        if not (ends.any() or self._params.allowed_token_ids is not None or self._params.bad_words):
+            self._forced = self._own.compute_ff_tokens()
+        return self._told() or [content & self._only | ends]
+
+    def _told(self) -> list[Bits]:
+        return [bits([token], 32 * len(self._ends)) for token in self._forced[:_AHEAD]]
+
+
+def bits(tokens: Collection[int], vocab_size: int) -> Bits:
+    """Tokens as bits, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 is token i."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    flags[list(tokens)] = True
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _fill(matcher: llguidance.LLMatcher, allowed: Bits) -> None:
+    """Raises a ValueError if the matcher cannot go on."""
+    import llguidance.numpy
+
+    llguidance.numpy.fill_next_token_bitmask(matcher, allowed[None])
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+
+
+def _try(matcher: llguidance.LLMatcher, ends: Bits) -> None:
+    """Goes a token into a grammar, as what is too large may show only there. Raises a ValueError if it is."""
+    allowed = np.zeros_like(ends)
+    _fill(matcher, allowed)
+    content = np.flatnonzero(np.unpackbits((allowed & ~ends).view(np.uint8), bitorder="little"))
+    if len(content):
+        further = matcher.deep_copy()
+        further.consume_token(int(content[0]))
+        _fill(further, allowed)
+
+
+def _read(tokenizer: Any) -> tuple[str, dict[str, int]]:
+    """A tokenizer as JSON in which added tokens have names that nobody writes, and the ids of these by their texts.
+
+    So text that is spelled like such a token is text, and the token itself comes only where a grammar has its id.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary, added = content["model"]["vocab"], {}
+    for token in content["added_tokens"]:
+        text, name = token["content"], f"<\uf8ff{token['id']}\uf8ff>"
+        added[text], token["content"] = token["id"], name
+        if text in vocabulary:
+            vocabulary[name] = vocabulary.pop(text)
+    return json.dumps(content), added
+
+
+def _source(asked: StructuredOutputs, added: dict[str, int]) -> str:
+    """As llguidance has it."""
+    import llguidance
+
+    if asked.kind in ("json", "json_object"):
+        spaces: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
+        if asked.whitespace_pattern is not None:
+            spaces["whitespace_pattern"] = asked.whitespace_pattern
+        return llguidance.LLMatcher.grammar_from_json_schema(asked.text, overrides=spaces)
+    if asked.kind == "structural_tag":
+        return _tags(json.loads(asked.text), added)
+    return llguidance.grammar_from(asked.kind, asked.text)  # type: ignore[arg-type]
+
+
+def _tags(asked: dict[str, Any], added: dict[str, int]) -> str:
+    """Text in which what begins with a trigger is one of the structures. Added tokens in these are meant as such."""
+    tags = asked["structures"]
+    options = " | ".join(f"tag_{i}" for i in range(len(tags)))
+    lines = ["%llguidance {}", f"start: ({options})* TEXT", r"TEXT: /(.|\n)*/"]
+    for i, tag in enumerate(tags):
+        trigger = next((one for one in asked["triggers"] if one and tag["begin"].startswith(one)), None)
+        if trigger is None:
+            raise ValueError(f"one of {asked['triggers']} must begin {tag['begin']!r}")
+        [first, *more] = _terms(trigger, added)
+        rest = [*more, *_terms(tag["begin"][len(trigger) :], added), f"%json {json.dumps(tag['schema'])}"]
+        head = f"TEXT {first}"
+        if first.startswith('"'):  # the text before it ends with the first of its kind
+            lines.append(f"head_{i}[lazy]: {head}")
+            head = f"head_{i}"
+        lines.append(" ".join([f"tag_{i}: {head}", *rest, *_terms(tag["end"], added)]))
+    return "\n".join(lines)
+
+
+def _terms(text: str, added: dict[str, int]) -> list[str]:
+    """Of a grammar: pieces of text, and added tokens by their ids."""
+    longest_first = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+    pieces = re.split(f"({longest_first})", text) if added else [text]
+    return [f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces if piece]
