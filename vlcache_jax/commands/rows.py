@@ -40,6 +40,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "cache_salt": (None,),
     "reuse": (None,),
     "mm_processor_kwargs": (None,),
+    "tool_choice": (None, "none", "auto"),
 }
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
 

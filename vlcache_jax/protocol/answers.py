@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlcache_jax.protocol.requests import Options
+from vlcache_jax.protocol.deltas import Joined, joined_pieces
+from vlcache_jax.protocol.parsing import AnswerParser
+from vlcache_jax.protocol.requests import Options, Parts
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import (
@@ -81,13 +83,14 @@ class Answer(ABC):
 
     def __post_init__(self) -> None:
         self._counts: dict[int, Counts] = {}  # of a stream so far, by prompt
+        self._prompts: dict[int, str] = {}
         self._told: set[int] = set()  # its choices that have begun
         self._left: dict[str, Any] = {}  # what its next piece tells beside
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer at once, of each prompt its output."""
         choices = [
-            self._choice(self.answers * i + answer.index, answer)
+            self._choice(self.answers * i + answer.index, answer, output.prompt)
             for i, output in enumerate(outputs)
             for answer in output.outputs
         ]
@@ -108,8 +111,8 @@ class Answer(ABC):
                 self._told.add(index)
                 for choice in self._opening(index):
                     yield self._piece([choice])
-            if one.text or one.logprobs or one.finish_reason or (self.options.returns_token_ids and one.token_ids):
-                yield self._piece([self._delta(index, one)])
+            if (new := self._delta(index, one, self._prompts[prompt])) is not None:
+                yield self._piece([new])
 
     def last(self) -> Iterator[dict[str, Any]]:
         """The end of a stream."""
@@ -127,6 +130,7 @@ class Answer(ABC):
 
     def _count_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> dict[str, Any]:
         """The last time counts: what was to be reused may have had to be computed. It is told beside the pieces."""
+        self._prompts[number] = told.text
         before = self._counts.get(number, Counts())
         found = Counts.of_prompt(told.token_ids, told.num_cached_tokens, told.cache)
         self._counts[number] = dataclasses.replace(found, completion=before.completion)
@@ -159,30 +163,77 @@ class Answer(ABC):
         return told
 
     @abstractmethod
-    def _choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         """A whole answer."""
 
     @abstractmethod
-    def _delta(self, index: int, one: CompletionDelta) -> dict[str, Any]:
-        """What is new of an answer."""
+    def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
+        """What is new of an answer; None: nothing that is told yet."""
+
+    def _is_told(self, one: CompletionDelta) -> bool:
+        """Whether a delta is told though it may have no text."""
+        has_tokens = self.options.returns_token_ids and bool(one.token_ids)
+        return bool(one.logprobs) or one.finish_reason is not None or has_tokens
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         """What the pieces of an answer begin with."""
         return []
 
 
+@dataclass
 class ChatAnswer(Answer):
-    """Of a chat completion."""
+    """Of a chat completion.
+
+    Attributes:
+      parts: what its text is told apart into.
+      chat_template: of the prompts; it tells whether the model thinks.
+    """
+
+    parts: Parts = field(default_factory=Parts)
+    chat_template: str | None = None
 
     kind, piece = "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text}
-        return {"index": index, "message": message, "logprobs": _logprobs(answer.logprobs)} | self._end(answer)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parsers: dict[int, AnswerParser] = {}  # of a stream's answers
 
-    def _delta(self, index: int, one: CompletionDelta) -> dict[str, Any]:
-        delta = {"content": one.text} if one.text or one.logprobs else {}
-        return {"index": index, "delta": delta, "logprobs": _logprobs(one.logprobs)} | self._end(one)
+    def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
+        parser = self._parser(index, prompt)
+        joined = Joined.of([*parser.push(answer.text), *parser.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": joined.content}
+        message |= self._thought(joined.reasoning)
+        if joined.calls:
+            message |= {"content": joined.content or None, "tool_calls": joined.calls}
+        end = self._end(answer) | {"finish_reason": parser.finish_reason(answer.finish_reason)}
+        return {"index": index, "message": message, "logprobs": _logprobs(answer.logprobs)} | end
+
+    def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
+        if index not in self._parsers:
+            self._parsers[index] = self._parser(index, prompt)
+        parser = self._parsers[index]
+        new = parser.push(one.text)
+        if one.finish_reason is not None:
+            new += parser.finish()
+        content, calls = "".join(each.content for each in new), [each.call for each in new if each.call is not None]
+        delta: dict[str, Any] = {"content": content} if content or (one.logprobs and not new) else {}
+        delta |= self._thought("".join(each.reasoning for each in new))
+        if calls:
+            delta["tool_calls"] = [call.as_openai() for call in joined_pieces(calls)]
+        if not delta and not self._is_told(one):
+            return None
+        end = self._end(one) | {"finish_reason": parser.finish_reason(one.finish_reason)}
+        return {"index": index, "delta": delta, "logprobs": _logprobs(one.logprobs)} | end
+
+    def _parser(self, index: int, prompt: str) -> AnswerParser:
+        template = self.chat_template if self.parts.thoughts else None
+        return AnswerParser(f"{self.id}-{index}", chat_template=template, prompt=prompt, has_tools=self.parts.calls)
+
+    def _thought(self, reasoning: str) -> dict[str, Any]:
+        """What was thought, under the names that clients look for."""
+        if not reasoning or not self.parts.tells_thoughts:
+            return {}
+        return {"reasoning": reasoning, "reasoning_content": reasoning}
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -198,11 +249,13 @@ class CompletionAnswer(Answer):
         super().__post_init__()
         self._lengths: dict[int, int] = {}  # characters of a stream's answers so far
 
-    def _choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         logprobs = _text_logprobs(answer.logprobs, 0)
         return {"index": index, "text": answer.text, "logprobs": logprobs} | self._end(answer)
 
-    def _delta(self, index: int, one: CompletionDelta) -> dict[str, Any]:
+    def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
+        if not one.text and not self._is_told(one):
+            return None
         begin = self._lengths.get(index, 0)
         self._lengths[index] = begin + sum(len(token.texts[token.token]) for token in one.logprobs or ())
         return {"index": index, "text": one.text, "logprobs": _text_logprobs(one.logprobs, begin)} | self._end(one)

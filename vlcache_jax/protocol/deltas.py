@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -78,6 +78,15 @@ class Joined:
             for head, pieces in zip(heads, arguments, strict=True)
         ]
         return cls("".join(content), "".join(reasoning), calls)
+
+
+def joined_pieces(pieces: Iterable[CallDelta]) -> list[CallDelta]:
+    """Those of one event, each call once: not every client puts two pieces of one list together."""
+    found: dict[int, CallDelta] = {}
+    for piece in pieces:
+        before = found.get(piece.index)
+        found[piece.index] = piece if before is None else replace(before, arguments=before.arguments + piece.arguments)
+    return list(found.values())
 
 
 def unfinished(text: str, tag: str) -> int:

@@ -37,6 +37,8 @@ def _sampling(name: str) -> Schema:
         items = {"type": "string", "minLength": 1} if kind is str else {"type": "integer", "minimum": 0}
         schema = {"type": ["array", "null", *(["string"] if name == "stop" else [])], "items": items, "maxItems": most}
         return schema | ({"minItems": 1} if name == "allowed_token_ids" else {})
+    if name == "structured_outputs":
+        return _told(_OBJECT, "What the answer must be, see `StructuredOutputs`: one of json, regex, choice, ...")
     if name == "logit_bias":
         return {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
     return _FLAG
@@ -61,6 +63,7 @@ _BOTH: dict[str, Schema] = {
     "reuse": _told(
         {"type": ["string", "number", "null"]}, "What is done with known images, if the server lets requests choose."
     ),
+    "response_format": _told(_OBJECT, "`json_object`, or `json_schema`: what the answer must be."),
     "return_token_ids": _told(_FLAG, "Also answer with the token ids of prompt and answers."),
     "return_cache_report": _told(_FLAG, "Also answer with `cache`: what of each image was reused."),
     **{
@@ -86,7 +89,10 @@ CHAT: Mapping[str, Schema] = {
     "max_completion_tokens": _sampling("max_tokens"),
     "logprobs": _FLAG,
     "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
-    "parallel_tool_calls": _FLAG,
+    "tools": _told({"type": ["array", "null"], "items": {"type": "object"}}, "Functions that the answer may call."),
+    "tool_choice": _told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
+    "parallel_tool_calls": _told(_FLAG, "false: where calls are forced, one of them."),
+    "include_reasoning": _told(_FLAG, "false: what was thought is not told."),
     "mm_processor_kwargs": _told(_OBJECT, "min_pixels and max_pixels of images; fps and the like of videos."),
     "chat_template_kwargs": _told(_OBJECT, "Names that the chat template uses."),
     "add_generation_prompt": _FLAG,
@@ -115,18 +121,13 @@ DETOKENIZE: Mapping[str, Schema] = {
 
 # What there is not: the values that ask for nothing.
 ABSENT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
     "reasoning_effort": (None, "none"),
-    "include_reasoning": (None, True),
     "echo": (None, False),
     "documents": (None, []),
     "media_io_kwargs": (None, {}),
@@ -141,8 +142,6 @@ ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "echo": (None, False),
     "best_of": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "add_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),

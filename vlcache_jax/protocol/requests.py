@@ -18,8 +18,10 @@ from vlcache_jax.protocol.fields import (
     check_fields,
     sampling_params,
 )
+from vlcache_jax.protocol.forced import forced_call
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.structured_outputs import StructuredOutputs
 
 TEMPLATE = tuple(TemplateOptions.__annotations__)
 _LEGACY_TOKENS = 16  # of a completion that names none, as OpenAI has it
@@ -78,6 +80,21 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What the text of an answer is told apart into.
+
+    Attributes:
+      calls: calls of tools, and the rest.
+      thoughts: what was thought, and what is said.
+      tells_thoughts: what was thought is told, beside what is said.
+    """
+
+    calls: bool = False
+    thoughts: bool = False
+    tells_thoughts: bool = True
+
+
+@dataclass(frozen=True)
 class ChatRequest:
     """The next message of a conversation is asked for.
 
@@ -87,6 +104,7 @@ class ChatRequest:
       template: how messages become text, see `Template`.
       mm_processor_kwargs: see `LLM.chat`.
       options: what else is asked.
+      parts: what the answer is told apart into.
     """
 
     messages: list[Any]
@@ -94,13 +112,15 @@ class ChatRequest:
     template: TemplateOptions = field(default_factory=TemplateOptions)
     mm_processor_kwargs: Mapping[str, Any] | None = None
     options: Options = field(default_factory=Options)
+    parts: Parts = field(default_factory=Parts)
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self:
+    def parse(cls, body: Mapping[str, Any], defaults: Mapping[str, Any], *, opens_thinking: bool = False) -> Self:
         """Reads the body of a request for a chat completion.
 
         Args:
           defaults: sampling parameters where it names none; a `seed` of -1 names none.
+          opens_thinking: prompts end within thinking, behind which a call that is forced comes.
 
         Raises:
           ApiError: a field is wrong, unknown or not supported.
@@ -112,12 +132,23 @@ class ChatRequest:
         if "max_completion_tokens" in given:
             sampling.setdefault("max_tokens", given["max_completion_tokens"])
         _read_logprobs(sampling, given.get("top_logprobs"))
+        _read_format(sampling, given.get("response_format"))
+        is_held = "structured_outputs" in sampling
+        _read_choice(sampling, given, opens_thinking)
+        template = {name: given[name] for name in TEMPLATE if name in given}
+        choice = template.pop("tool_choice", None)
         return cls(
             given["messages"],
             sampling_params(_seeded(sampling), defaults),
-            TemplateOptions(**{name: given[name] for name in TEMPLATE if name in given}),  # type: ignore[typeddict-item]
+            TemplateOptions(**template, tool_choice="none" if choice == "none" else "auto"),  # type: ignore[typeddict-item]
             given.get("mm_processor_kwargs"),
             Options.parse(given),
+            # What is held to a form of its own is content, and nothing else.
+            Parts(
+                calls=bool(given.get("tools")) and choice != "none" and not is_held,
+                thoughts=not is_held,
+                tells_thoughts=given.get("include_reasoning", True),
+            ),
         )
 
 
@@ -144,6 +175,7 @@ class CompletionRequest:
         """
         given = check_fields(body, TEXT, ABSENT_IN_TEXT, ())
         sampling = {name: given[name] for name in SAMPLING if name in given}
+        _read_format(sampling, given.get("response_format"))
         params = sampling_params(_seeded(sampling), {"max_tokens": _LEGACY_TOKENS})
         return cls(_prompts(given.get("prompt")), params, Options.parse(given))
 
@@ -192,6 +224,31 @@ def _read_logprobs(sampling: dict[str, Any], top: int | None) -> None:
         raise ApiError(f"logprobs must be true where there are top_logprobs, got {short(told)}", "logprobs")
     if told:
         sampling["logprobs"] = top or 0
+
+
+def _read_format(sampling: dict[str, Any], given: Any) -> None:
+    """From what an answer must be, as OpenAI asks for it."""
+    try:
+        held = StructuredOutputs.from_response_format(given)
+    except (TypeError, ValueError) as error:
+        raise ApiError(str(error), "response_format") from error
+    if held is not None:
+        if sampling.get("structured_outputs") is not None:
+            raise ApiError("response_format must be left out beside structured_outputs", "response_format")
+        sampling["structured_outputs"] = held
+
+
+def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], opens_thinking: bool) -> None:
+    """From the calls that an answer must make."""
+    parallel = given.get("parallel_tool_calls", True)
+    try:
+        grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel, is_opened=opens_thinking)
+    except ValueError as error:
+        raise ApiError(str(error), str(error).partition(" ")[0]) from error
+    if grammar is not None:
+        if sampling.get("structured_outputs") is not None:
+            raise ApiError("tool_choice must be auto or none where the answer is held to a form", "tool_choice")
+        sampling["structured_outputs"] = StructuredOutputs(grammar=grammar)
 
 
 def _prompts(given: Any) -> tuple[str | Sequence[int], ...]:

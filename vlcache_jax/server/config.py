@@ -35,6 +35,10 @@ class ServerConfig:
       shutdown_timeout: seconds that requests may take to end when the server is asked to.
       allow_reuse: what of images a request may ask to reuse, beside the server's own way; may be repeated.
       max_n: answers to one request at most.
+      tool_call_parser: "hermes": what stands between `<tool_call>` tags is told as calls where a request offers tools;
+        "none": it stays text.
+      reasoning_parser: "auto": where the chat template says that the model thinks, that is told as `reasoning`; "none":
+        it stays text.
       chat_template: Jinja, or a file of it, in place of the checkpoint's own.
       warmup: compile everything before `/ready` says so.
 
@@ -58,6 +62,8 @@ class ServerConfig:
     shutdown_timeout: float = 30.0
     allow_reuse: Sequence[str] = ()
     max_n: int = 128
+    tool_call_parser: str = "hermes"
+    reasoning_parser: str = "auto"
     chat_template: str | None = None
     warmup: bool = True
 
@@ -82,6 +88,9 @@ class ServerConfig:
             if self.api_key:
                 raise ValueError("api_key must be left out where api_keys names a file")
             Tenants.load(self.api_keys)  # before a model is opened
+        for name, known in (("tool_call_parser", ("hermes", "none")), ("reasoning_parser", ("auto", "none"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, got {short(getattr(self, name))}")
         check_whole("port", self.port, 0, 65535)
         check_whole("max_waiting", self.max_waiting, 1)
         check_whole("max_n", self.max_n, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -15,8 +16,10 @@ from starlette.types import Receive, Scope, Send
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
+from vlcache_jax.inputs.prompt import Template, template_text
 from vlcache_jax.outputs import OutputCollector, RequestDelta
 from vlcache_jax.protocol.answers import Answer, ChatAnswer, CompletionAnswer, Counts
+from vlcache_jax.protocol.reasoning import is_opened
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
 from vlcache_jax.server.config import ServerConfig
@@ -28,6 +31,8 @@ from vlcache_jax.server.tenants import Register, Tenant
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
 _STALL = 60.0  # seconds that a client may take to read what is sent
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+_HELLO = {"role": "user", "content": "Hello"}
 
 type _Events = AsyncGenerator[tuple[int, RequestDelta] | None]
 
@@ -44,7 +49,6 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
       register: of the tenants, if there are any.
     """
 
-    kind: ClassVar[type[Answer]]
     prefix: ClassVar[str]
 
     def __init__(
@@ -88,7 +92,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         salt: str | TenantSalt | None = told.cache_salt
         if self._register is not None and tenant is not None:
             salt = self._register.salts.salt(tenant.name, told.cache_salt)
-        answer = self.kind(f"{self.prefix}-{uuid.uuid4().hex}", self._models[0], told, request.params.n)
+        answer = self._begin(request, f"{self.prefix}-{uuid.uuid4().hex}", self._models[0])
         streams = [
             self.engine.deltas(
                 prompt,
@@ -158,6 +162,10 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     def _prompts(self, request: R) -> Sequence[Any]:
         """What the engine is asked, one after the other."""
 
+    @abstractmethod
+    def _begin(self, request: R, name: str, model: str) -> Answer:
+        """What writes the answer."""
+
     def _settings(self, request: R) -> Mapping[str, Any]:
         """What the engine is told of how prompts are made."""
         return {}
@@ -166,13 +174,31 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
 class Chats(Inference[ChatRequest]):
     """Chat completions."""
 
-    kind, prefix = ChatAnswer, "chatcmpl"
+    prefix = "chatcmpl"
+
+    def __init__(self, engine: AsyncLLM, config: ServerConfig, *given: Any):
+        super().__init__(engine, config, *given)
+        renderer = engine.service.renderer
+        own = config.chat_template
+        self._chat_template = renderer.chat_template if own is None else template_text(own)
+        self._opens_thinking = False
+        if self._chat_template is not None and config.reasoning_parser != "none":
+            alone = renderer.from_conversation([_HELLO], template=Template(chat_template=self._chat_template))
+            self._opens_thinking = is_opened(alone.text)
 
     def _parse(self, body: bytes) -> ChatRequest:
         found = parse_object(body)
         if found.get("chat_template") is not None:  # a program, which clients may not bring
             raise ApiError("chat_template must be left out, as a template can run without end", "chat_template")
-        return ChatRequest.parse(found, {"max_tokens": None})
+        return ChatRequest.parse(found, {"max_tokens": None}, opens_thinking=self._opens_thinking)
+
+    def _begin(self, request: ChatRequest, name: str, model: str) -> Answer:
+        calls = request.parts.calls and self.config.tool_call_parser != "none"
+        thoughts = request.parts.thoughts and self.config.reasoning_parser != "none"
+        parts = dataclasses.replace(request.parts, calls=calls, thoughts=thoughts)
+        return ChatAnswer(
+            name, model, request.options, request.params.n, parts=parts, chat_template=self._chat_template
+        )
 
     def _prompts(self, request: ChatRequest) -> Sequence[Any]:
         return [request.messages]
@@ -184,10 +210,13 @@ class Chats(Inference[ChatRequest]):
 class Completions(Inference[CompletionRequest]):
     """Completions of texts and tokens."""
 
-    kind, prefix = CompletionAnswer, "cmpl"
+    prefix = "cmpl"
 
     def _parse(self, body: bytes) -> CompletionRequest:
         return CompletionRequest.parse(parse_object(body))
+
+    def _begin(self, request: CompletionRequest, name: str, model: str) -> Answer:
+        return CompletionAnswer(name, model, request.options, request.params.n)
 
     def _prompts(self, request: CompletionRequest) -> Sequence[Any]:
         return [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in request.prompts]
