@@ -118,9 +118,9 @@ class Loop:
     def check_alive(self) -> None:
         """Raises a RuntimeError if nothing that is submitted will run: it is closed, or its thread has died."""
         self.check_open()
-        with self._changed:
-            if self._thread is not None and not self._thread.is_alive():
-                raise RuntimeError("the engine's thread has died")
+        thread = self._thread  # without the lock, which `prepare` holds for long
+        if thread is not None and thread.ident is not None and not thread.is_alive():
+            raise RuntimeError("the engine's thread has died")
 
     def _run(self) -> None:
         engine = self.engine

@@ -307,7 +307,7 @@ def _text_logprobs(told: Sequence[Logprob] | None, begin: int) -> dict[str, Any]
     if told is None:
         return None
     tokens = [one.texts[one.token] for one in told]
-    offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=begin))
+    offsets = list(itertools.accumulate(map(len, tokens), initial=begin))[: len(tokens)]
     top = [{one.texts[token]: value for token, value in one.top.items()} for one in told]
     values = [one.chosen for one in told]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

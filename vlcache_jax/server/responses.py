@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -70,31 +71,42 @@ async def merged[T](
     Raises:
       ApiError: they are ended before their ends.
     """
-    waiting: dict[asyncio.Future[T], int] = {asyncio.ensure_future(anext(one)): i for i, one in enumerate(streams)}
-    ending = asyncio.ensure_future(ended.wait())
+    heard: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(1)  # who reads slowly is not read ahead of
+
+    async def hear(number: int, stream: AsyncGenerator[T]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for one in stream:
+                    await heard.put((number, one))
+            await heard.put(None)
+        except Exception as error:
+            await heard.put(error)
+
+    async def end() -> None:
+        await ended.wait()
+        await heard.put(ApiError("the server is shutting down", status=503, retry_after=1))
+
+    tasks = [asyncio.create_task(hear(i, stream)) for i, stream in enumerate(streams)]
+    tasks.append(asyncio.create_task(end()))
+    left = len(streams)
     try:
-        while waiting:
-            both: set[asyncio.Future[Any]] = {*waiting, ending}
-            done, _ = await asyncio.wait(both, timeout=silence, return_when=asyncio.FIRST_COMPLETED)
-            if ending in done:
-                raise ApiError("the server is shutting down", status=503, retry_after=1)
-            if not done:
+        while left:
+            try:
+                async with asyncio.timeout(silence):
+                    found = await heard.get()
+            except TimeoutError:
                 yield None
-            for future in waiting.keys() & done:
-                number = waiting.pop(future)
-                try:
-                    found = future.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(streams[number]))] = number
-                yield number, found
+                continue
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
     finally:
-        both = {*waiting, ending}
-        for one in both:
-            one.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
