@@ -95,10 +95,11 @@ class Grammars:
         if (known := self._find(asked)) is not None:  # many may have asked for it at once
             return known
         try:
+            if not self._ends:
+                raise ValueError("the checkpoint must have end tokens")
             if self._built is None:
                 text, self._added = _read(self._tokenizer)
-                ends = sorted(self._ends) or None
-                self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
+                self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends))
             grammar = _source(asked, self._added)
             matcher = llguidance.LLMatcher(
                 self._built, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
