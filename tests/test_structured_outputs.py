@@ -451,6 +451,12 @@ def test_what_the_tokenizer_does_not_have_never_comes(llm):
     assert not flags[known:].any()
 
 
+def test_a_checkpoint_without_end_tokens(llm, monkeypatch):
+    monkeypatch.setattr(llm.service.intake.sequences.grammars, "_ends", frozenset())
+    with pytest.raises(ValueError, match=r"structured_outputs\.regex must be usable: the checkpoint must have end"):
+        answer(llm, held(regex="never[0-9]asked"))
+
+
 def test_streams_and_aborts(llm):
     async def run():
         engine = AsyncLLM(llm.service)

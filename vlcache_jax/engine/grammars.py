@@ -81,19 +81,25 @@ class Grammars:
             threads.shutdown(cancel_futures=True)
 
     def _compiled(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
+        return self._find(asked) or self._compiling.submit(self._compile, asked).result()
+
+    def _find(self, asked: StructuredOutputs) -> llguidance.LLMatcher | None:
         with self._lock:
-            if (known := self._known.get(asked)) is not None:
+            if asked in self._known:
                 self._known.move_to_end(asked)
-                return known
-        return self._compiling.submit(self._compile, asked).result()
+            return self._known.get(asked)
 
     def _compile(self, asked: StructuredOutputs) -> llguidance.LLMatcher:
         import llguidance
 
-        if self._built is None:
-            text, self._added = _read(self._tokenizer)
-            self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends) or None)
+        if (known := self._find(asked)) is not None:  # many may have asked for it at once
+            return known
         try:
+            if not self._ends:
+                raise ValueError("the checkpoint must have end tokens")
+            if self._built is None:
+                text, self._added = _read(self._tokenizer)
+                self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends))
             grammar = _source(asked, self._added)
             matcher = llguidance.LLMatcher(
                 self._built, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
