@@ -961,13 +961,26 @@ def test_a_callers_template_that_knows_no_tools_gets_none(renderer):
         ([{"name": "a", "parameters": []}], "tools[0].function.parameters must be a JSON schema, got []"),
         ([{"name": "a", "description": 5}], "tools[0].function.description must be a string, got 5"),
         ([{"name": "a", "strict": "yes"}], "tools[0].function.strict must be a bool, got 'yes'"),
+        ([{"name": "a", "parameters": {"a": {1}}}], "tools[0] must be JSON: Object of type set is"),
+        ([{"name": "a", "parameters": {"a": math.inf}}], "tools[0] must be JSON: Out of range"),
         ([LOOK, LOOK], "tools must have names of their own, got 'look' twice"),
         ([{"name": "a", "parameters": {"<|image_pad|>": 1}}],
          "tools must not contain <|image_pad|>, which marks the place of an image or video"),
     ],
 )  # fmt: skip
 def test_tools_are_checked(tools, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         Template(tools=tools)
     with pytest.raises(ValueError, match=r'^tool_choice must be "auto" or "none", got \'any\'$'):
         Template(tools=[LOOK], tool_choice="any")
+
+
+def test_what_is_nested_deep_is_an_error_like_another(renderer):
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match=r"^tools\[0\] must be JSON: "):
+        Template(tools=[{"name": "a", "parameters": {"enum": deep}}])
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {"a": deep}}}]}
+    with pytest.raises(ValueError, match=r"must not contain <\|image_pad\|>"):
+        renderer.from_conversation([*user("a"), called | {"content": "<|image_pad|>"}])

@@ -122,15 +122,15 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
 
 def check_marks(value: Any, name: str) -> None:
     """Raises a ValueError if a text anywhere in it holds a placeholder."""
-    if isinstance(value, str):
-        _plain_text(value, name)
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            check_marks(key, name)
-            check_marks(one, name)
-    elif isinstance(value, Sequence) and not isinstance(value, bytes):
-        for one in value:
-            check_marks(one, name)
+    pending = [value]  # not by calls: it may be nested deeper than these may be
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            _plain_text(one, name)
+        elif isinstance(one, Mapping):
+            pending += [*one.keys(), *one.values()]
+        elif isinstance(one, Sequence) and not isinstance(one, bytes):
+            pending += one
 
 
 def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -70,7 +70,12 @@ def _read(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(function.get("parameters", {}), Mapping):
         raise ValueError(f"{name}.function.parameters must be a JSON schema, got {short(function['parameters'])}")
     check_flags(**{f"{name}.function.strict": function.get("strict", False)})
-    return {"type": "function", **tool, "function": function}
+    read = {"type": "function", **tool, "function": function}
+    try:
+        json.dumps(read, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be JSON: {str(error) or type(error).__name__}") from error
+    return read
 
 
 def written_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
