@@ -55,23 +55,18 @@ class KVShape:
         """Of a token's codes and of their scales, for its keys or values in a layer; empty if they are not coded."""
         return self.codec.planes(self.heads, self.width) if self.codec else ()
 
+    def stored(self, *lead: int) -> list[jax.ShapeDtypeStruct]:
+        """The planes of stored keys or values: [..., K, D], or codes and scales, uint8 [..., K, bytes] each."""
+        if self.codec is None:
+            return [jax.ShapeDtypeStruct((*lead, self.heads, self.width), self.dtype)]
+        return [jax.ShapeDtypeStruct((*lead, self.heads, size // self.heads), np.uint8) for size in self.code_bytes]
+
     def record(self, tokens: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
         """What is stored of an image, of all layers or some: [L, 2, T, K, D], or coded, uint8 [L, 2, bytes]."""
         count = self.layers if layers is None else layers
         if self.codec is None:
-            return jax.ShapeDtypeStruct((count, 2, *self.half(tokens).shape), self.dtype)
+            return self.stored(count, 2, tokens)[0]
         return jax.ShapeDtypeStruct((count, 2, tokens * sum(self.code_bytes)), np.uint8)
-
-    @functools.cached_property
-    def planes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What is stored of a token's keys, or values: [K, D], or codes and scales, uint8 [K, bytes] each."""
-        if self.codec is None:
-            return (jax.ShapeDtypeStruct((self.heads, self.width), self.dtype),)
-        return tuple(jax.ShapeDtypeStruct((self.heads, size // self.heads), np.uint8) for size in self.code_bytes)
-
-    def stored(self, *lead: int) -> list[jax.ShapeDtypeStruct]:
-        """The planes of many, [..., K, D] or [..., K, bytes]."""
-        return [jax.ShapeDtypeStruct((*lead, *plane.shape), plane.dtype) for plane in self.planes]
 
     def split(self, data: jax.Array) -> list[jax.Array]:
         """The planes of a record, [L, 2, C, ...] each. That codes need not be copied, the scales behind them are taken
@@ -81,7 +76,8 @@ class KVShape:
         (codes, scales), size = self.code_bytes, data.shape[2]
         end = size // (codes + scales) * codes
         parts = data if size % codes == 0 else data[:, :, :end], data[:, :, end:]
-        return [part.reshape(*data.shape[:2], -1, *plane.shape) for part, plane in zip(parts, self.planes, strict=True)]
+        tokens = zip(parts, self.stored(), strict=True)
+        return [part.reshape(*data.shape[:2], -1, *plane.shape) for part, plane in tokens]
 
     @property
     def slot_bytes(self) -> int:
