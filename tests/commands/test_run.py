@@ -155,7 +155,8 @@ def test_a_row_of_openai():
         ({"body": {}}, "custom_id must be a string, got none"),
         (openai() | {"url": "/v1/embeddings"}, "method and url must be POST and /v1/chat/completions"),
         (openai() | {"more": 1}, "must hold only custom_id, method, url, body, got 'more'"),
-        (openai(tools=[{}]), "tools is not supported, got [{}]"),
+        (openai(tools=[{}]), "tools[0].function.name must be a name, got None"),
+        (openai(tool_choice="required"), "tool_choice is not supported, got 'required'"),
         (openai(stream=True), "stream is not supported, got True"),
         (openai(response_format={"type": "xml"}), "response_format must be an object whose type is text, json_object"),
         ({"question": "?", "structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string, got 5"),
@@ -239,7 +240,7 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     result = run(source, out)
     assert result.exit_code == 0, result.output
     assert result.stderr.endswith(f"14 rows are in {out}, 3 of them with an error\n")
-    assert "line 4: tools is not supported" in result.stderr
+    assert "line 4: tools[0].function.name must be a name" in result.stderr
     whole = answers(out)
     assert [number for number, *_ in whole] == list(range(1, 15))
     for number, text, error in whole:

@@ -395,7 +395,7 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
             jax.eval_shape(lambda *args: kernel(*args, implementation=implementation), *arguments)
         return made[0]
 
-    for kernel, arguments in ((attention, (x, x, x, index, index)), (link, (x, x, data, index, angle, angle))):
+    for kernel, arguments in ((attention, (x, x, x, index, index)), (link, (x, x, ((data,),), index, angle, angle))):
         best = choice(kernel, arguments, None)
         # No assembler works for the interpreter.
         assert choice(kernel, arguments, "mosaic_gpu_interpreted").implementation == "mosaic_gpu_interpreted"

@@ -167,8 +167,11 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
     data = [part["image_url"]["url"].partition(",")[2] for part in sent["messages"][0]["content"][:2]]
     assert [base64.b64decode(one) for one in data] == [RIGHT.read_bytes(), LEFT.read_bytes()]
     assert sent == {
-        "messages": sent["messages"], "stream": True, "stream_options": {"include_usage": True}, "return_cache": True
-    }  # fmt: skip
+        "messages": sent["messages"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_cache_report": True,
+    }
     assert sent["messages"][0]["content"][2] == {"type": "text", "text": "What is it?"}
     assert set(server.paths) == {"/", "/v1/chat/completions"}
     assert browser.errors == []

@@ -46,13 +46,15 @@ class LaneKeeper:
                 self._ends[lane] = answer.end_tokens
             choosing = Choosing.row(params, lane=lane, seed=answer.seed, most=answer.new_slots)
             self._rows[lane] = np.concatenate([[len(answer.layout), answer.layout.delta], choosing]).astype(np.int32)
-        self.hold(answers)
+        self.hold(answers, [answer.length for answer in answers])
         return self.rows(answers)[:, ANSWER:]
 
-    def hold(self, answers: abc.Sequence[Generation]) -> None:
-        """Lets those of the answers that are held to something choose what may come next, and nothing else."""
+    def hold(self, answers: abc.Sequence[Generation], counts: abc.Sequence[int]) -> None:
+        """Lets those of the answers that are held to something choose what may come behind `counts` tokens."""
         held = {
-            one.progress.lane: (one.allowed, one.params.logit_bias or ()) for one in answers if one.matcher is not None
+            one.progress.lane: (one.allowed(count), one.params.logit_bias or ())
+            for one, count in zip(answers, counts, strict=True)
+            if one.matcher is not None
         }
         if held:
             self._runner.hold(held)

@@ -553,11 +553,10 @@ class Generation(Sequence):
         """Whether its prompt's last row has been launched, and more tokens may be."""
         return 0 < self.progress.scheduled < self.most
 
-    @property
-    def allowed(self) -> Bits | None:
-        """What may come behind all that has been launched, if it `may_go_on`; None: that is not known yet."""
+    def allowed(self, count: int) -> Bits | None:
+        """What may come behind `count` tokens, at least those there are, if it `may_go_on`; None: that is not known."""
         allowed = [] if self.matcher is None else self.matcher.allowed()
-        ahead = max(0, self.progress.scheduled - self.length)
+        ahead = count - self.length
         return allowed[ahead] if ahead < len(allowed) else None
 
     def may_go_on(self, patience: float = 0.0) -> bool:

@@ -173,14 +173,19 @@ def free(decoding: abc.Iterable[Sequence]) -> list[Generation]:
 def held(decoding: abc.Iterable[Sequence], until: float = 0.0) -> list[Generation]:
     """Those that are held to something, and of which it is known what may come next, or will be by then."""
     found = [one for one in decoding if isinstance(one, Generation) and one.matcher is not None and one.can_grow]
-    return [one for one in found if one.may_go_on(until - time.perf_counter()) and one.allowed is not None]
+    return [one for one in found if one.may_go_on(until - time.perf_counter()) and _is_known(one)]
+
+
+def _is_known(answer: Generation) -> bool:
+    """Whether it is known what may come behind all that has been launched of it."""
+    return answer.allowed(answer.progress.scheduled) is not None
 
 
 def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> Tokens:
     """Lets answers go on by up to `tokens` tokens each."""
     first = np.array([sequence.progress.scheduled for sequence in active], np.int32)
     last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
-    lanes.hold(active)
+    lanes.hold(active, [sequence.progress.scheduled for sequence in active])
     tables = [sequence.progress.lease.table for sequence in active if sequence.progress.lease is not None]
     sampled = runner.window(lanes.rows(active), tables, np.stack([first, last]), tokens)
     return Tokens(active, sampled)

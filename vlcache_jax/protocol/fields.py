@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -191,5 +192,5 @@ def sampling_params(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sa
     try:
         return SamplingParams(**{**defaults, **given})
     except ValueError as error:
-        name = str(error).partition(" ")[0]
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
         raise ApiError(str(error), name if name in SAMPLING else None) from error

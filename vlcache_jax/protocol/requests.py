@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vlcache_jax.checks import is_a, short
 from vlcache_jax.inputs.prompt import TemplateOptions
+from vlcache_jax.inputs.tools import read_tools
 from vlcache_jax.protocol.fields import (
     ABSENT_IN_CHAT,
     ABSENT_IN_TEXT,
@@ -137,10 +139,12 @@ class ChatRequest:
         _read_choice(sampling, given, opens_thinking)
         template = {name: given[name] for name in TEMPLATE if name in given}
         choice = template.pop("tool_choice", None)
+        if choice == "none":  # what forces a call is no matter of the template
+            template["tool_choice"] = choice
         return cls(
             given["messages"],
             sampling_params(_seeded(sampling), defaults),
-            TemplateOptions(**template, tool_choice="none" if choice == "none" else "auto"),  # type: ignore[typeddict-item]
+            TemplateOptions(**template),  # type: ignore[typeddict-item]
             given.get("mm_processor_kwargs"),
             Options.parse(given),
             # What is held to a form of its own is content, and nothing else.
@@ -242,9 +246,10 @@ def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], opens_think
     """From the calls that an answer must make."""
     parallel = given.get("parallel_tool_calls", True)
     try:
+        read_tools(given.get("tools"))
         grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel, is_opened=opens_thinking)
     except ValueError as error:
-        raise ApiError(str(error), str(error).partition(" ")[0]) from error
+        raise ApiError(str(error), re.split(r"\W", str(error), maxsplit=1)[0]) from error
     if grammar is not None:
         if sampling.get("structured_outputs") is not None:
             raise ApiError("tool_choice must be auto or none where the answer is held to a form", "tool_choice")

@@ -41,6 +41,8 @@ from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.responses import answer_json, as_api_error, refuse, until_gone
 from vlcache_jax.server.tenants import Register, Salts, Tenants, server_secret
 
+_PAGE = Path(__file__).with_name("page.html")
+
 
 class Server:
     """Serves a model.
@@ -75,6 +77,7 @@ class Server:
         given = engine, config, self.models, self.entrance, self._metrics, self.register
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         routes = [
+            Route("/", self._page),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/version", self._version),
@@ -126,6 +129,9 @@ class Server:
 
     async def _ready(self, _: Request) -> Response:
         return Response(status_code=200 if self.entrance.is_ready else 503)
+
+    async def _page(self, _: Request) -> Response:
+        return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8")
 
     async def _version(self, _: Request) -> Response:
         return answer_json({"version": __version__})

@@ -17,7 +17,7 @@ from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.responses import refuse
 from vlcache_jax.server.tenants import Register, Tenant
 
-OPEN = ("/health", "/ready")
+OPEN = ("/", "/health", "/ready")
 """Paths that need no key."""
 ADMIN = ("/cache", "/reset_mm_cache", "/reset_prefix_cache")
 """Beginnings of the paths that need the admin key."""

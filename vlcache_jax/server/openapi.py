@@ -46,7 +46,7 @@ def _body(fields: Mapping[str, Any], *required: str, absent: Mapping[str, tuple[
     }
 
 
-_REASON = {"enum": ["stop", "length", None]}
+_REASON = {"enum": ["stop", "length", "tool_calls", None]}
 _TOKEN = {"token": _TEXT, "logprob": {"type": "number"}, "bytes": _or_null(_COUNTS)}
 _CHAT_LOGPROBS = _or_null(_object({"content": _list(_object({**_TOKEN, "top_logprobs": _list(_object(_TOKEN))}))}))
 _TEXT_LOGPROBS = _or_null(
@@ -61,8 +61,31 @@ _BESIDE = {
     "cache": _ref("Cache"),
 }  # fmt: skip
 _OPTIONAL = ("prompt_logprobs", "prompt_token_ids", "cache", "stop_reason", "token_ids", "usage")
-_MESSAGE = _object({"role": {"enum": ["assistant"]}, "content": _TEXT})
-_DELTA = _object({"role": {"enum": ["assistant"]}, "content": _TEXT}, "role", "content")
+_THOUGHT = {"reasoning": _TEXT, "reasoning_content": _TEXT}
+_CALL = {"id": _TEXT, "type": {"enum": ["function"]}}
+_MESSAGE = _object(
+    {
+        "role": {"enum": ["assistant"]},
+        "content": _or_null(_TEXT),
+        "tool_calls": _list(_object({**_CALL, "function": _object({"name": _TEXT, "arguments": _TEXT})})),
+        **_THOUGHT,
+    },
+    "tool_calls",
+    *_THOUGHT,
+)
+_PIECE = _object({"name": _TEXT, "arguments": _TEXT}, "name")
+_DELTA = _object(
+    {
+        "role": {"enum": ["assistant"]},
+        "content": _TEXT,
+        "tool_calls": _list(_object({"index": _COUNT, **_CALL, "function": _PIECE}, *_CALL)),
+        **_THOUGHT,
+    },
+    "role",
+    "content",
+    "tool_calls",
+    *_THOUGHT,
+)
 
 
 def _answer(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,6 +125,9 @@ _SCHEMAS: Mapping[str, Any] = {
     "DetokenizeRequest": _body(DETOKENIZE, "tokens"),
     **{f"{verb.title()}Request": _body(fields, next(iter(fields))) for verb, fields in VERBS.items()},
 }  # fmt: skip
+
+
+_HTML = {"content": {"text/html": {"schema": _TEXT}}}
 
 
 def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,13 +186,14 @@ def _paths() -> dict[str, Any]:
                      "token_strs")  # fmt: skip
     post("/tokenize", "The tokens that the model sees, images expanded.", "TokenizeRequest", _json(tokens))
     post("/detokenize", "The text of tokens.", "DetokenizeRequest", _json(_object({"prompt": _TEXT})))
+    get("/", "A page to look at: it shows pictures and what of them was reused.", _HTML)
     get("/health", "Whether requests will be answered.", None)
     get("/ready", "Whether requests are taken, and everything is compiled.", None)
     get("/version", "Of this software.", _json(_object({"version": _TEXT})))
     get("/load", "Requests under way.", _json(_object({"server_load": _COUNT})))
     get("/metrics", "For Prometheus.", {"content": {"text/plain": {"schema": _TEXT}}})
     get("/openapi.json", "This document.", _json({"type": "object"}))
-    get("/docs", "This document as a page.", {"content": {"text/html": {"schema": _TEXT}}})
+    get("/docs", "This document as a page.", _HTML)
     get("/cache", "What is kept of images, and what was found.", _json({"type": "object"}))
     for verb in VERBS:
         count = {"keys": _list(_TEXT)} if verb == "precompute" else {"records": _COUNT}

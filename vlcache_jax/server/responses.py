@@ -42,7 +42,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=503, retry_after=1)
     if isinstance(error, ValueError):
-        message = str(error).removeprefix("prompt ")
+        message = str(error).removeprefix("prompt ").removeprefix("sampling_params ")
         return ApiError(message, _param(message))
     _log.error("a request failed", exc_info=error)
     return ApiError("the server failed; its log says more", status=500)
@@ -55,8 +55,12 @@ def _param(message: str) -> str | None:
     name = message.partition(" ")[0]
     if name.startswith(("images[", "videos[")):  # counted over all messages
         return "messages"
-    known = ("mm_processor_kwargs", "chat_template_kwargs", "add_generation_prompt", "reuse", "cache_salt", "priority")
-    return name if name in known else None
+    known = (
+        "mm_processor_kwargs", "chat_template_kwargs", "add_generation_prompt", "reuse", "cache_salt", "priority",
+        "structured_outputs",
+    )  # fmt: skip
+    field = name.partition(".")[0]
+    return field if field in known else None
 
 
 async def merged[T](
