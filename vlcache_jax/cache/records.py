@@ -285,6 +285,7 @@ class Records:
 
     Attributes:
       ages: of images.
+      tier: where the records lie.
     """
 
     def __init__(
@@ -413,7 +414,7 @@ class Records:
         self._let_pass(record)
 
     def published(self, record: Record) -> None:
-        """A record has been filled; nobody but the `Store` tells others."""
+        """A record has been filled. The `Store` hands it to the tiers outside; here nobody is told."""
 
     def withdraw(self, record: Record, why: Why = Why.load_failed) -> None:
         """The record will not be filled, unless it is already; who waits for it computes instead."""
