@@ -97,6 +97,28 @@ def test_the_cost_grows_with_what_is_new(name, monkeypatch):
         assert sum(map(len, read)) <= len(call)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"a": "',
+        "<tool_call>",
+        '<tool_call>{"a": ["<tool_call>", ',
+        '", "<tool_call>{',
+        NONE,
+        "<tool_call>{{",
+    ],
+)
+def test_nothing_is_read_again_and_again(text, monkeypatch):
+    taken = []
+    take = ToolParser._take
+    monkeypatch.setattr(ToolParser, "_take", lambda self, text, told: taken.append(len(text)) or take(self, text, told))
+    for count in (1, 200):
+        taken.clear()
+        given = '<tool_call>{"a": ["' * (count > 1) + text * count
+        whole(ToolParser("a"), given)
+        assert sum(taken) <= 4 * len(given)
+
+
 # --- tool calls -------------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +153,8 @@ def test_calls_and_what_stands_round_them():
         '<tool_call>{"name": "f", "arguments": {"a": "line\nline"}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>',
         '<tool_call>{"name": "f", "arguments": {}}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {,}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {},}</tool_call>',
         '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',

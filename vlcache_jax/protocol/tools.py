@@ -10,6 +10,8 @@ from vlcache_jax.protocol.deltas import CallDelta, Delta, unfinished
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"  # of JSON
+_JSON = frozenset('{}[]:,"0123456789+-.eEtrufalsn' + _SPACE)  # outside of its strings
+_PIECE = 256  # characters that are read at once, so that what follows a call is not copied for each
 
 
 class ToolParser:
@@ -36,8 +38,7 @@ class ToolParser:
     def push(self, text: str) -> list[Delta]:
         """What is new, now that there is more text."""
         told: list[Delta] = []
-        while text:
-            text = self._outside(text, told) if self._call is None else self._inside(self._call, text, told)
+        self._take(text, told)
         return told
 
     def finish(self) -> list[Delta]:
@@ -48,11 +49,17 @@ class ToolParser:
                 self._tell(call, call.rest(), told)
                 self._call = None
             else:
-                told += self.push(self._broken(call, told))
+                self._break(call, told)
         if self._held.strip(_SPACE) or not self.calls:
             _say(self._held, told)
         self._held = ""
         return told
+
+    def _take(self, text: str, told: list[Delta]) -> None:
+        for begin in range(0, len(text), _PIECE):
+            piece = text[begin : begin + _PIECE]
+            while piece:
+                piece = self._outside(piece, told) if self._call is None else self._inside(self._call, piece, told)
 
     def _outside(self, text: str, told: list[Delta]) -> str:
         """Takes text up to where a call begins; returns what follows."""
@@ -76,14 +83,20 @@ class ToolParser:
             self._call = None
         elif arguments := call.sure():
             self._tell(call, arguments, told)
-        return self._broken(call, told) + rest if call.is_broken else rest
+        if call.is_broken:
+            self._break(call, told)
+        return rest
 
-    def _broken(self, call: _Call, told: list[Delta]) -> str:
-        """Ends what was taken for a call; returns what is to be read once more."""
+    def _break(self, call: _Call, told: list[Delta]) -> None:
+        """Takes what was taken for a call once more, as text in which another one may begin.
+
+        All text is taken a few times at most: where one call sees a string, one that begins in that string sees none,
+        and what both take for JSON ends at the next tag.
+        """
         self._call = None
         if not call.is_told:
             _say(call.before, told)
-        return call.untold()
+        self._take(call.untold(), told)
 
     def _tell(self, call: _Call, arguments: str, told: list[Delta]) -> None:
         """Tells a piece of arguments, and with the first one what is called."""
@@ -159,6 +172,8 @@ class _Call:
             if char == "{":
                 self._depth, self._member = 1, len(self._chars)
             self.is_broken = char not in _SPACE + "{"
+        elif char not in _JSON:
+            self.is_broken = True
         elif char == '"':
             self._in_string = True
         elif char in "{[":
@@ -232,7 +247,7 @@ class _Call:
 def _object(members: str) -> dict[str, Any]:
     """A JSON object of these members; without any where they are none. Numbers are left out: only names matter."""
     try:
-        read = json.loads(f"{{{members}}}", parse_int=_unread, parse_float=_unread, parse_constant=_none)
+        read = json.loads(f"{{{members}}}", parse_int=_unread, parse_float=_unread)
     except (ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}
@@ -240,10 +255,6 @@ def _object(members: str) -> dict[str, Any]:
 
 def _unread(number: str) -> None:
     """Digits may be thousands."""
-
-
-def _none(constant: str) -> None:
-    raise ValueError(f"JSON has no {constant}")
 
 
 def _say(content: str, told: list[Delta]) -> None:
