@@ -369,8 +369,7 @@ def test_tokens(served, chats, picture):
 def test_the_document_says_what_there_is(served):
     status, told = served.json("GET", "/openapi.json")
     assert (status, told) == (200, document(["tiny", "also"], has_keys=False))
-    paths = {route.path for route in served.server.app.routes}
-    assert {path.replace("{name}", "{name:path}") for path in told["paths"]} == paths
+    assert set(told["paths"]) == {route.path.replace(":path}", "}") for route in served.server.app.routes}
     assert set(told["components"]["schemas"]["ChatRequest"]["properties"]) > set(CHAT)
     status, headers, found = served.ask("GET", "/docs")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")

@@ -120,6 +120,10 @@ class Answer(ABC):
             usage = {"usage": self.counts().usage()} if self.options.include_usage else {}
             yield self._piece([]) | usage
 
+    def failed(self, error: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The piece that tells of an error, given OpenAI's object of it."""
+        return error
+
     def counts(self) -> Counts:
         """Of a stream so far."""
         return _total(iter(self._counts.values()))

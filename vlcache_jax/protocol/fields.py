@@ -14,13 +14,13 @@ from vlcache_jax.sampling import LISTS, MAX_LOGPROBS, NUMBERS, SamplingParams
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
-_TEXT: Schema = {"type": ["string", "null"]}
-_FLAG: Schema = {"type": ["boolean", "null"]}
-_OBJECT: Schema = {"type": ["object", "null"]}
+TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+FLAG: Schema = {"type": ["boolean", "null"]}
+OBJECT: Schema = {"type": ["object", "null"]}
 _UNUSED = "Accepted, and without effect."
 
 
-def _told(schema: Schema, description: str) -> Schema:
+def told(schema: Schema, description: str) -> Schema:
     return {**schema, "description": description}
 
 
@@ -39,36 +39,36 @@ def _sampling(name: str) -> Schema:
         schema = {"type": ["array", "null", *(["string"] if name == "stop" else [])], "items": items, "maxItems": most}
         return schema | ({"minItems": 1} if name == "allowed_token_ids" else {})
     if name == "structured_outputs":
-        return _told(_OBJECT, "What the answer must be, see `StructuredOutputs`: one of json, regex, choice, ...")
+        return told(OBJECT, "What the answer must be, see `StructuredOutputs`: one of json, regex, choice, ...")
     if name == "logit_bias":
         return {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
-    return _FLAG
+    return FLAG
 
 
 _STREAM_OPTIONS = {
     "type": ["object", "null"],
-    "properties": {"include_usage": _FLAG, "continuous_usage_stats": _FLAG, "include_obfuscation": _FLAG},
+    "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG},
     "additionalProperties": False,
 }
 # Of chats and of completions alike.
 _BOTH: dict[str, Schema] = {
-    "model": _told(_TEXT, "One of the names of `/v1/models`; absent: the only model there is."),
+    "model": told(TEXT_OR_NULL, "One of the names of `/v1/models`; absent: the only model there is."),
     **{name: _sampling(name) for name in SAMPLING},
-    "stream": _told(_FLAG, "Answer in server-sent events."),
-    "stream_options": _told(_STREAM_OPTIONS, "With `stream` alone."),
-    "priority": _told({"type": ["integer", "null"]}, "Lower ones run first."),
-    "cache_salt": _told(
+    "stream": told(FLAG, "Answer in server-sent events."),
+    "stream_options": told(_STREAM_OPTIONS, "With `stream` alone."),
+    "priority": told({"type": ["integer", "null"]}, "Lower ones run first."),
+    "cache_salt": told(
         {"type": ["string", "null"], "minLength": 1, "maxLength": 1024},
         "Keeps what is stored of this request's images to requests of the same salt.",
     ),
-    "reuse": _told(
+    "reuse": told(
         {"type": ["string", "number", "null"]}, "What is done with known images, if the server lets requests choose."
     ),
-    "response_format": _told(_OBJECT, "`json_object`, or `json_schema`: what the answer must be."),
-    "return_token_ids": _told(_FLAG, "Also answer with the token ids of prompt and answers."),
-    "return_cache_report": _told(_FLAG, "Also answer with `cache`: what of each image was reused."),
+    "response_format": told(OBJECT, "`json_object`, or `json_schema`: what the answer must be."),
+    "return_token_ids": told(FLAG, "Also answer with the token ids of prompt and answers."),
+    "return_cache_report": told(FLAG, "Also answer with `cache`: what of each image was reused."),
     **{
-        name: _told({}, _UNUSED)
+        name: told({}, _UNUSED)
         for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity")
     },
 }  # fmt: skip
@@ -88,16 +88,16 @@ CHAT: Mapping[str, Schema] = {
     },
     **_BOTH,
     "max_completion_tokens": _sampling("max_tokens"),
-    "logprobs": _FLAG,
+    "logprobs": FLAG,
     "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
-    "tools": _told({"type": ["array", "null"], "items": {"type": "object"}}, "Functions that the answer may call."),
-    "tool_choice": _told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
-    "parallel_tool_calls": _told(_FLAG, "false: where calls are forced, one of them."),
-    "include_reasoning": _told(_FLAG, "false: what was thought is not told."),
-    "mm_processor_kwargs": _told(_OBJECT, "min_pixels and max_pixels of images; fps and the like of videos."),
-    "chat_template_kwargs": _told(_OBJECT, "Names that the chat template uses."),
-    "add_generation_prompt": _FLAG,
-    "continue_final_message": _told(_FLAG, "The answer goes on with the last message."),
+    "tools": told({"type": ["array", "null"], "items": {"type": "object"}}, "Functions that the answer may call."),
+    "tool_choice": told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
+    "parallel_tool_calls": told(FLAG, "false: where calls are forced, one of them."),
+    "include_reasoning": told(FLAG, "false: what was thought is not told."),
+    "mm_processor_kwargs": told(OBJECT, "min_pixels and max_pixels of images; fps and the like of videos."),
+    "chat_template_kwargs": told(OBJECT, "Names that the chat template uses."),
+    "add_generation_prompt": FLAG,
+    "continue_final_message": told(FLAG, "The answer goes on with the last message."),
 }
 TEXT: Mapping[str, Schema] = {
     "prompt": {
@@ -111,9 +111,9 @@ TEXT: Mapping[str, Schema] = {
 TOKENIZE: Mapping[str, Schema] = {
     **{name: CHAT[name] for name in ("model", "messages", "mm_processor_kwargs", "chat_template_kwargs")},
     **{name: CHAT[name] for name in ("add_generation_prompt", "continue_final_message")},
-    "prompt": _told(_TEXT, "A text, in place of messages."),
-    "add_special_tokens": _told(_FLAG, _UNUSED),
-    "return_token_strs": _told(_FLAG, "Also answer with the tokens as texts."),
+    "prompt": told(TEXT_OR_NULL, "A text, in place of messages."),
+    "add_special_tokens": told(FLAG, _UNUSED),
+    "return_token_strs": told(FLAG, "Also answer with the tokens as texts."),
 }
 DETOKENIZE: Mapping[str, Schema] = {
     "model": CHAT["model"],

@@ -28,10 +28,11 @@ from vlcache_jax.protocol.requests import TokenizeRequest
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig
-from vlcache_jax.server.entrance import Entrance, GoneError, Keys, read_body
+from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
 from vlcache_jax.server.inference import (
     Chats,
     Completions,
+    Responses,
     check_model,
     parse_object,
     template_of,
@@ -39,6 +40,7 @@ from vlcache_jax.server.inference import (
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.responses import answer_json, as_api_error, refuse, until_gone
+from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Salts, Tenants, server_secret
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -75,6 +77,7 @@ class Server:
         has_keys = bool(config.api_key) or self.register is not None
         self._document = document(self.models, root_path=config.root_path, has_keys=has_keys)
         given = engine, config, self.models, self.entrance, self._metrics, self.register
+        self._stored = StoredResponses()
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         routes = [
             Route("/", self._page),
@@ -88,6 +91,9 @@ class Server:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/chat/completions", Chats(*given), methods=["POST"]),
+            Route("/v1/responses", Responses(*given, stored=self._stored), methods=["POST"]),
+            Route("/v1/responses/{name}", self._show_response),
+            Route("/v1/responses/{name}", self._delete_response, methods=["DELETE"]),
             Route("/v1/completions", Completions(*given), methods=["POST"]),
             Route("/tokenize", self._call(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._call(self._detokenize), methods=["POST"]),
@@ -169,6 +175,18 @@ class Server:
         name = request.path_params["name"]
         check_model(name, self.models)
         return answer_json(self._card(name))
+
+    async def _show_response(self, request: Request) -> Response:
+        found = self._stored.get(request.path_params["name"], request.scope.get(TENANT))
+        if found is None:
+            raise ApiError("there is no such response", status=404)
+        return answer_json(found.response)
+
+    async def _delete_response(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not self._stored.delete(name, request.scope.get(TENANT)):
+            raise ApiError("there is no such response", status=404)
+        return answer_json({"id": name, "object": "response", "deleted": True})
 
     async def _tokenize(self, body: bytes) -> Mapping[str, Any]:
         request = await asyncio.to_thread(lambda: TokenizeRequest.parse(parse_object(body)))

@@ -8,7 +8,8 @@ import dataclasses
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from starlette.types import Receive, Scope, Send
@@ -21,11 +22,14 @@ from vlcache_jax.outputs import OutputCollector, RequestDelta
 from vlcache_jax.protocol.answers import Answer, ChatAnswer, CompletionAnswer, Counts
 from vlcache_jax.protocol.reasoning import is_opened
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
+from vlcache_jax.protocol.response_answers import ResponseAnswer
+from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.responses import answer_json, as_api_error, merged, refuse, until_gone
+from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Tenant
 
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
@@ -34,6 +38,7 @@ _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 _HELLO = {"role": "user", "content": "Hello"}
 
+type Writer = Answer | ResponseAnswer
 type _Events = AsyncGenerator[tuple[int, RequestDelta] | None]
 
 
@@ -81,18 +86,19 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 await refuse(told)(scope, receive, send)
                 return
             with contextlib.suppress(GoneError):
-                await sender.event(told.to_dict())
+                await sender.event(sender.failed(told.to_dict()))
                 await sender.end()
 
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
-        request = await asyncio.to_thread(self._parse, body)
+        request = await asyncio.to_thread(self._parse, body, tenant)
         del body
         self._check(request.options, request.params.n, tenant)
         told = request.options
         salt: str | TenantSalt | None = told.cache_salt
         if self._register is not None and tenant is not None:
             salt = self._register.salts.salt(tenant.name, told.cache_salt)
-        answer = self._begin(request, f"{self.prefix}-{uuid.uuid4().hex}", self._models[0])
+        answer = self._begin(request, f"{self.prefix}{uuid.uuid4().hex}", self._models[0])
+        sender.failed = answer.failed
         streams = [
             self.engine.deltas(
                 prompt,
@@ -106,12 +112,17 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         ]
         async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
             if told.stream:
-                await self._stream(events, answer, sender)
+                last = list(await self._stream(events, answer, sender))
+                self._keep(request, answer, tenant)
+                await sender.event(*last)
+                await sender.end()
             else:
-                await self._whole(events, len(streams), answer, sender)
+                whole = await self._whole(events, len(streams), answer)
+                self._keep(request, answer, tenant)
+                await sender.respond(whole)
         self._entrance.answered()
 
-    async def _whole(self, events: _Events, prompts: int, answer: Answer, sender: _Sender) -> None:
+    async def _whole(self, events: _Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
         collectors = [OutputCollector() for _ in range(prompts)]
         async for event in events:
             if event is not None:
@@ -121,9 +132,9 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         outputs = [collector.output() for collector in collectors]
         for output in outputs:
             self._metrics.answered(Counts.of(output), output.metrics)
-        await sender.respond(answer.whole(outputs))
+        return answer.whole(outputs)
 
-    async def _stream(self, events: _Events, answer: Answer, sender: _Sender) -> None:
+    async def _stream(self, events: _Events, answer: Writer, sender: _Sender) -> Iterable[Mapping[str, Any]]:
         async for event in events:
             if event is None:
                 await sender.comment()
@@ -135,8 +146,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 await sender.comment()
             if delta.finished:
                 self._metrics.answered(answer.counts_of(number), delta.metrics)
-        await sender.event(*answer.last())
-        await sender.end()
+        return answer.last()
 
     def _note(self, delta: RequestDelta) -> None:
         self._metrics.gaps(delta.metrics)
@@ -155,7 +165,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             raise ApiError(f"reuse must be {known} on this server, got {short(options.reuse)}", "reuse")
 
     @abstractmethod
-    def _parse(self, body: bytes) -> R:
+    def _parse(self, body: bytes, tenant: Tenant | None) -> R:
         """What a body asks."""
 
     @abstractmethod
@@ -163,8 +173,11 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         """What the engine is asked, one after the other."""
 
     @abstractmethod
-    def _begin(self, request: R, name: str, model: str) -> Answer:
+    def _begin(self, request: R, name: str, model: str) -> Writer:
         """What writes the answer."""
+
+    def _keep(self, request: R, answer: Writer, tenant: Tenant | None) -> None:  # noqa: B027 - most keep nothing
+        """Takes note of a whole answer, before the client hears of it."""
 
     def _settings(self, request: R) -> Mapping[str, Any]:
         """What the engine is told of how prompts are made."""
@@ -174,7 +187,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
 class Chats(Inference[ChatRequest]):
     """Chat completions."""
 
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, *given: Any):
         super().__init__(engine, config, *given)
@@ -186,13 +199,18 @@ class Chats(Inference[ChatRequest]):
             alone = renderer.from_conversation([_HELLO], template=Template(chat_template=self._chat_template))
             self._opens_thinking = is_opened(alone.text)
 
-    def _parse(self, body: bytes) -> ChatRequest:
-        found = parse_object(body)
+    def _parse(self, body: bytes, tenant: Tenant | None) -> ChatRequest:
+        return self._chat_request(parse_object(body))
+
+    def _chat_request(self, found: dict[str, Any]) -> ChatRequest:
         if found.get("chat_template") is not None:  # a program, which clients may not bring
             raise ApiError("chat_template must be left out, as a template can run without end", "chat_template")
         return ChatRequest.parse(found, {"max_tokens": None}, opens_thinking=self._opens_thinking)
 
-    def _begin(self, request: ChatRequest, name: str, model: str) -> Answer:
+    def _begin(self, request: ChatRequest, name: str, model: str) -> Writer:
+        return self._chat(request, name, model)
+
+    def _chat(self, request: ChatRequest, name: str, model: str) -> ChatAnswer:
         calls = request.parts.calls and self.config.tool_call_parser != "none"
         thoughts = request.parts.thoughts and self.config.reasoning_parser != "none"
         parts = dataclasses.replace(request.parts, calls=calls, thoughts=thoughts)
@@ -210,16 +228,67 @@ class Chats(Inference[ChatRequest]):
 class Completions(Inference[CompletionRequest]):
     """Completions of texts and tokens."""
 
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
-    def _parse(self, body: bytes) -> CompletionRequest:
+    def _parse(self, body: bytes, tenant: Tenant | None) -> CompletionRequest:
         return CompletionRequest.parse(parse_object(body))
 
-    def _begin(self, request: CompletionRequest, name: str, model: str) -> Answer:
+    def _begin(self, request: CompletionRequest, name: str, model: str) -> Writer:
         return CompletionAnswer(name, model, request.options, request.params.n)
 
     def _prompts(self, request: CompletionRequest) -> Sequence[Any]:
         return [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in request.prompts]
+
+
+@dataclass(frozen=True)
+class AskedResponse(ChatRequest):
+    """A chat that a request for a response comes to.
+
+    Attributes:
+      request: for the response.
+      before: messages of the responses before.
+    """
+
+    request: ResponseRequest = field(kw_only=True)
+    before: Sequence[Mapping[str, Any]] = field(kw_only=True)
+
+
+class Responses(Chats):
+    """OpenAI's Responses, which are chats that the server remembers.
+
+    Args:
+      stored: those that are remembered.
+    """
+
+    prefix = "resp_"
+
+    def __init__(self, *given: Any, stored: StoredResponses):
+        super().__init__(*given)
+        self._stored = stored
+
+    def _parse(self, body: bytes, tenant: Tenant | None) -> AskedResponse:
+        request = ResponseRequest.parse(parse_object(body))
+        before: Sequence[Mapping[str, Any]] = ()
+        if request.previous is not None:
+            found = self._stored.get(request.previous, tenant)
+            if found is None:
+                told = f"previous_response_id must be that of a response that is kept, got {short(request.previous)}"
+                raise ApiError(told, "previous_response_id")
+            before = found.messages
+        chat = self._chat_request(request.body(before))
+        given = {own.name: getattr(chat, own.name) for own in dataclasses.fields(ChatRequest)}
+        return AskedResponse(**given, request=request, before=before)
+
+    def _begin(self, request: ChatRequest, name: str, model: str) -> ResponseAnswer:
+        assert isinstance(request, AskedResponse)
+        return ResponseAnswer(self._chat(request, name, model), request.request)
+
+    def _keep(self, request: ChatRequest, answer: Writer, tenant: Tenant | None) -> None:
+        assert isinstance(request, AskedResponse)
+        assert isinstance(answer, ResponseAnswer)
+        if request.request.stores:
+            messages = [*request.before, *request.request.messages, answer.message]
+            self._stored.put(answer.response, messages, tenant)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -242,15 +311,23 @@ def check_model(name: str | None, known: Sequence[str]) -> None:
         raise ApiError(f"model must be {' or '.join(known)}, got {name!r}", "model", 404, "model_not_found")
 
 
+def _event(content: Mapping[str, Any]) -> bytes:
+    """As server-sent; those of responses have names."""
+    name = f"event: {content['type']}\n".encode() if "type" in content else b""
+    return name + b"data: " + write(content) + b"\n\n"
+
+
 class _Sender:
     """Writes an answer, whole or as events.
 
     Attributes:
       has_begun: something of it has been sent.
+      failed: makes an event of an error.
     """
 
     def __init__(self, send: Send):
         self.has_begun = False
+        self.failed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda error: error
         self._send, self._sent_at = send, time.monotonic()
 
     @property
@@ -268,7 +345,7 @@ class _Sender:
     async def event(self, *contents: Mapping[str, Any]) -> None:
         """These, one after the other."""
         if contents:
-            await self._write(b"".join(b"data: " + write(one) + b"\n\n" for one in contents))
+            await self._write(b"".join(map(_event, contents)))
 
     async def comment(self) -> None:
         """Nothing; but proxies and clients see that somebody is there."""

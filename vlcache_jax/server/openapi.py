@@ -9,6 +9,7 @@ from typing import Any
 
 from vlcache_jax import __version__
 from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
+from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
 from vlcache_jax.server.admin import VERBS
 from vlcache_jax.server.entrance import ADMIN, OPEN
 
@@ -120,6 +121,16 @@ _SCHEMAS: Mapping[str, Any] = {
     "ChatCompletionChunk": _answer("chat.completion.chunk", {"delta": _DELTA, "logprobs": _CHAT_LOGPROBS}),
     "Completion": _answer("text_completion", {"text": _TEXT, "logprobs": _TEXT_LOGPROBS}),
     "ChatRequest": _body(CHAT, "messages", absent=ABSENT_IN_CHAT),
+    "ResponseRequest": _body(RESPONSES, "input", absent=ABSENT_IN_RESPONSES),
+    "Response": {
+        "type": "object",
+        "required": ["id", "object", "created_at", "status", "model", "output", "usage", "tools", "tool_choice"],
+        "properties": {
+            "id": _TEXT, "object": {"enum": ["response"]}, "created_at": _COUNT, "model": _TEXT,
+            "status": {"enum": ["completed", "incomplete"]}, "output": _list({"type": "object"}),
+            "usage": {"type": "object"}, "cache": _ref("Cache"),
+        },
+    },
     "CompletionRequest": _body(TEXT, "prompt", absent=ABSENT_IN_TEXT),
     "TokenizeRequest": {**_body(TOKENIZE), "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "DetokenizeRequest": _body(DETOKENIZE, "tokens"),
@@ -176,6 +187,13 @@ def _paths() -> dict[str, Any]:
     post("/v1/chat/completions", "Answers a conversation.", "ChatRequest",
          streamed("ChatCompletion", "ChatCompletionChunk"))  # fmt: skip
     post("/v1/completions", "Continues texts.", "CompletionRequest", streamed("Completion", "Completion"))
+    post("/v1/responses", "Answers an input, and remembers it.", "ResponseRequest", streamed("Response", "responses"))
+    where = [{"name": "name", "in": "path", "required": True, "schema": _TEXT}]
+    one = _operation("A response that is kept.", "/v1/responses/{name}", _json(_ref("Response")), parameters=where)
+    gone = _operation("Forgets a response.", "/v1/responses/{name}", _json({"type": "object"}), parameters=where)
+    for operation in (one, gone):
+        operation["responses"]["404"] = operation["responses"]["401"]
+    paths["/v1/responses/{name}"] = {"get": one, "delete": gone}
     models = _object({"object": {"enum": ["list"]}, "data": _list(_ref("Model"))})
     get("/v1/models", "What this server serves.", _json(models))
     parameter = {"name": "name", "in": "path", "required": True, "schema": _TEXT}

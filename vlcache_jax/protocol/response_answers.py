@@ -1,0 +1,213 @@
+"""Answers of OpenAI's Responses, made of those of chats: the objects and the events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vlcache_jax.protocol.answers import ChatAnswer, Counts
+from vlcache_jax.protocol.responses import ResponseRequest
+
+if TYPE_CHECKING:
+    from vlcache_jax.outputs import RequestDelta, RequestOutput
+
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+@dataclass
+class _Item:
+    """A part of the output: what was thought, what is said, or a call.
+
+    Attributes:
+      kind: its `type`.
+      id: of it.
+      call: `call_id` and `name` of a call.
+      pieces: of its text, or of the arguments.
+      logprobs: of what is said.
+    """
+
+    kind: str
+    id: str
+    call: dict[str, str] = field(default_factory=dict)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def part(self) -> dict[str, Any]:
+        """Its content."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def told(self, status: str) -> dict[str, Any]:
+        """It as an object, whole or so far."""
+        head = {"id": self.id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            return head | self.call | {"arguments": self.text}
+        own: dict[str, Any] = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
+        return head | own | {"content": [] if status == "in_progress" else [self.part()]}
+
+
+@dataclass
+class ResponseAnswer:
+    """Writes a response: whole, or as events.
+
+    Attributes:
+      chat: writes the same answer as a chat completion; its id is that of the response.
+      request: that is answered.
+      message: the answer as a message of a chat, once it is whole.
+      response: the response, once it is whole.
+    """
+
+    chat: ChatAnswer
+    request: ResponseRequest
+    message: dict[str, Any] = field(default_factory=dict, init=False)
+    response: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._number = 0  # of the next event
+        self._items: list[_Item] = []  # the last one is still open
+        self._finish_reason: str | None = None
+        self._beside: dict[str, Any] = {}  # what is told beside what OpenAI has
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response at once."""
+        told = self.chat.whole(outputs)
+        self._note(told)
+        [choice] = told["choices"]
+        message = choice["message"]
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+        for _ in self._grow(message | {"tool_calls": calls}, choice.get("logprobs")):
+            pass
+        self._finish_reason = choice["finish_reason"]
+        return self._finish(Counts.of(outputs[0]))
+
+    def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
+        """The events that follow, now that there is more."""
+        if not self._number:
+            for kind in ("created", "in_progress"):
+                yield self._event(f"response.{kind}", response=self._object("in_progress", None))
+        for chunk in self.chat.pieces(delta, prompt):
+            self._note(chunk)
+            for choice in chunk["choices"]:
+                yield from self._grow(choice["delta"], choice["logprobs"])
+                self._finish_reason = choice["finish_reason"] or self._finish_reason
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """The end of a stream."""
+        for chunk in self.chat.last():
+            self._note(chunk)
+        yield from self._close()
+        response = self._finish(self.chat.counts())
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """The end of a stream that broke; `error` is OpenAI's error object."""
+        told = error["error"]
+        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+
+    def counts_of(self, prompt: int) -> Counts:
+        """Of a stream so far."""
+        return self.chat.counts_of(prompt)
+
+    def _note(self, told: Mapping[str, Any]) -> None:
+        self._beside |= {key: told[key] for key in ("cache", "prompt_token_ids") if key in told}
+
+    def _grow(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """The events of what a chat's delta, or its whole message, adds."""
+        if text := delta.get("reasoning"):
+            yield from self._open("reasoning")
+            yield from self._add("response.reasoning_text.delta", text, content_index=0)
+        said = (logprobs or {}).get("content") or []
+        if (text := delta.get("content")) or said:
+            yield from self._open("message")
+            self._items[-1].logprobs += [one | {"bytes": one["bytes"] or []} for one in said]
+            yield from self._add("response.output_text.delta", text or "", content_index=0, logprobs=said)
+        for piece in delta.get("tool_calls") or ():
+            function = piece["function"]
+            if "id" in piece:
+                yield from self._open("function_call", call_id=piece["id"], name=function["name"])
+            if function["arguments"]:
+                yield from self._add("response.function_call_arguments.delta", function["arguments"])
+
+    def _open(self, kind: str, **call: str) -> Iterator[dict[str, Any]]:
+        """Sees that an item of a kind is the last one; each call is one of its own."""
+        if self._items and self._items[-1].kind == kind and not call:
+            return
+        yield from self._close()
+        item = _Item(kind, f"{_PREFIXES[kind]}_{self.chat.id.partition('_')[2]}{len(self._items)}", call)
+        self._items.append(item)
+        index = len(self._items) - 1
+        yield self._event("response.output_item.added", output_index=index, item=item.told("in_progress"))
+        if kind != "function_call":
+            where = {"item_id": item.id, "output_index": index, "content_index": 0}
+            yield self._event("response.content_part.added", **where, part=item.part())
+
+    def _add(self, kind: str, text: str, **more: Any) -> Iterator[dict[str, Any]]:
+        item = self._items[-1]
+        item.pieces.append(text)
+        yield self._event(kind, item_id=item.id, output_index=len(self._items) - 1, delta=text, **more)
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """Ends the last item."""
+        if not self._items:
+            return
+        item, where = self._items[-1], {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
+        if item.kind == "function_call":
+            done = {**where, "name": item.call["name"], "arguments": item.text}
+            yield self._event("response.function_call_arguments.done", **done)
+        else:
+            where["content_index"] = 0
+            more = {} if item.kind == "reasoning" else {"logprobs": item.logprobs}
+            yield self._event(f"response.{item.part()['type']}.done", **where, text=item.text, **more)
+            yield self._event("response.content_part.done", **where, part=item.part())
+        index = len(self._items) - 1
+        yield self._event("response.output_item.done", output_index=index, item=item.told("completed"))
+
+    def _finish(self, counts: Counts) -> dict[str, Any]:
+        texts = {kind: "".join(item.text for item in self._items if item.kind == kind) for kind in _PREFIXES}
+        self.message = {"role": "assistant", "content": texts["message"]}
+        if texts["reasoning"]:
+            self.message["reasoning_content"] = texts["reasoning"]
+        if calls := [item for item in self._items if item.kind == "function_call"]:
+            self.message["tool_calls"] = [
+                {"id": item.call["call_id"], "type": "function",
+                 "function": {"name": item.call["name"], "arguments": item.text}} for item in calls
+            ]  # fmt: skip
+        self.response = self._object("incomplete" if self._finish_reason == "length" else "completed", counts)
+        return self.response
+
+    def _object(self, status: str, counts: Counts | None) -> dict[str, Any]:
+        """The response, as far as it is."""
+        usage = None
+        if counts is not None:
+            usage = {
+                "input_tokens": counts.prompt,
+                "input_tokens_details": {
+                    "cached_tokens": counts.cached, "cache_write_tokens": 0, "image_tokens": counts.image,
+                },
+                "output_tokens": counts.completion,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts.prompt + counts.completion,
+            }  # fmt: skip
+        return {
+            "id": self.chat.id,
+            "object": "response",
+            "created_at": self.chat.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.chat.model,
+            "output": [] if status == "in_progress" else [item.told(status) for item in self._items],
+            "usage": usage,
+            **self.request.told,
+            **self._beside,
+        }
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **more}

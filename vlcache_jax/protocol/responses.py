@@ -1,0 +1,191 @@
+"""Requests of OpenAI's Responses in the terms of chats: their bodies become those of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vlcache_jax.checks import short
+from vlcache_jax.protocol.fields import CHAT, FLAG, OBJECT, TEXT_OR_NULL, check_fields, told
+from vlcache_jax.protocol.values import ApiError, Schema
+
+# Fields that mean the same in a chat, some of them under another name there.
+_RENAMED = {"max_output_tokens": "max_completion_tokens", "top_logprobs": "top_logprobs"}
+_OF_CHATS = tuple(
+    name for name in CHAT if name not in ("messages", "n", "logprobs", "stream_options", *_RENAMED.values())
+)
+RESPONSES: Mapping[str, Schema] = {
+    "input": {"type": ["string", "array"], "description": "A text, or items: messages, calls and what they returned."},
+    "instructions": told(TEXT_OR_NULL, "A system message, of this response alone."),
+    "previous_response_id": told(TEXT_OR_NULL, "The conversation goes on behind that response."),
+    "store": told(FLAG, "Keep the response, so that others go on from it; by default it is."),
+    "include": {
+        "type": ["array", "null"],
+        "items": {"type": "string", "enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+    },
+    "text": told(OBJECT, "`format`: as `response_format` of chats, with the fields of `json_schema` beside `type`."),
+    "reasoning": told(OBJECT, "Accepted, and without effect."),
+    "truncation": {"type": ["string", "null"], "enum": ["disabled", None]},
+    **{new: CHAT[name] for new, name in _RENAMED.items()},
+    **{name: CHAT[name] for name in _OF_CHATS},
+    "stream_options": told(OBJECT, "Accepted, and without effect."),
+    "max_tool_calls": told({"type": ["integer", "null"]}, "Accepted, and without effect."),
+}
+ABSENT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "conversation": (None,),
+    "prompt": (None,),
+}
+
+
+@dataclass(frozen=True)
+class ResponseRequest:
+    """A response is asked for.
+
+    Attributes:
+      chat: the body of a chat completion that asks for the same, without its messages.
+      messages: that follow on the response before.
+      told: fields of the body that the response repeats.
+      previous: id of the response before.
+      stores: whether it is to be kept.
+      instructions: of this response alone.
+    """
+
+    chat: dict[str, Any]
+    messages: list[dict[str, Any]]
+    told: dict[str, Any]
+    previous: str | None = None
+    stores: bool = True
+    instructions: str | None = None
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Reads a body.
+
+        Raises:
+          ApiError: a field is wrong, unknown or not supported; what is wrong in those of chats, their parser tells.
+        """
+        given = check_fields(body, RESPONSES, ABSENT_IN_RESPONSES, ())
+        if "input" not in given:
+            raise ApiError("input must be a string or a list, got none", "input")
+        chat = {name: given[name] for name in _OF_CHATS if name in given}
+        chat |= {name: given[own] for own, name in _RENAMED.items() if own in given}
+        if "tools" in chat:
+            chat["tools"] = _tools(chat["tools"])
+        if chat.get("top_logprobs") is not None or "message.output_text.logprobs" in given.get("include", ()):
+            chat["logprobs"] = True
+        if form := _form(given.get("text", {})):
+            chat["response_format"] = form
+        repeated = {name: given.get(name) for name in _REPEATED} | {
+            "background": False,
+            "parallel_tool_calls": given.get("parallel_tool_calls", True),
+            "reasoning": given.get("reasoning") or {"effort": None, "summary": None},
+            "store": given.get("store", True),
+            "text": given.get("text") or {"format": {"type": "text"}},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools") or [],
+            "truncation": "disabled",
+        }
+        return cls(
+            chat,
+            _messages(given["input"]),
+            repeated,
+            given.get("previous_response_id"),
+            given.get("store", True),
+            given.get("instructions"),
+        )
+
+    def body(self, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The body of a chat completion, given the messages of the response before."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return self.chat | {"messages": [*system, *before, *self.messages]}
+
+
+def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Functions, whose fields stand beside their type here."""
+    tools = []
+    for i, tool in enumerate(given):
+        if tool.get("type") != "function":
+            raise ApiError(f"tools[{i}].type is not supported, got {short(tool.get('type'))}", "tools")
+        tools.append({"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}})
+    return tools
+
+
+_REPEATED = (
+    "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_logprobs", "top_p",
+    "user", "safety_identifier", "prompt_cache_key",
+)  # fmt: skip
+
+
+def _form(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The format of the answer as chats name it."""
+    if (given := text.get("format")) is None:
+        return None
+    if not isinstance(given, dict):
+        raise ApiError(f"text.format must be an object, got {short(given)}", "text.format")
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """The messages of an input."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    reasoning: str | None = None
+    for i, item in enumerate(given):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise ApiError(f"{where} must be an object, got {short(item)}", where)
+        match item.get("type", "message"):
+            case "message":
+                message = {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
+            case "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"type": "function", "id": item.get("call_id"), "function": function}
+                # Calls that follow each other, or what was said before them, are one message.
+                if messages and messages[-1]["role"] == "assistant":
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                    continue
+                message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            case "function_call_output":
+                content = _content(item.get("output"), f"{where}.output")
+                message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            case "reasoning":
+                parts = item.get("content") or []
+                reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+                continue
+            case other:
+                raise ApiError(f"{where}.type is not supported, got {short(other)}", f"{where}.type")
+        if reasoning is not None and message["role"] == "assistant":
+            message["reasoning_content"] = reasoning
+        reasoning = None
+        messages.append(message)
+    return messages
+
+
+def _content(given: Any, where: str) -> Any:
+    """The content of a message."""
+    if not isinstance(given, list):
+        return given
+    parts: list[dict[str, Any]] = []
+    for i, part in enumerate(given):
+        if not isinstance(part, dict):
+            raise ApiError(f"{where}[{i}] must be an object, got {short(part)}", f"{where}[{i}]")
+        match part.get("type"):
+            case "input_text" | "output_text" | "text":
+                parts.append({"type": "text", "text": part.get("text")})
+            case "input_image" if part.get("file_id") is None:
+                image = {"url": part.get("image_url"), "detail": part.get("detail")}
+                told_image = {key: value for key, value in image.items() if value is not None}
+                own = {key: part[key] for key in ("uuid",) if key in part}
+                parts.append({"type": "image_url", "image_url": told_image} | own)
+            case "input_video":
+                parts.append({"type": "video_url", "video_url": {"url": part.get("video_url")}})
+            case "refusal":
+                parts.append({"type": "text", "text": part.get("refusal")})
+            case other:
+                raise ApiError(f"{where}[{i}] of type {short(other)} is not supported", f"{where}[{i}]")
+    return parts
