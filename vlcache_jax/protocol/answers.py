@@ -85,7 +85,8 @@ class Answer(ABC):
         self._counts: dict[int, Counts] = {}  # of a stream so far, by prompt
         self._prompts: dict[int, str] = {}
         self._told: set[int] = set()  # its choices that have begun
-        self._left: dict[str, Any] = {}  # what its next piece tells beside
+        self._next: dict[str, Any] = {}  # what its next piece tells beside
+        self._last: dict[str, Any] = {}  # and what its last one does
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer at once, of each prompt its output."""
@@ -103,7 +104,7 @@ class Answer(ABC):
     def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
         """What follows of a stream, now that there is more of one of its prompts."""
         if delta.prompt is not None:
-            self._left |= self._count_prompt(prompt, delta.prompt, is_last=delta.finished)
+            self._see_prompt(prompt, delta.prompt, is_last=delta.finished)
         self._counts[prompt].completion += sum(len(one.token_ids) for one in delta.outputs)
         for one in delta.outputs:
             index = self.answers * prompt + one.index
@@ -116,9 +117,9 @@ class Answer(ABC):
 
     def last(self) -> Iterator[dict[str, Any]]:
         """The end of a stream."""
-        if self.options.include_usage or self._left:
+        if self.options.include_usage or self._last:
             usage = {"usage": self.counts().usage()} if self.options.include_usage else {}
-            yield self._piece([]) | usage
+            yield self._piece([]) | usage | self._last
 
     def failed(self, error: Mapping[str, Any]) -> Mapping[str, Any]:
         """The piece that tells of an error, given OpenAI's object of it."""
@@ -132,14 +133,18 @@ class Answer(ABC):
         """Of one prompt of a stream so far."""
         return self._counts[prompt]
 
-    def _count_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> dict[str, Any]:
-        """The last time counts: what was to be reused may have had to be computed. It is told beside the pieces."""
+    def _see_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> None:
+        """The last time counts: what was to be reused may have had to be computed."""
+        beside = self._beside(told.token_ids, told.cache)
+        cache = {key: beside.pop(key) for key in ("cache",) if key in beside}
+        if number not in self._prompts:
+            self._next |= beside
+        if is_last:
+            self._last |= cache
         self._prompts[number] = told.text
         before = self._counts.get(number, Counts())
         found = Counts.of_prompt(told.token_ids, told.num_cached_tokens, told.cache)
         self._counts[number] = dataclasses.replace(found, completion=before.completion)
-        beside = self._beside(told.token_ids, told.cache)
-        return {key: value for key, value in beside.items() if (key == "cache") == is_last}
 
     def _beside(self, token_ids: Any, cache: CacheReport) -> dict[str, Any]:
         told: dict[str, Any] = {}
@@ -154,7 +159,7 @@ class Answer(ABC):
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = {"usage": self.counts().usage()} if self.options.continuous_usage else {}
-        beside, self._left = self._left, {}
+        beside, self._next = self._next, {}
         return self._head(self.piece) | {"choices": choices} | usage | beside
 
     def _end(self, one: CompletionOutput | CompletionDelta) -> dict[str, Any]:
