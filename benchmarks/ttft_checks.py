@@ -14,7 +14,7 @@ from vlcache_jax.pallas_kernels import CODECS
 
 if TYPE_CHECKING:
     from vlcache_jax import LLM
-    from vlcache_jax.engine.request import Logprob
+    from vlcache_jax.engine.completions import Logprob
 
 
 def check_exact(llm: LLM, prompt: dict[str, Any]) -> None:

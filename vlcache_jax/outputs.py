@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.record import Record
 from vlcache_jax.cache.record import Why as Why
-from vlcache_jax.engine.request import CompletionDelta as CompletionDelta
+from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
+from vlcache_jax.engine.completions import Logprob as Logprob
+from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
-from vlcache_jax.engine.request import Logprob as Logprob
 from vlcache_jax.engine.request import Metrics as Metrics
-from vlcache_jax.engine.request import TokenLogprob as TokenLogprob
 from vlcache_jax.reuse.plan import Plan, active_rows
 from vlcache_jax.verification import Verification as Verification
 

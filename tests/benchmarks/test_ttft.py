@@ -18,7 +18,7 @@ from vlcache_jax.benchmarks.known_images import split_images
 from vlcache_jax.benchmarks.ttft_checks import check_found, check_logprobs
 from vlcache_jax.benchmarks.ttft_table import STEPS
 from vlcache_jax.cache.store import Store
-from vlcache_jax.engine.request import Logprob
+from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.models.family import PublishedSize
 from vlcache_jax.models.published import SIZES, published_config
 from vlcache_jax.models.registry import load_config

@@ -285,6 +285,7 @@ class Records:
 
     Attributes:
       ages: of images.
+      shares: how much each payer may take, of host memory and of a disk.
       tier: where the records lie.
     """
 
@@ -295,7 +296,7 @@ class Records:
         clock: Callable[[], float],
         forgotten: Callable[[Record], object],
     ):
-        self.config = config
+        self.config, self.shares = config, shares
         self.ages = Ages(config.ttl, clock)
         self.tier = MemoryTier(config.memory_bytes, shares=shares)
         self._lock = threading.RLock()

@@ -85,7 +85,6 @@ class Store(Records):
       refusals: why the file under an alias is no picture.
       requests: the lists of images that came together.
       shared: the entry keys of what an operator keeps for everyone, by those without a salt.
-      shares: how much of them each payer may take.
       channels: the ways to the tiers.
       meter: counts what they do.
     """
@@ -103,8 +102,7 @@ class Store(Records):
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ):
-        self.shares = shares or Shares(config.owner_bytes)
-        super().__init__(config, self.shares, clock, forgotten)
+        super().__init__(config, shares or Shares(config.owner_bytes), clock, forgotten)
         self.pictures = Bounded[PictureKey](REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
         self.requests = Requests()

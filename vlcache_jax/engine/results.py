@@ -12,10 +12,11 @@ import numpy as np
 
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import NO_ANSWER, Sampled
+from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.prefilling import Launched
 from vlcache_jax.engine.readiness import Ready
-from vlcache_jax.engine.request import Forced, Generation, Logprob, Sequence
+from vlcache_jax.engine.request import Forced, Generation, Sequence
 from vlcache_jax.reuse.plan import Plan
 
 
