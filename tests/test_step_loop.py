@@ -158,8 +158,9 @@ STARTS = ("Look: ", "The quick brown fox jumps over the lazy dog, and then it re
 SCHEDULE = Spread(schedule=Schedule((9, 5, 3, 2), "any", "any", allow_other_model=True))
 
 
-def random_requests(rng, pictures, policies, count, most):
-    """Some ask what was asked before, and some go on from there."""
+def random_requests(rng, pictures, policies, count, most, *, held=False):
+    """Some ask what was asked before, and some go on from there. Where some are `held`, to a grammar, they are short,
+    and several windows of a pass may be theirs."""
     asked, requests = [], []
     for _ in range(count):
         parts = random_parts(rng, pictures)
@@ -168,7 +169,7 @@ def random_requests(rng, pictures, policies, count, most):
             if len(parts) <= 3 and rng.random() < 0.3:
                 parts = [*parts, random_text(rng)]
         asked.append(parts)
-        requests.append(Asked(user(*parts), random_params(rng, most), policies[rng.integers(len(policies))]))
+        requests.append(Asked(user(*parts), random_params(rng, most, held), policies[rng.integers(len(policies))]))
     return requests
 
 
@@ -183,7 +184,7 @@ def random_parts(rng, pictures):
     return parts
 
 
-def random_params(rng, most):
+def random_params(rng, most, held):
     count = int(rng.integers(1, most + 1))
     changes = {}
     if rng.random() < 0.25:
@@ -195,7 +196,7 @@ def random_params(rng, most):
         changes["min_tokens"] = int(rng.integers(1, count + 1))
     if rng.random() < 0.3:
         changes["logprobs"] = 2
-    if rng.random() < 0.2:
+    if held and rng.random() < 0.2:
         changes["structured_outputs"] = {"regex": ["[a-f]{2}(north|south)+", "(yes|no).*"][rng.integers(2)]}
     return SamplingParams(
         temperature=float(rng.integers(2)), seed=int(rng.integers(1000)), max_tokens=count,
@@ -385,7 +386,7 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
         policies = policies[:3]
     is_plain = kind == "plain"
     count = int(rng.integers(5, 12))
-    requests = random_requests(rng, pictures, policies, count, 20)
+    requests = random_requests(rng, pictures, policies, count, 20, held=True)
     host_bytes = (
         int(rng.choice([0, 10**5, 4 * 10**5, 10**6])) if kind == "small cache" or rng.random() < 0.2 else PLENTY
     )
