@@ -217,6 +217,7 @@ WRONG = [
     ({"tool_choice": "required"}, 400, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": "b"}, 400, "tool_choice"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"bad_words": ["\ud800"]}, 400, None),
     ({"response_format": {"type": "xml"}}, 400, "response_format"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
     ({"structured_outputs": {"regex": 5}}, 400, "structured_outputs"),

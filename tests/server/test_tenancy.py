@@ -159,6 +159,14 @@ def test_a_tenant_may_ask_for_its_own_ways(serve, keys):
             assert ask(served, key, reuse=reuse)[0] == (200 if reuse in allowed else 400), (key, reuse)
 
 
+def test_answers_of_all_prompts_count(serve):
+    served = serve(max_n=4)
+    body = {"prompt": ["a"] * 3, "max_tokens": 1}
+    assert served.json("POST", "/v1/completions", body)[0] == 200
+    status, found = served.json("POST", "/v1/completions", body | {"n": 2})
+    assert (status, found["error"]["param"]) == (400, "n")
+
+
 def test_keys_are_read_again(serve, keys):
     served = serve(api_keys=written(keys, a="alice"))
     register = served.server.register

@@ -81,6 +81,7 @@ def test_a_key_is_compared_with_all(write, monkeypatch):
         ("[[keys]]", r"keys\[0\] name must be a non-empty string, got None"),
         (FILE.replace('name = "bob"', "name = 5"), r"keys\[2\] name must be a non-empty string, got 5"),
         (FILE.replace(sha256("b"), "b" * 63), r"keys\[2\] sha256 must be 64 hex digits, as sha256sum prints them$"),
+        (FILE.replace(sha256("b"), sha256("")), r"keys\[2\] sha256 must be that of a key, got that of an empty text"),
         (FILE.replace(sha256("b"), "x" * 64), r"keys\[2\] sha256 must be 64 hex digits, as sha256sum prints them$"),
         (FILE.replace(sha256("b"), sha256("a1")), r"keys\[2\] sha256 must be that of another key than those above$"),
         (FILE.replace('tenant = "bob"', 'tenent = "bob"'), r"keys\[2\] must hold only name, .*, got 'tenent'"),

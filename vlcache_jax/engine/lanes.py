@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.checks import short
+from vlcache_jax.checks import check_text, short
 from vlcache_jax.device.programs.window import ANSWER
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import ENDS, IN_PROMPT, MAX_BAD_LENGTH, MAX_BAD_WORDS, ONCE, Choosing
@@ -122,6 +122,7 @@ def bad_word_tokens(tokenizer: Any, words: abc.Sequence[str]) -> list[list[int]]
     """
     found = []
     for word in words:
+        check_text(word, "bad_words")
         first, spaced = (
             list(tokenizer(space + word.lstrip(), add_special_tokens=False)["input_ids"]) for space in ("", " ")
         )

@@ -35,7 +35,9 @@ class AnswerParser:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """As OpenAI has it: what stops with calls has stopped for them."""
-        return "tool_calls" if reason == "stop" and self._tools is not None and self._tools.calls else reason
+        if reason != "stop" or self._tools is None or self._tools.has_broken:
+            return reason
+        return "tool_calls" if self._tools.calls else reason
 
     def _told(self, deltas: list[Delta]) -> list[Delta]:
         return [one for delta in deltas for one in (self._calls(delta.content) if delta.content else [delta])]

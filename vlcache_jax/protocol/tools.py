@@ -33,7 +33,9 @@ class ToolParser:
         self._held = ""  # outside of calls: what came and is not told yet
         self._call: _Call | None = None
         self.calls = 0
-        """How many have begun; where there are some, the `finish_reason` "stop" is "tool_calls"."""
+        """How many have begun; where there are some, and all are whole, the `finish_reason` "stop" is "tool_calls"."""
+        self.has_broken = False
+        """Whether one of them was told in part and is no call."""
 
     def push(self, text: str) -> list[Delta]:
         """What is new, now that there is more text."""
@@ -94,6 +96,7 @@ class ToolParser:
         and what both take for JSON ends at the next tag.
         """
         self._call = None
+        self.has_broken |= call.is_told
         if not call.is_told:
             _say(call.before, told)
         self._take(call.untold(), told)

@@ -92,7 +92,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body, tenant)
         del body
-        self._check(request.options, request.params.n, tenant)
+        prompts = self._prompts(request)
+        self._check(request.options, request.params.n * len(prompts), tenant)
         told = request.options
         salt: str | TenantSalt | None = told.cache_salt
         if self._register is not None and tenant is not None:
@@ -108,7 +109,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 priority=told.priority,
                 **self._settings(request),
             )
-            for prompt in self._prompts(request)
+            for prompt in prompts
         ]
         async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
             if told.stream:
@@ -157,7 +158,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     def _check(self, options: Options, n: int, tenant: Tenant | None) -> None:
         check_model(options.model, self._models)
         if n > self.config.max_n:
-            raise ApiError(f"n must be at most {self.config.max_n}, got {n}", "n")
+            raise ApiError(f"n of all prompts together must be at most {self.config.max_n}, got {n}", "n")
         more: Sequence[str] = self.config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
         allowed = list(map(str, dict.fromkeys((self.engine.service.config.reuse, *more))))
         if options.reuse is not None and str(options.reuse) not in allowed:
@@ -194,10 +195,6 @@ class Chats(Inference[ChatRequest]):
         renderer = engine.service.renderer
         own = config.chat_template
         self._chat_template = renderer.chat_template if own is None else template_text(own)
-        self._opens_thinking = False
-        if self._chat_template is not None and config.reasoning_parser != "none":
-            alone = renderer.from_conversation([_HELLO], template=Template(chat_template=self._chat_template))
-            self._opens_thinking = is_opened(alone.text)
 
     def _parse(self, body: bytes, tenant: Tenant | None) -> ChatRequest:
         return self._chat_request(parse_object(body))
@@ -205,7 +202,26 @@ class Chats(Inference[ChatRequest]):
     def _chat_request(self, found: dict[str, Any]) -> ChatRequest:
         if found.get("chat_template") is not None:  # a program, which clients may not bring
             raise ApiError("chat_template must be left out, as a template can run without end", "chat_template")
-        return ChatRequest.parse(found, {"max_tokens": None}, opens_thinking=self._opens_thinking)
+        return ChatRequest.parse(found, {"max_tokens": None}, opens_thinking=self._opens_thinking(found))
+
+    def _opens_thinking(self, body: Mapping[str, Any]) -> bool:
+        """Whether the prompt of a request that forces a call ends within thinking: its own options of the template
+        say so. What is wrong with them is told later."""
+        given = self._chat_template is not None and self.config.reasoning_parser != "none"
+        if not given or body.get("tool_choice") in (None, "auto", "none"):
+            return False
+        goes_on, messages = body.get("continue_final_message"), body.get("messages")
+        try:
+            template = Template(
+                self._chat_template,
+                body.get("chat_template_kwargs"),
+                body.get("add_generation_prompt"),
+                continue_final_message=bool(goes_on),
+            )
+            asked = [_HELLO, messages[-1]] if goes_on and isinstance(messages, list) and messages else [_HELLO]
+            return is_opened(self.engine.service.renderer.from_conversation(asked, template=template).text)
+        except (ValueError, TypeError):
+            return False
 
     def _begin(self, request: ChatRequest, name: str, model: str) -> Writer:
         return self._chat(request, name, model)

@@ -245,7 +245,7 @@ def _url(config: ServerConfig, place: socket.socket) -> str:
 
 
 def _try(config: ServerConfig, place: socket.socket) -> str:
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_keys else ""
     if config.uds is not None:
         return f"curl{key} --unix-socket {config.uds} http://localhost/v1/models"
     return f"curl{key} {_url(config, place)}/models"

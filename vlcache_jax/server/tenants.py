@@ -139,10 +139,14 @@ def _check_fields(told: Mapping[str, Any], known: tuple[str, ...], where: str) -
 
 
 def _digest(told: str, where: str) -> bytes:
+    digest = b""
     with contextlib.suppress(ValueError):
-        if len(digest := bytes.fromhex(told)) == hashlib.sha256().digest_size:
-            return digest
-    raise ValueError(f"{where} sha256 must be 64 hex digits, as sha256sum prints them")
+        digest = bytes.fromhex(told)
+    if len(digest) != hashlib.sha256().digest_size:
+        raise ValueError(f"{where} sha256 must be 64 hex digits, as sha256sum prints them")
+    if digest == hashlib.sha256().digest():  # what `printf %s "$KEY"` gives where there is no KEY
+        raise ValueError(f"{where} sha256 must be that of a key, got that of an empty text, which is sent without one")
+    return digest
 
 
 class Salts:
