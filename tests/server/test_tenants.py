@@ -93,6 +93,7 @@ def test_a_key_is_compared_with_all(write, monkeypatch):
         (FILE + "[tenants.eve]", "tenants.eve must be the tenant of a key$"),
         (FILE + "[more]", "the file must hold only keys, tenants, got 'more'"),
         ("tenants = 5\n" + FILE.partition("[tenants")[0], "tenants must be tables .*, got 5"),
+        ("keys = " + "[" * 5000, "api_keys .* must be TOML: "),
         ("[[keys", "api_keys .* must be TOML: "),
     ],
 )

@@ -70,19 +70,18 @@ class Entrance:
             raise ApiError("the server is shutting down", status=503, retry_after=_AGAIN)
         if self.inside >= self._most:
             raise ApiError(f"the server has {self._most} requests under way", status=503, retry_after=_AGAIN)
-        name = None if tenant is None else tenant.name
         if tenant is not None and tenant.requests is not None and self._of_tenants[tenant.name] >= tenant.requests:
             told = f"this key's tenant has {tenant.requests} requests under way, as many as it may"
             raise ApiError(told, status=429, retry_after=_AGAIN)
         self.inside += 1
-        if name is not None:
-            self._of_tenants[name] += 1
+        if tenant is not None:
+            self._of_tenants[tenant.name] += 1
         try:
             yield
         finally:
             self.inside -= 1
-            if name is not None:
-                self._of_tenants[name] -= 1
+            if tenant is not None:
+                self._of_tenants[tenant.name] -= 1
 
     @property
     def is_ready(self) -> bool:

@@ -114,12 +114,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
             if told.stream:
                 last = list(await self._stream(events, answer, sender))
-                self._keep(request, answer, tenant)
+                await self._keep(request, answer, tenant)
                 await sender.event(*last)
                 await sender.end()
             else:
                 whole = await self._whole(events, len(streams), answer)
-                self._keep(request, answer, tenant)
+                await self._keep(request, answer, tenant)
                 await sender.respond(whole)
         self._entrance.answered()
 
@@ -177,7 +177,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     def _begin(self, request: R, name: str, model: str) -> Writer:
         """What writes the answer."""
 
-    def _keep(self, request: R, answer: Writer, tenant: Tenant | None) -> None:  # noqa: B027 - most keep nothing
+    async def _keep(self, request: R, answer: Writer, tenant: Tenant | None) -> None:  # noqa: B027 - most keep nothing
         """Takes note of a whole answer, before the client hears of it."""
 
     def _settings(self, request: R) -> Mapping[str, Any]:
@@ -299,12 +299,12 @@ class Responses(Chats):
         assert isinstance(request, AskedResponse)
         return ResponseAnswer(self._chat(request, name, model), request.request)
 
-    def _keep(self, request: ChatRequest, answer: Writer, tenant: Tenant | None) -> None:
+    async def _keep(self, request: ChatRequest, answer: Writer, tenant: Tenant | None) -> None:
         assert isinstance(request, AskedResponse)
         assert isinstance(answer, ResponseAnswer)
         if request.request.stores:
             messages = [*request.before, *request.request.messages, answer.message]
-            self._stored.put(answer.response, messages, tenant)
+            await asyncio.to_thread(self._stored.put, answer.response, messages, tenant)  # it may hold many pictures
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A file of keys is TOML. A key stands in it as its SHA-256, so that who reads the
 
     [[keys]]
     name = "notebook of alice"    # in logs
-    sha256 = "..."                # 64 hex digits: printf %s "$KEY" | sha256sum
+    sha256 = "..."                # 64 hex digits: printf %s "$KEY" | sha256sum | cut -c1-64
     tenant = "alice"
 
     [tenants.alice]               # may be left out
@@ -92,7 +92,7 @@ class Tenants:
             told = tomllib.loads(Path(path).read_text("utf-8"))
         except OSError as error:
             raise ValueError(f"api_keys must be a file that can be read, got {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"api_keys {path} must be TOML: {error}") from error
         try:
             return cls(_read(told))
