@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vlcache_jax.checks import check_text, is_a, short, shorten
 from vlcache_jax.inputs.images import is_base64, is_url
-from vlcache_jax.inputs.prompt import TemplateOptions
 from vlcache_jax.protocol.answers import ChatAnswer, Counts, logprob
 from vlcache_jax.protocol.fields import SAMPLING
-from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, Options
+from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, Options, template_options
 from vlcache_jax.protocol.values import read_object, write
 from vlcache_jax.sampling import SamplingParams
 
@@ -221,10 +220,10 @@ def _plain(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     own = ("id", "metadata", "messages", "question", *media)
     given = {key: value for key, value in row.items() if key not in own}
     _check_keys(given, (*_SAMPLING, *TEMPLATE), own)
-    template = TemplateOptions(**{key: given.pop(key) for key in TEMPLATE if key in given})  # type: ignore[typeddict-item]
-    if given.get("seed") in (None, -1):
-        given.pop("seed", None)
-    return ChatRequest(_messages(row, media), SamplingParams(**{**defaults, **given}), template)
+    sampling = {key: value for key, value in given.items() if key not in TEMPLATE}
+    if sampling.get("seed") in (None, -1):
+        sampling.pop("seed", None)
+    return ChatRequest(_messages(row, media), SamplingParams(**{**defaults, **sampling}), template_options(given))
 
 
 def _messages(row: Mapping[str, Any], media: Sequence[str]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from vlcache_jax.checks import is_a, short
 from vlcache_jax.inputs.prompt import TemplateOptions
@@ -137,14 +137,13 @@ class ChatRequest:
         _read_format(sampling, given.get("response_format"))
         is_held = "structured_outputs" in sampling
         _read_choice(sampling, given, opens_thinking)
-        template = {name: given[name] for name in TEMPLATE if name in given}
-        choice = template.pop("tool_choice", None)
-        if choice == "none":  # what forces a call is no matter of the template
-            template["tool_choice"] = choice
+        template, choice = template_options(given), given.get("tool_choice")
+        if choice != "none":  # what forces a call is no matter of the template
+            template.pop("tool_choice", None)
         return cls(
             given["messages"],
             sampling_params(_seeded(sampling), defaults),
-            TemplateOptions(**template),  # type: ignore[typeddict-item]
+            template,
             given.get("mm_processor_kwargs"),
             Options.parse(given),
             # What is held to a form of its own is content, and nothing else.
@@ -211,9 +210,14 @@ class TokenizeRequest:
         given = check_fields(body, TOKENIZE, {}, ())
         if ("prompt" in given) == ("messages" in given):
             raise ApiError("prompt or messages must be there, and not both", "prompt")
-        template = TemplateOptions(**{name: given[name] for name in TEMPLATE if name in given})  # type: ignore[typeddict-item]
+        template = template_options(given)
         prompt, settings = given["prompt" if "prompt" in given else "messages"], given.get("mm_processor_kwargs")
         return cls(prompt, given.get("model"), template, settings, bool(given.get("return_token_strs")))
+
+
+def template_options(given: Mapping[str, Any]) -> TemplateOptions:
+    """What is said of the template, of all that is given."""
+    return cast(TemplateOptions, {name: given[name] for name in TEMPLATE if name in given})
 
 
 def _seeded(sampling: Mapping[str, Any]) -> dict[str, Any]:

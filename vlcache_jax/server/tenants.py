@@ -29,6 +29,7 @@ from typing import Any, Self
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import check_text, check_whole, parse_bytes, short
 from vlcache_jax.files import make_folder
+from vlcache_jax.inputs.parts import check_keys
 
 _KEY_FIELDS = ("name", "sha256", "tenant")
 _TENANT_FIELDS = ("reuse", "cache_bytes", "requests")
@@ -107,7 +108,7 @@ class Tenants:
 
 
 def _read(told: dict[str, Any]) -> dict[bytes, Tenant]:
-    _check_fields(told, ("keys", "tenants"), "the file")
+    check_keys(told, ("keys", "tenants"), "the file")
     keys, settings = told.get("keys"), told.get("tenants", {})
     if not isinstance(keys, list) or not keys or not all(isinstance(one, dict) for one in keys):
         raise ValueError(f"keys must be tables under [[keys]], got {short(keys)}")
@@ -115,12 +116,12 @@ def _read(told: dict[str, Any]) -> dict[bytes, Tenant]:
         raise ValueError(f"tenants must be tables such as [tenants.alice], got {short(settings)}")
     tenants = {}
     for name, one in settings.items():
-        _check_fields(one, _TENANT_FIELDS, f"tenants.{name}")
+        check_keys(one, _TENANT_FIELDS, f"tenants.{name}")
         tenants[name] = Tenant(name, **one)
     found: dict[bytes, Tenant] = {}
     for number, one in enumerate(keys):
         where = f"keys[{number}]"
-        _check_fields(one, _KEY_FIELDS, where)
+        check_keys(one, _KEY_FIELDS, where)
         for name in _KEY_FIELDS:
             check_text(one.get(name) or None, f"{where} {name}", "a non-empty string")
         digest = _digest(one["sha256"], where)
@@ -130,12 +131,6 @@ def _read(told: dict[str, Any]) -> dict[bytes, Tenant]:
     if unused := tenants.keys() - {tenant.name for tenant in found.values()}:
         raise ValueError(f"tenants.{min(unused)} must be the tenant of a key")
     return found
-
-
-def _check_fields(told: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for name in told:
-        if name not in known:
-            raise ValueError(f"{where} must hold only {', '.join(known)}, got {name!r}")
 
 
 def _digest(told: str, where: str) -> bytes:
