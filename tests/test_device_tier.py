@@ -141,6 +141,7 @@ def test_without_room_a_request_goes_on(opened, pictures):
     assert_nothing_left(llm)
 
 
+@pytest.mark.ladder
 def test_an_image_of_several_steps(opened, textured_image):
     llm = opened(rows=(16,))
     picture = textured_image(120, 180)

@@ -154,6 +154,7 @@ def test_a_batch_reports_what_its_requests_report_one_by_one(llm, picture, other
     assert where(together[2])[0][0] == "host"
 
 
+@pytest.mark.ladder
 def test_another_ladder_reads_the_same_files(checkpoints, tmp_path, picture):
     conversation = user("See ", picture, " what?")
     with open_llm(checkpoints("qwen3_vl"), tmp_path) as llm:

@@ -19,7 +19,7 @@ from PIL import Image
 import vlcache_jax.intake.identification as identification
 import vlcache_jax.intake.recognition as recognition
 import vlcache_jax.serving as serving
-from tests.helper import SIZES, user
+from tests.helper import SIZES, WITHIN, user
 from vlcache_jax import LLM, CacheConfig, Ladder, RequestError, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.inputs.images import ImageSource
@@ -445,7 +445,7 @@ def test_refused_pictures_take_little_memory():
 def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
     """jax has a callback there, and what is raised in such a callback is dropped."""
     expected = tokens(chat(llm, [user("a")]))
-    pressed = []
+    pressed, interrupted, abort = [], threading.Event(), llm.service.loop.abort
 
     def attend(phase, info):
         if not pressed:
@@ -454,11 +454,12 @@ def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
 
     def slow(program, *args):
         gc.collect()
-        for _ in range(2000):
-            time.sleep(0.005)
-        pytest.fail("the signal was lost")
+        if not interrupted.wait(WITHIN):
+            pytest.fail("the signal was lost")
+        raise RuntimeError("whoever asked is gone")
 
     with monkeypatch.context() as context:
+        context.setattr(llm.service.loop, "abort", lambda sequences: interrupted.set() or abort(sequences))
         context.setattr(llm.service.device.runner, "run", slow)
         gc.callbacks.append(attend)
         hook = sys.unraisablehook
@@ -579,6 +580,7 @@ def test_damaged_logits_stop_a_call_with_their_step(llm, monkeypatch):
     assert [output.error is None for output in outputs] == [True, False, *[True] * 10]
 
 
+@pytest.mark.ladder
 def test_a_request_that_cannot_choose_its_rows_blocks_nobody(checkpoints, textured_image):
     """It never runs, so who would link what it was to compute has to compute that."""
     a, b = (png(textured_image(64, 64, seed)) for seed in (1, 2))

@@ -117,7 +117,15 @@ def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations)
 
 
 @each_family
-def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversations):
+@pytest.mark.parametrize(
+    ("rows", "sequences"),
+    [
+        (LADDER.rows, LADDER.sequences),
+        pytest.param((32, 96, 256), (2, 8), marks=pytest.mark.ladder),
+        pytest.param((48,), (3,), marks=pytest.mark.ladder),
+    ],
+)
+def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversations, rows, sequences):
     continuation = "the quick brown fox"
 
     def logits(engine, group):
@@ -125,12 +133,11 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
 
     alone = [logits(llm, [conversation])[0] for conversation in conversations]
     eight = conversations * 2
-    for rows, sequences in ((LADDER.rows, LADDER.sequences), ((32, 96, 256), (2, 8)), ((48,), (3,))):
-        ladder = Ladder(rows=rows, patches=LADDER.patches, sequences=sequences)
-        with open_llm(family_checkpoint, ladder=ladder) as engine:
-            for got, expected in zip(logits(engine, eight), alone * 2, strict=True):
-                # 1e-5 at a scale of 4; these logits reach 9.
-                np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max() / 4, rtol=0)
+    ladder = Ladder(rows=rows, patches=LADDER.patches, sequences=sequences)
+    with open_llm(family_checkpoint, ladder=ladder) as engine:
+        for got, expected in zip(logits(engine, eight), alone * 2, strict=True):
+            # 1e-5 at a scale of 4; these logits reach 9.
+            np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max() / 4, rtol=0)
 
 
 def test_the_pool_may_be_too_small_for_all_at_once(llm, family_checkpoint, conversations):
@@ -172,6 +179,7 @@ def test_executed_rows_are_the_plans(llm, conversations, monkeypatch):
     assert set(written.values()) == {1}
 
 
+@pytest.mark.ladder
 @each_decoder
 def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, monkeypatch, capsys):
     """Requests of random lengths and images, seen and new, every way of sampling: not one compilation, eager ones

@@ -264,7 +264,7 @@ def test_p4_the_first_layer_knows_no_context(llm, target, donors, a, b):
 
 
 @each_family
-def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, directory, target, donors, a, b):
+def test_p5_neighbours_and_padding_change_nothing(llm, target, donors, a, b):
     requests = [target, user("Only ", b), user("no image"), user("First ", a, " second ", b, a)]
     for reuse in (0.3, falling(llm, 300, 200, 50), "shift-0.3"):
         chat(llm, *requests, reuse=reuse)  # what is stored does not change any more
@@ -272,6 +272,11 @@ def test_p5_neighbours_padding_and_places_in_the_store_change_nothing(llm, direc
         order = [2, 0, 3, 1]
         packed = logits(llm, *(requests[i] for i in order), reuse=reuse)
         assert_close(packed, np.stack([alone[i] for i in order]))
+
+
+@pytest.mark.ladder
+@each_family
+def test_p5_in_steps_of_other_sizes(llm, directory, target, donors, a, b):
     ladder = Ladder(rows=(40, 100), patches=(2000,), sequences=(3,))
     with open_llm(directory, ladder=ladder, max_rows=100) as other:
         chat(other, user("unrelated ", a[::-1].copy()))

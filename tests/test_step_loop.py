@@ -345,14 +345,9 @@ class Fences:
 POLICIES = ["off", "exact", "exact", "0.3", "shift-0.2", "cacheblend-0.2", SCHEDULE]
 
 
-EVERY_TIME = {1, 121}  # 121: all results are read early, as pages run out with a step under way
-
-
-@pytest.mark.parametrize(
-    "seed",
-    # 241: rows whose last bits once depended on the others of their step
-    [seed if seed in EVERY_TIME else pytest.param(seed, marks=pytest.mark.ladder) for seed in (*range(200), 241)],
-)
+# 121: all results are read early, as pages run out with a step under way; 241: rows whose last bits once depended on
+# the others of their step
+@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.ladder) for s in (0, *range(2, 200), 241))])
 def test_together_as_one_by_one(request, engine, reference, pictures, monkeypatch, seed):
     llm = request.getfixturevalue("short_steps") if seed // 6 % 3 == 2 else engine
     assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed)
@@ -651,6 +646,7 @@ class Windows:
         monkeypatch.setattr(llm.service.engine, "_end", noted_end)
 
 
+@pytest.mark.ladder
 def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
     renew(many)
     driver = Driver(many)
@@ -946,6 +942,7 @@ def test_answers_without_a_limit_fill_the_context(many, librarys):
         assert_is_greedy(many, librarys, conversation, params, output)
 
 
+@pytest.mark.ladder
 def test_special_tokens_are_in_the_text_if_they_are_wanted(many, asking):
     biased = {"allowed_token_ids": [260, 261, 97, 98], "frequency_penalty": 2.0, "logit_bias": {260: 3.0}}
     texts = {}

@@ -82,6 +82,7 @@ def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkey
     assert gpu.run(plan, minutes=0, only=("speed",))[-1]["result"] == "not measured: out of time"
 
 
+@pytest.mark.ladder
 def test_lost_slots_are_found(tmp_path, monkeypatch):
     """Results of long intervals are small, and so are such faults."""
     right, shape = gpu.paged_attention, SHAPES["decode 1 x 20480"].in_small()

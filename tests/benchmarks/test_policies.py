@@ -139,6 +139,7 @@ def test_the_command(checkpoints, mixed_tsv, tmp_path):
     assert "as they are images, question first, several images, cached apart" in result.stdout
 
 
+@pytest.mark.ladder
 def test_settings_can_be_named(checkpoints, questions_tsv, tmp_path):
     arguments = ["--data", questions_tsv, "--reuse", "0.5", "--reuse", "shift-0.5", "--arrangement", "text_first"]
     arguments += ["--max-tokens", 1, "--questions", 1, "--out", tmp_path / "o.json"]

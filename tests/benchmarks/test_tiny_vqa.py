@@ -399,7 +399,8 @@ def test_a_student_begins_where_its_teacher_is(training, tmp_path):
     assert not load_config(tmp_path / "model").text.qk_norm
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.ladder)])
+@pytest.mark.ladder
+@pytest.mark.parametrize("stage", [0, 1])
 def test_training_goes_on_where_it_stopped(training, tmp_path, stage):
     """The encoder alone, and the whole model."""
 

@@ -287,6 +287,7 @@ def test_ask_hands_its_options_on(run, checkpoints, tmp_path, textured_image, mo
     assert "images: exact" in again.stderr
 
 
+@pytest.mark.ladder
 def test_ask_about_a_film(run, family_checkpoint, tmp_path):
     av = pytest.importorskip("av")
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
@@ -323,6 +324,7 @@ def test_ask_without_a_checkpoint(run, tmp_path):
     assert "config.json" in result.stderr
 
 
+@pytest.mark.ladder
 @pytest.mark.ladder_for("qwen2_5_vl")
 def test_bench_ttft(run, family_checkpoint, tmp_path):
     out = tmp_path / "ttft.json"

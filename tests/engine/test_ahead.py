@@ -148,7 +148,7 @@ def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog)
     assert ask(llm, 1)[0].cache.images[0].match == "exact"
 
 
-@pytest.mark.parametrize("end", ["close", "warmup"])
+@pytest.mark.parametrize("end", ["close", pytest.param("warmup", marks=pytest.mark.ladder)])
 def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end):
     ladder = Ladder(rows=(64,), patches=(64,), sequences=(1,))
     llm = LLM(checkpoints("qwen3_vl"), ladder=ladder, max_model_len=128, kv_cache_bytes=2**20, use_tqdm=False)

@@ -244,6 +244,7 @@ def counted(llm, monkeypatch, *conversation, reuse):
     return score.logits, names
 
 
+@pytest.mark.ladder
 @pytest.mark.parametrize(
     "reuse", [*(pytest.param(one, marks=pytest.mark.ladder) for one in ("exact", "0.5")), "shift-0.5"]
 )

@@ -57,6 +57,7 @@ def test_prefill_of_images_and_text(checkpoint, reference):
     assert np.abs(reference.logits).max() > 2  # else the tolerance would mean little
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_decode_after_prefill(family_checkpoint, load_oracle, textured_image):
     """The last three tokens of the prompt one by one, at the positions that delta gives."""
     reference = parity.reference(load_oracle(family_checkpoint), family_checkpoint, textured_image)
@@ -104,6 +105,7 @@ def pools_differ_by(a, b, slots=slice(None)):
     return parity.difference(*([part[slots] for layer in pool for part in layer] for pool in (a, b)))
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_the_last_layer_runs_for_the_wanted_rows_only(case):
     order = np.roll(np.arange(case.length), 2)
     bounds = (case.length,) * case.model.config.text.num_layers
@@ -113,6 +115,7 @@ def test_the_last_layer_runs_for_the_wanted_rows_only(case):
     assert pools_differ_by(pool, case.pool) <= TOLERANCE
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_rows_that_drop_out_are_taken_from_the_pool(case):
     """Selective recompute: nested row sets over a pool that holds the right K, V. Fresh slots start as NaN."""
     # Logits are wanted of the last three tokens, which come first; other text is fresh in all layers; image tokens
@@ -185,6 +188,7 @@ def test_capture_is_optional(case):
     assert raw_k.shape == v.shape == (case.length, *without[1].shape[1:])
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
 def test_keys_carry_what_is_not_finite_in_values(case):
     """One value of one row overflows: the pool's values stay finite, and no row before it knows."""
     text = case.model.config.text

@@ -173,7 +173,7 @@ def test_two_passes_are_a_prompt_in_another_order(llm, case):
     assert scored.greedy.all()
 
 
-@pytest.mark.parametrize("name", ["kvshare", "asked"])
+@pytest.mark.parametrize("name", [pytest.param("kvshare", marks=pytest.mark.ladder), "asked"])
 def test_deepstack_follows_the_rows(checkpoints, case, name):
     """A model whose DeepStack reaches behind the check layer."""
     with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:

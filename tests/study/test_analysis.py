@@ -161,6 +161,7 @@ def of_cases(llm, probe, questions_tsv):
     return [prepare(probe, case) for case in cases]
 
 
+@pytest.mark.ladder
 def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
     arguments = checkpoints("qwen3_vl-tied"), "--data", questions_tsv, "--samples", 2, "--tokens", 4
     report = run("errors", tmp_path / "figures" / "errors.png", *arguments)
