@@ -20,6 +20,8 @@ from vlcache_jax.outputs import (
 from vlcache_jax.protocol.answers import ChatAnswer
 from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.protocol.requests import Options, Parts
+from vlcache_jax.protocol.response_answers import ResponseAnswer
+from vlcache_jax.protocol.responses import ResponseRequest
 
 THINKING = "{% if '</think>' in message.content %}...{% endif %}"
 TAGS = ("<think>", "</think>")
@@ -105,6 +107,28 @@ def test_streamed_is_whole(tokenizer, pieces, prompt, tells):
         assert streamed(answer(tokenizer, tells_thoughts=tells), texts, prompt) == expected
     assert expected[2] == expected[3]
     assert len("".join(pieces)) == len(expected[2]) + (0 if tells else expected[4])
+
+
+def test_a_response_has_what_was_thought_and_what_is_said(tokenizer):
+    """One item of each, however the answer comes, and with what is said its log-probabilities alone."""
+    texts, prompt = ["So", ". ", "Or", "</think>", "\n\nWe", "ll."], "<think>\n"
+    answers = []
+    for _ in range(2):
+        chat = answer(tokenizer)
+        chat.tells_thinking_tokens = False
+        answers.append(ResponseAnswer(chat, ResponseRequest.parse({"input": "?", "top_logprobs": 1})))
+    collector = OutputCollector()
+    for delta in deltas(texts, prompt):
+        collector.add(delta)
+    whole = answers[0].whole([collector.output()])
+    events = [event for delta in deltas(texts, prompt) for event in answers[1].pieces(delta)]
+    for response in (whole, [*events, *answers[1].last()][-1]["response"]):
+        thought, said = response["output"]
+        assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "So. Or")
+        [part] = said["content"]
+        assert part["text"] == "Well."
+        assert "".join(one["token"] for one in part["logprobs"]) == "\n\nWell."
+        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("So. Or</think>")}
 
 
 def test_a_forced_call_comes_behind_thinking(renderer):
