@@ -145,7 +145,8 @@ _TURNS_BY_ROLE = """\
         {%- for call in message.tool_calls or [] %}
             {%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}
             {%- if call.function %}{% set call = call.function %}{% endif %}
-            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}{{ call.arguments | tojson }}
+            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
             {{- '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}

@@ -21,12 +21,14 @@ from vlcache_jax.commands.shipped import warn_of_others
 
 URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
+PLACE = {"properties": {"at": {"enum": ["A1", "B2"]}}, "required": ["at"], "additionalProperties": False}
+LOOK = [{"type": "function", "function": {"name": "look", "parameters": PLACE}}]
 
 
-def parsed(row, *, trusts_templates=False, **defaults):
+def parsed(row, *, trusts_templates=False, chats=None, **defaults):
     line = row if isinstance(row, str) else json.dumps(row)
     folder = pathlib.Path("/data")
-    return Row.parse(line, 7, "0123456789abcdef", defaults, folder, trusts_templates=trusts_templates)
+    return Row.parse(line, 7, "0123456789abcdef", defaults, folder, trusts_templates=trusts_templates, chats=chats)
 
 
 def openai(**body):
@@ -77,6 +79,8 @@ def test_a_row_says_how_it_becomes_text():
             "line 7: chat_template must be left out, as a template can run without end; --trust-request-chat-template "
             "takes those of a file that you trust"
         )
+    forced = openai(tools=LOOK, tool_choice="required", chat_template="{{ 1 }}")
+    assert "chat_template must be left out" in parsed(forced, chats=object()).error  # it has rendered nothing
 
 
 def test_a_plain_row_offers_tools():
@@ -156,7 +160,7 @@ def test_a_row_of_openai():
         (openai() | {"url": "/v1/embeddings"}, "method and url must be POST and /v1/chat/completions"),
         (openai() | {"more": 1}, "must hold only custom_id, method, url, body, got 'more'"),
         (openai(tools=[{}]), "tools[0].function.name must be a name, got None"),
-        (openai(tool_choice="required"), "tool_choice is not supported, got 'required'"),
+        (openai(tool_choice="required"), "tool_choice must be left out without tools, got 'required'"),
         (openai(stream=True), "stream is not supported, got True"),
         (openai(response_format={"type": "xml"}), "response_format must be an object whose type is text, json_object"),
         ({"question": "?", "structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string, got 5"),
@@ -270,6 +274,31 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     again = answers(out)
     assert again[2][2] is None
     assert [one for one in again if one[0] != 3] == [one for one in whole if one[0] != 3]
+
+
+def test_answers_are_told_apart(run, tmp_path):
+    """As a server does: calls, forced ones too, and thinking."""
+    thinks = "{{ messages[0].content }}</think>{% if add_generation_prompt %}<think>\n{% endif %}"
+    rows = (
+        openai(tools=LOOK, tool_choice="required", parallel_tool_calls=False, temperature=1, seed=5, max_tokens=99),
+        openai(chat_template=thinks, ignore_eos=True, max_tokens=5),
+    )
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(source, out, "--trust-request-chat-template").exit_code == 0
+    called, thought = (json.loads(line)["response"]["body"] for line in out.read_text().splitlines())
+    [choice] = called["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"], call["function"]["name"]) == (
+        "tool_calls",
+        None,
+        "look",
+    )
+    assert json.loads(call["function"]["arguments"])["at"] in ("A1", "B2")
+    message = thought["choices"][0]["message"]
+    assert message["reasoning_content"]
+    assert message["content"] == ""
+    assert thought["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
 
 
 def test_errors_count_a_rows_own_messages(run, tmp_path):

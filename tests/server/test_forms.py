@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import jsonschema
 import pytest
+
+from vlcache_jax.server import lifecycle
+from vlcache_jax.server.app import Server
+from vlcache_jax.server.config import ServerConfig
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {
@@ -113,8 +118,19 @@ def test_thinking_is_told_apart(serve):
     message = found["choices"][0]["message"]
     assert message["content"] == ""  # the thinking has not ended
     assert message["reasoning"] == message["reasoning_content"] != ""
-    hidden = served.json("POST", CHAT, body | {"include_reasoning": False})[1]["choices"][0]["message"]
-    assert hidden == {"role": "assistant", "content": ""}
+    assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}
+    more = body | {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    hidden = served.json("POST", CHAT, more)[1]
+    [choice] = hidden["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ""}
+    assert (choice["logprobs"], choice["token_ids"]) == ({"content": []}, [])
+    assert hidden["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}
+    response = served.json("POST", "/v1/responses", {
+        "input": "Hello", "max_output_tokens": 8, "ignore_eos": True, "temperature": 0, "top_logprobs": 1
+    })[1]  # fmt: skip
+    [item] = response["output"]
+    assert (item["type"], item["content"][0]["text"]) == ("reasoning", message["reasoning"])
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 8}
     plain = serve(chat_template=template, reasoning_parser="none").json("POST", CHAT, body)[1]
     assert plain["choices"][0]["message"]["content"].strip("\n") == message["reasoning"].strip("\n")
     # A form of its own begins at once.
@@ -138,6 +154,22 @@ def test_grammars_that_cannot_be_used_are_the_clients_error(serve, form, param):
     assert status == 400
     assert param is None or found["error"]["param"] == param
     assert served.json("POST", CHAT, {"messages": HELLO, "max_tokens": 1})[0] == 200
+
+
+def test_a_server_that_is_ready_has_read_the_vocabulary(engine, monkeypatch):
+    """Nobody's first grammar stops all others for seconds."""
+
+    async def compiled():
+        assert not server.entrance.is_warm
+
+    grammars = engine.service.intake.sequences.grammars
+    monkeypatch.setattr(engine, "warmup", compiled)
+    monkeypatch.setattr(grammars, "_built", None)
+    server = Server(engine, ServerConfig(port=0))
+    with lifecycle._bound(server.config) as place:
+        asyncio.run(lifecycle._Process(server, place)._warm_up())
+    assert server.entrance.is_warm
+    assert grammars._built is not None
 
 
 def test_the_page_is_open_and_whole(serve):

@@ -150,3 +150,29 @@ def test_the_least_recently_used_leave():
     assert stored.get("large", alice) is not None
     assert stored.delete("large", alice)
     assert not stored.delete("large", alice)
+
+
+def test_a_picture_is_kept_once():
+    def asked(picture, text="?"):
+        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture}}, {"text": text}]}
+
+    stored, alice = StoredResponses(most_bytes=3000), Tenant("alice")
+    first, said = asked("x" * 1000), {"role": "assistant", "content": "y"}
+    told = [first]
+    for i in range(3):  # a conversation that goes on, and one that the client tells again
+        told = [*told, said, asked("x" * 1000, f"and {i}?")]
+        stored.put({"id": str(i)}, told, None)
+    found = [stored.get(str(i), None) for i in range(3)]
+    assert [one.messages[: 2 * i + 3] for i, one in enumerate(found)] == [told[: 2 * i + 3] for i in range(3)]
+    assert len({id(message["content"][0]) for one in found for message in one.messages[::2]}) == 1
+    stored.put({"id": "a"}, [first], alice)  # a tenant's own is another one
+    assert all(stored.get(*key) for key in (("0", None), ("1", None), ("2", None), ("a", alice)))
+    stored.put({"id": "b"}, [asked("z" * 1000)], None)
+    assert [stored.get(*key) is None for key in (("0", None), ("2", None), ("a", alice), ("b", None))] == [
+        True, True, False, False
+    ]  # fmt: skip
+    stored.delete("b", None)
+    stored.put({"id": "c"}, [asked("x" * 1000)], None)  # and has room again
+    assert stored.get("a", alice) is not None
+    stored.put({"id": "d"}, [asked("u" * 1000), asked("v" * 1000), asked("w" * 1000)], None)
+    assert stored.get("d", None) is None

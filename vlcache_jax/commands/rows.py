@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vlcache_jax.checks import check_text, is_a, short, shorten
 from vlcache_jax.inputs.images import is_base64, is_url
-from vlcache_jax.protocol.answers import ChatAnswer, Counts, logprob
+from vlcache_jax.protocol.answers import Counts, logprob
 from vlcache_jax.protocol.fields import SAMPLING
-from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, Options, template_options
+from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, template_options
 from vlcache_jax.protocol.values import read_object, write
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import CompletionOutput, RequestOutput
+    from vlcache_jax.protocol.chats import ChatFormat
 
 BEGINNINGS = (b'{"line": ', b'{"id": "batch_req_')
 """Of every line of answers."""
@@ -39,7 +40,6 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "cache_salt": (None,),
     "reuse": (None,),
     "mm_processor_kwargs": (None,),
-    "tool_choice": (None, "none", "auto"),
 }
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
 
@@ -53,7 +53,8 @@ class Row:
       digest: of what it asks and of the run's settings.
       name: the row's own `custom_id` or `id`; None: it has none.
       is_openai: whether it has OpenAI's format.
-      conversation, params, options: what is asked.
+      conversation: that goes on, with what says how it becomes text.
+      request: what else is asked.
       error: what is wrong with it, in place of these.
       kept: of a plain row what stands in the answer as it came.
       written: the row's keys, by what errors call an image or video that stands in one.
@@ -65,8 +66,7 @@ class Row:
     name: Any = None
     is_openai: bool = False
     conversation: Any = None
-    params: SamplingParams | None = None
-    options: Options = dataclasses.field(default_factory=Options)
+    request: ChatRequest | None = None
     error: str | None = None
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     written: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -82,6 +82,7 @@ class Row:
         folder: pathlib.Path,
         *,
         trusts_templates: bool = False,
+        chats: ChatFormat | None = None,
     ) -> Row:
         """Reads a row, or what is wrong with it.
 
@@ -89,6 +90,7 @@ class Row:
           defaults: sampling parameters where the row names none.
           folder: where relative paths of images begin.
           trusts_templates: whether a row may bring a chat template, which is a program and may run without end.
+          chats: of the model; without one it is only seen whether the row is right.
         """
         own = cls(number, digest)
         try:
@@ -104,18 +106,24 @@ class Row:
                 )
             # A seed of the row's own, so that its answer is the same whenever it runs.
             drawn = {"seed": (int(digest[:8], 16) + number) % 2**32, **defaults}
-            request = _openai(row, drawn) if is_openai else _plain(row, drawn)
-            if request.template.get("chat_template") is not None and not trusts_templates:
+            asked = row.get("body") if is_openai else row
+            if not trusts_templates and isinstance(asked, dict) and asked.get("chat_template") is not None:
                 raise ValueError(
                     "chat_template must be left out, as a template can run without end; "
                     "--trust-request-chat-template takes those of a file that you trust"
                 )
+            request = _openai(row, drawn, chats) if is_openai else _plain(row, drawn)
             placed: Any = _placed(request.messages, folder)
             if request.template:
                 placed = {"messages": placed, **request.template}
-            return dataclasses.replace(own, conversation=placed, params=request.params, options=request.options)
+            return dataclasses.replace(own, conversation=placed, request=request)
         except ValueError as error:
             return dataclasses.replace(own, error=f"line {number}: {error}")
+
+    @property
+    def params(self) -> SamplingParams | None:
+        """How it is answered; None: it is wrong."""
+        return None if self.request is None else self.request.params
 
     def behind(self, system: str) -> Row:
         """The row with a system message, unless it has one or is wrong."""
@@ -147,7 +155,7 @@ class Row:
             return _line(self._plain_head() | {"error": error})
         return _line(self._openai_head() | {"response": None, "error": {"code": "invalid_request", "message": error}})
 
-    def answered(self, output: RequestOutput, model: str) -> bytes:
+    def answered(self, output: RequestOutput, model: str, chats: ChatFormat) -> bytes:
         """The line that answers."""
         if not self.is_openai:
             answers = [_plain_answer(answer) for answer in output.outputs]
@@ -158,7 +166,8 @@ class Row:
             told = answers[0] if len(answers) == 1 else {"outputs": answers}
             return _line(self._plain_head() | told | usage | {"error": None})
         name = f"chatcmpl-{self.number}-{self.digest}"
-        body = ChatAnswer(name, model, self.options).whole([output])
+        assert self.request is not None
+        body = chats.answer(self.request, name, model).whole([output])
         response = {"status_code": 200, "request_id": name, "body": body}
         return _line(self._openai_head() | {"response": response, "error": None})
 
@@ -197,7 +206,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
     return write(content) + b"\n"
 
 
-def _openai(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+def _openai(row: Mapping[str, Any], defaults: Mapping[str, Any], chats: ChatFormat | None) -> ChatRequest:
     """What a request of a batch file asks."""
     _check_keys(row, _ENVELOPE)
     if (name := row.get("custom_id")) is None:
@@ -211,7 +220,7 @@ def _openai(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     for key, allowed in _ABSENT.items():
         if body.get(key) not in allowed:
             raise ValueError(f"{key} is not supported, got {short(body[key])}")
-    return ChatRequest.parse(body, defaults)
+    return ChatRequest.parse(body, defaults) if chats is None else chats.request(body, defaults)
 
 
 def _plain(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:

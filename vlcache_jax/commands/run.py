@@ -22,6 +22,7 @@ from vlcache_jax.commands.rows import BEGINNINGS, Answer, Row
 from vlcache_jax.commands.shipped import SHIPPED, warn_of_others
 from vlcache_jax.files import check_readable, check_writable
 from vlcache_jax.progress import Progress, interruptible, say
+from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -72,9 +73,10 @@ class Recipe:
                     digest = hashlib.sha256(f"{settings}\n{line}".encode(errors="surrogateescape")).hexdigest()
                     yield number, digest[:16], line
 
-    def parse(self, number: int, digest: str, line: str) -> Row:
+    def parse(self, number: int, digest: str, line: str, chats: ChatFormat | None) -> Row:
+        """See `Row.parse`."""
         trusts = self.trusts_templates
-        row = Row.parse(line, number, digest, self.defaults, self.source.parent, trusts_templates=trusts)
+        row = Row.parse(line, number, digest, self.defaults, self.source.parent, trusts_templates=trusts, chats=chats)
         return row if self.system is None else row.behind(self.system)
 
 
@@ -125,6 +127,7 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
     count = itertools.count()
     told = 0
     warned = recipe.model is not None
+    chats: ChatFormat | None = None  # of the model, once it is loaded
 
     def write(row: Row, line: bytes, tokens: int = 0) -> None:
         file.write(line)
@@ -146,7 +149,7 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
                 raise ValueError(f"IN must stay as it is while its rows are answered, but line {number} is another one")
             seen += 1
             if number not in done:
-                yield recipe.parse(number, digest, line)
+                yield recipe.parse(number, digest, line, chats)
         if seen < len(digests):
             raise ValueError(f"IN must stay as it is while its rows are answered, but {len(digests) - seen} are gone")
 
@@ -178,6 +181,7 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
         if overwrite:
             file.truncate(0)
         bar.update(len(done))
+        chats = ChatFormat(llm.service.renderer)
         # Rows are read while others are answered; answers are written as they come.
         one, other = itertools.tee(good())
         conversations, params = (conversation for conversation, _ in one), (params for _, params in other)
@@ -188,7 +192,8 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
             if output.error is not None:
                 fail(row, row.named(output.error, index))
             else:
-                write(row, row.answered(output, recipe.name), sum(len(answer.token_ids) for answer in output.outputs))
+                tokens = sum(len(answer.token_ids) for answer in output.outputs)
+                write(row, row.answered(output, recipe.name, chats), tokens)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ _LIMITS: dict[str, Any] = {
 class Grammars:
     """Compiles what answers are held to.
 
-    The first one builds the tokenizer, which takes seconds for a large vocabulary, in which no other Python runs.
+    The first one reads the vocabulary, which takes seconds if that is large, and in these no other Python runs.
 
     Args:
       tokenizer: of the checkpoint, with its `backend_tokenizer`.
@@ -58,6 +58,10 @@ class Grammars:
         self._lock = threading.Lock()  # of these
         self._compiling = ThreadPoolExecutor(1, "vlcache-grammars")
         self._filling = ThreadPoolExecutor(1, "vlcache-masks")
+
+    def prepare(self) -> Future[llguidance.LLTokenizer]:
+        """Reads the vocabulary, so that the first grammar need not wait for it."""
+        return self._compiling.submit(self._vocabulary)
 
     def check(self, params: SamplingParams) -> None:
         """Compiles what an answer is held to, if it is not yet.
@@ -97,13 +101,9 @@ class Grammars:
         try:
             if not self._ends:
                 raise ValueError("the checkpoint must have end tokens")
-            if self._built is None:
-                text, self._added = _read(self._tokenizer)
-                self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends))
-            grammar = _source(asked, self._added)
-            matcher = llguidance.LLMatcher(
-                self._built, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS)
-            )
+            vocabulary = self._vocabulary()
+            limits = llguidance.LLParserLimits(**_LIMITS)
+            matcher = llguidance.LLMatcher(vocabulary, _source(asked, self._added), log_level=0, limits=limits)
             _try(matcher, bits(self._ends, self._vocab_size))
         except Exception as error:  # a converter in Python may raise anything
             what = shorten(" ".join(str(error).split()) or type(error).__name__)
@@ -113,6 +113,14 @@ class Grammars:
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return matcher
+
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        import llguidance
+
+        if self._built is None:
+            text, self._added = _read(self._tokenizer)
+            self._built = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._ends))
+        return self._built
 
 
 class Matcher:

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """Tokens of a request: of its prompts, of these reused and of images, and of its answers."""
+    """Tokens of a request: of its prompts, of these reused and of images; of its answers, and of these thought."""
 
     prompt: int = 0
     cached: int = 0
     image: int = 0
     completion: int = 0
+    reasoning: int = 0
 
     @classmethod
     def of_prompt(cls, token_ids: Any, num_cached_tokens: int, cache: CacheReport) -> Counts:
@@ -52,12 +53,8 @@ class Counts:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached, "image_tokens": self.image},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
-
-
-def _total(counts: Iterator[Counts]) -> Counts:
-    columns = zip(*(dataclasses.astuple(one) for one in counts), strict=True)
-    return Counts(*map(sum, columns))
 
 
 @dataclass
@@ -82,7 +79,7 @@ class Answer(ABC):
     piece: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self._counts: dict[int, Counts] = {}  # of a stream so far, by prompt
+        self._counts: dict[int, Counts] = {}  # so far, by prompt
         self._prompts: dict[int, str] = {}
         self._told: set[int] = set()  # its choices that have begun
         self._next: dict[str, Any] = {}  # what its next piece tells beside
@@ -90,12 +87,13 @@ class Answer(ABC):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer at once, of each prompt its output."""
+        self._counts = dict(enumerate(map(Counts.of, outputs)))
         choices = [
             self._choice(self.answers * i + answer.index, answer, output.prompt)
             for i, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        told = self._head(self.kind) | {"choices": choices, "usage": _total(map(Counts.of, outputs)).usage()}
+        told = self._head(self.kind) | {"choices": choices, "usage": self.counts().usage()}
         first = outputs[0]
         if first.prompt_logprobs is not None:
             told["prompt_logprobs"] = [None if one is None else _vllm_logprobs(one) for one in first.prompt_logprobs]
@@ -126,11 +124,12 @@ class Answer(ABC):
         return error
 
     def counts(self) -> Counts:
-        """Of a stream so far."""
-        return _total(iter(self._counts.values()))
+        """Of what has been written so far."""
+        columns = zip(*map(dataclasses.astuple, self._counts.values()), strict=True)
+        return Counts(*map(sum, columns))
 
     def counts_of(self, prompt: int) -> Counts:
-        """Of one prompt of a stream so far."""
+        """Of one prompt."""
         return self._counts[prompt]
 
     def _see_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> None:
@@ -144,7 +143,7 @@ class Answer(ABC):
         self._prompts[number] = told.text
         before = self._counts.get(number, Counts())
         found = Counts.of_prompt(told.token_ids, told.num_cached_tokens, told.cache)
-        self._counts[number] = dataclasses.replace(found, completion=before.completion)
+        self._counts[number] = dataclasses.replace(found, completion=before.completion, reasoning=before.reasoning)
 
     def _beside(self, token_ids: Any, cache: CacheReport) -> dict[str, Any]:
         told: dict[str, Any] = {}
@@ -196,19 +195,24 @@ class ChatAnswer(Answer):
     Attributes:
       parts: what its text is told apart into.
       chat_template: of the prompts; it tells whether the model thinks.
+      tokenizer: of the model; without one no token counts as thinking.
+      tells_thinking_tokens: what is told of tokens is told of those of thinking, if these are told at all.
     """
 
     parts: Parts = field(default_factory=Parts)
     chat_template: str | None = None
+    tokenizer: Any = None
+    tells_thinking_tokens: bool = True
 
     kind, piece = "chat.completion", "chat.completion.chunk"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._parsers: dict[int, AnswerParser] = {}  # of a stream's answers
+        self._parsers: dict[int, AnswerParser] = {}  # of its answers
 
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         parser = self._parser(index, prompt)
+        answer = self._without_thinking(index, parser, answer)
         joined = Joined.of([*parser.push(answer.text), *parser.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": joined.content}
         message |= self._thought(joined.reasoning)
@@ -218,9 +222,8 @@ class ChatAnswer(Answer):
         return {"index": index, "message": message, "logprobs": _logprobs(answer.logprobs)} | end
 
     def _delta(self, index: int, one: CompletionDelta, prompt: str) -> dict[str, Any] | None:
-        if index not in self._parsers:
-            self._parsers[index] = self._parser(index, prompt)
-        parser = self._parsers[index]
+        parser = self._parser(index, prompt)
+        one = self._without_thinking(index, parser, one)
         new = parser.push(one.text)
         if one.finish_reason is not None:
             new += parser.finish()
@@ -235,8 +238,25 @@ class ChatAnswer(Answer):
         return {"index": index, "delta": delta, "logprobs": _logprobs(one.logprobs)} | end
 
     def _parser(self, index: int, prompt: str) -> AnswerParser:
-        template = self.chat_template if self.parts.thoughts else None
-        return AnswerParser(f"{self.id}-{index}", chat_template=template, prompt=prompt, has_tools=self.parts.calls)
+        if index not in self._parsers:
+            self._parsers[index] = AnswerParser(
+                f"{self.id}-{index}",
+                chat_template=self.chat_template if self.parts.thoughts else None,
+                prompt=prompt,
+                has_tools=self.parts.calls,
+                tokenizer=self.tokenizer,
+            )
+        return self._parsers[index]
+
+    def _without_thinking[T: (CompletionOutput, CompletionDelta)](self, index: int, parser: AnswerParser, one: T) -> T:
+        """Counts tokens of thinking, and leaves them out where they are not told."""
+        thinking = parser.thinking(one.token_ids)
+        self._counts[index // self.answers].reasoning += sum(thinking)
+        if (self.parts.tells_thoughts and self.tells_thinking_tokens) or not any(thinking):
+            return one
+        said = [not each for each in thinking]
+        logprobs = None if one.logprobs is None else tuple(itertools.compress(one.logprobs, said))
+        return dataclasses.replace(one, token_ids=tuple(itertools.compress(one.token_ids, said)), logprobs=logprobs)
 
     def _thought(self, reasoning: str) -> dict[str, Any]:
         """What was thought, under the names that clients look for."""

@@ -93,7 +93,7 @@ CHAT: Mapping[str, Schema] = {
     "tools": told({"type": ["array", "null"], "items": {"type": "object"}}, "Functions that the answer may call."),
     "tool_choice": told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
     "parallel_tool_calls": told(FLAG, "false: where calls are forced, one of them."),
-    "include_reasoning": told(FLAG, "false: what was thought is not told."),
+    "include_reasoning": told(FLAG, "false: nothing is told of what was thought, nor of its tokens."),
     "mm_processor_kwargs": told(OBJECT, "min_pixels and max_pixels of images; fps and the like of videos."),
     "chat_template_kwargs": told(OBJECT, "Names that the chat template uses."),
     "add_generation_prompt": FLAG,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from vlcache_jax.protocol.deltas import Delta
-from vlcache_jax.protocol.reasoning import ReasoningParser, is_opened, thinks
+from vlcache_jax.protocol.reasoning import ReasoningParser, ThinkingTokens, is_opened, thinks
 from vlcache_jax.protocol.tools import ToolParser
 
 
@@ -15,11 +18,24 @@ class AnswerParser:
       chat_template: that made the prompt, a Jinja text; it tells whether the model thinks. None: nothing is thinking.
       prompt: its text; it tells whether the thinking has begun there.
       has_tools: whether tool calls are looked for.
+      tokenizer: of the model; None: its tokens are not looked at.
     """
 
-    def __init__(self, answer_id: str, *, chat_template: str | None = None, prompt: str = "", has_tools: bool = False):
-        thinking = chat_template is not None and thinks(chat_template)
-        self._reasoning = ReasoningParser(is_opened=is_opened(prompt)) if thinking else None
+    def __init__(
+        self,
+        answer_id: str,
+        *,
+        chat_template: str | None = None,
+        prompt: str = "",
+        has_tools: bool = False,
+        tokenizer: Any = None,
+    ):
+        self._reasoning: ReasoningParser | None = None
+        self._tokens: ThinkingTokens | None = None
+        if chat_template is not None and thinks(chat_template):
+            opened = is_opened(prompt)
+            self._reasoning = ReasoningParser(is_opened=opened)
+            self._tokens = None if tokenizer is None else ThinkingTokens(tokenizer, is_opened=opened)
         self._tools = ToolParser(answer_id) if has_tools else None
 
     def push(self, text: str) -> list[Delta]:
@@ -27,6 +43,10 @@ class AnswerParser:
         if self._reasoning is None:
             return self._calls(text)
         return self._told(self._reasoning.push(text))
+
+    def thinking(self, token_ids: Sequence[int]) -> list[bool]:
+        """Of each of the tokens that follow whether it is thinking."""
+        return [False] * len(token_ids) if self._tokens is None else self._tokens.push(token_ids)
 
     def finish(self) -> list[Delta]:
         """What is left at the end of the text."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.protocol.deltas import Delta, unfinished
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -30,12 +34,20 @@ class ReasoningParser:
     Args:
       is_opened: the prompt ended within thinking, see `is_opened`. An answer that begins with `<think>` all the same
         loses it.
+
+    Attributes:
+      thinks: whether it is known that the answer does.
     """
 
     def __init__(self, *, is_opened: bool = False):
-        self._is_opened = is_opened
+        self.thinks = is_opened
         self._step = self._begin
         self._held = ""  # what came and is not told yet
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that follows is the answer."""
+        return self._step in (self._after, self._say)
 
     def push(self, text: str) -> list[Delta]:
         """What is new, now that there is more text."""
@@ -48,7 +60,7 @@ class ReasoningParser:
     def finish(self) -> list[Delta]:
         """What is left at the end of the text."""
         text, self._held = self._held, ""
-        if self._step == self._think or (self._step == self._begin and self._is_opened):
+        if self._step == self._think or (self._step == self._begin and self.thinks):
             text = text.rstrip("\n")
             return [Delta(reasoning=text)] if text else []
         return [Delta(content=text)] if text else []
@@ -62,9 +74,8 @@ class ReasoningParser:
             return False
         if begun.startswith(OPEN):
             self._held = begun.removeprefix(OPEN)
-            self._step = self._open
-        else:
-            self._step = self._open if self._is_opened else self._say
+            self.thinks = True
+        self._step = self._open if self.thinks else self._say
         return True
 
     def _open(self, told: list[Delta]) -> bool:
@@ -101,3 +112,26 @@ class ReasoningParser:
             told.append(Delta(content=self._held))
         self._held = ""
         return False
+
+
+class ThinkingTokens:
+    """Tells which tokens of an answer are thinking: from the one with which the opening tag is whole, if the answer has
+    one, to that with which the closing tag is.
+
+    Args:
+      tokenizer: of the model.
+      is_opened: see `ReasoningParser`.
+    """
+
+    def __init__(self, tokenizer: Any, *, is_opened: bool = False):
+        self._text = Detokenizer(tokenizer, skip_special_tokens=False)  # a tag may be one
+        self._parser = ReasoningParser(is_opened=is_opened)
+
+    def push(self, token_ids: Sequence[int]) -> list[bool]:
+        """Of each of the tokens that follow whether it is."""
+        return [not self._parser.is_over and self._take(token) for token in token_ids]
+
+    def _take(self, token: int) -> bool:
+        self._text.append([token])
+        self._parser.push(self._text.take())
+        return self._parser.thinks

@@ -84,7 +84,7 @@ class ResponseAnswer:
         for _ in self._grow(message | {"tool_calls": calls}, choice.get("logprobs")):
             pass
         self._finish_reason = choice["finish_reason"]
-        return self._finish(Counts.of(outputs[0]))
+        return self._finish(self.chat.counts())
 
     def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
         """The events that follow, now that there is more."""
@@ -111,7 +111,7 @@ class ResponseAnswer:
         return self._event("error", code=told["code"], message=told["message"], param=told["param"])
 
     def counts_of(self, prompt: int) -> Counts:
-        """Of a stream so far."""
+        """Of one prompt."""
         return self.chat.counts_of(prompt)
 
     def _note(self, told: Mapping[str, Any]) -> None:
@@ -191,7 +191,7 @@ class ResponseAnswer:
                     "cached_tokens": counts.cached, "cache_write_tokens": 0, "image_tokens": counts.image,
                 },
                 "output_tokens": counts.completion,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": counts.reasoning},
                 "total_tokens": counts.prompt + counts.completion,
             }  # fmt: skip
         return {

@@ -23,6 +23,7 @@ RESPONSES: Mapping[str, Schema] = {
     "include": {
         "type": ["array", "null"],
         "items": {"type": "string", "enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+        "description": "The second is without effect: thinking is told in clear, and may be sent back so.",
     },
     "text": told(OBJECT, "`format`: as `response_format` of chats, with the fields of `json_schema` beside `type`."),
     "reasoning": told(OBJECT, "Accepted, and without effect."),

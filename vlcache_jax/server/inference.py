@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
-from vlcache_jax.inputs.prompt import Template, template_text
+from vlcache_jax.inputs.prompt import template_text
 from vlcache_jax.outputs import OutputCollector, RequestDelta
-from vlcache_jax.protocol.answers import Answer, ChatAnswer, CompletionAnswer, Counts
-from vlcache_jax.protocol.reasoning import is_opened
+from vlcache_jax.protocol.answers import Answer, CompletionAnswer
+from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import ResponseRequest
@@ -35,8 +35,6 @@ from vlcache_jax.server.tenants import Register, Tenant
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
 _STALL = 60.0  # seconds that a client may take to read what is sent
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
-
-_HELLO = {"role": "user", "content": "Hello"}
 
 type Writer = Answer | ResponseAnswer
 type _Events = AsyncGenerator[tuple[int, RequestDelta] | None]
@@ -131,9 +129,10 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 self._note(delta)
                 collectors[number].add(delta)
         outputs = [collector.output() for collector in collectors]
-        for output in outputs:
-            self._metrics.answered(Counts.of(output), output.metrics)
-        return answer.whole(outputs)
+        whole = answer.whole(outputs)
+        for i, output in enumerate(outputs):
+            self._metrics.answered(answer.counts_of(i), output.metrics)
+        return whole
 
     async def _stream(self, events: _Events, answer: Writer, sender: _Sender) -> Iterable[Mapping[str, Any]]:
         async for event in events:
@@ -192,9 +191,12 @@ class Chats(Inference[ChatRequest]):
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, *given: Any):
         super().__init__(engine, config, *given)
-        renderer = engine.service.renderer
-        own = config.chat_template
-        self._chat_template = renderer.chat_template if own is None else template_text(own)
+        self._format = ChatFormat(
+            engine.service.renderer,
+            None if config.chat_template is None else template_text(config.chat_template),
+            calls=config.tool_call_parser != "none",
+            thoughts=config.reasoning_parser != "none",
+        )
 
     def _parse(self, body: bytes, tenant: Tenant | None) -> ChatRequest:
         return self._chat_request(parse_object(body))
@@ -202,37 +204,10 @@ class Chats(Inference[ChatRequest]):
     def _chat_request(self, found: dict[str, Any]) -> ChatRequest:
         if found.get("chat_template") is not None:  # a program, which clients may not bring
             raise ApiError("chat_template must be left out, as a template can run without end", "chat_template")
-        return ChatRequest.parse(found, {"max_tokens": None}, opens_thinking=self._opens_thinking(found))
-
-    def _opens_thinking(self, body: Mapping[str, Any]) -> bool:
-        """Whether the prompt of a request that forces a call ends within thinking: its own options of the template
-        say so. What is wrong with them is told later."""
-        given = self._chat_template is not None and self.config.reasoning_parser != "none"
-        if not given or body.get("tool_choice") in (None, "auto", "none"):
-            return False
-        goes_on, messages = body.get("continue_final_message"), body.get("messages")
-        try:
-            template = Template(
-                self._chat_template,
-                body.get("chat_template_kwargs"),
-                body.get("add_generation_prompt"),
-                continue_final_message=bool(goes_on),
-            )
-            asked = [_HELLO, messages[-1]] if goes_on and isinstance(messages, list) and messages else [_HELLO]
-            return is_opened(self.engine.service.renderer.from_conversation(asked, template=template).text)
-        except (ValueError, TypeError):
-            return False
+        return self._format.request(found, {"max_tokens": None})
 
     def _begin(self, request: ChatRequest, name: str, model: str) -> Writer:
-        return self._chat(request, name, model)
-
-    def _chat(self, request: ChatRequest, name: str, model: str) -> ChatAnswer:
-        calls = request.parts.calls and self.config.tool_call_parser != "none"
-        thoughts = request.parts.thoughts and self.config.reasoning_parser != "none"
-        parts = dataclasses.replace(request.parts, calls=calls, thoughts=thoughts)
-        return ChatAnswer(
-            name, model, request.options, request.params.n, parts=parts, chat_template=self._chat_template
-        )
+        return self._format.answer(request, name, model)
 
     def _prompts(self, request: ChatRequest) -> Sequence[Any]:
         return [request.messages]
@@ -297,7 +272,9 @@ class Responses(Chats):
 
     def _begin(self, request: ChatRequest, name: str, model: str) -> ResponseAnswer:
         assert isinstance(request, AskedResponse)
-        return ResponseAnswer(self._chat(request, name, model), request.request)
+        # A response has no place for what is told of the tokens of its thinking.
+        chat = self._format.answer(request, name, model, tells_thinking_tokens=False)
+        return ResponseAnswer(chat, request.request)
 
     async def _keep(self, request: ChatRequest, answer: Writer, tenant: Tenant | None) -> None:
         assert isinstance(request, AskedResponse)

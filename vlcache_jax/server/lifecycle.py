@@ -122,11 +122,14 @@ class _Process:
 
     async def _warm_up(self) -> None:
         if self._config.warmup:
+            engine = self._server.engine
+            reading = asyncio.wrap_future(engine.service.intake.sequences.grammars.prepare())
             try:
-                await self._server.engine.warmup()
+                await engine.warmup()
             except Exception as error:
                 self._server.entrance.failure = f"it could not be compiled: {error}"
                 return
+            await asyncio.gather(reading, return_exceptions=True)  # what is wrong, requests that need it are told
         self._server.entrance.is_warm = True
         place = self._config.uds or _url(self._config, self._place)
         say(f"ready: {' '.join(self._server.models)} at {place} (try {_try(self._config, self._place)})")

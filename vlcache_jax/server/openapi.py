@@ -108,6 +108,7 @@ _SCHEMAS: Mapping[str, Any] = {
     "Usage": _object({
         "prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT,
         "prompt_tokens_details": _object({"cached_tokens": _COUNT, "image_tokens": _COUNT}),
+        "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
     }),
     "Cache": _object({
         "exact": {"type": "boolean"}, "policy": _TEXT, "approximate_tokens": _COUNT, "rows": _COUNTS,

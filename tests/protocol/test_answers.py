@@ -1,0 +1,148 @@
+"""Answers as clients see them: streamed and whole they tell the same, and of thinking what was asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlcache_jax.inputs.prompt import PromptRenderer
+from vlcache_jax.outputs import (
+    CacheReport,
+    CompletionDelta,
+    Logprob,
+    Metrics,
+    OutputCollector,
+    PromptOutput,
+    RequestDelta,
+)
+from vlcache_jax.protocol.answers import ChatAnswer
+from vlcache_jax.protocol.chats import ChatFormat
+from vlcache_jax.protocol.requests import Options, Parts
+from vlcache_jax.protocol.response_answers import ResponseAnswer
+from vlcache_jax.protocol.responses import ResponseRequest
+
+THINKING = "{% if '</think>' in message.content %}...{% endif %}"
+TAGS = ("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def renderer(checkpoints):
+    return PromptRenderer.from_pretrained(checkpoints("qwen3_vl-tied"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(renderer):
+    """That of a model whose tokens are bytes."""
+    return renderer.tokenizer
+
+
+def deltas(texts, prompt):
+    """An answer as it comes, byte by byte a token."""
+    told = PromptOutput(prompt, np.zeros(3, np.int32), 0, CacheReport((), True, "exact", (), 0))
+    for i, text in enumerate(texts):
+        is_last = i == len(texts) - 1
+        tokens = tuple(text.encode())
+        logprobs = tuple(Logprob(-1.0, {}, token, 1, {token: chr(token)}) for token in tokens)
+        one = CompletionDelta(0, text, tokens, "stop" if is_last else None, None, logprobs)
+        yield RequestDelta("a", (one,), Metrics(), told if i == 0 or is_last else None, is_last)
+
+
+def answer(tokenizer, **parts):
+    options = Options(stream=True, returns_token_ids=True)
+    given = {"parts": Parts(thoughts=True, **parts), "chat_template": THINKING, "tokenizer": tokenizer}
+    return ChatAnswer("a", "m", options, **given)
+
+
+def whole(writer, texts, prompt=""):
+    """Content, reasoning, text of log-probabilities, text of token ids, number of thinking tokens."""
+    collector = OutputCollector()
+    for delta in deltas(texts, prompt):
+        collector.add(delta)
+    told = writer.whole([collector.output()])
+    [choice] = told["choices"]
+    logprobs = "".join(one["token"] for one in choice["logprobs"]["content"])
+    ids = bytes(choice["token_ids"]).decode()
+    thought = told["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    return choice["message"]["content"], choice["message"].get("reasoning", ""), logprobs, ids, thought
+
+
+def streamed(writer, texts, prompt=""):
+    """The same of the pieces."""
+    content, reasoning, logprobs, ids = "", "", "", b""
+    for delta in deltas(texts, prompt):
+        for piece in writer.pieces(delta):
+            [choice] = piece["choices"]
+            content += choice["delta"].get("content", "")
+            reasoning += choice["delta"].get("reasoning", "")
+            logprobs += "".join(one["token"] for one in (choice["logprobs"] or {"content": ()})["content"])
+            ids += bytes(choice.get("token_ids", ()))
+    return content, reasoning, logprobs, ids.decode(), writer.counts().reasoning
+
+
+def test_tokens_of_thinking_are_counted(tokenizer):
+    def told(text, prompt="", **parts):
+        return whole(answer(tokenizer, **parts), [text], prompt)
+
+    for text, prompt, thought, said in (
+        ("<think>So.</think>Well.", "", ">So.</think>", "Well."),
+        ("So.</think>\n\nWell.", "<think>\n", "So.</think>", "Well."),
+        ("So, and so on", "<think>\n", "So, and so on", ""),
+        ("Well.", "", "", "Well."),
+    ):
+        assert told(text, prompt)[2:] == (text, text, len(thought))
+        rest = text.replace(thought, "")
+        assert told(text, prompt, tells_thoughts=False) == (said, "", rest, rest, len(thought))
+
+
+@given(
+    pieces=st.lists(st.sampled_from([*TAGS, "\n", "a", "<", "think>", "So. "]), min_size=1, max_size=8),
+    prompt=st.sampled_from(["", "<think>\n"]),
+    tells=st.booleans(),
+)
+def test_streamed_is_whole(tokenizer, pieces, prompt, tells):
+    expected = whole(answer(tokenizer, tells_thoughts=tells), ["".join(pieces)], prompt)
+    for texts in (pieces, list("".join(pieces))):
+        assert streamed(answer(tokenizer, tells_thoughts=tells), texts, prompt) == expected
+    assert expected[2] == expected[3]
+    assert len("".join(pieces)) == len(expected[2]) + (0 if tells else expected[4])
+
+
+def test_a_response_has_what_was_thought_and_what_is_said(tokenizer):
+    """One item of each, however the answer comes, and with what is said its log-probabilities alone."""
+    texts, prompt = ["So", ". ", "Or", "</think>", "\n\nWe", "ll."], "<think>\n"
+    answers = []
+    for _ in range(2):
+        chat = answer(tokenizer)
+        chat.tells_thinking_tokens = False
+        answers.append(ResponseAnswer(chat, ResponseRequest.parse({"input": "?", "top_logprobs": 1})))
+    collector = OutputCollector()
+    for delta in deltas(texts, prompt):
+        collector.add(delta)
+    whole = answers[0].whole([collector.output()])
+    events = [event for delta in deltas(texts, prompt) for event in answers[1].pieces(delta)]
+    for response in (whole, [*events, *answers[1].last()][-1]["response"]):
+        thought, said = response["output"]
+        assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "So. Or")
+        [part] = said["content"]
+        assert part["text"] == "Well."
+        assert "".join(one["token"] for one in part["logprobs"]) == "\n\nWell."
+        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("So. Or</think>")}
+
+
+def test_a_forced_call_comes_behind_thinking(renderer):
+    """Whose template says so: the request's own, the given one, or the checkpoint's."""
+    opens = "{{ messages[0].content }}</think>{% if add_generation_prompt %}<think>{% endif %}"
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools, "tool_choice": "required"}
+    for chats, more, is_behind in (
+        (ChatFormat(renderer), {}, False),
+        (ChatFormat(renderer), {"chat_template": opens}, True),
+        (ChatFormat(renderer, opens), {}, True),
+        (ChatFormat(renderer, opens), {"add_generation_prompt": False}, False),
+        (ChatFormat(renderer, opens, thoughts=False), {}, False),
+        (ChatFormat(renderer, opens), {"chat_template": 5}, False),  # what is wrong is told later
+    ):
+        held = chats.request(body | more, {}).params.structured_outputs
+        assert held.text.startswith("start: thinking") == is_behind
