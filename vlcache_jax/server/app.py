@@ -29,6 +29,7 @@ from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
+from vlcache_jax.server.http_checks import HttpChecks
 from vlcache_jax.server.inference import (
     Chats,
     Completions,
@@ -74,8 +75,7 @@ class Server:
             secret = server_secret(engine.service.config.cache.disk)
             self.register = Register(config.api_keys, secret, self._suit)
         self._metrics = ServerMetrics(self.models[0], engine)
-        has_keys = bool(config.api_key) or self.register is not None
-        self._document = document(self.models, root_path=config.root_path, has_keys=has_keys)
+        self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         given = engine, config, self.models, self.entrance, self._metrics, self.register
         self._stored = StoredResponses()
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
@@ -107,6 +107,7 @@ class Server:
             origins = list(config.allowed_origins)
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
+        middleware.insert(0, Middleware(HttpChecks, config=config))
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 

@@ -27,6 +27,8 @@ class ServerConfig:
       admin_key: of those who see and change the cache. Without one nobody does over HTTP.
       served_model_name: what clients call the model, by default as it was opened; may be repeated.
       allowed_origins: of pages that browsers let ask; may be repeated, and "*" is all.
+      allowed_hosts: names beside `host`, localhost and addresses by which a server without keys may be called; may be
+        repeated, and "*" is all.
       ssl_certfile: certificate, for HTTPS.
       ssl_keyfile: key of the certificate.
       root_path: where a proxy shows the server, such as /v.
@@ -54,6 +56,7 @@ class ServerConfig:
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     root_path: str = ""
@@ -73,13 +76,16 @@ class ServerConfig:
         for name in ("uds", "api_keys", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template"):
             if (text := getattr(self, name)) is not None:
                 check_text(text or None, name, "a non-empty string or None")
-        for name in ("api_key", "served_model_name", "allowed_origins", "allow_reuse"):
+        for name in ("api_key", "served_model_name", "allowed_origins", "allowed_hosts", "allow_reuse"):
             given: Any = getattr(self, name)
             if isinstance(given, str) or not isinstance(given, Sequence) or not all(given):
                 raise ValueError(f"{name} must be a list of strings, got {short(given)}")
             for one in given:
                 check_text(one, name)
             object.__setattr__(self, name, tuple(given))
+        for one in self.allowed_hosts:
+            if set(one) & set(":/"):
+                raise ValueError(f"allowed_hosts must be names without scheme and port, got {short(one)}")
         for one in self.allow_reuse:
             parse_policy(one)
         if self.admin_key is not None and self.admin_key in self.api_key:
@@ -106,3 +112,8 @@ class ServerConfig:
                 raise ValueError(f"{name} must be a file, got {path}")
         if (self.root_path and not self.root_path.startswith("/")) or self.root_path.endswith("/"):
             raise ValueError(f"root_path must begin with a slash and end without one, got {self.root_path!r}")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients must know a key."""
+        return bool(self.api_key) or self.api_keys is not None

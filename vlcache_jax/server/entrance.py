@@ -109,7 +109,7 @@ class Keys:
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, register: Register | None):
-        self._app, self._root, self._register = app, config.root_path, register
+        self._app, self._register = app, register
         self._keys = [_digest(key) for key in config.api_key]
         self._admin = None if config.admin_key is None else _digest(config.admin_key)
 
@@ -120,7 +120,7 @@ class Keys:
             await self._app(scope, receive, send)
 
     def _error(self, scope: Scope) -> ApiError | None:
-        path = scope["path"].removeprefix(self._root)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as routes are looked for
         if path in OPEN:
             return None
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -163,6 +163,8 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
     if kind != "application/json":  # a form that any page may send is none
         raise ApiError(f"Content-Type must be application/json, got {kind or 'none'}", status=415)
     large = ApiError(f"a body must have at most {most} bytes", status=413)
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError("Content-Encoding must be left out: a body is read as it comes", status=415)
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise large
