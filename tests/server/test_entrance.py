@@ -82,7 +82,7 @@ def test_keys(serve, client):
         client(served, "third").models.list()
     for path in ("/health", "/ready"):
         assert served.ask("GET", path)[0] == 200
-    for key, status in (("first", 401), ("boss", 200)):
+    for key, status in (("first", 403), ("third", 401), ("boss", 200)):
         assert served.ask("GET", "/cache", Authorization=f"Bearer {key}")[0] == status
         assert served.ask("POST", "/reset_prefix_cache", Authorization=f"Bearer {key}")[0] == status
 
@@ -328,6 +328,47 @@ def test_who_goes_away_while_it_waits_for_a_lane(serve, engine, slow):
         assert served.server.entrance.inside == 12
     assert eventually(lambda: not served.server.entrance.inside)
     assert eventually(lambda: not (engine.stats().running or engine.stats().waiting))
+
+
+def test_a_body_that_comes_byte_by_byte(serve):
+    """Each byte within the silence that is borne, for ever."""
+    served = serve(body_timeout=0.3)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(head.encode())
+        told = threading.Event()
+
+        def trickle():
+            with contextlib.suppress(OSError):
+                while not told.wait(0.01):
+                    connection.sendall(b" ")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        found = b""
+        while b"}}" not in found:
+            found += connection.recv(4096)
+        told.set()
+        thread.join()
+    assert found.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in found.lower()
+    assert b"a body must come within 0.3 seconds" in found
+
+
+def test_bodies_are_bounded_together(serve):
+    """By what their heads say, before one of them is read."""
+    served = serve(max_body_bytes="1MiB", max_waiting_bytes="2MiB")
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        for framing in (f"Content-Length: {2**20}", "Transfer-Encoding: chunked"):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN))
+            connection.sendall(f"{head}{framing}\r\n\r\n".encode())
+        assert eventually(lambda: served.server.entrance.inside == 2)
+        status, headers, found = served.ask("POST", CHAT, {"messages": HELLO})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert b"requests of 2097152 bytes under way" in found
+    assert eventually(lambda: not served.server.entrance.inside)
+    assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 1})[0] == 200
 
 
 def test_who_goes_away_in_the_middle_of_a_body(serve):

@@ -69,11 +69,11 @@ class Server:
             engine.service.policy_of(reuse)
         opened = os.fspath(engine.service.config.model)
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
-        self.entrance = Entrance(config.max_waiting)
+        self.entrance = Entrance(config)
         self.register: Register | None = None
         if config.api_keys is not None:
             secret = server_secret(engine.service.config.cache.disk)
-            self.register = Register(config.api_keys, secret, self._suit)
+            self.register = Register(config.api_keys, config.admin_key, secret, self._suit)
         self._metrics = ServerMetrics(self.models[0], engine)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         given = engine, config, self.models, self.entrance, self._metrics, self.register
@@ -216,7 +216,7 @@ class Server:
 
     def _verb(self, verb: str) -> Callable[[bytes], Awaitable[Mapping[str, Any]]]:
         async def work(body: bytes) -> Mapping[str, Any]:
-            return await asyncio.to_thread(admin.apply, self.engine.cache, verb, parse_object(body))
+            return await asyncio.to_thread(admin.apply, self.engine.cache, self.register, verb, parse_object(body))
 
         return work
 
@@ -229,14 +229,14 @@ class Server:
         return Response()
 
     def _call(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]]) -> _Call:
-        return _Call(work, self.entrance, int(self.config.max_body_bytes))
+        return _Call(work, self.entrance, self.config)
 
 
 class _Call:
     """Answers JSON with JSON (an ASGI application)."""
 
-    def __init__(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]], entrance: Entrance, most: int):
-        self._work, self._entrance, self._most = work, entrance, most
+    def __init__(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]], entrance: Entrance, config: ServerConfig):
+        self._work, self._entrance, self._config = work, entrance, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer() -> Response:
@@ -244,7 +244,7 @@ class _Call:
 
         try:
             with self._entrance.enter(scope):
-                body = await read_body(scope, receive, self._most)
+                body = await read_body(scope, receive, self._config)
                 response = await until_gone(receive, answer())
         except GoneError:
             return

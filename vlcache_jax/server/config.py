@@ -33,7 +33,9 @@ class ServerConfig:
       ssl_keyfile: key of the certificate.
       root_path: where a proxy shows the server, such as /v.
       max_body_bytes: of a request.
+      body_timeout: seconds that a body may take to come.
       max_waiting: requests under way at most, those that run included; one more is told to come again.
+      max_waiting_bytes: of their bodies together, as their heads say; one that says nothing counts as the largest.
       shutdown_timeout: seconds that requests may take to end when the server is asked to.
       allow_reuse: what of images a request may ask to reuse, beside the server's own way; may be repeated.
       max_n: answers to one request at most.
@@ -61,7 +63,9 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     root_path: str = ""
     max_body_bytes: int | str = "64MiB"
+    body_timeout: float = 300.0
     max_waiting: int = 1024
+    max_waiting_bytes: int | str = "4GiB"
     shutdown_timeout: float = 30.0
     allow_reuse: Sequence[str] = ()
     max_n: int = 128
@@ -93,7 +97,7 @@ class ServerConfig:
         if self.api_keys is not None:
             if self.api_key:
                 raise ValueError("api_key must be left out where api_keys names a file")
-            Tenants.load(self.api_keys)  # before a model is opened
+            Tenants.load(self.api_keys, self.admin_key)  # before a model is opened
         for name, known in (("tool_call_parser", ("hermes", "none")), ("reasoning_parser", ("auto", "none"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {short(getattr(self, name))}")
@@ -101,10 +105,14 @@ class ServerConfig:
         check_whole("max_waiting", self.max_waiting, 1)
         check_whole("max_n", self.max_n, 1)
         check_flags(warmup=self.warmup)
-        object.__setattr__(self, "max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
-        seconds: Any = self.shutdown_timeout
-        if not (is_a(seconds, int | float) and 0 <= seconds < math.inf):
-            raise ValueError(f"shutdown_timeout must be a number of seconds, got {short(seconds)}")
+        for name in ("max_body_bytes", "max_waiting_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if int(self.max_waiting_bytes) < int(self.max_body_bytes):
+            raise ValueError(f"max_waiting_bytes must be at least max_body_bytes, got {self.max_waiting_bytes}")
+        for name in ("body_timeout", "shutdown_timeout"):
+            seconds: Any = getattr(self, name)
+            if not (is_a(seconds, int | float) and 0 <= seconds < math.inf):
+                raise ValueError(f"{name} must be a number of seconds, got {short(seconds)}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile must be given together")
         for name in ("ssl_certfile", "ssl_keyfile"):

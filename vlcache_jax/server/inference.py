@@ -72,7 +72,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         sender = _Sender(send)
         try:
             with self._entrance.enter(scope):
-                body = await read_body(scope, receive, int(self.config.max_body_bytes))
+                body = await read_body(scope, receive, self.config)
                 asked = self._answer(body, sender, scope.get(TENANT))
                 del body  # pictures are large, and answers take long
                 await until_gone(receive, asked)
@@ -93,7 +93,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         request = await asyncio.to_thread(self._parse, body, tenant)
         del body
         prompts = self._prompts(request)
-        self._check(request.options, request.params.n * len(prompts), tenant)
+        count = request.params.n * len(prompts)
+        self._check(request.options, count, tenant)
         told = request.options
         salt: str | TenantSalt | None = told.cache_salt
         if self._register is not None and tenant is not None:
@@ -111,16 +112,17 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             )
             for prompt in prompts
         ]
-        async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
-            if told.stream:
-                last = list(await self._stream(events, answer, sender))
-                await self._keep(request, answer, tenant)
-                await sender.event(*last)
-                await sender.end()
-            else:
-                whole = await self._whole(events, len(streams), answer)
-                await self._keep(request, answer, tenant)
-                await sender.respond(whole)
+        with self._entrance.answering(tenant, count):
+            async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
+                if told.stream:
+                    last = list(await self._stream(events, answer, sender))
+                    await self._keep(request, answer, tenant)
+                    await sender.event(*last)
+                    await sender.end()
+                else:
+                    whole = await self._whole(events, len(streams), answer)
+                    await self._keep(request, answer, tenant)
+                    await sender.respond(whole)
         self._entrance.answered()
 
     async def _whole(self, events: _Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
