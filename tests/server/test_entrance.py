@@ -205,7 +205,18 @@ def test_the_cache_by_json(serve, engine, textured_image):
         {"image": key, "shared": 1},
     ):
         assert do("pin", **wrong)[0] == 400
-    assert do("precompute", images=[])[0] == 400
+    for verb, wrong, param in (
+        ("precompute", {"images": []}, "images"), ("precompute", {"images": [picture, "/etc/passwd"]}, "images"),
+        ("precompute", {"images": [{"a": 1}]}, "images"), ("precompute", {"images": [None]}, "images"),
+        ("precompute", {"images": [picture], "system": "<|image_pad|>"}, "system"),
+        ("precompute", {"images": [picture], "mm_processor_kwargs": {"x": 1}}, "mm_processor_kwargs"),
+        ("pin", {"image": "/etc/passwd"}, "image"), ("pin", {"image": {"type": "text"}}, "image"),
+        ("pin", {"image": {"type": "video", "video": "/etc/passwd"}}, "image"),
+    ):  # fmt: skip
+        status, found = do(verb, **wrong)
+        assert (status, found["error"]["param"]) == (400, param), found
+        assert found["error"]["message"].startswith(param)
+        assert "messages" not in found["error"]["message"]
     for path in ("/reset_mm_cache", "/reset_prefix_cache"):
         assert served.ask("POST", path, Authorization="Bearer boss")[0] == 200
 

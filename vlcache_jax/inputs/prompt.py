@@ -49,7 +49,11 @@ from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, rea
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEMPLATES_OWN = ("conversation", "documents", "padding", "return_dict", "return_tensors", "tokenize", "truncation")
+# What the library's `apply_chat_template` takes itself, or hands to the template by that name.
+_TEMPLATES_OWN = (
+    "conversation", "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation",
+)  # fmt: skip
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 
 
@@ -292,7 +296,7 @@ class PromptRenderer:
         tools: list[Any] = [dict(tool) for tool in template.tools or ()]
         by_hand = bool(tools) and "tools" not in chat_template
         if by_hand and template.chat_template is not None:
-            raise ValueError(f"{name} must have no tools: chat_template does not tell of them")
+            raise ValueError(f"{name} tools must be left out: chat_template does not tell of them")
         try:
             text = self.tokenizer.apply_chat_template(
                 written_out(rendered, tools) if by_hand else rendered,

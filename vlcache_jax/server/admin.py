@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,14 +44,22 @@ def apply(cache: ImageCache, register: Register | None, verb: str, body: Mapping
     needed = "images" if verb == "precompute" else "image"
     if needed not in given:
         raise ApiError(f"{needed} must be there, got none", needed)
-    images = given.pop(needed)
+    images, system = given.pop(needed), given.pop("system", None)
     if (tenant := given.pop("tenant", None)) is not None:
         if register is None or tenant not in register.names():
             raise ApiError(f"tenant must be one of this server's, got {short(tenant)}", "tenant")
         if given.get("shared"):
             raise ApiError("tenant must be left out for what is shared", "tenant")
         given["cache_salt"] = register.salts.salt(tenant, given.get("cache_salt"))
-    if verb == "precompute":
-        return {"keys": cache.precompute(images, given.pop("system", None), **given)}
-    work: Callable[..., int] = getattr(cache, verb)
-    return {"records": work(images, **given)}
+    try:
+        if verb == "precompute":
+            return {"keys": cache.precompute(images, system, **given)}
+        work: Callable[..., int] = getattr(cache, verb)
+        return {"records": work(images, **given)}
+    except ValueError as error:
+        message = str(error)
+        # The message that an image was computed in is none of the client's.
+        message = re.sub(r"^images\[\d+\] messages\[0\](?= must)", needed if system is None else "system", message)
+        message = re.sub(r"^(images\[\d+\]) messages\[\d+\] content\[0\]", r"\1", message)
+        name = re.split(r"\W", message, maxsplit=1)[0]
+        raise ApiError(message, name) if name in VERBS[verb] else ApiError(f"{needed}: {message}", needed) from error

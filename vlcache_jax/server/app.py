@@ -29,6 +29,7 @@ from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
+from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.http_checks import HttpChecks
 from vlcache_jax.server.inference import (
     Chats,
@@ -40,7 +41,7 @@ from vlcache_jax.server.inference import (
 )
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document, page
-from vlcache_jax.server.responses import answer_json, as_api_error, refuse, until_gone
+from vlcache_jax.server.responses import answer_json, refuse, until_gone
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Salts, Tenants, server_secret
 
@@ -192,8 +193,12 @@ class Server:
     async def _tokenize(self, body: bytes) -> Mapping[str, Any]:
         request = await asyncio.to_thread(lambda: TokenizeRequest.parse(parse_object(body)))
         check_model(request.model, self.models)
-        settings = {} if isinstance(request.prompt, str) else template_of(request, self.config)
-        tokens = await self.engine.tokenize(request.prompt, **settings)
+        is_text = isinstance(request.prompt, str)
+        settings = {} if is_text else template_of(request, self.config)
+        try:
+            tokens = await self.engine.tokenize(request.prompt, **settings)
+        except ValueError as error:
+            raise as_api_error(error, "prompt" if is_text else "messages") from error
         told = {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens.tolist()}
         if request.returns_texts:
             tokenizer = await self.engine.get_tokenizer()

@@ -27,8 +27,9 @@ from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
+from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.responses import answer_json, as_api_error, merged, refuse, until_gone
+from vlcache_jax.server.responses import answer_json, merged, refuse, until_gone
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Tenant
 
@@ -55,6 +56,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     """
 
     prefix: ClassVar[str]
+    field: ClassVar[str]
+    """Of bodies, that holds what is asked."""
 
     def __init__(
         self,
@@ -92,6 +95,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body, tenant)
         del body
+        try:
+            await self._answer_request(request, sender, tenant)
+        except ValueError as error:
+            raise self._error(error, request) from error
+
+    async def _answer_request(self, request: R, sender: _Sender, tenant: Tenant | None) -> None:
         prompts = self._prompts(request)
         count = request.params.n * len(prompts)
         self._check(request.options, count, tenant)
@@ -167,6 +176,10 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             known = " or ".join(allowed)
             raise ApiError(f"reuse must be {known} on this server, got {short(options.reuse)}", "reuse")
 
+    def _error(self, error: ValueError, request: R) -> ApiError:
+        """What the client is told of what is wrong with its request."""
+        return as_api_error(error, self.field, request.options.form)
+
     @abstractmethod
     def _parse(self, body: bytes, tenant: Tenant | None) -> R:
         """What a body asks."""
@@ -190,7 +203,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
 class Chats(Inference[ChatRequest]):
     """Chat completions."""
 
-    prefix = "chatcmpl-"
+    prefix, field = "chatcmpl-", "messages"
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, *given: Any):
         super().__init__(engine, config, *given)
@@ -246,7 +259,7 @@ class Chats(Inference[ChatRequest]):
 class Completions(Inference[CompletionRequest]):
     """Completions of texts and tokens."""
 
-    prefix = "cmpl-"
+    prefix, field = "cmpl-", "prompt"
 
     def _parse(self, body: bytes, tenant: Tenant | None) -> CompletionRequest:
         return CompletionRequest.parse(parse_object(body))
@@ -293,9 +306,16 @@ class Responses(Chats):
                 told = f"previous_response_id must be that of a response that is kept, got {short(request.previous)}"
                 raise ApiError(told, "previous_response_id")
             before = found.messages
-        chat = self._chat_request(request.body(before))
+        try:
+            chat = self._chat_request(request.body(before))
+        except ApiError as error:
+            raise request.error(error, len(before)) from error
         given = {own.name: getattr(chat, own.name) for own in dataclasses.fields(ChatRequest)}
         return AskedResponse(**given, request=request, before=before)
+
+    def _error(self, error: ValueError, request: ChatRequest) -> ApiError:
+        assert isinstance(request, AskedResponse)
+        return request.request.error(super()._error(error, request), len(request.before))
 
     def _begin(self, request: ChatRequest, name: str, model: str) -> ResponseAnswer:
         assert isinstance(request, AskedResponse)
