@@ -28,10 +28,10 @@ class AnswerParser:
             return self._calls(text)
         return self._told(self._reasoning.push(text))
 
-    def finish(self) -> list[Delta]:
-        """What is left at the end of the text."""
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """What is left at the end of the text, which is cut off by a limit or is not."""
         told = [] if self._reasoning is None else self._told(self._reasoning.finish())
-        return told if self._tools is None else told + self._tools.finish()
+        return told if self._tools is None else told + self._tools.finish(is_cut=is_cut)
 
     def finish_reason(self, reason: str | None) -> str | None:
         """As OpenAI has it: what stops with calls has stopped for them."""
