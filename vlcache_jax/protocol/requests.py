@@ -71,7 +71,7 @@ class Options:
         for key in told or {}:
             if key not in CHAT["stream_options"]["properties"]:
                 raise ApiError(f"stream_options.{key} is not supported", f"stream_options.{key}")
-        forms = [name for name in ("structured_outputs", "response_format") if body.get(name) is not None]
+        forms = [name for name in ("structured_outputs", "response_format", "tools") if body.get(name) is not None]
         return cls(
             model=body.get("model"),
             reuse=body.get("reuse"),
@@ -82,7 +82,7 @@ class Options:
             continuous_usage=bool((told or {}).get("continuous_usage_stats")),
             returns_token_ids=bool(body.get("return_token_ids")),
             returns_cache=bool(body.get("return_cache_report")),
-            form=[*forms, "tools"][0],
+            form=[*forms, cls.form][0],
         )
 
 
