@@ -101,7 +101,7 @@ async def _post(url: str, body: bytes) -> float:
     begin, first = time.perf_counter(), 0.0
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    head = f"POST {place.path}/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = f"POST {place.path}/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
     async for line in reader:
         if line.startswith(b"data:"):

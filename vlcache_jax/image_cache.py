@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from vlcache_jax.cache.device import DeviceTier
-from vlcache_jax.cache.keys import SHARED, Salt, alias_key, owner_key
+from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, alias_key, owner_key
 from vlcache_jax.cache.records import CacheStats, Handle
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.writer import Writer
@@ -60,7 +60,7 @@ class ImageCache:
         system: str | None = None,
         *,
         shared: bool = False,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Computes and keeps images as the first thing of a user's turn, so that prompts that begin so hit exactly.
@@ -106,7 +106,11 @@ class ImageCache:
         return keys
 
     def key(
-        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None
+        self,
+        image: Any,
+        *,
+        cache_salt: str | TenantSalt | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The image's entry key. Decodes it if it was not seen before."""
         if isinstance(image, Mapping):
@@ -115,7 +119,11 @@ class ImageCache:
         return key
 
     def keys(
-        self, image: Any, *, cache_salt: str | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None
+        self,
+        image: Any,
+        *,
+        cache_salt: str | TenantSalt | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """The entry keys of an image, which has one, or of a video, which has one for each chunk."""
         return [one.key for one in self._images(image, cache_salt, mm_processor_kwargs)]
@@ -125,7 +133,7 @@ class ImageCache:
         image: Any,
         context: str | None = None,
         *,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Handle:
         """Finds and pins what is kept for an image, to be used in a `with`. Takes an image or its entry key, which
@@ -148,7 +156,7 @@ class ImageCache:
         self,
         image: Any,
         *,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
@@ -173,7 +181,7 @@ class ImageCache:
         self,
         image: Any,
         *,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
@@ -188,7 +196,7 @@ class ImageCache:
         self,
         image: Any,
         *,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
@@ -209,7 +217,7 @@ class ImageCache:
         self,
         image: Any,
         *,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> int:
@@ -217,11 +225,11 @@ class ImageCache:
         self.unpin(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs, shared=shared)
         return self.evict(image, cache_salt=cache_salt, mm_processor_kwargs=mm_processor_kwargs, shared=shared)
 
-    def request(self, key: str, *, cache_salt: str | None = None) -> tuple[str, ...] | None:
+    def request(self, key: str, *, cache_salt: str | TenantSalt | None = None) -> tuple[str, ...] | None:
         """The entry keys of a request's images, by `CacheReport.request_key`."""
         return self._store.requests.find(key, owner_key(cache_salt))
 
-    def release_uuid(self, uuid: str, *, cache_salt: str | None = None) -> bool:
+    def release_uuid(self, uuid: str, *, cache_salt: str | TenantSalt | None = None) -> bool:
         """Lets another picture come under an id of `multi_modal_uuids`; whether the id was bound to one.
 
         What is kept for the picture that it was bound to stays.
@@ -263,7 +271,7 @@ class ImageCache:
     def _entries(
         self,
         image: Any,
-        cache_salt: str | None = None,
+        cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> list[tuple[str, Grid | None]]:
@@ -286,7 +294,7 @@ class ImageCache:
         return request.images
 
 
-def _salt(cache_salt: str | None, shared: bool) -> Salt:
+def _salt(cache_salt: str | TenantSalt | None, shared: bool) -> Salt:
     """What stands for a caller, or for the operator."""
     check_flags(shared=shared)
     if shared and cache_salt is not None:

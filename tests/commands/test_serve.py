@@ -102,6 +102,9 @@ def test_keys_may_stand_in_the_environment(monkeypatch):
         ("--ssl-certfile a --ssl-keyfile b", "ssl_certfile must be a file"),
         ("--api-key a --admin-key a", "admin_key must be another one than api_key"),
         ("--root-path v", "root_path must begin with a slash"),
+        ("--max-waiting-bytes 1MiB", "max_waiting_bytes must be at least max_body_bytes, got 1048576"),
+        ("--body-timeout=-1", "body_timeout must be a number of seconds, got -1"),
+        ("--allowed-hosts gpu.lan:8000", "allowed_hosts must be names without scheme and port, got 'gpu.lan:8000'"),
         ("--shutdown-timeout=-1", "shutdown_timeout must be"),
         ("--uds pyproject.toml", "uds must be the path of a socket, got a file"),
         ("--host 203.0.113.1", "cannot listen at 203.0.113.1:8000"),
@@ -235,7 +238,7 @@ def test_a_socket_of_the_file_system(tmp_path):
         assert any(f"ready: tiny-vqa at {place}" in line for line in iter(process.stderr.readline, ""))
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(place)
-            client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             found = b"".join(iter(lambda: client.recv(2**16), b""))
         assert b'"id": "tiny-vqa"' in found
         process.send_signal(signal.SIGTERM)

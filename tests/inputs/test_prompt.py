@@ -944,7 +944,7 @@ For each function call, return a json object with function name and arguments wi
 
 def test_a_callers_template_that_knows_no_tools_gets_none(renderer):
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"^conversation must have no tools: chat_template does not tell of them$"):
+    with pytest.raises(ValueError, match=r"^conversation tools must be left out: chat_template does not tell of them$"):
         renderer.from_conversation(user("a"), template=Template(chat_template=plain, tools=[LOOK]))
 
 

@@ -27,15 +27,15 @@ PARSERS = {
 }
 
 
-def whole(parser, *pieces):
-    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+def whole(parser, *pieces, **end):
+    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish(**end)
     assert all((delta.content != "") + (delta.reasoning != "") + (delta.call is not None) == 1 for delta in deltas)
     return Joined.of(deltas)
 
 
-def called(text):
+def called(text, **end):
     """The content, and the names and arguments of calls."""
-    found = whole(ToolParser("a"), text)
+    found = whole(ToolParser("a"), text, **end)
     assert found.reasoning == ""
     return found.content, [(call["function"]["name"], call["function"]["arguments"]) for call in found.calls]
 
@@ -58,6 +58,8 @@ def test_streamed_is_whole_for_any_cut(name, text, data):
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert whole(PARSERS[name](), *pieces) == expected
     assert whole(PARSERS[name](), *text) == expected
+    if name in ("tools", "both"):
+        assert whole(PARSERS[name](), *pieces, is_cut=True) == whole(PARSERS[name](), text, is_cut=True)
     if name == "tools":  # nothing is lost, and what is a call can be read
         calls = [call["function"] for call in expected.calls]
         assert len({call["id"] for call in expected.calls}) == len(calls)
@@ -178,6 +180,18 @@ def test_an_answer_that_is_cut_off():
     assert called(begun) == (begun, [])
     assert called(f'{begun}, "b": [2, ') == (', "b": [2,', [("f", '{"a": 1')])
     assert called(f"{begun},}}}}\n</tool_call>") == (",}}\n</tool_call>", [("f", '{"a": 1')])
+
+
+def test_a_call_that_a_limit_cuts_off():
+    """What came of its arguments is told as such, as clients know it of OpenAI's answers with the reason "length"."""
+    text = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "b c", "d": [2, 3]}}\n</tool_call>'
+    begin, end = text.index('{"a"'), text.index("}}") + 1
+    for cut in range(len(text) + 1):
+        content, calls = called(text[:cut], is_cut=True)
+        if cut <= begin:  # that it is a call is not sure
+            assert (content, calls) == (text[:cut], [])
+        else:
+            assert (content, calls) == ("Well.", [("f", text[begin : min(cut, end)])])
 
 
 def test_arguments_are_told_one_by_one():

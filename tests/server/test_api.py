@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 import zlib
 
@@ -181,6 +182,7 @@ def test_completions(served, client):
     assert completions.create(prompt="One", model="tiny").usage.completion_tokens <= 16
 
 
+TOOL = {"type": "function", "name": "look"}
 WRONG = [
     ({"model": "other"}, 404, "model"),
     ({"temperature": "hot"}, 400, "temperature"),
@@ -212,14 +214,34 @@ WRONG = [
     ({"mm_processor_kwargs": 5}, 400, "mm_processor_kwargs"),
     ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
     ({"add_generation_prompt": True, "continue_final_message": True}, 400, "add_generation_prompt"),
     ({"tools": [{}]}, 400, "tools"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": "b"}, 400, "tool_choice"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
-    ({"bad_words": ["\ud800"]}, 400, None),
+    ({"bad_words": ["\ud800"]}, 400, "bad_words"),
+    ({"bad_words": ["a long text of many words " * 9]}, 400, "bad_words"),
+    ({"allowed_token_ids": [10**6]}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [0], "structured_outputs": {"choice": ["yes"]}}, 400, "allowed_token_ids"),
+    ({"stop_token_ids": [10**6]}, 400, "stop_token_ids"),
+    ({"logit_bias": {"1000000": 1}}, 400, "logit_bias"),
+    ({"min_tokens": 9}, 400, "min_tokens"),
     ({"response_format": {"type": "xml"}}, 400, "response_format"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a" * 10**5}}}},
+        400,
+        "response_format",
+    ),
+    ({"tools": [TOOL | {"parameters": {"type": "object", "required": 5}}], "tool_choice": "required"}, 400, "tools"),
+    (
+        {"tools": [TOOL | {"description": "a", "parameters": {"const": "a" * 10**5}}], "tool_choice": "required"},
+        400,
+        "tools",
+    ),
     ({"structured_outputs": {"regex": 5}}, 400, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 400, "response_format"),
@@ -234,8 +256,10 @@ WRONG = [
     ({"messages": [*HELLO, {"role": "user", "content": 5}]}, 400, "messages[1].content"),
     ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400, "messages[0]"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
-    ({"messages": [{"role": "user", "content": "a" * 50_000}]}, 400, None),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 50_000}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "a b " * 1000}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "a"}]}, 400, "messages[1].role"),
     ({"messages": shows("/etc/passwd")}, 400, "messages"),
     ({"messages": shows("file:///etc/passwd")}, 400, "messages"),
     ({"messages": shows("http://127.0.0.1/a.png")}, 400, "messages"),
@@ -251,7 +275,9 @@ def test_what_is_wrong_is_named(served, change, status, param):
         got, found = served.json("POST", "/v1/chat/completions", {"messages": HELLO, "max_tokens": 2} | more | change)
         assert (got, found["error"]["param"]) == (status, param), found
         assert set(found["error"]) == {"message", "type", "param", "code"}
-        assert found["error"]["message"]
+        message = found["error"]["message"]
+        assert message.startswith((re.split(r"\W", param)[0], "body must hold only ")), message
+        assert not re.search("^prompt |sampling_params|jinja|positional", message)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +303,24 @@ def test_a_body_that_is_no_json(served, body, status):
 def test_completions_that_are_wrong(served, change):
     status, found = served.json("POST", "/v1/completions", change)
     assert status == 400
-    assert found["error"]["message"]
+    [param] = change.keys() - {"prompt"} or ["prompt"]
+    assert found["error"]["param"] == param
+    assert found["error"]["message"].startswith(param)
+
+
+def test_a_prompt_that_is_too_long_is_told_by_code(served):
+    """Clients that shorten their conversations look at it."""
+    for text in ("a b " * 1000, "a" * 50_000):
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/responses", {"input": text}),
+        ):
+            status, found = served.json("POST", path, body)
+            error = found["error"]
+            assert (status, error["code"]) == (400, "context_length_exceeded"), found
+            assert error["param"] == next(iter(body))
+            assert error["message"].startswith(error["param"])
 
 
 def bomb(width, height):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import socket
@@ -53,7 +54,8 @@ def decoder(monkeypatch):
 def posted(served, body, *, reads=True):
     """A connection that has asked, and goes away in the end without having read all."""
     data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
         connection.sendall(head.encode() + data)
         if reads:
@@ -80,7 +82,7 @@ def test_keys(serve, client):
         client(served, "third").models.list()
     for path in ("/health", "/ready"):
         assert served.ask("GET", path)[0] == 200
-    for key, status in (("first", 401), ("boss", 200)):
+    for key, status in (("first", 403), ("third", 401), ("boss", 200)):
         assert served.ask("GET", "/cache", Authorization=f"Bearer {key}")[0] == status
         assert served.ask("POST", "/reset_prefix_cache", Authorization=f"Bearer {key}")[0] == status
 
@@ -104,8 +106,71 @@ def test_browsers_ask_from_where_they_may(serve):
 def test_behind_a_proxy_it_may_stand_elsewhere(serve):
     served = serve(root_path="/vl", api_key=["k"])
     assert served.ask("GET", "/health")[0] == 200
-    status, told = served.json("GET", "/openapi.json", Authorization="Bearer k")
-    assert (status, told["servers"]) == (200, [{"url": "/vl"}])
+    for root in ("/vl", ""):  # whether the proxy leaves it in the path or takes it away
+        status, told = served.json("GET", f"{root}/openapi.json", Authorization="Bearer k")
+        assert (status, told["servers"]) == (200, [{"url": "/vl"}])
+        assert served.ask("GET", f"{root}/ready")[0] == 200
+        assert served.ask("GET", f"{root}/v1/models")[0] == served.ask("GET", f"{root}/cache")[0] - 2 == 401
+    assert served.ask("GET", "/vl/vl/health", Authorization="Bearer k")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "status"),
+    [
+        ("evil.example", {}, 403), ("evil.example:8000", {}, 403), ("localhost.evil.example", {}, 403),
+        ("127.0.0.1.evil.example", {}, 403), ("[::1", {}, 403), ("0x7f.1", {}, 403), ("", {}, 403),
+        ("localhost", {}, 200), ("LocalHost.:80", {}, 200), ("127.0.0.1:9", {}, 200), ("[::1]:80", {}, 200),
+        ("192.168.1.7", {}, 200), ("gpu.lan:80", {"allowed_hosts": ["GPU.lan"]}, 200),
+        ("evil.example", {"allowed_hosts": ["gpu.lan"]}, 403), ("evil.example", {"allowed_hosts": ["*"]}, 200),
+        ("evil.example", {"api_key": ["k"]}, 200), ("evil.example", {"admin_key": "boss"}, 403),
+    ],
+)  # fmt: skip
+def test_a_page_elsewhere_cannot_take_the_name_of_this_machine(serve, host, options, status):
+    """Where there are no keys: a browser that was led here tells its page's name as Host."""
+    served = serve(**options)
+    assert served.ask("GET", "/health", Host=host)[0] == status
+    if status == 403:
+        found = served.json("POST", CHAT, {"messages": HELLO}, Host=host)
+        assert found[0] == 403
+        assert found[1]["error"]["type"] == "permission_error"
+        assert found[1]["error"]["message"].startswith("Host must be an address, localhost or one of allowed_hosts")
+
+
+def test_what_a_page_may_send_unasked_changes_nothing(serve):
+    """Bodies of a form's types, which browsers send to any server without asking it before."""
+    served = serve(admin_key="boss")
+    posts = [route.path for route in served.server.app.routes if "POST" in (route.methods or ("POST",))]
+    assert len(posts) > 10
+    for path in posts:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a"):
+            status = served.ask("POST", path, {"messages": HELLO}, Content_Type=kind, Origin="https://evil.example")[0]
+            assert status in (401, 404, 405, 415), (path, status)
+
+
+def exchanged(served, head, body=b""):
+    """What comes back until the connection is closed."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode() + body)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_a_body_whose_end_can_be_read_in_two_ways(serve):
+    """Else who stands before this server may see another request than it does."""
+    served = serve(api_key=["k"])
+    head = "Content-Type: application/json\r\nContent-Length: 4\r\nTransfer-Encoding: chunked"
+    found = exchanged(served, head, b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert found.startswith(b"HTTP/1.1 400")
+    assert found.count(b"HTTP/1.1") == 1
+    assert b"Transfer-Encoding must be left out beside Content-Length" in found
+
+
+def test_a_body_that_is_packed(serve):
+    served = serve()
+    packed = gzip.compress(json.dumps({"messages": HELLO}).encode())
+    for kind in ("gzip", "br", "identity, gzip"):
+        status, found = served.json("POST", CHAT, packed, Content_Encoding=kind)
+        assert (status, found["error"]["message"].split(" must")[0]) == (415, "Content-Encoding")
+    assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 1}, Content_Encoding="identity")[0] == 200
 
 
 def test_answers_do_not_wait_to_fill_a_packet():
@@ -140,7 +205,18 @@ def test_the_cache_by_json(serve, engine, textured_image):
         {"image": key, "shared": 1},
     ):
         assert do("pin", **wrong)[0] == 400
-    assert do("precompute", images=[])[0] == 400
+    for verb, wrong, param in (
+        ("precompute", {"images": []}, "images"), ("precompute", {"images": [picture, "/etc/passwd"]}, "images"),
+        ("precompute", {"images": [{"a": 1}]}, "images"), ("precompute", {"images": [None]}, "images"),
+        ("precompute", {"images": [picture], "system": "<|image_pad|>"}, "system"),
+        ("precompute", {"images": [picture], "mm_processor_kwargs": {"x": 1}}, "mm_processor_kwargs"),
+        ("pin", {"image": "/etc/passwd"}, "image"), ("pin", {"image": {"type": "text"}}, "image"),
+        ("pin", {"image": {"type": "video", "video": "/etc/passwd"}}, "image"),
+    ):  # fmt: skip
+        status, found = do(verb, **wrong)
+        assert (status, found["error"]["param"]) == (400, param), found
+        assert found["error"]["message"].startswith(param)
+        assert "messages" not in found["error"]["message"]
     for path in ("/reset_mm_cache", "/reset_prefix_cache"):
         assert served.ask("POST", path, Authorization="Bearer boss")[0] == 200
 
@@ -224,7 +300,7 @@ def test_a_body_is_json_by_name(serve):
 def test_a_body_that_does_not_come(serve, monkeypatch):
     monkeypatch.setattr(entrance_module, "_SILENCE", 0.05)
     served = serve()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
         connection.sendall(head.encode())
         assert connection.recv(64).startswith(b"HTTP/1.1 408")
@@ -265,9 +341,50 @@ def test_who_goes_away_while_it_waits_for_a_lane(serve, engine, slow):
     assert eventually(lambda: not (engine.stats().running or engine.stats().waiting))
 
 
+def test_a_body_that_comes_byte_by_byte(serve):
+    """Each byte within the silence that is borne, for ever."""
+    served = serve(body_timeout=0.3)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall(head.encode())
+        told = threading.Event()
+
+        def trickle():
+            with contextlib.suppress(OSError):
+                while not told.wait(0.01):
+                    connection.sendall(b" ")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        found = b""
+        while b"}}" not in found:
+            found += connection.recv(4096)
+        told.set()
+        thread.join()
+    assert found.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in found.lower()
+    assert b"a body must come within 0.3 seconds" in found
+
+
+def test_bodies_are_bounded_together(serve):
+    """By what their heads say, before one of them is read."""
+    served = serve(max_body_bytes="1MiB", max_waiting_bytes="2MiB")
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        for framing in (f"Content-Length: {2**20}", "Transfer-Encoding: chunked"):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN))
+            connection.sendall(f"{head}{framing}\r\n\r\n".encode())
+        assert eventually(lambda: served.server.entrance.inside == 2)
+        status, headers, found = served.ask("POST", CHAT, {"messages": HELLO})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert b"requests of 2097152 bytes under way" in found
+    assert eventually(lambda: not served.server.entrance.inside)
+    assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 1})[0] == 200
+
+
 def test_who_goes_away_in_the_middle_of_a_body(serve):
     served = serve()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
         connection.sendall(head.encode())
         assert eventually(lambda: served.server.entrance.inside)
@@ -410,6 +527,6 @@ def test_a_socket_is_taken_over_from_the_dead_alone(engine, tmp_path):
             pytest.fail("listens")
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(12) == b"HTTP/1.1 200"
     assert not path.exists()

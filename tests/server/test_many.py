@@ -50,7 +50,8 @@ def texts(served, body):
 def go_away(served, body, rng):
     """After a part of the answer, or none; or in the middle of the body."""
     data = json.dumps(body | {"stream": rng.random() < 0.5, "max_tokens": 400}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
         connection.sendall(head.encode() + data[: rng.choice((len(data) // 2, len(data), len(data)))])
         connection.settimeout(rng.choice((0.001, 0.05, 0.3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jsonschema
 import openai
@@ -122,6 +123,28 @@ def test_what_was_asked_is_read(served):
         status, found = served.json("POST", PATH, body)
         assert status == 400, body
         assert param is None or found["error"]["param"] == param
+
+
+def test_what_is_wrong_is_named_as_it_was_sent(served, responses):
+    first = responses.create(input="Hello").id
+    said = {"role": "user", "content": "a"}
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    for change, param in (
+        ({"input": [said, {"role": "robot", "content": "a"}]}, "input[1].role"),
+        ({"input": [said, call, call, {"role": "user", "content": [{"type": "input_text"}]}]}, "input[3].content[0]"),
+        ({"input": "\ud800"}, "input"),
+        ({"input": "<|image_pad|>"}, "input"),
+        ({"input": [said], "instructions": "<|image_pad|>"}, "instructions"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://[::1]/"}]}]}, "input"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "stop_token_ids": [10**6]}, "stop_token_ids"),
+    ):
+        for before in ({}, {"previous_response_id": first}):
+            status, found = served.json("POST", "/v1/responses", change | before)
+            assert (status, found["error"]["param"]) == (400, param), found
+            assert found["error"]["message"].startswith(re.split(r"\.(?!format)", param)[0]), found
 
 
 def test_tenants_have_their_own(serve, tmp_path):

@@ -92,7 +92,7 @@ def test_what_an_admin_keeps_for_everyone_everyone_finds(serve, keys, textured_i
 
 def test_who_comes_in(serve, keys):
     served = serve(api_keys=written(keys, a="alice"), admin_key=ADMIN)
-    for path, of_tenants in (("/v1/models", 200), ("/docs", 200), ("/metrics", 401), ("/load", 401), ("/cache", 401)):
+    for path, of_tenants in (("/v1/models", 200), ("/docs", 200), ("/metrics", 403), ("/load", 403), ("/cache", 403)):
         status = {key: served.ask("GET", path, Authorization=f"Bearer {key}")[0] for key in ("a", "b", ADMIN)}
         assert status == {"a": of_tenants, "b": 401, ADMIN: 200}, path
         assert served.ask("GET", path)[0] == 401
@@ -126,6 +126,55 @@ def test_a_tenant_has_its_share_of_the_requests(serve, keys, engine, monkeypatch
         thread.join()
     assert statuses == [200] * 5
     assert ask(served, "a1")[0] == 200
+
+
+@pytest.mark.usefixtures("fresh")
+def test_each_answer_counts(serve, keys, engine, monkeypatch):
+    served = serve(api_keys=written(keys, "[tenants.alice]\nrequests = 3\n", a="alice", b="bob"))
+    status, found = ask(served, "a", n=4, temperature=1)
+    assert (status, found["error"]["param"]) == (400, "n")  # never, whoever waits
+    go_on, window = threading.Event(), engine.service.device.runner.window
+    monkeypatch.setattr(engine.service.device.runner, "window", lambda *given: (go_on.wait(), window(*given))[1])
+    asking = threading.Thread(target=ask, args=(served, "a"), kwargs={"n": 2, "temperature": 1})
+    asking.start()
+    assert eventually(lambda: engine.stats().running)
+    assert ask(served, "a", n=2, temperature=1)[0] == 429
+    go_on.set()
+    asking.join()
+    assert ask(served, "a", n=3, temperature=1)[0] == 200
+
+
+def test_the_admins_key_is_no_tenants(serve, keys):
+    with pytest.raises(ValueError, match="keys must be other ones than the admin key"):
+        serve(api_keys=written(keys, a="alice", b="bob"), admin_key="b")
+    served = serve(api_keys=written(keys, a="alice"), admin_key=ADMIN)
+    written(keys, **{ADMIN: "alice"})
+    with pytest.raises(ValueError, match="keys must be other ones than the admin key"):
+        served.server.register.reload()
+    assert served.ask("GET", "/cache", Authorization=f"Bearer {ADMIN}")[0] == 200
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_admin_reaches_what_is_a_tenants(serve, keys, textured_image):
+    served = serve(api_keys=written(keys, a="alice", b="bob"), admin_key=ADMIN)
+    picture = textured_image(64, 96)
+    asked = [ask(served, "a", picture, **more) for more in ({}, {"cache_salt": "s"})]
+    own, salted = (found["cache"]["images"][0]["key"] for _, found in asked)
+
+    def do(verb, **body):
+        return served.json("POST", f"/cache/{verb}", body, Authorization=f"Bearer {ADMIN}")
+
+    assert do("pin", image=own) == do("pin", image=own, tenant="bob") == (200, {"records": 0})
+    assert do("pin", image=own, tenant="alice") == do("pin", image=data_url(picture), tenant="alice", cache_salt="s")
+    assert do("unpin", image=own, tenant="alice")[1]["records"] > 0
+    for key, more in ((own, {}), (salted, {"cache_salt": "s"})):
+        assert do("delete", image=key, tenant="alice", **more)[1]["records"] > 0
+        assert matches(served, "a", picture, **more)[0] == ["miss"]
+    assert do("precompute", images=[data_url(picture)], tenant="bob")[0] == 200
+    assert matches(served, "b", picture)[0] == ["exact"]
+    for wrong in ({"tenant": "eve"}, {"tenant": "alice", "shared": True}):
+        status, found = do("pin", image=own, **wrong)
+        assert (status, found["error"]["param"]) == (400, "tenant")
 
 
 @pytest.mark.usefixtures("fresh")

@@ -104,6 +104,12 @@ def test_a_wrong_file_is_told(write, text, message):
     assert not any(sha256(key) in str(caught.value) for key in ("a1", "a2", "b"))
 
 
+def test_no_key_is_the_admins(write):
+    assert Tenants.load(write(FILE), "c").of("b")
+    with pytest.raises(ValueError, match=r"^api_keys .*: keys must be other ones than the admin key$"):
+        Tenants.load(write(FILE), "b")
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"^api_keys must be a file that can be read, got .*: No such file"):
         Tenants.load(tmp_path / "none")

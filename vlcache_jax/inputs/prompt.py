@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -49,7 +50,11 @@ from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, rea
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEMPLATES_OWN = ("conversation", "documents", "padding", "return_dict", "return_tensors", "tokenize", "truncation")
+# What the library's `apply_chat_template` takes itself, or hands to the template by that name.
+_TEMPLATES_OWN = (
+    "conversation", "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation",
+)  # fmt: skip
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 
 
@@ -276,6 +281,9 @@ class PromptRenderer:
             raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
         if not messages:
             raise ValueError(f"{name} must hold at least one message, got none")
+        if self.max_tokens is not None and (count := _parts(messages)) > self.max_tokens:  # each takes a token or more
+            limit = f"max_model_len = {self.max_tokens} tokens"
+            raise ValueError(f"{name} must be short enough for {limit}, got {count} messages and parts")
         chat_template = self.chat_template if template.chat_template is None else template.chat_template
         if chat_template is None:
             raise ValueError(
@@ -284,7 +292,7 @@ class PromptRenderer:
         settings = read_settings(mm_processor_kwargs, f"{name} mm_processor_kwargs")
         found: list[tuple[Source, str | None]] = []
         shown = image_name or f"{name} {{}}s[{{}}]"
-        add = partial(self._add, shown=shown, settings=settings, found=found)
+        add = partial(self._add, shown=shown, settings=settings, found=found, numbers=Counter())
         listed = name if name.startswith("messages") else f"{name} messages"
         rendered = [read_message(message, f"{listed}[{i}]", add) for i, message in enumerate(messages)]
         settings.check_videos(sum(isinstance(source, VideoSource) for source, _ in found), name)
@@ -292,7 +300,7 @@ class PromptRenderer:
         tools: list[Any] = [dict(tool) for tool in template.tools or ()]
         by_hand = bool(tools) and "tools" not in chat_template
         if by_hand and template.chat_template is not None:
-            raise ValueError(f"{name} must have no tools: chat_template does not tell of them")
+            raise ValueError(f"{name} tools must be left out: chat_template does not tell of them")
         try:
             text = self.tokenizer.apply_chat_template(
                 written_out(rendered, tools) if by_hand else rendered,
@@ -368,10 +376,12 @@ class PromptRenderer:
         shown: str,
         settings: MediaSettings,
         found: list[tuple[Source, str | None]],
+        numbers: Counter[bool],
     ) -> None:
-        """Appends the image or video of a message's part to those before it."""
+        """Appends the image or video of a message's part to those before it, which `numbers` counts."""
         is_video = part["type"] in VIDEO_TYPES
-        number = sum(isinstance(source, VideoSource) == is_video for source, _ in found)
+        number = numbers[is_video]
+        numbers[is_video] += 1
         check_uuid(part.get("uuid"), f"{where} uuid", is_alone=not has_media(part))
         if is_video:
             source: Source = self.video(part, shown.format("video", number), settings.of_video(number))
@@ -451,6 +461,12 @@ class PromptRenderer:
     def _longest_token(self) -> int:
         """Characters that a token can stand for; added tokens may be longer than all others."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+
+def _parts(messages: Sequence[Any]) -> int:
+    """Of all messages; a text is one."""
+    contents = (message.get("content") if isinstance(message, Mapping) else None for message in messages)
+    return sum(len(content) if isinstance(content, list | tuple) else 1 for content in contents)
 
 
 def template_text(given: str | os.PathLike[str]) -> str:

@@ -213,7 +213,7 @@ class ChatAnswer(Answer):
     def _choice(self, index: int, answer: CompletionOutput, prompt: str) -> dict[str, Any]:
         parser = self._parser(index, prompt)
         answer = self._without_thinking(index, parser, answer)
-        joined = Joined.of([*parser.push(answer.text), *parser.finish()])
+        joined = Joined.of([*parser.push(answer.text), *parser.finish(is_cut=answer.finish_reason == "length")])
         message: dict[str, Any] = {"role": "assistant", "content": joined.content}
         message |= self._thought(joined.reasoning)
         if joined.calls:
@@ -226,7 +226,7 @@ class ChatAnswer(Answer):
         one = self._without_thinking(index, parser, one)
         new = parser.push(one.text)
         if one.finish_reason is not None:
-            new += parser.finish()
+            new += parser.finish(is_cut=one.finish_reason == "length")
         content, calls = "".join(each.content for each in new), [each.call for each in new if each.call is not None]
         delta: dict[str, Any] = {"content": content} if content or (one.logprobs and not new) else {}
         delta |= self._thought("".join(each.reasoning for each in new))

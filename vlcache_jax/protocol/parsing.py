@@ -48,10 +48,10 @@ class AnswerParser:
         """Of each of the tokens that follow whether it is thinking."""
         return [False] * len(token_ids) if self._tokens is None else self._tokens.push(token_ids)
 
-    def finish(self) -> list[Delta]:
-        """What is left at the end of the text."""
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """What is left at the end of the text, which is cut off by a limit or is not."""
         told = [] if self._reasoning is None else self._told(self._reasoning.finish())
-        return told if self._tools is None else told + self._tools.finish()
+        return told if self._tools is None else told + self._tools.finish(is_cut=is_cut)
 
     def finish_reason(self, reason: str | None) -> str | None:
         """As OpenAI has it: what stops with calls has stopped for them."""

@@ -28,6 +28,7 @@ from vlcache_jax.structured_outputs import StructuredOutputs
 TEMPLATE = tuple(TemplateOptions.__annotations__)
 _LEGACY_TOKENS = 16  # of a completion that names none, as OpenAI has it
 _MAX_PROMPTS = 128
+_FORM = re.compile(r"^structured_outputs(\.\w+)?")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Options:
       include_usage: a stream ends with its usage.
       continuous_usage: each piece has the usage so far.
       returns_token_ids, returns_cache: what is told beside the answers.
+      form: field of the body that says what the answer must be, if one does.
     """
 
     model: str | None = None
@@ -52,6 +54,7 @@ class Options:
     continuous_usage: bool = False
     returns_token_ids: bool = False
     returns_cache: bool = False
+    form: str = "structured_outputs"
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -68,6 +71,7 @@ class Options:
         for key in told or {}:
             if key not in CHAT["stream_options"]["properties"]:
                 raise ApiError(f"stream_options.{key} is not supported", f"stream_options.{key}")
+        forms = [name for name in ("structured_outputs", "response_format", "tools") if body.get(name) is not None]
         return cls(
             model=body.get("model"),
             reuse=body.get("reuse"),
@@ -78,6 +82,7 @@ class Options:
             continuous_usage=bool((told or {}).get("continuous_usage_stats")),
             returns_token_ids=bool(body.get("return_token_ids")),
             returns_cache=bool(body.get("return_cache_report")),
+            form=[*forms, cls.form][0],
         )
 
 
@@ -239,7 +244,7 @@ def _read_format(sampling: dict[str, Any], given: Any) -> None:
     try:
         held = StructuredOutputs.from_response_format(given)
     except (TypeError, ValueError) as error:
-        raise ApiError(str(error), "response_format") from error
+        raise ApiError(_FORM.sub("response_format", str(error)), "response_format") from error
     if held is not None:
         if sampling.get("structured_outputs") is not None:
             raise ApiError("response_format must be left out beside structured_outputs", "response_format")
@@ -252,12 +257,14 @@ def _read_choice(sampling: dict[str, Any], given: Mapping[str, Any], opens_think
     try:
         read_tools(given.get("tools"))
         grammar = forced_call(given.get("tools"), given.get("tool_choice"), parallel=parallel, is_opened=opens_thinking)
+        held = None if grammar is None else StructuredOutputs(grammar=grammar)
     except ValueError as error:
-        raise ApiError(str(error), re.split(r"\W", str(error), maxsplit=1)[0]) from error
-    if grammar is not None:
+        told = _FORM.sub("tools", str(error))
+        raise ApiError(told, re.split(r"\W", told, maxsplit=1)[0]) from error
+    if held is not None:
         if sampling.get("structured_outputs") is not None:
             raise ApiError("tool_choice must be auto or none where the answer is held to a form", "tool_choice")
-        sampling["structured_outputs"] = StructuredOutputs(grammar=grammar)
+        sampling["structured_outputs"] = held
 
 
 def _prompts(given: Any) -> tuple[str | Sequence[int], ...]:

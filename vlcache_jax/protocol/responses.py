@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -33,6 +34,9 @@ RESPONSES: Mapping[str, Schema] = {
     "stream_options": told(OBJECT, "Accepted, and without effect."),
     "max_tool_calls": told({"type": ["integer", "null"]}, "Accepted, and without effect."),
 }
+# What chats call it, at the beginning of errors.
+_OWN = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+_OF_CHAT = re.compile(rf"^(?P<name>{'|'.join(_OWN)})(?P<place>\[(?P<number>\d+)\])?(?!\w)")
 ABSENT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
@@ -47,6 +51,7 @@ class ResponseRequest:
     Attributes:
       chat: the body of a chat completion that asks for the same, without its messages.
       messages: that follow on the response before.
+      places: where each of them begins in the input.
       told: fields of the body that the response repeats.
       previous: id of the response before.
       stores: whether it is to be kept.
@@ -55,6 +60,7 @@ class ResponseRequest:
 
     chat: dict[str, Any]
     messages: list[dict[str, Any]]
+    places: list[str]
     told: dict[str, Any]
     previous: str | None = None
     stores: bool = True
@@ -90,7 +96,7 @@ class ResponseRequest:
         }
         return cls(
             chat,
-            _messages(given["input"]),
+            *_messages(given["input"]),
             repeated,
             given.get("previous_response_id"),
             given.get("store", True),
@@ -101,6 +107,24 @@ class ResponseRequest:
         """The body of a chat completion, given the messages of the response before."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return self.chat | {"messages": [*system, *before, *self.messages]}
+
+    def error(self, error: ApiError, before: int) -> ApiError:
+        """An error of that chat completion in the names of this request's fields.
+
+        Args:
+          before: messages of the response before.
+        """
+
+        def own(found: re.Match[str]) -> str:
+            if found["name"] != "messages" or found["number"] is None:
+                return _OWN[found["name"]] + (found["place"] or "")
+            number = int(found["number"]) - (self.instructions is not None)
+            if number < 0:
+                return "instructions"
+            return "previous_response_id" if number < before else self.places[number - before]
+
+        message, param = (text and _OF_CHAT.sub(own, text) for text in (error.message, error.param))
+        return ApiError(message or "", param, error.status, error.code, error.retry_after)
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -130,11 +154,12 @@ def _form(text: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """The messages of an input."""
+def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of an input, and where each begins."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": given}], ["input"]
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     reasoning: str | None = None
     for i, item in enumerate(given):
         where = f"input[{i}]"
@@ -164,7 +189,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             message["reasoning_content"] = reasoning
         reasoning = None
         messages.append(message)
-    return messages
+        places.append(where)
+    return messages, places
 
 
 def _content(given: Any, where: str) -> Any:

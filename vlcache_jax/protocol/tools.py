@@ -20,7 +20,8 @@ class ToolParser:
     A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Its first delta has its id and name; arguments
     follow one by one, as they were written. What is none stays content, tags included. A call that breaks when some of
     its arguments are told already cannot be taken back: it stays without its closing brace, so that its arguments are
-    no JSON, and the rest is content. At the end of an answer the closing tag may lack.
+    no JSON, and the rest is content. At the end of an answer the closing tag may lack; of a call that is cut off within
+    its arguments, these are told as far as they came.
 
     White space before a call is left out, and that at the end of an answer with calls.
 
@@ -43,11 +44,15 @@ class ToolParser:
         self._take(text, told)
         return told
 
-    def finish(self) -> list[Delta]:
-        """What is left at the end of the text."""
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """What is left at the end of the text.
+
+        Args:
+          is_cut: more would have come, but for a limit.
+        """
         told: list[Delta] = []
         while (call := self._call) is not None:
-            if call.is_whole:
+            if call.is_whole or (is_cut and call.has_arguments):
                 self._tell(call, call.rest(), told)
                 self._call = None
             else:
@@ -149,11 +154,18 @@ class _Call:
 
     def sure(self) -> str:
         """Whole arguments that are not told yet, if it is known whose they are."""
-        return "" if self.name is None or not self._arguments else self._until(self._sure)
+        return self._until(self._sure) if self.has_arguments else ""
+
+    @property
+    def has_arguments(self) -> bool:
+        """Whether they have begun, of a function whose name is known."""
+        return self.name is not None and bool(self._arguments)
 
     def rest(self) -> str:
-        """What is not told yet of the arguments of a whole call."""
-        return self._until(self._arguments[1]) if self._arguments else "{}"
+        """What is not told yet of the arguments of a call that is whole, or cut off within them."""
+        if not self._arguments:
+            return "{}"
+        return self._until(len(self._chars) if self._in_arguments else self._arguments[1])
 
     def untold(self) -> str:
         """All that is not told yet."""

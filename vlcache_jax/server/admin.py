@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vlcache_jax.checks import short
 from vlcache_jax.image_cache import ImageCache
-from vlcache_jax.protocol.fields import check_fields
+from vlcache_jax.protocol.fields import check_fields, told
 from vlcache_jax.protocol.values import ApiError, Schema
+from vlcache_jax.server.tenants import Register
 
 _TEXT: Schema = {"type": ["string", "null"]}
 _SAME: Mapping[str, Schema] = {
     "cache_salt": _TEXT,
     "mm_processor_kwargs": {"type": ["object", "null"]},
     "shared": {"type": ["boolean", "null"]},
+    "tenant": told(_TEXT, "Whose; absent: what is kept of requests with the admin key."),
 }
 _ONE: Mapping[str, Schema] = {"image": {"type": ["string", "object"]}, **_SAME}
 VERBS: Mapping[str, Mapping[str, Schema]] = {
@@ -26,10 +30,11 @@ VERBS: Mapping[str, Mapping[str, Schema]] = {
 """The fields that each takes."""
 
 
-def apply(cache: ImageCache, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def apply(cache: ImageCache, register: Register | None, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Does what a body asks; it may take as long as an image takes to compute.
 
     Args:
+      register: of the tenants, if there are any.
       verb: one of `VERBS`.
 
     Raises:
@@ -39,8 +44,22 @@ def apply(cache: ImageCache, verb: str, body: Mapping[str, Any]) -> dict[str, An
     needed = "images" if verb == "precompute" else "image"
     if needed not in given:
         raise ApiError(f"{needed} must be there, got none", needed)
-    images = given.pop(needed)
-    if verb == "precompute":
-        return {"keys": cache.precompute(images, given.pop("system", None), **given)}
-    work: Callable[..., int] = getattr(cache, verb)
-    return {"records": work(images, **given)}
+    images, system = given.pop(needed), given.pop("system", None)
+    if (tenant := given.pop("tenant", None)) is not None:
+        if register is None or tenant not in register.names():
+            raise ApiError(f"tenant must be one of this server's, got {short(tenant)}", "tenant")
+        if given.get("shared"):
+            raise ApiError("tenant must be left out for what is shared", "tenant")
+        given["cache_salt"] = register.salts.salt(tenant, given.get("cache_salt"))
+    try:
+        if verb == "precompute":
+            return {"keys": cache.precompute(images, system, **given)}
+        work: Callable[..., int] = getattr(cache, verb)
+        return {"records": work(images, **given)}
+    except ValueError as error:
+        message = str(error)
+        # The message that an image was computed in is none of the client's.
+        message = re.sub(r"^images\[\d+\] messages\[0\](?= must)", needed if system is None else "system", message)
+        message = re.sub(r"^(images\[\d+\]) messages\[\d+\] content\[0\]", r"\1", message)
+        name = re.split(r"\W", message, maxsplit=1)[0]
+        raise ApiError(message, name) if name in VERBS[verb] else ApiError(f"{needed}: {message}", needed) from error

@@ -29,6 +29,8 @@ from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
+from vlcache_jax.server.errors import as_api_error
+from vlcache_jax.server.http_checks import HttpChecks
 from vlcache_jax.server.inference import (
     Chats,
     Completions,
@@ -39,7 +41,7 @@ from vlcache_jax.server.inference import (
 )
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document, page
-from vlcache_jax.server.responses import answer_json, as_api_error, refuse, until_gone
+from vlcache_jax.server.responses import answer_json, refuse, until_gone
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Salts, Tenants, server_secret
 
@@ -68,14 +70,13 @@ class Server:
             engine.service.policy_of(reuse)
         opened = os.fspath(engine.service.config.model)
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
-        self.entrance = Entrance(config.max_waiting)
+        self.entrance = Entrance(config)
         self.register: Register | None = None
         if config.api_keys is not None:
             secret = server_secret(engine.service.config.cache.disk)
-            self.register = Register(config.api_keys, secret, self._suit)
+            self.register = Register(config.api_keys, config.admin_key, secret, self._suit)
         self._metrics = ServerMetrics(self.models[0], engine)
-        has_keys = bool(config.api_key) or self.register is not None
-        self._document = document(self.models, root_path=config.root_path, has_keys=has_keys)
+        self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         given = engine, config, self.models, self.entrance, self._metrics, self.register
         self._stored = StoredResponses()
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
@@ -107,6 +108,7 @@ class Server:
             origins = list(config.allowed_origins)
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
+        middleware.insert(0, Middleware(HttpChecks, config=config))
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
@@ -191,8 +193,12 @@ class Server:
     async def _tokenize(self, body: bytes) -> Mapping[str, Any]:
         request = await asyncio.to_thread(lambda: TokenizeRequest.parse(parse_object(body)))
         check_model(request.model, self.models)
-        settings = {} if isinstance(request.prompt, str) else template_of(request, self.config)
-        tokens = await self.engine.tokenize(request.prompt, **settings)
+        is_text = isinstance(request.prompt, str)
+        settings = {} if is_text else template_of(request, self.config)
+        try:
+            tokens = await self.engine.tokenize(request.prompt, **settings)
+        except ValueError as error:
+            raise as_api_error(error, "prompt" if is_text else "messages") from error
         told = {"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens.tolist()}
         if request.returns_texts:
             tokenizer = await self.engine.get_tokenizer()
@@ -215,7 +221,7 @@ class Server:
 
     def _verb(self, verb: str) -> Callable[[bytes], Awaitable[Mapping[str, Any]]]:
         async def work(body: bytes) -> Mapping[str, Any]:
-            return await asyncio.to_thread(admin.apply, self.engine.cache, verb, parse_object(body))
+            return await asyncio.to_thread(admin.apply, self.engine.cache, self.register, verb, parse_object(body))
 
         return work
 
@@ -228,14 +234,14 @@ class Server:
         return Response()
 
     def _call(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]]) -> _Call:
-        return _Call(work, self.entrance, int(self.config.max_body_bytes))
+        return _Call(work, self.entrance, self.config)
 
 
 class _Call:
     """Answers JSON with JSON (an ASGI application)."""
 
-    def __init__(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]], entrance: Entrance, most: int):
-        self._work, self._entrance, self._most = work, entrance, most
+    def __init__(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]], entrance: Entrance, config: ServerConfig):
+        self._work, self._entrance, self._config = work, entrance, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer() -> Response:
@@ -243,7 +249,7 @@ class _Call:
 
         try:
             with self._entrance.enter(scope):
-                body = await read_body(scope, receive, self._most)
+                body = await read_body(scope, receive, self._config)
                 response = await until_gone(receive, answer())
         except GoneError:
             return

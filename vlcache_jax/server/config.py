@@ -27,11 +27,15 @@ class ServerConfig:
       admin_key: of those who see and change the cache. Without one nobody does over HTTP.
       served_model_name: what clients call the model, by default as it was opened; may be repeated.
       allowed_origins: of pages that browsers let ask; may be repeated, and "*" is all.
+      allowed_hosts: names beside `host`, localhost and addresses by which a server without keys may be called; may be
+        repeated, and "*" is all.
       ssl_certfile: certificate, for HTTPS.
       ssl_keyfile: key of the certificate.
       root_path: where a proxy shows the server, such as /v.
       max_body_bytes: of a request.
+      body_timeout: seconds that a body may take to come.
       max_waiting: requests under way at most, those that run included; one more is told to come again.
+      max_waiting_bytes: of their bodies together, as their heads say; one that says nothing counts as the largest.
       shutdown_timeout: seconds that requests may take to end when the server is asked to.
       allow_reuse: what of images a request may ask to reuse, beside the server's own way; may be repeated.
       max_n: answers to one request at most.
@@ -54,11 +58,14 @@ class ServerConfig:
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     root_path: str = ""
     max_body_bytes: int | str = "64MiB"
+    body_timeout: float = 300.0
     max_waiting: int = 1024
+    max_waiting_bytes: int | str = "4GiB"
     shutdown_timeout: float = 30.0
     allow_reuse: Sequence[str] = ()
     max_n: int = 128
@@ -73,13 +80,16 @@ class ServerConfig:
         for name in ("uds", "api_keys", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template"):
             if (text := getattr(self, name)) is not None:
                 check_text(text or None, name, "a non-empty string or None")
-        for name in ("api_key", "served_model_name", "allowed_origins", "allow_reuse"):
+        for name in ("api_key", "served_model_name", "allowed_origins", "allowed_hosts", "allow_reuse"):
             given: Any = getattr(self, name)
             if isinstance(given, str) or not isinstance(given, Sequence) or not all(given):
                 raise ValueError(f"{name} must be a list of strings, got {short(given)}")
             for one in given:
                 check_text(one, name)
             object.__setattr__(self, name, tuple(given))
+        for one in self.allowed_hosts:
+            if set(one) & set(":/"):
+                raise ValueError(f"allowed_hosts must be names without scheme and port, got {short(one)}")
         for one in self.allow_reuse:
             parse_policy(one)
         if self.admin_key is not None and self.admin_key in self.api_key:
@@ -87,7 +97,7 @@ class ServerConfig:
         if self.api_keys is not None:
             if self.api_key:
                 raise ValueError("api_key must be left out where api_keys names a file")
-            Tenants.load(self.api_keys)  # before a model is opened
+            Tenants.load(self.api_keys, self.admin_key)  # before a model is opened
         for name, known in (("tool_call_parser", ("hermes", "none")), ("reasoning_parser", ("auto", "none"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {short(getattr(self, name))}")
@@ -95,10 +105,14 @@ class ServerConfig:
         check_whole("max_waiting", self.max_waiting, 1)
         check_whole("max_n", self.max_n, 1)
         check_flags(warmup=self.warmup)
-        object.__setattr__(self, "max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
-        seconds: Any = self.shutdown_timeout
-        if not (is_a(seconds, int | float) and 0 <= seconds < math.inf):
-            raise ValueError(f"shutdown_timeout must be a number of seconds, got {short(seconds)}")
+        for name in ("max_body_bytes", "max_waiting_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if int(self.max_waiting_bytes) < int(self.max_body_bytes):
+            raise ValueError(f"max_waiting_bytes must be at least max_body_bytes, got {self.max_waiting_bytes}")
+        for name in ("body_timeout", "shutdown_timeout"):
+            seconds: Any = getattr(self, name)
+            if not (is_a(seconds, int | float) and 0 <= seconds < math.inf):
+                raise ValueError(f"{name} must be a number of seconds, got {short(seconds)}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile must be given together")
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -106,3 +120,8 @@ class ServerConfig:
                 raise ValueError(f"{name} must be a file, got {path}")
         if (self.root_path and not self.root_path.startswith("/")) or self.root_path.endswith("/"):
             raise ValueError(f"root_path must begin with a slash and end without one, got {self.root_path!r}")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients must know a key."""
+        return bool(self.api_key) or self.api_keys is not None

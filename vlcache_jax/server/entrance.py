@@ -37,7 +37,7 @@ class Entrance:
     """Counts requests under way, and says whether there may be more.
 
     Args:
-      most: of them.
+      config: how many, and how large their bodies together.
 
     Attributes:
       inside: requests under way.
@@ -47,14 +47,15 @@ class Entrance:
       ended: who is inside is not waited for any more.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, config: ServerConfig):
         self.inside = 0
         self.is_warm = self.is_draining = False
         self.failure: str | None = None
         self.ended = asyncio.Event()
-        self._most = most
+        self._config = config
         self._faults = 0
-        self._of_tenants: Counter[str] = Counter()
+        self._bytes = 0  # of bodies of those inside, as their heads say
+        self._of_tenants: Counter[str] = Counter()  # answers under way; of a request that is read, one
 
     @contextlib.contextmanager
     def enter(self, scope: Scope) -> Iterator[None]:
@@ -63,25 +64,53 @@ class Entrance:
         Raises:
           ApiError: it must come again later.
         """
-        tenant: Tenant | None = scope.get(TENANT)
+        most, size = self._config.max_waiting, _declared(scope, int(self._config.max_body_bytes))
         if self.failure is not None:
             raise ApiError("the engine has failed", status=503)
         if self.is_draining:
             raise ApiError("the server is shutting down", status=503, retry_after=_AGAIN)
-        if self.inside >= self._most:
-            raise ApiError(f"the server has {self._most} requests under way", status=503, retry_after=_AGAIN)
-        if tenant is not None and tenant.requests is not None and self._of_tenants[tenant.name] >= tenant.requests:
-            told = f"this key's tenant has {tenant.requests} requests under way, as many as it may"
-            raise ApiError(told, status=429, retry_after=_AGAIN)
-        self.inside += 1
-        if tenant is not None:
-            self._of_tenants[tenant.name] += 1
+        if self.inside >= most:
+            raise ApiError(f"the server has {most} requests under way", status=503, retry_after=_AGAIN)
+        if self._bytes + size > int(self._config.max_waiting_bytes):
+            told = f"the server has requests of {self._bytes} bytes under way, beside which {size} more have no room"
+            raise ApiError(told, status=503, retry_after=_AGAIN)
+        with self._taken(scope.get(TENANT), 1):
+            self.inside += 1
+            self._bytes += size
+            try:
+                yield
+            finally:
+                self.inside -= 1
+                self._bytes -= size
+
+    @contextlib.contextmanager
+    def answering(self, tenant: Tenant | None, count: int) -> Iterator[None]:
+        """For as long as a request that is inside has so many answers under way.
+
+        Raises:
+          ApiError: its tenant may not have so many, or must come again later.
+        """
+        if tenant is not None and tenant.requests is not None and count > tenant.requests:
+            raise ApiError(
+                f"n of all prompts together must be at most {tenant.requests} for this key, got {count}", "n"
+            )
+        with self._taken(tenant, count - 1):
+            yield
+
+    @contextlib.contextmanager
+    def _taken(self, tenant: Tenant | None, count: int) -> Iterator[None]:
+        if tenant is None:
+            yield
+            return
+        taken = self._of_tenants[tenant.name]
+        if tenant.requests is not None and taken + count > tenant.requests:
+            told = f"this key's tenant has {taken} requests under way, of {tenant.requests} that it may have; each"
+            raise ApiError(f"{told} answer counts as one", status=429, retry_after=_AGAIN)
+        self._of_tenants[tenant.name] += count
         try:
             yield
         finally:
-            self.inside -= 1
-            if tenant is not None:
-                self._of_tenants[tenant.name] -= 1
+            self._of_tenants[tenant.name] -= count
 
     @property
     def is_ready(self) -> bool:
@@ -109,7 +138,7 @@ class Keys:
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, register: Register | None):
-        self._app, self._root, self._register = app, config.root_path, register
+        self._app, self._register = app, register
         self._keys = [_digest(key) for key in config.api_key]
         self._admin = None if config.admin_key is None else _digest(config.admin_key)
 
@@ -120,7 +149,7 @@ class Keys:
             await self._app(scope, receive, send)
 
     def _error(self, scope: Scope) -> ApiError | None:
-        path = scope["path"].removeprefix(self._root)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as routes are looked for
         if path in OPEN:
             return None
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -129,14 +158,17 @@ class Keys:
         # All of them, whichever fits: how long it takes tells nothing.
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
         is_known = sum(hmac.compare_digest(digest, known) for known in self._keys) > 0
+        tenant = None if self._register is None else self._register.of(key)
         # What all tenants do together is not for one of them to see.
         admin = ADMIN if self._register is None else (*ADMIN, *_OF_ALL)
         if any(path == one or path.startswith(f"{one}/") for one in admin):
             if self._admin is None:
                 return ApiError("this server was started without an admin key", status=403)
+            if is_known or tenant is not None:
+                return ApiError(f"{path} needs the admin key", status=403)
             return None if is_admin else _UNKNOWN
         if self._register is not None:
-            scope[TENANT] = tenant = self._register.of(key)
+            scope[TENANT] = tenant
             return None if tenant is not None or is_admin else _UNKNOWN
         return None if is_known or is_admin or not self._keys else _UNKNOWN
 
@@ -148,11 +180,14 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
-    """The body of a request that is JSON. What is left of one that is refused, the HTTP server reads and drops.
+def _declared(scope: Scope, most: int) -> int:
+    """Bytes of a body, as its head says; as many as there may be where it does not."""
+    length = Headers(scope=scope).get("content-length", "")
+    return min(int(length), most) if length.isdecimal() else most
 
-    Args:
-      most: bytes of it.
+
+async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
+    """The body of a request that is JSON. What is left of one that is refused, the HTTP server reads and drops.
 
     Raises:
       ApiError: it is of another type, too large, or does not come.
@@ -162,10 +197,20 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a form that any page may send is none
         raise ApiError(f"Content-Type must be application/json, got {kind or 'none'}", status=415)
-    large = ApiError(f"a body must have at most {most} bytes", status=413)
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError("Content-Encoding must be left out: a body is read as it comes", status=415)
+    most = int(config.max_body_bytes)
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
-        raise large
+        raise _too_large(most)
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            return await _whole(receive, most)
+    except TimeoutError:
+        raise ApiError(f"a body must come within {config.body_timeout:g} seconds", status=408) from None
+
+
+async def _whole(receive: Receive, most: int) -> bytes:
     body = bytearray()
     while True:
         try:
@@ -177,6 +222,10 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
             raise GoneError
         body += message.get("body", b"")
         if len(body) > most:
-            raise large
+            raise _too_large(most)
         if not message.get("more_body"):
             return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(f"a body must have at most {most} bytes", status=413)

@@ -27,8 +27,9 @@ from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
+from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.responses import answer_json, as_api_error, merged, refuse, until_gone
+from vlcache_jax.server.responses import answer_json, merged, refuse, until_gone
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Tenant
 
@@ -53,6 +54,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     """
 
     prefix: ClassVar[str]
+    field: ClassVar[str]
+    """Of bodies, that holds what is asked."""
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         sender = _Sender(send)
         try:
             with self._entrance.enter(scope):
-                body = await read_body(scope, receive, int(self.config.max_body_bytes))
+                body = await read_body(scope, receive, self.config)
                 asked = self._answer(body, sender, scope.get(TENANT))
                 del body  # pictures are large, and answers take long
                 await until_gone(receive, asked)
@@ -90,8 +93,15 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body, tenant)
         del body
+        try:
+            await self._answer_request(request, sender, tenant)
+        except ValueError as error:
+            raise self._error(error, request) from error
+
+    async def _answer_request(self, request: R, sender: _Sender, tenant: Tenant | None) -> None:
         prompts = self._prompts(request)
-        self._check(request.options, request.params.n * len(prompts), tenant)
+        count = request.params.n * len(prompts)
+        self._check(request.options, count, tenant)
         told = request.options
         salt: str | TenantSalt | None = told.cache_salt
         if self._register is not None and tenant is not None:
@@ -109,16 +119,17 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             )
             for prompt in prompts
         ]
-        async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
-            if told.stream:
-                last = list(await self._stream(events, answer, sender))
-                await self._keep(request, answer, tenant)
-                await sender.event(*last)
-                await sender.end()
-            else:
-                whole = await self._whole(events, len(streams), answer)
-                await self._keep(request, answer, tenant)
-                await sender.respond(whole)
+        with self._entrance.answering(tenant, count):
+            async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
+                if told.stream:
+                    last = list(await self._stream(events, answer, sender))
+                    await self._keep(request, answer, tenant)
+                    await sender.event(*last)
+                    await sender.end()
+                else:
+                    whole = await self._whole(events, len(streams), answer)
+                    await self._keep(request, answer, tenant)
+                    await sender.respond(whole)
         self._entrance.answered()
 
     async def _whole(self, events: _Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
@@ -164,6 +175,10 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             known = " or ".join(allowed)
             raise ApiError(f"reuse must be {known} on this server, got {short(options.reuse)}", "reuse")
 
+    def _error(self, error: ValueError, request: R) -> ApiError:
+        """What the client is told of what is wrong with its request."""
+        return as_api_error(error, self.field, request.options.form)
+
     @abstractmethod
     def _parse(self, body: bytes, tenant: Tenant | None) -> R:
         """What a body asks."""
@@ -187,7 +202,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
 class Chats(Inference[ChatRequest]):
     """Chat completions."""
 
-    prefix = "chatcmpl-"
+    prefix, field = "chatcmpl-", "messages"
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, *given: Any):
         super().__init__(engine, config, *given)
@@ -219,7 +234,7 @@ class Chats(Inference[ChatRequest]):
 class Completions(Inference[CompletionRequest]):
     """Completions of texts and tokens."""
 
-    prefix = "cmpl-"
+    prefix, field = "cmpl-", "prompt"
 
     def _parse(self, body: bytes, tenant: Tenant | None) -> CompletionRequest:
         return CompletionRequest.parse(parse_object(body))
@@ -266,9 +281,16 @@ class Responses(Chats):
                 told = f"previous_response_id must be that of a response that is kept, got {short(request.previous)}"
                 raise ApiError(told, "previous_response_id")
             before = found.messages
-        chat = self._chat_request(request.body(before))
+        try:
+            chat = self._chat_request(request.body(before))
+        except ApiError as error:
+            raise request.error(error, len(before)) from error
         given = {own.name: getattr(chat, own.name) for own in dataclasses.fields(ChatRequest)}
         return AskedResponse(**given, request=request, before=before)
+
+    def _error(self, error: ValueError, request: ChatRequest) -> ApiError:
+        assert isinstance(request, AskedResponse)
+        return request.request.error(super()._error(error, request), len(request.before))
 
     def _begin(self, request: ChatRequest, name: str, model: str) -> ResponseAnswer:
         assert isinstance(request, AskedResponse)

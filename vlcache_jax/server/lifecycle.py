@@ -39,7 +39,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
       ValueError, OSError, MemoryError: the model cannot be opened, or the address not be listened at.
     """
     with _bound(config) as place:
-        if config.uds is None and not (config.api_key or config.api_keys) and not _is_own(config.host):
+        if config.uds is None and not config.has_keys and not _is_own(config.host):
             say(f"warning: whoever reaches {config.host} may ask, as there is no api_key")
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
         return asyncio.run(_Process(Server(engine, config), place).run())
@@ -49,7 +49,7 @@ def http_config(server: Server) -> uvicorn.Config:
     """How uvicorn serves it."""
     config = server.config
     return uvicorn.Config(
-        server.app, root_path=config.root_path, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+        server.app, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
         log_config=None, access_log=False, ws="none", lifespan="off", server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=int(_LAST),
     )  # fmt: skip
@@ -248,7 +248,7 @@ def _url(config: ServerConfig, place: socket.socket) -> str:
 
 
 def _try(config: ServerConfig, place: socket.socket) -> str:
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if config.has_keys else ""
     if config.uds is not None:
         return f"curl{key} --unix-socket {config.uds} http://localhost/v1/models"
     return f"curl{key} {_url(config, place)}/models"

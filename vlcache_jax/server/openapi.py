@@ -162,7 +162,7 @@ def _operation(
     answers: dict[str, Any] = {"200": {"description": "Done.", **(answer or {})}}
     error = {"description": "See `error`.", **_json(_ref("Error"))}
     told = ["400", "404", "408", "413", "415", "429", "503"] if asks else ["503"] if path not in OPEN else []
-    for status in told + ([] if is_open else ["401"]) + (["403"] if is_admin else []):
+    for status in [*told, "403"] + ([] if is_open else ["401"]):
         answers[status] = error
     if is_open:
         answers["503"] = {"description": "It is not so."}

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import re
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive
 
-from vlcache_jax.async_llm import QueueFullError
 from vlcache_jax.protocol.values import ApiError, write
-
-_log = logging.getLogger(__name__)
-
-_PLACE = re.compile(r"(messages\[\d+\])(?: (?:(content\[\d+\])|(\w+) must))?")
 
 
 def answer_json(content: Any, status: int = 200) -> Response:
@@ -30,37 +23,11 @@ def refuse(error: ApiError) -> Response:
     response = answer_json(error.to_dict(), error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 408:  # else the connection stays open for what still does not come
+        response.headers["Connection"] = "close"
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
     return response
-
-
-def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error. Of those that are no fault of its own the log says more."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, QueueFullError):
-        return ApiError(str(error), status=503, retry_after=1)
-    if isinstance(error, ValueError):
-        message = str(error).removeprefix("prompt ").removeprefix("sampling_params ")
-        return ApiError(message, _param(message))
-    _log.error("a request failed", exc_info=error)
-    return ApiError("the server failed; its log says more", status=500)
-
-
-def _param(message: str) -> str | None:
-    """The field that an error of the renderer names."""
-    if found := _PLACE.match(message):
-        return ".".join(part for part in found.groups() if part is not None)
-    name = message.partition(" ")[0]
-    if name.startswith(("images[", "videos[")):  # counted over all messages
-        return "messages"
-    known = (
-        "mm_processor_kwargs", "chat_template_kwargs", "add_generation_prompt", "reuse", "cache_salt", "priority",
-        "structured_outputs",
-    )  # fmt: skip
-    field = name.partition(".")[0]
-    return field if field in known else None
 
 
 async def merged[T](

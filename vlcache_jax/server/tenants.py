@@ -21,7 +21,7 @@ import hmac
 import os
 import secrets
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -83,8 +83,8 @@ class Tenants:
         return {tenant.name: tenant for tenant in self.by_digest.values()}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a file of keys.
+    def load(cls, path: str | os.PathLike[str], admin_key: str | None = None) -> Self:
+        """Reads a file of keys, none of which may be the admin's.
 
         Raises:
           ValueError: it cannot be read, or a key or a tenant in it is wrong. No error shows a digest.
@@ -96,9 +96,12 @@ class Tenants:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"api_keys {path} must be TOML: {error}") from error
         try:
-            return cls(_read(told))
+            found = cls(_read(told))
+            if admin_key is not None and found.of(admin_key) is not None:
+                raise ValueError("keys must be other ones than the admin key")
         except ValueError as error:
             raise ValueError(f"api_keys {path}: {error}") from error
+        return found
 
     def of(self, key: str) -> Tenant | None:
         """Whose key it is; None: nobody's. How long it takes tells nothing of the keys in the file."""
@@ -206,6 +209,7 @@ class Register:
 
     Args:
       path: file of keys.
+      admin_key: that no tenant may have.
       secret: see `Salts`.
       suit: is told of all tenants before any of them is let in; raises a ValueError if the server cannot serve them.
 
@@ -216,9 +220,15 @@ class Register:
       ValueError: see `reload`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], secret: bytes, suit: Callable[[Salts, Tenants], object]):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        admin_key: str | None,
+        secret: bytes,
+        suit: Callable[[Salts, Tenants], object],
+    ):
         self.salts = Salts(secret)
-        self._path, self._suit = path, suit
+        self._path, self._admin_key, self._suit = path, admin_key, suit
         self.reload()
 
     def reload(self) -> None:
@@ -227,10 +237,14 @@ class Register:
         Raises:
           ValueError: it is wrong; then everything is as it was.
         """
-        found = Tenants.load(self._path)
+        found = Tenants.load(self._path, self._admin_key)
         self._suit(self.salts, found)
         self._tenants = found
 
     def of(self, key: str) -> Tenant | None:
         """See `Tenants.of`."""
         return self._tenants.of(key)
+
+    def names(self) -> Collection[str]:
+        """Of the tenants."""
+        return self._tenants.all().keys()
