@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.base import Demand, Program, Repeat
 from vlcache_jax.device.programs.shapes import Constants, Halves, Shapes, StoredPairs, ints
 from vlcache_jax.models import rope
 
@@ -35,6 +35,10 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
             return
         for size in (patches // shapes.config.vision.merge_size**2 for patches in demand.ladder.patches):
             yield from (cls(size, count, layers) for count in shapes.linked(size) for layers in _groups(shapes))
+
+    @classmethod
+    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
+        return [cls(size, count, layers) for size, count in sorted(repeat.linked) for layers in _groups(shapes)]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         layers, stored = self.layers, shapes.kv.record(self.size, self.layers)
@@ -82,6 +86,10 @@ class Recall(Program[tuple[Halves, jax.Array]]):
         if not (shapes.kept_tokens and demand.linking):
             return []
         return [cls(size, layers) for size in shapes.recall_rungs for layers in _groups(shapes)]
+
+    @classmethod
+    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
+        return [cls(size, layers) for size in sorted(repeat.recalled) for layers in _groups(shapes)]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         pool, constants = shapes.pools(self.layers), shapes.constants()[: self.layers]
