@@ -81,7 +81,7 @@ class Meta:
     codec: str = ""
     checksums: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Under which the record is found."""
         return f"enc/{self.entry}" if self.context is None else f"kv/{self.entry}/{self.context}"

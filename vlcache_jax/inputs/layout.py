@@ -125,7 +125,7 @@ class Layout:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
+    @functools.cached_property
     def images(self) -> list[ImageSpan]:
         """The spans that are images."""
         return [span for span in self.spans if isinstance(span, ImageSpan)]
