@@ -41,7 +41,7 @@ from obstore.store import LocalStore
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
-from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.cache.record import Meta, Record, blocks
 from vlcache_jax.cache.store import Store, fill
 from vlcache_jax.cache.tier import Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
@@ -137,7 +137,8 @@ def make_record(codec: str, number: int, tokens: int) -> Record:
     record = Record(meta)
     rng = np.random.default_rng((number, tokens))
     # Without this bit neither a bfloat16 nor a float16, of a scale, is infinite.
-    record.data.reshape(-1).view(np.uint16)[:] = rng.integers(0, 2**16, record.meta.nbytes // 2, np.uint16) & 0xBFFF
+    for plane in record.planes:
+        plane.reshape(-1).view(np.uint16)[:] = rng.integers(0, 2**16, plane.nbytes // 2, np.uint16) & 0xBFFF
     record.complete()
     return record
 
@@ -154,7 +155,7 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
     for record in records:
         spare = Record(record.meta)
         if not is_new:
-            spare.data[:] = 0
+            _clear(spare)
         case.prepare(record)
         times.plain.append(_seconds(kept := _Call(functools.partial(case.plain, record, spare))))
         _check(f"plain read of {case.name}", record, kept.result)
@@ -167,12 +168,12 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
         assert place is not None
         place.written = written
         if not is_new:
-            place.data[:] = 0
+            _clear(place)
         case.prepare(record)
         times.tier.append(_seconds(functools.partial(fill, store, case.tier, meta, place)))
         if not place.is_ready or place.meta.checksums != record.meta.checksums:
             raise ValueError(f"record of {case.name} must come whole, did not")
-        _check(f"load from {case.name}", record, [place.data])
+        _check(f"load from {case.name}", record, _content(place))
         times.xxh3.append(_seconds(record.checksums))
         store.clear()
         del place
@@ -188,9 +189,8 @@ def write(keeper: Keeper, records: Sequence[Record], times: Times) -> None:
     for record in records:
         keeper.clear()
         times.plain.append(_seconds(functools.partial(keeper.plain, record)))
-        parts = dict(zip(record.meta.parts, record.data, strict=True))
         keeper.tier.delete(record.meta.name)
-        times.tier.append(_seconds(kept := _Call(functools.partial(keeper.tier.write, record.meta, parts))))
+        times.tier.append(_seconds(kept := _Call(functools.partial(keeper.tier.write, record.meta, record.parts))))
         if kept.result != "stored":
             raise ValueError(f"{keeper.name} must store {record.meta.name}, got {kept.result!r}")
         times.xxh3.append(_seconds(record.checksums))
@@ -218,8 +218,24 @@ def _spread(seconds: Sequence[float]) -> float:
     return third - first
 
 
+def _clear(record: Record) -> None:
+    for plane in record.planes:
+        plane[:] = 0
+
+
+def _memory(record: Record) -> list[np.ndarray]:
+    """The bytes of its planes."""
+    return [plane.reshape(-1).view(np.uint8) for plane in record.planes]
+
+
+def _content(record: Record) -> list[np.ndarray]:
+    """Its bytes, in the order in which tiers keep them."""
+    rows = (rows for part in record.parts.values() for rows in blocks(record.meta, part))
+    return [one.reshape(-1).view(np.uint8) for one in rows]
+
+
 def _check(what: str, record: Record, buffers: Buffers) -> None:
-    expected = record.data.reshape(-1).view(np.uint8)
+    expected = np.concatenate(_content(record))
     for buffer in buffers:
         got = buffer.reshape(-1).view(np.uint8) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
         if len(got) > len(expected) or not np.array_equal(got, expected[: len(got)]):
@@ -257,20 +273,22 @@ def _read_file(path: pathlib.Path, first: int, record: Record) -> Buffers:
     with open(path, "rb", buffering=0) as file:
         file.seek(first)
         _read_into(cast(Callable[[memoryview], int], file.readinto), record)
-    return [record.data]
+    return _memory(record)
 
 
 def _read_into(readinto: Callable[[memoryview], int], record: Record) -> None:
-    left = memoryview(record.data.reshape(-1).view(np.uint8))
-    while left and (got := readinto(left)):
-        left = left[got:]
+    for plane in _memory(record):
+        left = memoryview(plane)
+        while left and (got := readinto(left)):
+            left = left[got:]
 
 
 def _write_file(path: pathlib.Path, record: Record) -> None:
     with open(path, "wb", buffering=0) as file:
-        left = memoryview(record.data.reshape(-1).view(np.uint8))
-        while left:
-            left = left[file.write(left) :]
+        for plane in _memory(record):
+            left = memoryview(plane)
+            while left:
+                left = left[file.write(left) :]
         os.fsync(file.fileno())
 
 
@@ -314,7 +332,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
             return [obstore.get_range(shared, path, start=header, length=record.meta.nbytes)]
 
         def plain_put(record: Record) -> None:
-            obstore.put(plain_objects, "object", memoryview(record.data.reshape(-1).view(np.uint8)))
+            obstore.put(plain_objects, "object", _memory(record))
 
         def clear_objects() -> None:
             (folder / "plain objects" / "object").unlink(missing_ok=True)
@@ -323,7 +341,7 @@ def opened(folder: pathlib.Path, size: int, *, has_redis: bool) -> Iterator[tupl
             asked = f"bytes={len(make_header(record.meta))}-{file_bytes(record.meta) - 1}"
             raw.request("GET", f"/v1/files/{file_name(record.meta.name)}", headers={"Range": asked})
             _read_into(raw.getresponse().readinto, spare)
-            return [spare.data]
+            return _memory(spare)
 
         keepers = [
             Keeper("disk", disk, functools.partial(_write_file, plain), functools.partial(plain.unlink, True)),
@@ -364,9 +382,9 @@ def _opened_redis(folder: pathlib.Path) -> Iterator[tuple[Keeper, ReadCase]]:
         return [client.get(key) or b"" for key in keys[record.meta.entry]]
 
     def plain_set(record: Record) -> None:
-        left = memoryview(record.data.reshape(-1).view(np.uint8))
-        for number in range(0, len(left), _CHUNK):
-            client.set(f"plain:{number}", left[number : number + _CHUNK])
+        for number, plane in enumerate(_memory(record)):
+            for first in range(0, len(plane), _CHUNK):
+                client.set(f"plain:{number}:{first}", memoryview(plane)[first : first + _CHUNK])
 
     def find_keys(record: Record) -> bool:
         """Of its chunks, in their order; they are others after each write."""

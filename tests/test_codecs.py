@@ -199,8 +199,23 @@ def test_bytes_do_not_depend_on_the_engine(opened, made, image, codec, bits, les
     found = linked(llm, image)
     [record] = kv_records(llm)
     values = 2 * record.meta.padded * 2 * 128  # K and V, tokens, heads, width
-    assert record.data.nbytes == record.meta.nbytes == report(found).bytes_moved == values * bits / 8
+    assert (
+        sum(plane.nbytes for plane in record.planes)
+        == record.meta.nbytes
+        == report(found).bytes_moved
+        == values * bits / 8
+    )
     assert values * 2 / report(found).bytes_moved >= less
+
+
+@pytest.mark.parametrize(("codec", "transfers"), [("auto", 2), ("int8", 1), ("int4", 1)])
+def test_what_is_captured_comes_in_few_transfers(opened, made, image, monkeypatch, codec, transfers):
+    """Of a layer: keys and values, or all that is coded."""
+    llm, arrays = opened(made("qwen2_5_vl"), codec), []
+    writer, start = llm.service.cache.writer, llm.service.cache.writer._start
+    monkeypatch.setattr(writer, "_start", lambda own, *rest: (arrays.append(len(own)), start(own, *rest)))
+    score(llm, "Never ", image, " before?", reuse="exact")
+    assert arrays == [1, 2 * transfers]  # encoder rows, and two layers
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -227,14 +242,11 @@ def test_a_channel_that_the_norm_makes_zero(opened, made, image, codec):
     plain, coded = log_probabilities(opened(directory), image), log_probabilities(llm, image)
     assert 0 < divergence(plain, coded) < MOST_KL[codec]
     [record], own = kv_records(llm), CODECS[codec]
-    meta, size = record.meta, record.meta.padded * own.planes(2, 24)[0]
+    meta = record.meta
     assert meta.planes == own.planes(2, 24)
-    for layer, (keys, _) in enumerate(record.data):
-        _, weight = llm.service.device.runner.constants[layer]
+    for layer, (_, weight) in enumerate(llm.service.device.runner.constants):
         assert weight[3] == 0
-        planes = [
-            plane.reshape(-1, 2, plane.size // (2 * meta.padded)) for plane in map(jnp.asarray, np.split(keys, [size]))
-        ]
+        planes = [jnp.asarray(plane[layer, 0]).reshape(meta.padded, 2, -1) for plane in record.planes]
         stored = own.decode(*planes)[: meta.tokens]
         scales = own.pairs(planes[1])[: meta.tokens, :, 0, 0]
         assert (np.abs(stored[..., 3]) <= 0.51 * scales.astype(np.float32)).all()  # 0, as near as codes come
@@ -249,14 +261,17 @@ def test_damage_is_found(opened, made, image, codec):
             llm.reset_mm_cache()
             score(llm, "What is ", image, "?", reuse="exact")
             [record] = kv_records(llm)
-            codes, scales = record.meta.planes
-            assert record.meta.tokens < record.meta.padded
-            block = record.data[1, half]
-            block[record.meta.tokens * codes] ^= 1  # padding
-            block[-1] ^= 1
+            codes, scales = (own[1, half] for own in record.planes)
+            tokens = record.meta.tokens
+            assert tokens < record.meta.padded
+            codes[tokens, 0] ^= 1  # padding
+            scales[-1, -1] ^= 1
             assert llm.cache.verify() == []
             corrupt = llm.cache.stats().corrupt
-            block[record.meta.padded * codes + record.meta.tokens * scales - 1 if plane else 5] ^= 1
+            if plane:
+                scales[tokens - 1, -1] ^= 1
+            else:
+                codes[0, 5] ^= 1
             assert llm.cache.verify() == [record.meta.name]
             assert llm.cache.stats().corrupt == corrupt + 1
             found = score(llm, "What is ", image, "?", reuse=0)

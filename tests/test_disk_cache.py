@@ -346,7 +346,7 @@ class Faulty(Tier):
                 if self.fault == "cut":
                     return
                 if isinstance(self.fault, DamagedError):
-                    array.reshape(-1)[0] += 1
+                    array[0].reshape(-1)[0] += 1
                 elif isinstance(self.fault, Exception):
                     raise self.fault
                 time.sleep(SLOW if self.fault == "slow" else 0)

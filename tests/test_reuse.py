@@ -467,7 +467,12 @@ def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, dono
 def test_bytes_moved_are_those_of_the_records(llm, target, donors, monkeypatch, reuse):
     moved = []
     put, stage = llm.service.device.runner.put, llm.service.device.runner.stage
-    monkeypatch.setattr(llm.service.device.runner, "put", lambda data: (moved.append(data.nbytes), put(data))[1])
+
+    def noted_put(planes):
+        moved.append(sum(plane.nbytes for plane in planes))
+        return put(planes)
+
+    monkeypatch.setattr(llm.service.device.runner, "put", noted_put)
 
     def staged(rows, place):
         if isinstance(rows, np.ndarray):  # and not what was encoded on the device

@@ -328,7 +328,7 @@ class Fences:
         self._reading[self._place(data)] = self._llm.service.engine._launched + 1
 
     def _released(self, record):
-        if self._users[record] or "data" not in record.__dict__:
+        if self._users[record] or "planes" not in record.__dict__:
             return
         self.early += self._reading.get(self._place(record.data), 0) > self._llm.service.engine._read
         self._gone(record)
@@ -336,7 +336,7 @@ class Fences:
     def _gone(self, record):
         """It is spoiled if nobody is to read it any more. What is still to be filled is whole afterwards, but lost."""
         is_placed = self._llm.service.cache.store.tier.get(record.meta.name) is record
-        if not (self._users[record] or is_placed) and record.is_settled and "data" in record.__dict__:
+        if not (self._users[record] or is_placed) and record.is_settled and "planes" in record.__dict__:
             self._reading.pop(self._place(record.data), None)
             record.data[...] = np.nan
             self.spoiled += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -146,7 +147,12 @@ class SamplingParams:
         known = fallback | {name: defaults[name] for name in fallback if defaults.get(name) is not None}
         if not defaults.get("do_sample"):
             known["temperature"] = 0.0
-        return dataclasses.replace(self, **{name: v for name, v in known.items() if getattr(self, name) is None})
+        resolved = copy.copy(self)
+        for name, value in known.items():
+            if getattr(self, name) is None:
+                setattr(resolved, name, value)
+        resolved.__post_init__()
+        return resolved
 
     @property
     def has_penalty(self) -> bool:

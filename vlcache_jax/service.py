@@ -44,7 +44,15 @@ from vlcache_jax.foreign import CALLS, ours
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.films import import_decoders
 from vlcache_jax.inputs.processor import ImageProcessor
-from vlcache_jax.inputs.prompt import Prompt, PromptRenderer, Template, TemplateOptions, check_tokenizer, template_text
+from vlcache_jax.inputs.prompt import (
+    OWN_TEMPLATE,
+    Prompt,
+    PromptRenderer,
+    Template,
+    TemplateOptions,
+    check_tokenizer,
+    template_text,
+)
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.inputs.video_processor import VideoProcessor
 from vlcache_jax.intake.costs import Identity, Rates, identity_of, time_limit
@@ -331,7 +339,7 @@ class Service:
         options: dict[str, Any] = {**template_options(caller, template)}
         if isinstance(given := options.get("chat_template"), str | os.PathLike):
             options["chat_template"] = template_text(given)
-        own = Template(**options)
+        own = Template(**options) if options else OWN_TEMPLATE
         return partial(self.renderer.from_conversation, mm_processor_kwargs=settings, template=own)
 
 

@@ -72,22 +72,22 @@ class WorkConfig:
         if self.programs > 1 and self.pieces < 4:
             raise ValueError(f"config.pieces must be at least 4 where programs share, got {self.pieces}")
 
-    @property
+    @functools.cached_property
     def octets(self) -> int:
         """Octets at most: of the rows, of which every request may leave one unfilled, and of rows that share pages."""
         few = min(self.rows, self.requests) if self.box > 1 else 0
         return -(-self.rows // self.box) + few * (1 + self.shared)
 
-    @property
+    @functools.cached_property
     def tiles(self) -> int:
         """Items of a head at most, before they are cut."""
         return -(-self.octets // (self.small // self.group)) + min(self.rows, self.requests) * (1 + self.shared)
 
-    @property
+    @functools.cached_property
     def items(self) -> int:
         return self.heads * self.tiles + self.programs
 
-    @property
+    @functools.cached_property
     def partial_boxes(self) -> int:
         """Boxes of all partials at most; each occupies whole eights of boxes."""
         if self.programs == 1:
@@ -97,7 +97,7 @@ class WorkConfig:
         shared = min(self.heads * octets * eights(self.group), MAX_SHARED_BOXES) if self.shared else 0
         return 2 * self.programs * eights(self.tile) + shared
 
-    @property
+    @functools.cached_property
     def merges(self) -> int:
         """Rows of partials at most."""
         return min(self.rows * self.heads * self.pieces, self.partial_boxes * self.box // self.group)
@@ -123,7 +123,7 @@ class WorkConfig:
             for (name, shape), (begin, stop) in zip(shapes.items(), itertools.pairwise(ends), strict=True)
         }
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Numbers in the buffer of a work list."""
         return self.places["merge"][0].stop

@@ -8,8 +8,8 @@ The values of a token and head share a scale and a zero in float16 (`int8`), or 
 value = zero + code x scale. The zero is rounded down and the scale up, so that no value is clipped and the error is
 half a scale at most, however far from 0 a group is.
 
-What is coded is two planes, codes and scales. A record keeps in each of its blocks, which are the keys or values of a
-layer, first the codes of all tokens, then their scales: codes are one contiguous run, for copies in bulk.
+What is coded is two planes, codes and scales, each contiguous, for copies in bulk. Outside memory the codes of a
+layer's keys come first, then their scales; then those of its values.
 """
 
 import dataclasses

@@ -31,10 +31,8 @@ def make(number=1, context=None, *, tokens=6, padded=8, dtype="float32", planes=
     )
     record = Record(meta)
     rng = np.random.default_rng((seed, number))
-    if dtype == "uint8":
-        record.data[:] = rng.integers(0, 50, shape)
-    else:
-        record.data[:] = rng.normal(size=shape).astype(dtype)
+    for plane in record.planes:
+        plane[:] = rng.integers(0, 50, plane.shape) if planes else rng.normal(size=shape).astype(dtype)
     record.complete()
     return record
 
@@ -49,7 +47,7 @@ CASES = {
 
 
 def parts(record):
-    return dict(zip(record.meta.parts, record.data, strict=True))
+    return record.parts
 
 
 def write(tier, *records):
@@ -69,8 +67,8 @@ def found(tier, record):
 def verified_read(tier, meta, room=None):
     """A record's data as a tier gives them, known to be whole."""
     meta = meta if room is None else meta.with_room(room)
-    places = dict(zip(meta.parts, np.zeros(meta.shape, meta.dtype), strict=True))
-    return [verified(meta, part, array) for part, array in tier.read(meta, meta.parts, places.__getitem__)]
+    places = Record(meta).parts
+    return [verified(meta, part, planes) for part, planes in tier.read(meta, meta.parts, places.__getitem__)]
 
 
 def assert_whole(tier, record):
@@ -79,8 +77,8 @@ def assert_whole(tier, record):
     assert meta is not None
     assert meta == record.meta.with_room(record.meta.tokens)
     axis = 0 if record.meta.context is None else 1
-    for array, written in zip(verified_read(tier, meta, record.meta.padded), record.data, strict=True):
-        if not record.meta.planes:  # padding is anybody's
+    for planes in zip(verified_read(tier, meta, record.meta.padded), record.parts.values(), strict=True):
+        for array, written in zip(*planes, strict=True):  # padding is anybody's
             array, written = (np.take(part, range(record.meta.tokens), axis) for part in (array, written))
             np.testing.assert_array_equal(array, written)
 
@@ -102,17 +100,17 @@ class DictTier(Tier):
             raise GoneError(meta.name)
         for part in parts:
             data = self.kept[meta.name][2][part]
-            array = place(part)
-            for rows, ours in zip(blocks(meta, array), blocks(meta.with_room(meta.tokens), data), strict=True):
+            planes = place(part)
+            for rows, ours in zip(blocks(meta, planes), blocks(meta.with_room(meta.tokens), data), strict=True):
                 rows[:] = ours
-            yield part, array
+            yield part, planes
 
     def write(self, meta, parts):
         if meta.name in self.kept:
             return "known"
         axis = 0 if meta.context is None else 1
         assert not meta.planes
-        data = {part: np.take(array, range(meta.tokens), axis).copy() for part, array in parts.items()}
+        data = {part: (np.take(array, range(meta.tokens), axis).copy(),) for part, (array,) in parts.items()}
         self.kept[meta.name] = meta.with_room(meta.tokens), self.now(), data
         return "stored"
 

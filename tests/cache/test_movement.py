@@ -102,7 +102,7 @@ def record():
 
 def filled(tier, *records):
     for record in records:
-        tier.write(record.meta, dict(zip(record.meta.parts, record.data, strict=True)))
+        tier.write(record.meta, record.parts)
     return tier
 
 

@@ -51,7 +51,7 @@ def fill(record: Record) -> None:
 def is_right(record: Record) -> bool:
     expected = Record(record.meta)
     fill(expected)
-    pairs = zip(record.data, expected.data, strict=True)
+    pairs = zip(record.parts.values(), expected.parts.values(), strict=True)
     return all(
         np.array_equal(ours, theirs)
         for part, other in pairs

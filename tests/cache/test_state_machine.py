@@ -313,7 +313,7 @@ class Machine(RuleBasedStateMachine):
         seed = zlib.crc32(record.meta.name.encode()), self.generation
         record.data[:] = np.random.default_rng(seed).normal(size=record.meta.shape)
         own = self.made.setdefault(record.meta.name, {})
-        own[content(record.meta, record.data)] = Made(record.meta.canonical, self.clock.now)
+        own[content(record.meta, record.parts.values())] = Made(record.meta.canonical, self.clock.now)
 
     def age(self, meta, its):
         return self.made[meta.name][its].at
@@ -387,7 +387,7 @@ class Machine(RuleBasedStateMachine):
         record = Record(image.meta(context))
         self.fill(record)
         record.complete()
-        self.remote.tier.write(record.meta, dict(zip(record.meta.parts, record.data, strict=True)))
+        self.remote.tier.write(record.meta, record.parts)
 
     # What requests find.
 
@@ -436,7 +436,7 @@ class Machine(RuleBasedStateMachine):
             assert record.meta.entry == asked.image.entry
             assert record.meta.owner == owner_key(asked.image.salt)
             if record.is_ready:
-                made = self.made[record.meta.name][content(record.meta, record.data)]
+                made = self.made[record.meta.name][content(record.meta, record.parts.values())]
                 assert made.canonical == record.meta.canonical
                 assert made.at >= asked.oldest
 

@@ -392,12 +392,12 @@ class Lending(DictTier):
         if flaw is not None:
             record.data[0, 1, 2] = flaw
         record.complete()
-        self.write(record.meta, dict(zip(meta.parts, record.data, strict=True)))
+        self.write(record.meta, record.parts)
 
     def read(self, meta, parts, place):
-        for i, (part, array) in enumerate(super().read(meta, parts, place)):
+        for i, (part, (array,)) in enumerate(super().read(meta, parts, place)):
             if (lent := self.fault(array.copy()) if i == 1 else array.copy()) is not None:
-                yield part, lent
+                yield part, (lent,)
 
 
 def brought(store, name="c"):
@@ -458,8 +458,8 @@ def test_what_comes_from_outside_memory_is_verified(meta, fault, why, caplog):
         record = found.kv or found.encoder
         [told] = tier.find("a")
         assert record.meta.with_room(3) == told.meta
-        for part, array in zip(told.meta.parts, record.data, strict=True):
-            expected = tier.kept[meta.name][2][part]
+        for part, (array,) in record.parts.items():
+            [expected] = tier.kept[meta.name][2][part]
             np.testing.assert_array_equal(array[:, :3] if meta.context else array[:3], expected)
     else:
         assert (found.kv, found.encoder, stats.bytes) == (None, None, 0)

@@ -124,5 +124,5 @@ def test_no_slot_is_linked_twice(llm, slots, message):
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)
     places = runner.places([np.array([4, 9])], [np.zeros((3, 2), np.int32)], size)
-    llm.service.engine._prefiller.copies.link(layers, [runner.put(data)], places, None)
+    llm.service.engine._prefiller.copies.link(layers, [runner.put([data])], places, None)
     assert {(runner.pool.arrays[0][1][slot] == 1).all().item() for slot in (4, 9)} == {True}

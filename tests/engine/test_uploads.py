@@ -51,7 +51,7 @@ class SlowTier(Tier):
             assert self.gates[i].wait(WITHIN)
             if i >= self.broken:
                 raise TierError("the cable is out")
-            yield part, self.data[i]
+            yield part, (self.data[i],)
 
     def delete(self, name):
         pass

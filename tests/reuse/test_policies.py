@@ -26,6 +26,7 @@ from vlcache_jax.reuse.policies import (
     spread_ranks,
 )
 from vlcache_jax.reuse.schedule import Schedule
+from vlcache_jax.reuse.selection import computing, decide
 
 
 def layout(*states):
@@ -271,6 +272,35 @@ def test_values_beyond_measure_get_short_messages(reuse, message):
     with pytest.raises(ValueError, match=message) as caught:
         parse_policy(reuse)
     assert len(str(caught.value)) < 1200
+
+
+POLICIES = (
+    "exact",
+    "full",
+    "0.3",
+    "full-two-pass",
+    "mpic-2",
+    "epic-3",
+    "ends-0.5",
+    "spread-0.4",
+    "shift-0.4",
+    "asked-0.5",
+)
+
+
+@pytest.mark.parametrize("reuse", [*POLICIES, "cacheblend-0.5", "kvshare-0.5"])
+@pytest.mark.parametrize("states", [("approximate", "approximate"), ("approximate", "exact")])
+@pytest.mark.parametrize("dear", [(), (0,), (1,), (0, 1)])
+def test_what_is_computed_after_all_need_not_be_planned_again(reuse, states, dear):
+    policy = parse_policy(reuse)
+    whole = layout(*states)
+    got = computing([whole.images[i] for i in dear], whole, *decide(policy, whole, 4), 4)
+    again = layout(*("miss" if i in dear else state for i, state in enumerate(states)))
+    plan, choice = decide(policy, again, 4)
+    assert [span.state for span in got[0].spans] == [span.state for span in again.spans]
+    np.testing.assert_array_equal(got[1].depth, plan.depth)
+    np.testing.assert_array_equal(got[1].slots, plan.slots)
+    assert (got[1].shift, got[2]) == (plan.shift, choice)
 
 
 def test_a_policy_that_leaves_out_what_it_must_not():

@@ -277,7 +277,7 @@ class Channel:
             return
         try:
             with self._meter.timing(self.tier.label, "write"):
-                parts = dict(zip(meta.parts, record.data, strict=True))
+                parts = record.parts
                 outcome = self.tier.write(meta, parts)
                 if outcome == "known" and self._is_outdated(meta):
                     self.tier.delete(meta.name)

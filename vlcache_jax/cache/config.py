@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -113,7 +114,7 @@ class CacheConfig:
         if self.load not in LOADS:
             raise ValueError(f"load must be one of {LOADS}, got {self.load!r}")
 
-    @property
+    @functools.cached_property
     def passes_on(self) -> bool:
         """Whether records only pass through host memory, on their way from and to where they are kept."""
         return not self.host_bytes and (self.disk is not None or self.remote is not None or bool(self.peers))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import math
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,9 @@ from vlcache_jax.inputs.processor import Grid
 
 Part = tuple[str] | tuple[str, int]
 """Unit of transfer and of checksums: ("encoder",), ("deepstack", j) or ("kv", layer)."""
+
+Planes = tuple[npt.NDArray[Any], ...]
+"""The arrays of a record, or of one of its parts: one, or where K, V are coded two, the codes and the scales."""
 
 CHECKSUM = "xxh3_64"
 _LARGE, _HUGE = 2**20, 2**24  # bytes
@@ -56,10 +60,9 @@ class Meta:
         depend on it.
       canonical: every row before and in the image was computed, or reused exactly.
       grid, tokens: of the image.
-      dtype, shape: of the data, with the token axis padded to a rung: K, V before rotation [L, 2, T, K, D], encoder
-        rows and DeepStack features [1 + J, T, M].
-      planes: of coded K, V, bytes a token of the codes and of the scales; their data are uint8 [L, 2, bytes], in each
-        block the codes of all tokens, then the scales. Empty: they are not coded.
+      dtype, shape: of the data, with the token axis padded to a rung: K, V before rotation [L, 2, T, K, D], or coded
+        [L, 2, bytes], all planes counted; encoder rows and DeepStack features [1 + J, T, M].
+      planes: of coded K, V, bytes a token of the codes and of the scales. Empty: they are not coded.
       model: fingerprint of the model's configuration and weights.
       codec: of K, V, as keys name it.
       checksums: of the parts, without padding; empty as long as the record is being filled.
@@ -78,7 +81,7 @@ class Meta:
     codec: str = ""
     checksums: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Under which the record is found."""
         return f"enc/{self.entry}" if self.context is None else f"kv/{self.entry}/{self.context}"
@@ -98,9 +101,14 @@ class Meta:
         return self.shape[2] // sum(self.planes) if self.planes else self.shape[2]
 
     @property
+    def plane_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the record's arrays; where K, V are coded [L, 2, T, bytes]."""
+        return tuple((*self.shape[:2], self.padded, size) for size in self.planes) or (self.shape,)
+
+    @property
     def nbytes(self) -> int:
         """With padding, as it lies in memory."""
-        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def part_bytes(self) -> int:
@@ -119,7 +127,7 @@ class Meta:
         return replace(self, shape=(*self.shape[:axis], room, *self.shape[axis + 1 :]))
 
 
-def checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
+def checksum(meta: Meta, part: Planes) -> int:
     """Of a part, without padding."""
     digest = xxhash.xxh3_64()
     for rows in blocks(meta, part):
@@ -127,22 +135,12 @@ def checksum(meta: Meta, part: npt.NDArray[Any]) -> int:
     return digest.intdigest()
 
 
-def blocks(meta: Meta, part: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Of a part, K and V [2, T, K, D] or [2, bytes], or rows [T, M]: contiguous arrays, without padding."""
-    for block in part[None] if meta.context is None else part:
-        for plane in _planes(meta, block):
+def blocks(meta: Meta, part: Planes) -> Iterator[npt.NDArray[Any]]:
+    """Of a part contiguous arrays without padding, as they follow each other outside memory: of keys all planes, then
+    of values; or rows [T, M]."""
+    for half in [part] if meta.context is None else zip(*part, strict=True):
+        for plane in half:
             yield plane[: meta.tokens]
-
-
-def _planes(meta: Meta, block: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Of a block, arrays whose first axis is that of tokens."""
-    if not meta.planes:
-        yield block
-        return
-    tokens, first = len(block) // sum(meta.planes), 0
-    for size in meta.planes:
-        yield block[first : first + tokens * size].reshape(tokens, size)
-        first += tokens * size
 
 
 class State(enum.Enum):
@@ -212,14 +210,37 @@ class Record:
         return self.has_arrived(count)
 
     @functools.cached_property
-    def data(self) -> npt.NDArray[Any]:
-        """See `Meta.shape`; beyond the image's tokens it is undefined. It takes memory from its first use on."""
-        return _aligned(self.meta.shape, np.dtype(self.meta.dtype))
+    def planes(self) -> Planes:
+        """See `Meta.plane_shapes`; beyond the image's tokens they are undefined. They take memory from their first use
+        on."""
+        return tuple(_aligned(shape, np.dtype(self.meta.dtype)) for shape in self.meta.plane_shapes)
 
-    def put(self, layer: int, half: int, tokens: npt.NDArray[np.int64], rows: Sequence[npt.NDArray[Any]]) -> None:
-        """Fills in keys (half 0) or values (1) of some tokens, of each plane."""
-        for plane, own in zip(_planes(self.meta, self.data[layer, half]), rows, strict=True):
-            plane[tokens] = own.reshape(len(tokens), *plane.shape[1:])
+    @property
+    def data(self) -> npt.NDArray[Any]:
+        """The first plane: all of what is not coded."""
+        return self.planes[0]
+
+    def part(self, number: int) -> Planes:
+        """One of its parts."""
+        return tuple(plane[number] for plane in self.planes)
+
+    @property
+    def parts(self) -> dict[Part, Planes]:
+        """All of its parts, in their order."""
+        return {part: self.part(number) for number, part in enumerate(self.meta.parts)}
+
+    def put(self, layer: int, half: int, tokens: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
+        """Fills in keys (half 0) or values (1) of some tokens.
+
+        Args:
+          rows: as they are stored, [n, K, D], or coded, [n, K, bytes], of each head all planes.
+        """
+        done = 0
+        for plane in self.part(layer):
+            own = plane[half]
+            width = own[0].size // rows.shape[1]
+            own[tokens] = rows[..., done : done + width].reshape(len(tokens), *own.shape[1:])
+            done += width
 
     @property
     def is_pinned(self) -> bool:
@@ -284,25 +305,19 @@ class Record:
 
     def is_finite(self, parts: slice = slice(None)) -> bool:
         """Whether it, or some of its parts, hold no NaN and no infinity."""
-        for part in self.data[parts]:
-            for number, rows in enumerate(blocks(self.meta, part)):
-                if not self.meta.planes:
-                    floats = rows
-                elif number % len(self.meta.planes) == len(self.meta.planes) - 1:
-                    floats = rows.view(np.float16)  # scales say whether what they scale is finite
-                else:
-                    continue
-                if not is_finite(floats):
+        for number in range(len(self.meta.parts))[parts]:
+            for rows in blocks(self.meta, self.part(number)[-1:]):  # scales say whether what they scale is finite
+                if not is_finite(rows.view(np.float16) if self.meta.planes else rows):
                     return False
         return True
 
     def checksums(self) -> tuple[int, ...]:
         """Of each part as it is now."""
-        return tuple(checksum(self.meta, part) for part in self.data)
+        return tuple(checksum(self.meta, part) for part in self.parts.values())
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     if size >= _LARGE:  # pages of its own go back to the system at once; the heap would keep them
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:  # what is first touched is then cleared six times as fast

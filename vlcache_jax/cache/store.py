@@ -14,14 +14,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import numpy.typing as npt
+from typing import NamedTuple
 
 from vlcache_jax.cache.channel import Channel
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.meter import Meter
-from vlcache_jax.cache.record import Lost, Meta, Part, Record, Why
+from vlcache_jax.cache.record import Lost, Meta, Part, Planes, Record, Why
 from vlcache_jax.cache.records import CacheStats, Handle, Records
 from vlcache_jax.cache.remembered import REMEMBERED, Bounded, Requests
 from vlcache_jax.cache.shares import Shares
@@ -380,14 +378,14 @@ def fill(store: Records, tier: Tier, meta: Meta, record: Record) -> None:
     """
     missing = set(meta.parts)
     whole = replace(record.meta, checksums=meta.checksums)
-    places = dict(zip(meta.parts, record.data, strict=True))
-
+    places = record.parts
     is_finite = True
 
-    def check(part: Part, array: npt.NDArray[Any]) -> None:
+    def check(part: Part, planes: Planes) -> None:
         nonlocal is_finite
-        if verified(whole, part, array) is not places[part]:
-            places[part][:] = array
+        if verified(whole, part, planes) is not places[part]:
+            for own, plane in zip(places[part], planes, strict=True):
+                own[:] = plane
         number = meta.parts.index(part)
         if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
             is_finite = False
@@ -397,8 +395,8 @@ def fill(store: Records, tier: Tier, meta: Meta, record: Record) -> None:
 
     with ThreadPoolExecutor(1, "vlcache-check") as checker:  # one part is checked while the next one comes
         checks: deque[Future[None]] = deque()
-        for part, array in tier.read(meta, meta.parts, places.__getitem__):
-            checks.append(checker.submit(check, part, array))
+        for part, planes in tier.read(meta, meta.parts, places.__getitem__):
+            checks.append(checker.submit(check, part, planes))
             if len(checks) > _UNCHECKED:
                 checks.popleft().result()
             if record.is_settled:

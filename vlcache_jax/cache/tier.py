@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy.typing as npt
+from vlcache_jax.cache.record import Meta, Part, Planes, checksum
 
-from vlcache_jax.cache.record import Meta, Part, checksum
-
-Place = Callable[[Part], npt.NDArray[Any]]
+Place = Callable[[Part], Planes]
 """Where a part of a record is to be put."""
 
 Outcome = Literal["stored", "known", "refused"]
@@ -69,11 +67,11 @@ class Tier:
         """All complete records of an image, the newest last."""
         raise NotImplementedError
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
         """Gives parts of a record that was found, as they arrive: their places, filled, or arrays of the tier's own."""
         raise NotImplementedError
 
-    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
         """Keeps a record, visible only when it is complete."""
         raise NotImplementedError
 
@@ -119,14 +117,16 @@ class Tier:
         """Nothing is asked of it any more."""
 
 
-def verified(meta: Meta, part: Part, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def verified(meta: Meta, part: Part, planes: Planes) -> Planes:
     """A part of a record as it came from outside host memory, once it is known to be what was written.
 
     Raises:
       DamagedError: it is not.
     """
-    is_whole = array.shape == meta.shape[1:] and array.dtype == meta.dtype
+    is_whole = [(*plane.shape, plane.dtype) for plane in planes] == [
+        (*own[1:], meta.dtype) for own in meta.plane_shapes
+    ]
     expected = dict(zip(meta.parts, meta.checksums, strict=False)).get(part)
-    if not is_whole or checksum(meta, array) != expected:
+    if not is_whole or checksum(meta, planes) != expected:
         raise DamagedError(f"{meta.name}: {part} is damaged")
-    return array
+    return planes

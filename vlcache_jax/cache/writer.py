@@ -47,20 +47,20 @@ class Writer:
 
         self._start([encoded], [record], fill)
 
-    def kv(self, captured: Sequence[Captured], layers: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> None:
+    def kv(self, captured: Sequence[Captured], layers: Sequence[tuple[jax.Array, jax.Array] | jax.Array]) -> None:
         """Rows of a step are what these are to hold.
 
         Args:
-          layers: of each, keys before rotation and values, [N, K, D], or, coded, their codes and their scales, uint8
-            [N, K, bytes] each.
+          layers: of each, keys before rotation and values as they are stored, see `Record.put`: [N, K, ...] twice, or
+            [2, N, K, ...].
         """
 
         def fill() -> None:
             wanted = [part for part in captured if not part.record.is_settled]
-            for layer, planes in enumerate(layers):
-                for half, values in enumerate(zip(*jax.tree.map(np.asarray, planes), strict=True)):
+            for layer, halves in enumerate(layers):
+                for half, values in enumerate(jax.tree.map(np.asarray, halves)):
                     for record, tokens, rows in wanted:
-                        record.put(layer, half, tokens, [plane[rows] for plane in values])
+                        record.put(layer, half, tokens, values[rows])
             for record, tokens, _ in wanted:
                 record.missing -= len(tokens)
                 if not record.missing:

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, cast
 
 import numpy as np
-import numpy.typing as npt
 import typer
 
-from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.record import Meta, Part, Planes, Record, blocks
 from vlcache_jax.cache.tier import DamagedError, Line, Tier, TierError, verified
 from vlcache_jax.cache.tiers.disk import FOLDER, DiskTier
 from vlcache_jax.cache.tiers.record_file import file_name, make_header, name_of, read_header, take_header
@@ -296,17 +295,17 @@ def _row(meta: Meta, line: Line) -> dict[str, object]:
     }
 
 
-def _parts(tier: Tier, meta: Meta) -> dict[Part, npt.NDArray[np.generic]]:
+def _parts(tier: Tier, meta: Meta) -> dict[Part, Planes]:
     """A record as it is kept, compared with its checksums.
 
     Raises:
       DamagedError, TierError: it is damaged, or cannot be read.
     """
-    places = dict(zip(meta.parts, np.empty(meta.shape, meta.dtype), strict=True))
-    return {part: verified(meta, part, array) for part, array in tier.read(meta, meta.parts, places.__getitem__)}
+    places = Record(meta).parts
+    return {part: verified(meta, part, planes) for part, planes in tier.read(meta, meta.parts, places.__getitem__)}
 
 
-def _add(archive: tarfile.TarFile, meta: Meta, parts: dict[Part, npt.NDArray[np.generic]]) -> None:
+def _add(archive: tarfile.TarFile, meta: Meta, parts: dict[Part, Planes]) -> None:
     content = io.BytesIO(make_header(meta))
     content.seek(0, os.SEEK_END)
     for part in meta.parts:
@@ -318,7 +317,7 @@ def _add(archive: tarfile.TarFile, meta: Meta, parts: dict[Part, npt.NDArray[np.
     archive.addfile(about, content)
 
 
-def _record(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[Meta, dict[Part, npt.NDArray[np.generic]]]:
+def _record(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[Meta, dict[Part, Planes]]:
     """A record of an archive.
 
     Raises:
@@ -330,9 +329,11 @@ def _record(archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[Meta, di
         raise DamagedError(f"{member.name} is no record of format {FOLDER}")
     with file:
         meta = read_header(take_header(file, name))
-        data = np.empty(meta.shape, meta.dtype)
-        content = file.read(data.nbytes + 1)
-    if meta.name != name or len(content) != data.nbytes:
+        content = np.frombuffer(file.read(meta.nbytes + 1), np.uint8)
+    if meta.name != name or len(content) != meta.nbytes:
         raise DamagedError(f"{name}: file is damaged")
-    data.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
-    return meta, {part: verified(meta, part, array) for part, array in zip(meta.parts, data, strict=True)}
+    parts = Record(meta).parts
+    for planes in parts.values():
+        for rows in blocks(meta, planes):
+            rows.reshape(-1).view(np.uint8)[:], content = content[: rows.nbytes], content[rows.nbytes :]
+    return meta, {part: verified(meta, part, planes) for part, planes in parts.items()}

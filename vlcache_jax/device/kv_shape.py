@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.models import ModelConfig
@@ -61,23 +63,20 @@ class KVShape:
             return [jax.ShapeDtypeStruct((*lead, self.heads, self.width), self.dtype)]
         return [jax.ShapeDtypeStruct((*lead, self.heads, size // self.heads), np.uint8) for size in self.code_bytes]
 
-    def record(self, tokens: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
-        """What is stored of an image, of all layers or some: [L, 2, T, K, D], or coded, uint8 [L, 2, bytes]."""
-        count = self.layers if layers is None else layers
+    def record(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """The same of an image in all layers, as `Meta.shape` tells it."""
         if self.codec is None:
-            return self.stored(count, 2, tokens)[0]
-        return jax.ShapeDtypeStruct((count, 2, tokens * sum(self.code_bytes)), np.uint8)
+            return self.stored(self.layers, 2, tokens)[0]
+        return jax.ShapeDtypeStruct((self.layers, 2, tokens * sum(self.code_bytes)), np.uint8)
 
-    def split(self, data: jax.Array) -> list[jax.Array]:
-        """The planes of a record, [L, 2, C, ...] each. That codes need not be copied, the scales behind them are taken
-        for codes of more tokens, for which nobody asks."""
-        if self.codec is None:
-            return [data]
-        (codes, scales), size = self.code_bytes, data.shape[2]
-        end = size // (codes + scales) * codes
-        parts = data if size % codes == 0 else data[:, :, :end], data[:, :, end:]
-        tokens = zip(parts, self.stored(), strict=True)
-        return [part.reshape(*data.shape[:2], -1, *plane.shape) for part, plane in tokens]
+    def joined(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Keys and values of rows as they are coded, of each head all planes: uint8 [2, N, K, bytes]."""
+        return jax.ShapeDtypeStruct((2, rows, self.heads, sum(self.code_bytes) // self.heads), np.uint8)
+
+    def split(self, rows: jax.Array) -> list[jax.Array]:
+        """The planes of what has all of them in its last axis."""
+        widths = [plane.shape[-1] for plane in self.stored()]
+        return jnp.split(rows, list(itertools.accumulate(widths[:-1])), axis=-1)
 
     @property
     def slot_bytes(self) -> int:
@@ -87,5 +86,4 @@ class KVShape:
     @property
     def stored_bytes(self) -> int:
         """The same as it is stored, without padding."""
-        record = self.record(1)
-        return math.prod(record.shape) * record.dtype.itemsize
+        return sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.stored(self.layers, 2))

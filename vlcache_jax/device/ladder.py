@@ -7,6 +7,7 @@ alone, so that the family of programs is small and known before the first reques
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass
 
 from vlcache_jax.checks import check_whole, is_a
@@ -37,11 +38,11 @@ class Ladder:
                 raise ValueError(f"ladder.{name} must be ascending positive integers, got {rungs!r}")
         check_whole("ladder.window", self.window, 1)
 
-    @property
+    @functools.cached_property
     def max_rows(self) -> int:
         return self.rows[-1]
 
-    @property
+    @functools.cached_property
     def max_sequences(self) -> int:
         return self.sequences[-1]
 

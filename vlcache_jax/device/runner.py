@@ -130,9 +130,11 @@ class Runner:
         [device] = self.normalization.devices()
         return bool(device.platform == "cpu")
 
-    def put(self, record: np.ndarray) -> jax.Array:
-        """A record's data on the device. On a CPU they stay where they are."""
-        return jax.device_put(record, may_alias=True)
+    def put(self, planes: abc.Sequence[np.ndarray]) -> list[jax.Array]:
+        """What is stored of an image in some layers, on the device: [G, 2, T, K, ...] each. On a CPU it stays where it
+        is."""
+        heads = self.shapes.kv.heads
+        return jax.device_put([plane.reshape(*plane.shape[:3], heads, -1) for plane in planes], may_alias=True)
 
     def places(
         self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int
@@ -253,5 +255,5 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     q, kv = jax.ShapeDtypeStruct((8, text.num_heads, text.head_dim), dtype), KVShape.of(config, dtype)
     kernels.work_config(8, 1, 1, q, kv.heads, decode=False, implementation=implementation)
     angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
-    k, data = kv.half(8), kv.record(8, 1)
-    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, [[data]], index, angle, angle)
+    k, planes = kv.half(8), kv.stored(1, 2, 8)
+    jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, [planes], index, angle, angle)

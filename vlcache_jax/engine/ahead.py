@@ -15,26 +15,21 @@ from collections import abc
 from typing import Any
 
 from vlcache_jax.cache.device import PAGE_TOKENS
-from vlcache_jax.device.ladder import Ladder, cover, round_up
-from vlcache_jax.device.programs.answer import OutputHead
-from vlcache_jax.device.programs.base import Demand, Program
-from vlcache_jax.device.programs.layers import Block, Embed, Layer, Slice
-from vlcache_jax.device.programs.link import Link, Recall
-from vlcache_jax.device.programs.state import CopyPages
+from vlcache_jax.device.ladder import cover, round_up
+from vlcache_jax.device.programs.base import Demand, Program, Repeat
+from vlcache_jax.device.programs.shapes import Shapes
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.engine.batching import Prefill, Step, copied_pages, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
 from vlcache_jax.engine.scheduler import Scheduler
-from vlcache_jax.inputs.layout import Layout, State
+from vlcache_jax.inputs.layout import State
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import decide
 
 _CALLS = 2  # groups of requests that wait to be looked at
 _log = logging.getLogger(__name__)
-# Those that depend on how many rows are left; others have been used.
-_KINDS = (Embed, Layer, Block, Slice, OutputHead)
 
 
 class Ahead:
@@ -118,67 +113,75 @@ class Ahead:
 
 def repeat_programs(programs: Programs, policy: Policy, answered: abc.Sequence[Sequence]) -> list[Program[Any]]:
     """The programs that sequences call for when they come again, those that choose or move rows aside."""
-    shapes, config, ladder = programs.shapes, programs.shapes.config, programs.shapes.ladder
-    layers, patches = config.text.num_layers, config.vision.merge_size**2
+    kv = programs.shapes.kv
     # The same prompts, with the images that were computed as known ones.
-    known = {id(use.span) for sequence in answered for use in sequence.progress.images if use.captured is not None}
-    layouts: dict[int, Layout] = {}  # answers to one request share theirs
-    linked: set[tuple[int, int]] = set()  # tokens that images are padded to, and how many are linked together
-    recalled: set[int] = set()  # tokens that are linked together from the device tier
-    copied: set[int] = set()  # pages that are copied together
-    again: State = "exact" if shapes.kv.codec is None else "approximate" if policy.approximates else "miss"
-    for sequence in answered:
-        spans = [dataclasses.replace(s, state=again) if id(s) in known else s for s in sequence.layout.spans]
-        layout = dataclasses.replace(sequence.layout, spans=tuple(spans))
-        layouts.setdefault(id(sequence.layout), layout)
-
-    def note_links(turn: list[Prefill]) -> None:
-        spans = (span for one in turn for span in one.layout.images if not span.within(one.cached))
-        lengths = [span.length for span in spans if span.state != "miss"]
-        pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in turn for span in one.layout.images}
-        if lengths and sum(pages.values()) * PAGE_TOKENS <= shapes.kept_tokens:
-            recalled.update(shapes.split_recalls(lengths))
-            return
-        for size, number in collections.Counter(round_up(n, shapes.token_rungs) for n in lengths).items():
-            linked.update((size, count) for count in shapes.split_links(size, number))
-
-    def run(scheduler: Scheduler, owned: bool) -> list[Step]:
-        steps = []
+    computed = {use.span for sequence in answered for use in sequence.progress.images if use.captured is not None}
+    again: State = "exact" if kv.codec is None else "approximate" if policy.approximates else "miss"
+    # Answers to one request share their layout.
+    layouts = {id(sequence.layout): sequence.layout.marked(computed, again) for sequence in answered}
+    rehearsal = _Rehearsal(programs.shapes)
+    # Linked as images are elsewhere, and beside what a first run has left in pages.
+    for has_pages in (False, True, True):
+        sequences = []
         for sequence in answered:
             layout = layouts[id(sequence.layout)]
-            plan, choice = decide(policy, layout, layers)
-            owner = sequence.owner if owned else None
-            scheduler.add(Sequence(layout, plan, sequence.new_slots, choice=choice, owner=owner))
+            plan, choice = decide(policy, layout, kv.layers)
+            owner = sequence.owner if has_pages else None
+            sequences.append(Sequence(layout, plan, sequence.new_slots, choice=choice, owner=owner))
+        rehearsal.run(sequences)
+    return programs.repeats(rehearsal.repeat)
+
+
+class _Rehearsal:
+    """Runs sequences one call after the other without computing anything, and notes what would be called for."""
+
+    def __init__(self, shapes: Shapes):
+        self._shapes, ladder = shapes, shapes.ladder
+        pages = Pages(shapes.num_slots // PAGE - 1)
+        self._scheduler = Scheduler(pages, ladder.max_sequences, ladder.max_rows, shapes.kv.layers)
+        self._steps: list[Step] = []
+        self._linked: set[tuple[int, int]] = set()
+        self._recalled: set[int] = set()
+        self._copied: set[int] = set()
+
+    def run(self, sequences: abc.Iterable[Sequence]) -> None:
+        """They run together, and leave their pages to those that come after."""
+        scheduler, shapes = self._scheduler, self._shapes
+        for sequence in sequences:
+            scheduler.add(sequence)
         while scheduler.waiting:
             admitted = scheduler.admit()
             while turn := scheduler.next_turn(scheduler.prefilling):
-                copied.update(cover(len(copied_pages(turn)), ladder.sequences))
-                note_links(turn)
-                steps += prefill_steps(turn, ladder, shapes.num_slots, layers)
+                self._copied.update(cover(len(copied_pages(turn)), shapes.ladder.sequences))
+                self._note_links(turn)
+                self._steps += prefill_steps(turn, shapes.ladder, shapes.num_slots, shapes.kv.layers)
                 scheduler.launched(turn)
             for sequence in admitted:
                 if sequence.progress.lease is not None:
                     scheduler.pages.proven(sequence.progress.lease)
                 scheduler.finish(sequence, failed=False)
-        return steps
 
-    # Linked as images are elsewhere, and beside what a first run has left in pages.
-    scheduler = Scheduler(Pages(shapes.num_slots // PAGE - 1), ladder.max_sequences, ladder.max_rows, layers)
-    steps = [*run(scheduler, False), *run(scheduler, True), *run(scheduler, True)]
-    # The programs of the sizes that came up, without those that link other sizes.
-    rungs = Ladder(
-        rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
-        patches=tuple(sorted({size * patches for size, _ in linked})) or ladder.patches[:1],
-        sequences=tuple(sorted({round_up(len(step.wanted), ladder.sequences) for step in steps if step.wanted})),
-    )
-    shrinking = {layer for step in steps for layer in range(layers - 1) if step.bounds[layer + 1] < step.bounds[layer]}
+    def _note_links(self, turn: list[Prefill]) -> None:
+        """What a turn links: from the device tier, if that holds all of its images."""
+        shapes = self._shapes
+        spans = (span for one in turn for span in one.layout.images if not span.within(one.cached))
+        lengths = [span.length for span in spans if span.state != "miss"]
+        pages = {span.image.key: -(-span.length // PAGE_TOKENS) for one in turn for span in one.layout.images}
+        if lengths and sum(pages.values()) * PAGE_TOKENS <= shapes.kept_tokens:
+            self._recalled.update(shapes.split_recalls(lengths))
+            return
+        for size, number in collections.Counter(round_up(n, shapes.token_rungs) for n in lengths).items():
+            self._linked.update((size, count) for count in shapes.split_links(size, number))
 
-    def is_wanted(program: Program[Any]) -> bool:
-        if isinstance(program, Link):
-            return (program.size, program.count) in linked
-        if isinstance(program, Recall):
-            return program.size in recalled
-        return isinstance(program, _KINDS)
-
-    family = programs.family(Demand(rungs, linking=True, shrinking=shrinking))
-    return [*filter(is_wanted, family), *map(CopyPages, sorted(copied))]
+    @property
+    def repeat(self) -> Repeat:
+        """All that has come up."""
+        steps, ladder = self._steps, self._shapes.ladder
+        rungs = dataclasses.replace(
+            ladder,
+            rows=tuple(sorted({bound for step in steps for bound in step.bounds[:-1]})),
+            sequences=tuple(sorted({round_up(len(step.wanted), ladder.sequences) for step in steps if step.wanted})),
+        )
+        layers = range(self._shapes.kv.layers - 1)
+        shrinking = {layer for step in steps for layer in layers if step.bounds[layer + 1] < step.bounds[layer]}
+        return Repeat(Demand(rungs, linking=True, shrinking=shrinking), self._linked, self._recalled, self._copied)

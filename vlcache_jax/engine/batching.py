@@ -119,7 +119,7 @@ class Step:
     selection: Selection | None = None
     shift: Shift | None = None
 
-    @property
+    @functools.cached_property
     def leaving(self) -> tuple[tuple[int, int, bool], ...]:
         """Of each layer how many rows attend: their bound, how many there are, whether some were chosen on the device.
 

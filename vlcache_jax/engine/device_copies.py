@@ -11,7 +11,7 @@ from vlcache_jax.cache.device import DeviceTier, Index
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.programs.keep import EmptyTier, KeepLayer, KeepRows
 from vlcache_jax.device.programs.link import Code, Link, Recall
-from vlcache_jax.device.programs.shapes import StoredPairs
+from vlcache_jax.device.programs.shapes import Stored
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Step
 
@@ -40,11 +40,13 @@ class DeviceCopies:
         if self.tier.num_pages:
             jax.block_until_ready(self._now())
 
-    def link(self, layers: slice, data: abc.Sequence[jax.Array], places: Array, where: jax.Array | None) -> jax.Array:
+    def link(
+        self, layers: slice, images: abc.Sequence[list[jax.Array]], places: Array, where: jax.Array | None
+    ) -> jax.Array:
         """Writes stored K, V of images into some layers of the pool, and into the device tier if there is one.
 
         Args:
-          data: of each image what is stored, see `KVShape.record`; none: they are in the device tier.
+          images: of each its planes in these layers, see `Runner.put`; none: they are in the device tier.
           places: of each image where its tokens belong, see `Runner.places`; of those in the device tier of all
             together, [1, 4, n], n a rung of `recall_rungs`.
           where: of all their tokens, padded, the place in the device tier, int32: where they go, those beyond it not
@@ -55,35 +57,33 @@ class DeviceCopies:
         """
         run, constants, size = self.runner.run, self.runner.constants[layers], places.shape[2]
         with self.runner.pool.taken() as pool:
-            if not data:
+            if not images:
                 kept, _ = self._now()
                 program = Recall(size, len(constants))
                 pool[layers], done = run(program, pool[layers], kept[layers], where, places, constants)
             elif where is None:
-                link = Link(size, len(data), len(constants))
-                pool[layers], _, done = run(link, pool[layers], None, [*data], places, None, constants)
+                link = Link(size, len(images), len(constants))
+                pool[layers], _, done = run(link, pool[layers], None, [*images], places, None, constants)
             else:
-                link = Link(size, len(data), len(constants))
+                link = Link(size, len(images), len(constants))
                 kept, rows = self._take()
                 pool[layers], kept[layers], done = run(
-                    link, pool[layers], kept[layers], [*data], places, where, constants
+                    link, pool[layers], kept[layers], [*images], places, where, constants
                 )
                 self._arrays = kept, rows
         return done
 
-    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> list[StoredPairs]:
+    def capture(self, step: Step, captured: list[tuple[jax.Array, jax.Array]]) -> abc.Sequence[Stored]:
         """What a step computed of records to be filled: codes it, and keeps it in the device tier, if there is room.
 
         Args:
           captured: of each layer its rows' keys before rotation and values.
 
         Returns:
-          Of each layer the same as it is stored: of each plane keys and values, [N, K, D], or coded, uint8
-          [N, K, bytes].
+          Of each layer the same as it is stored.
         """
-        if self.runner.shapes.kv.codec is None:
-            layers = [[pair] for pair in captured]
-        else:
+        layers: list[Stored] = [*captured]
+        if self.runner.shapes.kv.codec is not None:
             pairs = zip(captured, self.runner.constants, strict=True)
             layers = [self.runner.run(Code(len(k)), k, v, constants) for (k, v), constants in pairs]
         if self.tier.num_pages:
@@ -100,7 +100,7 @@ class DeviceCopies:
             _, kept = self._now()
             self.runner.restage(kept, np.pad(some, (0, missing)), np.concatenate([to, nowhere]))
 
-    def _keep(self, step: Step, layers: list[StoredPairs]) -> None:
+    def _keep(self, step: Step, layers: abc.Sequence[Stored]) -> None:
         most = self.runner.ladder.max_rows
         nowhere = self.runner.shapes.kept_tokens + np.arange(most, dtype=np.int32)
         place, row_place = nowhere.copy(), nowhere.copy()
@@ -119,8 +119,8 @@ class DeviceCopies:
             return
         kept, encoder_rows = self._take()
         places, row_places = jax.device_put((place, row_place))
-        for layer, planes in enumerate(layers):
-            kept[layer] = self.runner.run(KeepLayer(len(planes[0][0])), kept[layer], planes, places)
+        for layer, values in enumerate(layers):
+            kept[layer] = self.runner.run(KeepLayer(step.bounds[layer]), kept[layer], values, places)
         encoder_rows = self.runner.run(KeepRows(), encoder_rows, self.runner.encoder_rows(), row_places)
         self._arrays = kept, encoder_rows
 

@@ -34,25 +34,28 @@ class Transfers:
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, "vlcache-transfers")
 
-    def start(self, records: abc.Sequence[Record], layers: slice) -> Future[list[jax.Array]]:
-        """Some layers of records on the device. The future has a TierError if one does not come."""
+    def start(self, records: abc.Sequence[Record], layers: slice) -> Future[list[list[jax.Array]]]:
+        """Some layers of records on the device, of each its planes. The future has a TierError if one does not come."""
         if not records or (self._runner.is_host and all(record.has_arrived(layers.stop) for record in records)):
-            here: Future[list[jax.Array]] = Future()  # nothing has to move
+            here: Future[list[list[jax.Array]]] = Future()  # nothing has to move
             here.set_result([self._lent(record, layers) for record in records])
             return here
 
-        def put() -> list[jax.Array]:
+        def put() -> list[list[jax.Array]]:
             for record in records:
                 if not record.wait_for(layers.stop):
                     raise TierError(f"{record.meta.name} did not come")
-            here = {id(record): self._runner.put(record.data[layers]) for record in records}
+            here = {id(record): self._put(record, layers) for record in records}
             return [here[id(record)] for record in records]  # a prompt may show an image twice
 
         return self._thread.submit(put)
 
-    def _lent(self, record: Record, layers: slice) -> jax.Array:
+    def _put(self, record: Record, layers: slice) -> list[jax.Array]:
+        return self._runner.put([plane[layers] for plane in record.planes])
+
+    def _lent(self, record: Record, layers: slice) -> list[jax.Array]:
         if layers.start not in record.lent:
-            record.lent[layers.start] = self._runner.put(record.data[layers])
+            record.lent[layers.start] = self._put(record, layers)
         return record.lent[layers.start]
 
     def close(self) -> None:
@@ -88,7 +91,7 @@ class _Piece:
     @functools.cached_property
     def nbytes(self) -> int:
         """That have to come."""
-        return sum(record.data[self.layers].nbytes for record in self.batch.records)
+        return sum(plane[self.layers].nbytes for record in self.batch.records for plane in record.planes)
 
 
 class Upload:
@@ -105,7 +108,7 @@ class Upload:
         batches = list(_batches(copies, linked_images(prefills)))
         groups = self._runner.shapes.link_groups
         self._waiting = deque(_Piece(batch, layers) for layers in groups for batch in batches)
-        self._started: deque[tuple[_Piece, Future[list[jax.Array]]]] = deque()
+        self._started: deque[tuple[_Piece, Future[list[list[jax.Array]]]]] = deque()
         self._linked: deque[tuple[int, jax.Array]] = deque()  # bytes that their programs read until they are ready
 
     def advance(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -121,9 +124,9 @@ class Upload:
         done: list[jax.Array] = []
         while self._start() and self._started[0][1].done():
             piece, coming = self._started.popleft()
-            data, batch = coming.result(), piece.batch
-            read += data
-            done.append(self._copies.link(piece.layers, data, batch.places(), batch.where))
+            images, batch = coming.result(), piece.batch
+            read += jax.tree.leaves(images)
+            done.append(self._copies.link(piece.layers, images, batch.places(), batch.where))
             if piece.layers.stop == self._runner.config.text.num_layers:
                 for record in batch.promoted:
                     self._copies.tier.fill(record, record.meta.tokens, 0)

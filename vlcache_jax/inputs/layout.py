@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -125,10 +125,14 @@ class Layout:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
+    @functools.cached_property
     def images(self) -> list[ImageSpan]:
         """The spans that are images."""
         return [span for span in self.spans if isinstance(span, ImageSpan)]
+
+    def marked(self, spans: Collection[Span], state: State) -> Layout:
+        """The same prompt with some of its spans in another state."""
+        return replace(self, spans=tuple(replace(one, state=state) if one in spans else one for one in self.spans))
 
     def extended(self, tokens: Sequence[int]) -> Layout:
         """The same prompt with text tokens after it, as they would be generated."""

@@ -29,7 +29,7 @@ from vlcache_jax.intake.costs import Image, Load, Rates, choose
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import Policy
-from vlcache_jax.reuse.selection import RowChoice, decide
+from vlcache_jax.reuse.selection import RowChoice, computing, decide
 
 
 class Planner:
@@ -77,9 +77,10 @@ class Planner:
                 if (load := self.store.config.load) in ("encoder", "compute"):
                     handles[-1].pass_over(encoder=load == "compute")
             layout, plan, choice = self._arrange(request, handles, policy)
-            # If some turns out not to be worth loading, it is let go, and decided again.
-            if self.rates is not None and self._pass_over(layout, handles, _fresh(layout, plan, choice, layers)):
-                layout, plan, choice = self._arrange(request, handles, policy)
+            # What turns out not to be worth loading is let go, and computed.
+            if self.rates is not None:
+                dear = self._pass_over(layout, handles, _fresh(layout, plan, choice, layers))
+                layout, plan, choice = computing(dear, layout, plan, choice, layers)
             # What each image takes from the cache, and the places of what it will give.
             brought = {name: tier for handle in handles for name, tier in handle.brought.items()}
             uses = [_use(span, handle, brought) for span, handle in zip(layout.images, handles, strict=False)]
@@ -140,16 +141,20 @@ class Planner:
         )
         return layout, *decide(policy, layout, self._config.text.num_layers)
 
-    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> bool:
-        """Lets go of what is not to be used of what was found; whether K, V are among it.
+    def _pass_over(self, layout: Layout, handles: list[Handle], fresh: list[float]) -> list[ImageSpan]:
+        """Lets go of what is not to be used of what was found; returns the images whose K, V are among it.
 
         Args:
           fresh: see `Image`; of each image.
         """
+        dear = []
         for span, handle, share in zip(layout.images, handles, fresh, strict=False):
-            if (load := self._load(span, handle, share)) != "link":
-                handle.pass_over(encoder=load == "compute")
-        return any(record.meta.context is not None for handle in handles for record in handle.passed_over)
+            if (load := self._load(span, handle, share)) == "link":
+                continue
+            if handle.kv is not None:
+                dear.append(span)
+            handle.pass_over(encoder=load == "compute")
+        return dear
 
     def _load(self, span: ImageSpan, handle: Handle, fresh: float) -> Load:
         """What is done with an image. It never depends on what happens to be decoded, so that a call means the same as

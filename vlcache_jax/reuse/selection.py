@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.checks import is_a
-from vlcache_jax.inputs.layout import Layout
+from vlcache_jax.inputs.layout import ImageSpan, Layout
 from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan, full_prefill
@@ -302,6 +302,18 @@ def decide(policy: Policy, layout: Layout, num_layers: int) -> tuple[Plan, RowCh
       ValueError: see `make_plan` and `make_choice`.
     """
     return make_plan(policy, layout, num_layers), make_choice(policy, layout, num_layers)
+
+
+def computing(
+    spans: Collection[ImageSpan], layout: Layout, plan: Plan, choice: RowChoice | None, num_layers: int
+) -> tuple[Layout, Plan, RowChoice | None]:
+    """What was decided if some images have to be computed after all: of the others the plan says what it said."""
+    if not spans:
+        return layout, plan, choice
+    layout = layout.marked(spans, "miss")
+    for span in spans:
+        plan = plan.computing(span.tokens, num_layers)
+    return layout, plan, None if choice is None else make_choice(choice.policy, layout, num_layers)
 
 
 def project(

@@ -76,7 +76,7 @@ def test_another_room(tier):
     write(tier, record)
     meta = found(tier, record).with_room(7)
     place = np.zeros(meta.shape, np.float32)
-    places = dict(zip(meta.parts, place, strict=True))
+    places = {part: (place[part[1]],) for part in meta.parts}
     assert [part for part, _ in tier.read(meta, meta.parts, places.__getitem__)] == list(meta.parts)
     np.testing.assert_array_equal(place[:, :, :6], record.data[:, :, :6])
     assert not place[:, :, 6:].any()
@@ -87,7 +87,7 @@ def test_parts_come_in_the_order_that_is_asked_for(tier):
     write(tier, record)
     places = parts(make(context=key(7), padded=8, seed=9))
     order = [("kv", 2), ("kv", 0)]
-    for part, array in tier.read(record.meta, order, places.__getitem__):
+    for part, (array,) in tier.read(record.meta, order, places.__getitem__):
         assert part == order.pop(0)
         np.testing.assert_array_equal(array[:, :6], record.data[part[1], :, :6])
 

@@ -203,7 +203,7 @@ def test_an_object_is_what_the_disk_tier_writes(tier):
 def test_another_room(tier):
     write(tier, KV)
     for room in (6, 7, 64):
-        for array, written in zip(verified_read(tier, found(tier, KV), room), KV.data, strict=True):
+        for (array,), written in zip(verified_read(tier, found(tier, KV), room), KV.data, strict=True):
             np.testing.assert_array_equal(array[:, :6], written[:, :6])
 
 
@@ -214,9 +214,9 @@ def test_parts_come_in_the_order_that_is_asked_for(tier):
     order = [("kv", layer) for layer in (8, 0, 3, 7, 5, 6, 1)]
     got = list(tier.read(record.meta, iter(order), places.__getitem__))
     assert [part for part, _ in got] == order
-    for part, array in got:
-        assert array is places[part]
-        np.testing.assert_array_equal(array[:, :6], record.data[part[1], :, :6])
+    for part, planes in got:
+        assert planes is places[part]
+        np.testing.assert_array_equal(planes[0][:, :6], record.data[part[1], :, :6])
 
 
 def test_nothing_but_the_parts_is_read(bucket):
@@ -259,7 +259,7 @@ def test_a_look_does_not_list_what_lies_behind_the_image(bucket, monkeypatch):
 def test_a_place_of_another_size_is_an_error(tier):
     write(tier, KV)
     with pytest.raises(DamagedError, match="another size"):
-        list(tier.read(KV.meta, KV.meta.parts, lambda part: np.zeros((2, 3, 2, 8), np.float32)))
+        list(tier.read(KV.meta, KV.meta.parts, lambda part: (np.zeros((2, 3, 2, 8), np.float32),)))
 
 
 def test_a_record_is_written_once(tier):

@@ -58,7 +58,7 @@ class Folder:
 
 
 def file_of(record):
-    rows = (rows for part in record.data for rows in blocks(record.meta, part))
+    rows = (rows for part in record.parts.values() for rows in blocks(record.meta, part))
     return make_header(record.meta) + b"".join(one.view(np.uint8).tobytes() for one in rows)
 
 
@@ -137,7 +137,7 @@ def test_parts_can_be_asked_for_in_any_order(folder, tier):
     places = np.zeros(meta.shape, meta.dtype)
     numbers = [3, 4, 0, 2, 1]
     asked = [("kv", number) for number in numbers]
-    came = list(tier.read(meta, iter(asked), lambda part: places[part[1]]))
+    came = list(tier.read(meta, iter(asked), lambda part: (places[part[1]],)))
     assert [part for part, _ in came] == asked
     np.testing.assert_array_equal(places[:, :, :6], record.data[:, :, :6])
 
@@ -161,8 +161,7 @@ def test_one_connection_serves_many_calls(folder):
 def test_a_read_given_up_half_way_leaves_the_tier_usable(folder, tier):
     folder.add(LARGE)
     meta = found(tier, LARGE)
-    places = dict(zip(meta.parts, np.zeros(meta.shape, meta.dtype), strict=True))
-    reading = tier.read(meta, meta.parts, places.__getitem__)
+    reading = tier.read(meta, meta.parts, Record(meta).parts.__getitem__)
     assert next(reading)[0] == ("kv", 0)
     reading.close()
     assert_whole(tier, LARGE)
@@ -173,7 +172,7 @@ def test_what_is_done_with_a_part_takes_nothing_from_the_time_of_the_next(folder
     meta = found(tier, LARGE)
     data, later = np.zeros(meta.shape, meta.dtype), [0.0]
     monkeypatch.setattr("vlcache_jax.cache.tiers.wire.time", types.SimpleNamespace(monotonic=lambda: later[0]))
-    for _ in tier.read(meta, meta.parts, lambda part: data[part[1]]):
+    for _ in tier.read(meta, meta.parts, lambda part: (data[part[1]],)):
         later[0] += 1e6
     np.testing.assert_array_equal(data, LARGE.data)
 
@@ -238,7 +237,7 @@ def test_a_place_of_another_size_is_noticed(folder, tier):
     folder.add(CASES["kv"])
     meta = found(tier, CASES["kv"])
     with pytest.raises(DamagedError, match="another size"):
-        list(tier.read(meta, meta.parts, lambda part: np.zeros((2, 5, 2, 8), np.float32)))
+        list(tier.read(meta, meta.parts, lambda part: (np.zeros((2, 5, 2, 8), np.float32),)))
 
 
 def test_a_record_deleted_after_it_was_found_is_gone(folder, tier):
@@ -253,7 +252,7 @@ def test_a_record_deleted_while_it_is_read_comes_whole(folder, tier):
     folder.add(LARGE)
     meta = found(tier, LARGE)
     data = np.zeros(meta.shape, meta.dtype)
-    for part, _ in tier.read(meta, meta.parts, lambda part: data[part[1]]):
+    for part, _ in tier.read(meta, meta.parts, lambda part: (data[part[1]],)):
         if part == ("kv", 0):
             folder.path(LARGE).unlink()
     np.testing.assert_array_equal(data, LARGE.data)

@@ -100,7 +100,7 @@ def test_what_is_kept(tier, server):
 def test_another_room(tier):
     write(tier, KV)
     for room in (6, 7, 64):
-        for array, written in zip(verified_read(tier, found(tier, KV), room), KV.data, strict=True):
+        for (array,), written in zip(verified_read(tier, found(tier, KV), room), KV.data, strict=True):
             np.testing.assert_array_equal(array[:, :6], written[:, :6])
 
 
@@ -109,15 +109,15 @@ def test_parts_come_in_the_order_that_is_asked_for(tier):
     places = parts(make(context=key(7), seed=5))
     got = list(tier.read(KV.meta, iter([("kv", 2), ("kv", 0)]), places.__getitem__))
     assert [part for part, _ in got] == [("kv", 2), ("kv", 0)]
-    for part, array in got:
-        assert array is places[part]
-        np.testing.assert_array_equal(array[:, :6], KV.data[part[1], :, :6])
+    for part, planes in got:
+        assert planes is places[part]
+        np.testing.assert_array_equal(planes[0][:, :6], KV.data[part[1], :, :6])
 
 
 def test_a_place_of_another_size_is_an_error(tier):
     write(tier, KV)
     with pytest.raises(DamagedError, match="another size"):
-        list(tier.read(KV.meta, KV.meta.parts, lambda part: np.zeros((2, 3, 2, 8), np.float32)))
+        list(tier.read(KV.meta, KV.meta.parts, lambda part: (np.zeros((2, 3, 2, 8), np.float32),)))
 
 
 def test_the_newest_is_last_and_images_do_not_mix(server):

@@ -18,13 +18,12 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.record import Meta, Part, Planes, blocks
 from vlcache_jax.cache.shares import Shares, payer
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
 from vlcache_jax.cache.tiers.disk_index import Index, advice, is_damage
@@ -109,7 +108,7 @@ class DiskTier(Tier):
                 found.append(Found(meta, written))
             return found
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
         name, size = meta.name, meta.part_bytes
         with self._reporting(name), self._open(name) as file:
             header = make_header(meta)
@@ -118,14 +117,14 @@ class DiskTier(Tier):
                 raise DamagedError(f"{name}: file is damaged")
             self._index.use(name, self._clock())
             for part in parts:
-                array = place(part)
-                buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, array)]
+                planes = place(part)
+                buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, planes)]
                 if sum(map(len, buffers)) != size:
                     raise DamagedError(f"{name}: {part} must have {size} bytes, got place for another size")
                 _read_all(file.fileno(), buffers, len(header) + meta.parts.index(part) * size)
-                yield part, array
+                yield part, planes
 
-    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
         with self._reporting(meta.name):
             with self._changing():
                 if self._has(meta.name):
@@ -195,7 +194,7 @@ class DiskTier(Tier):
             self._gone.add(name)
             raise GoneError(f"{name}: its file is gone") from error
 
-    def _write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> bool:
+    def _write(self, meta: Meta, parts: Mapping[Part, Planes]) -> bool:
         """The file of a record that has its room; then it is visible, unless it was deleted meanwhile."""
         path = self.directory / file_name(meta.name)
         part_file = path.with_name(f"{path.name}.{self._me}.{next(self._numbers)}{_PART}")

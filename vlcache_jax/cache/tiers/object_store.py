@@ -15,7 +15,7 @@ import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore, from_url
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.record import Meta, Part, Planes, blocks
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
 from vlcache_jax.cache.tiers.record_file import (
     LENGTH,
@@ -82,7 +82,7 @@ class ObjectTier(Tier):
             found = [one for _, one in self._side_by_side(self._found, newest + rows, _HEADERS) if one is not None]
             return sorted(found, key=lambda one: one.written)
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
         path, first, size = _path(meta.name), len(make_header(meta)), meta.part_bytes
 
         def fetch(part: Part) -> npt.NDArray[np.uint8]:
@@ -94,17 +94,17 @@ class ObjectTier(Tier):
                 for part, data in self._side_by_side(fetch, parts, _PARTS):
                     if len(data) != size:
                         raise DamagedError(f"{meta.name}: object ends too early")
-                    array = place(part)
-                    rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, array)]
+                    planes = place(part)
+                    rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, planes)]
                     if sum(map(len, rows)) != size:
                         raise DamagedError(f"{meta.name}: {part} must have {size} bytes, got place for another size")
                     for block in rows:
                         block[:], data = data[: len(block)], data[len(block) :]
-                    yield part, array
+                    yield part, planes
             except FileNotFoundError as error:
                 raise GoneError(f"{meta.name} is not there any more") from error
 
-    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
         with _reporting("write", meta.name):
             path = _path(meta.name)
             with contextlib.suppress(FileNotFoundError):

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.record import Meta, Part, Planes, blocks
 from vlcache_jax.cache.tier import (
     DamagedError,
     Found,
@@ -91,13 +90,13 @@ class PeerTier(Tier):
             self._check(response, 200)
             return _read_found(entry, _read_body(response, _MOST_FOUND))
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
         with self._reporting(meta.name):
             numbers = [meta.parts.index(part) for part in parts]
             for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
                 yield from self._read(meta, [number for _, number in run], place)
 
-    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
         """A peer keeps what it computes."""
         return "refused"
 
@@ -117,7 +116,7 @@ class PeerTier(Tier):
 
     # What is asked.
 
-    def _read(self, meta: Meta, numbers: list[int], place: Place) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+    def _read(self, meta: Meta, numbers: list[int], place: Place) -> Iterator[tuple[Part, Planes]]:
         """Parts that lie one behind the other, in one answer: it is one file from its beginning to its end, even if it
         is deleted meanwhile."""
         size, whole = meta.part_bytes, file_bytes(meta)
@@ -132,13 +131,13 @@ class PeerTier(Tier):
                 raise DamagedError(f"{self.url}: {meta.name}: expected {expected}, got {short(got)}")
             for number in numbers:
                 part = meta.parts[number]
-                array = place(part)
-                buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, array)]
+                planes = place(part)
+                buffers = [rows.view(np.uint8).data.cast("B") for rows in blocks(meta, planes)]
                 if sum(map(len, buffers)) != size:
                     raise DamagedError(f"{meta.name}: {part} must have {size} bytes, got place for another size")
                 for buffer in buffers:
                     _read_into(response, buffer)
-                yield part, array
+                yield part, planes
                 deadline.renew()  # of the next part; what was done with this one does not count
 
     def _greet(self, connection: _Connection, deadline: Deadline) -> None:

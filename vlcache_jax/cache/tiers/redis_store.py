@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from vlcache_jax.cache.keys import FORMAT_VERSION
-from vlcache_jax.cache.record import Meta, Part, blocks
+from vlcache_jax.cache.record import Meta, Part, Planes, blocks
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Outcome, Place, Tier, TierError
 from vlcache_jax.cache.tiers.record_file import file_bytes, make_header, read_header
 from vlcache_jax.checks import shorten
@@ -109,7 +109,7 @@ class RedisTier(Tier):
             found = [Found(one.meta, one.written) for key in self._hashes(entry) for one in self._kept(key)]
             return sorted(found, key=lambda one: one.written)
 
-    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, npt.NDArray[Any]]]:
+    def read(self, meta: Meta, parts: Iterable[Part], place: Place) -> Iterator[tuple[Part, Planes]]:
         with _reporting("read", meta.name):
             key = _key(_space(meta), meta.entry)
             value = self._client.hget(key, meta.name)
@@ -117,8 +117,8 @@ class RedisTier(Tier):
                 raise GoneError(f"{meta.name} is not there any more")
             write = value[:16]
             for part in parts:
-                array = place(part)
-                rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, array)]
+                planes = place(part)
+                rows = [rows.reshape(-1).view(np.uint8) for rows in blocks(meta, planes)]
                 if [len(one) for one in rows] != _block_sizes(meta):
                     raise DamagedError(f"{meta.name}: {part} has place of another size")
                 pipeline = self._client.pipeline(transaction=False)
@@ -131,9 +131,9 @@ class RedisTier(Tier):
                     if len(data) != len(piece):
                         raise DamagedError(f"{meta.name}: {part} has a chunk of {len(data)} bytes, not {len(piece)}")
                     piece[:] = np.frombuffer(data, np.uint8)
-                yield part, array
+                yield part, planes
 
-    def write(self, meta: Meta, parts: Mapping[Part, npt.NDArray[Any]]) -> Outcome:
+    def write(self, meta: Meta, parts: Mapping[Part, Planes]) -> Outcome:
         with _reporting("write", meta.name):
             key, write = _key(_space(meta), meta.entry), uuid.uuid4().bytes
             if self._client.hexists(key, meta.name):

@@ -20,6 +20,7 @@ class OutputHead(Program[jax.Array]):
     """Logits, float32 [count, V], of `count` of `size` rows."""
 
     name = "head"
+    follows_rows = True
     size: int
     count: int
 

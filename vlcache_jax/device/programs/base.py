@@ -68,6 +68,23 @@ class Demand:
         return cls(shapes.ladder, policy.links, shrinking, selecting, plan.shift)
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """What requests call for when they come again, and may not have called for before.
+
+    Attributes:
+      demand: rows of their steps, and how many of these have logits.
+      linked: tokens that images are padded to, and how many of them are linked together.
+      recalled: tokens that are linked together from the device tier.
+      copied: pages that are copied together.
+    """
+
+    demand: Demand
+    linked: Collection[tuple[int, int]]
+    recalled: Collection[int]
+    copied: Collection[int]
+
+
 def _no_patches() -> Patches:
     raise AssertionError("this image has no pixels")
 
@@ -78,9 +95,11 @@ class Program[R](abc.ABC):
 
     Attributes:
       name: as users are told of it.
+      follows_rows: whether its sizes depend on how many rows a step has: a repeat, whose images are known, has fewer.
     """
 
     name: ClassVar[str]
+    follows_rows: ClassVar[bool] = False
 
     @property
     def donates(self) -> tuple[int, ...]:
@@ -91,6 +110,11 @@ class Program[R](abc.ABC):
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         """Those of this kind that requests can call for; what has no sizes, they always do."""
         return [cls()]
+
+    @classmethod
+    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
+        """Those of this kind that a repeat can call for; what depends on nothing that changes has been used."""
+        return cls.family(shapes, repeat.demand) if cls.follows_rows else []
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         """What it takes: trees of abstract arrays."""

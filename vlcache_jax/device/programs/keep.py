@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.link import DROP
-from vlcache_jax.device.programs.shapes import Halves, Shapes, StoredPairs, ints
+from vlcache_jax.device.programs.shapes import Halves, Shapes, Stored, ints
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,14 @@ class KeepLayer(Program[list[jax.Array]]):
         return [cls(size) for size in demand.ladder.rows if shapes.kept_tokens and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        values = [(plane, plane) for plane in shapes.kv.stored(self.size)]
+        kv, half = shapes.kv, shapes.kv.half(self.size)
+        values = (half, half) if kv.codec is None else kv.joined(self.size)
         return shapes.kept[0], values, ints(shapes.ladder.max_rows)
 
-    def compute(self, shapes: Shapes, kept: list[jax.Array], values: StoredPairs, place: jax.Array) -> list[jax.Array]:
+    def compute(self, shapes: Shapes, kept: list[jax.Array], values: Stored, place: jax.Array) -> list[jax.Array]:
         place = place[: self.size]
-        return [whole.at[:, place].set(jnp.stack(own), **DROP) for whole, own in zip(kept, values, strict=True)]
+        planes = shapes.kv.split(jnp.stack(values) if isinstance(values, tuple) else values)
+        return [whole.at[:, place].set(own, **DROP) for whole, own in zip(kept, planes, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class Embed(Program[tuple[jax.Array, list[jax.Array]]]):
     """Hidden states that enter the first layer, and DeepStack features of the first layers."""
 
     name = "embed"
+    follows_rows = True
     size: int
 
     @classmethod
@@ -50,6 +51,7 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, Captured]]):
     """A layer that `size` rows enter and `keep` leave: (x, k, v, what is captured)."""
 
     name = "layer"
+    follows_rows = True
     size: int
     keep: int
     has_deepstack: bool
@@ -106,6 +108,7 @@ class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
     """`BLOCK` layers after each other that all rows leave, none of them with DeepStack features."""
 
     name = "layers"
+    follows_rows = True
     donates = (1, 2)
     size: int
     shifts: bool = False
@@ -151,6 +154,7 @@ class Slice(Program[jax.Array]):
     """The first `less` of `size` rows."""
 
     name = "slice"
+    follows_rows = True
     size: int
     less: int
 

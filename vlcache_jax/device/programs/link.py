@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax import pallas_kernels as kernels
-from vlcache_jax.device.programs.base import Demand, Program
-from vlcache_jax.device.programs.shapes import Constants, Halves, Shapes, StoredPairs, ints
+from vlcache_jax.device.programs.base import Demand, Program, Repeat
+from vlcache_jax.device.programs.shapes import Constants, Halves, Shapes, ints
 from vlcache_jax.models import rope
 
 DROP: dict[str, Any] = {"mode": "drop", "unique_indices": True}  # what a place beyond all others means
@@ -36,8 +36,12 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
         for size in (patches // shapes.config.vision.merge_size**2 for patches in demand.ladder.patches):
             yield from (cls(size, count, layers) for count in shapes.linked(size) for layers in _groups(shapes))
 
+    @classmethod
+    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
+        return [cls(size, count, layers) for size, count in sorted(repeat.linked) for layers in _groups(shapes)]
+
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        layers, stored = self.layers, shapes.kv.record(self.size, self.layers)
+        layers, stored = self.layers, shapes.kv.stored(self.layers, 2, self.size)
         kept, where = (shapes.kept[:layers], ints(self.count * self.size)) if shapes.kept_tokens else (None, None)
         places = ints(self.count, 4, self.size)
         return shapes.pools(layers), kept, [stored] * self.count, places, where, shapes.constants()[:layers]
@@ -47,21 +51,19 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
         shapes: Shapes,
         pool: Halves,
         kept: Halves | None,
-        data: list[jax.Array],
+        images: list[list[jax.Array]],
         places: jax.Array,
         where: Any,
         constants: list[Constants],
     ) -> tuple[Halves, Any, jax.Array]:
-        images = [shapes.kv.split(image) for image in data]
         stored = [(images, layer) for layer in range(self.layers)]
         linked = _link(shapes, pool, stored, places, constants)
         if kept is not None:
+            by_plane = [*zip(*images, strict=True)]
             kept = [
                 [
-                    whole.at[:, where].set(
-                        jnp.concatenate([own[i][layer, :, : self.size] for own in images], 1), **DROP
-                    )
-                    for i, whole in enumerate(planes)
+                    whole.at[:, where].set(jnp.concatenate([image[layer] for image in own], 1), **DROP)
+                    for whole, own in zip(planes, by_plane, strict=True)
                 ]
                 for layer, planes in enumerate(kept)
             ]
@@ -83,6 +85,10 @@ class Recall(Program[tuple[Halves, jax.Array]]):
             return []
         return [cls(size, layers) for size in shapes.recall_rungs for layers in _groups(shapes)]
 
+    @classmethod
+    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
+        return [cls(size, layers) for size in sorted(repeat.recalled) for layers in _groups(shapes)]
+
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         pool, constants = shapes.pools(self.layers), shapes.constants()[: self.layers]
         return pool, shapes.kept[: self.layers], ints(self.size), ints(1, 4, self.size), constants
@@ -101,8 +107,8 @@ class Recall(Program[tuple[Halves, jax.Array]]):
 
 
 @dataclass(frozen=True)
-class Code(Program[StoredPairs]):
-    """A layer's keys before rotation and values, coded."""
+class Code(Program[jax.Array]):
+    """A layer's keys before rotation and values, coded, as one array: see `KVShape.joined`."""
 
     name = "code"
     size: int
@@ -114,10 +120,10 @@ class Code(Program[StoredPairs]):
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.kv.half(self.size), shapes.kv.half(self.size), shapes.constants()[0]
 
-    def compute(self, shapes: Shapes, k: jax.Array, v: jax.Array, constants: Constants) -> StoredPairs:
+    def compute(self, shapes: Shapes, k: jax.Array, v: jax.Array, constants: Constants) -> jax.Array:
         codec = shapes.kv.codec
         assert codec is not None
-        return [*zip(codec.encode(k, *constants), codec.encode(v), strict=True)]
+        return jnp.stack([jnp.concatenate(planes, -1) for planes in (codec.encode(k, *constants), codec.encode(v))])
 
 
 def _groups(shapes: Shapes) -> set[int]:

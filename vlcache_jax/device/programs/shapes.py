@@ -23,7 +23,8 @@ from vlcache_jax.reuse.shift import TOKENS, Moves
 
 Params = dict[str, Any]
 Halves = list[list[jax.Array]]  # of each layer K and V, or the planes in which the device tier has both
-StoredPairs = list[tuple[jax.Array, jax.Array]]  # of a layer's rows keys before rotation and values, of each plane
+# Of a layer's rows keys before rotation and values as they are stored: [N, K, D] twice, or `KVShape.joined`.
+Stored = tuple[jax.Array, jax.Array] | jax.Array
 Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
 
 LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all

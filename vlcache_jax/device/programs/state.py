@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.device import sampler
-from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.base import Demand, Program, Repeat
 from vlcache_jax.device.programs.shapes import Halves, Shapes, ints
 from vlcache_jax.device.sampler import Lanes
 from vlcache_jax.pallas_kernels import PAGE
@@ -95,6 +95,10 @@ class CopyPages(Program[Halves]):
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         return [cls(count) for count in demand.ladder.sequences]
+
+    @classmethod
+    def repeats(cls, shapes: Shapes, repeat: Repeat) -> Iterable[Self]:
+        return [cls(count) for count in sorted(repeat.copied)]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.pools(shapes.config.text.num_layers), ints(self.count), ints(self.count)

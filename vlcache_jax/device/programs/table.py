@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from vlcache_jax.device.programs import answer, choose, encode, keep, layers, link, state, window
-from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.base import Demand, Program, Repeat
 from vlcache_jax.device.programs.shapes import Shapes
 from vlcache_jax.files import cache_home
 from vlcache_jax.pallas_kernels import dispatch
@@ -67,6 +67,10 @@ class Programs:
     def family_of(self, policy: Policy) -> list[Program[Any]]:
         """Every program that requests under a policy can call for."""
         return self.family(Demand.of(policy, self.shapes))
+
+    def repeats(self, repeat: Repeat) -> list[Program[Any]]:
+        """Every program that requests can call for when they come again, and may not have called for before."""
+        return list(dict.fromkeys(one for kind in PROGRAMS for one in kind.repeats(self.shapes, repeat)))
 
     def compile(
         self, programs: abc.Iterable[Program[Any]], progress: abc.Callable[[Program[Any]], None] = lambda program: None
