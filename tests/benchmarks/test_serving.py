@@ -220,7 +220,7 @@ def test_a_server_of_its_own(checkpoints, tmp_path):
     off, full, schedule = told["rows"]
     assert [row["reuse"] for row in told["rows"]] == ["off", "full", "schedule"]
     assert (off["cached %"], off["equal answers %"]) == (0, 100)
-    assert 0 < schedule["cached %"] <= full["cached %"]
+    assert min(full["cached %"], schedule["cached %"]) > 0
 
 
 def test_a_wrong_policy_is_told_before_a_model_is_opened():
