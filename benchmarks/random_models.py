@@ -38,6 +38,9 @@ VISION = {
     "deepstack_visual_indexes": [2, 4, 6],
 }
 
+# Of these models' tokens those that are text: the tokenizer knows single bytes, and most ids spell nothing.
+LETTERS = (*b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",)
+
 
 def make_random_model(
     directory: str | pathlib.Path, shape: str | None = None, layers: int | None = None

@@ -6,18 +6,22 @@ import asyncio
 import dataclasses
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vlcache_jax.benchmarks.serving_client import Answer, Client
-from vlcache_jax.benchmarks.serving_load import Load
+from vlcache_jax.benchmarks.serving_load import Chat, Load
 from vlcache_jax.progress import say
 from vlcache_jax.study.report import environment, show, write
 
 PERCENTILES = (50, 90, 99)
+COLD = "off"
+SCHEDULE = "schedule"
+"""Stands for levels that fall from 0.08 to 0 over the layers, in the mean 0.025, as in `vlcache bench ttft`."""
+POLICIES = ("exact", "full", "cacheblend-0.15", "mpic-32", SCHEDULE, "approximate")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,52 @@ class Goal:
         return answer.ttft <= self.ttft and answer.per_token <= self.per_token
 
 
+@dataclass(frozen=True)
+class Sender:
+    """Sends the requests of a load to a server.
+
+    Attributes:
+      client: of the server.
+      model: as requests name it.
+      load: what is asked.
+      concurrency: requests at once at most; others wait, and their wait counts. None: any number.
+      more: fields of each request.
+    """
+
+    client: Client
+    model: str
+    load: Load
+    concurrency: int | None
+    more: dict[str, Any]
+
+    async def one_by_one(self, chats: Iterable[Chat]) -> list[Answer]:
+        """The answers to some chats."""
+        bodies = ((chat.kind, chat.body(self.model, self.load, self.more)) for chat in chats)
+        return [await self.client.ask(kind, body, time.perf_counter()) for kind, body in bodies]
+
+    async def at_rate(self, rate: float, run: int) -> tuple[float, list[Answer]]:
+        """When a run began, and its answers."""
+        bodies = [(chat.kind, chat.body(self.model, self.load, self.more)) for chat in self.load.chats(run)]
+        room = asyncio.Semaphore(self.concurrency or self.load.requests)
+        began = time.perf_counter()
+
+        async def ask(kind: str, body: bytes, due: float) -> Answer:
+            await asyncio.sleep(due - time.perf_counter())
+            async with room:
+                return await self.client.ask(kind, body, due)
+
+        times = began + self.load.times(rate, run)
+        asked = (ask(kind, body, float(due)) for (kind, body), due in zip(bodies, times, strict=True))
+        return began, list(await asyncio.gather(*asked))
+
+
+def policy_names(text: str | None) -> tuple[str, ...]:
+    """What `--policies` names, the way to compare with first; None: nothing."""
+    if text is None:
+        return ()
+    return tuple(dict.fromkeys((COLD, *(POLICIES if text == "all" else map(str.strip, text.split(","))))))
+
+
 def measure(
     client: Client,
     model: str | None,
@@ -46,6 +96,7 @@ def measure(
     warmup: int,
     goal: Goal,
     more: dict[str, Any],
+    policies: Mapping[str, str],
     out: pathlib.Path | None,
     picture: pathlib.Path | None,
 ) -> None:
@@ -56,10 +107,13 @@ def measure(
       model: as requests name it; None: the server's first.
       load: what is asked.
       rates: requests a second, one after the other.
-      concurrency: requests at once at most; others wait, and their wait counts. None: any number.
+      concurrency: see `Sender`.
       warmup: requests before those that are measured, one after the other.
       goal: what counts as good.
       more: fields of each request.
+      policies: ways to reuse pictures that take turns at each rate, and what requests call them. They see the same
+        requests, and nothing of what others left in the cache; answers are compared with those of the first one.
+        None: the server's own way.
       out, picture: JSON and picture to write.
 
     Raises:
@@ -67,12 +121,18 @@ def measure(
         these, but there must be some that it does not.
       OSError: the server cannot be reached.
     """
-    rows, kinds, wrong = asyncio.run(_measure(client, model, load, rates, concurrency, warmup, goal, more))
+    model = model or asyncio.run(client.model())
+    senders = {"": Sender(client, model, load, concurrency, more)}
+    if policies:
+        fields = {name: {"reuse": reuse, "cache_salt": name} for name, reuse in policies.items()}
+        senders = {name: Sender(client, model, load, concurrency, more | own) for name, own in fields.items()}
+    rows, kinds, wrong = asyncio.run(_measure(senders, load, rates, warmup, goal))
     show("Load", [_printed(row) for row in rows])
     show("Of each kind", kinds)
     if out is not None:
-        head = environment("vlcache-jax") | {"load": dataclasses.asdict(load), "concurrency": concurrency}
-        write("A server under load", rows, head | {"goal": dataclasses.asdict(goal), "kinds": kinds}, out)
+        head = environment("vlcache-jax") | {"model": model, "load": dataclasses.asdict(load)}
+        head |= {"concurrency": concurrency, "goal": dataclasses.asdict(goal)}
+        write("A server under load", rows, head | {"kinds": kinds}, out)
     if picture is not None:
         draw(rows, picture)
         print(f"written to {picture}")
@@ -81,59 +141,39 @@ def measure(
 
 
 async def _measure(
-    client: Client,
-    model: str | None,
-    load: Load,
-    rates: Sequence[float],
-    concurrency: int | None,
-    warmup: int,
-    goal: Goal,
-    more: dict[str, Any],
+    senders: Mapping[str, Sender], load: Load, rates: Sequence[float], warmup: int, goal: Goal
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Rows of the rates, rows of their kinds, and what was wrong."""
-    model = model or await client.model()
+    """Rows of the rates, rows of their kinds, and what was wrong; senders take turns at each rate."""
     rows: list[dict[str, Any]] = []
     kinds: list[dict[str, Any]] = []
     wrong: list[str] = []
-    for chat in dataclasses.replace(load, requests=warmup).chats(len(rates)) if warmup else ():
-        answer = await client.ask(chat.kind, chat.body(model, load, more), time.perf_counter())
-        wrong += [answer.error] if answer.error else []
+    warming = dataclasses.replace(load, requests=warmup).chats(len(rates)) if warmup else []
+    for sender in senders.values():
+        answers = await sender.one_by_one([*load.shown(), *warming])
+        wrong += [answer.error for answer in answers if answer.error]
     for run, rate in enumerate(rates):
-        say(f"{load.requests} requests, {rate:g} a second")
-        began, answers = await _run(client, model, load, run, rate, concurrency, more)
-        wrong += [answer.error for answer in answers if answer.error and not answer.is_refused]
-        rows.append(summary(answers, rate, began, goal))
-        for kind in dict.fromkeys(answer.kind for answer in answers):
-            of_kind = summary([answer for answer in answers if answer.kind == kind], rate, began, goal)
-            names = ("rate", "requests", "refused", "TTFT p50 ms", "TTFT p99 ms", "cached %")
-            kinds.append({"kind": kind} | {name: of_kind[name] for name in names})
-        if all(answer.is_refused for answer in answers):
-            wrong.append(f"the server refused all requests: {answers[0].error}")
+        cold: list[Answer] = []
+        for name, sender in senders.items():
+            say(f"{load.requests} requests, {rate:g} a second{name and f', {name}'}")
+            began, answers = await sender.at_rate(rate, run)
+            cold = cold or answers
+            wrong += [answer.error for answer in answers if answer.error and not answer.is_refused]
+            if all(answer.is_refused for answer in answers):
+                wrong.append(f"the server refused all requests: {answers[0].error}")
+            head = {"reuse": name} if name else {}
+            row = head | summary(answers, rate, began, goal)
+            rows.append(row | ({"equal answers %": equal_share(answers, cold)} if name else {}))
+            for kind in dict.fromkeys(answer.kind for answer in answers):
+                of_kind = summary([answer for answer in answers if answer.kind == kind], rate, began, goal)
+                names = ("rate", "requests", "refused", "TTFT p50 ms", "TTFT p99 ms", "cached %")
+                kinds.append(head | {"kind": kind} | {name: of_kind[name] for name in names})
     return rows, kinds, wrong
 
 
-async def _run(
-    client: Client,
-    model: str,
-    load: Load,
-    run: int,
-    rate: float,
-    concurrency: int | None,
-    more: dict[str, Any],
-) -> tuple[float, list[Answer]]:
-    """When it began, and the answers of a run."""
-    bodies = [(chat.kind, chat.body(model, load, more)) for chat in load.chats(run)]
-    room = asyncio.Semaphore(concurrency or load.requests)
-    began = time.perf_counter()
-
-    async def ask(kind: str, body: bytes, due: float) -> Answer:
-        await asyncio.sleep(due - time.perf_counter())
-        async with room:
-            return await client.ask(kind, body, due)
-
-    times = began + load.times(rate, run)
-    asked = (ask(kind, body, float(due)) for (kind, body), due in zip(bodies, times, strict=True))
-    return began, list(await asyncio.gather(*asked))
+def equal_share(answers: Sequence[Answer], others: Sequence[Answer]) -> float | None:
+    """Percent of the requests answered twice whose answers have one text; None: there are no such."""
+    twice = [pair for pair in zip(answers, others, strict=True) if not any(one.error for one in pair)]
+    return 100 * sum(one.text == other.text for one, other in twice) / len(twice) if twice else None
 
 
 def summary(answers: Sequence[Answer], rate: float, began: float, goal: Goal) -> dict[str, Any]:
@@ -182,25 +222,40 @@ def _printed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
-    """Draws times and what is served by the rate."""
+    """Draws times and what is served by the rate: of each policy, or where there are none more of it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (times, served) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    rates = [row["rate"] for row in rows]
-    for share in PERCENTILES:
-        values = [row[f"TTFT p{share} ms"] for row in rows]
-        times.plot(rates, [np.nan if one is None else one for one in values], marker="o", label=f"p{share}")
-    times.set(xlabel="requests a second", ylabel="time to the first token, ms", yscale="log")
-    for name in ("requests/s", "goodput/s"):
-        served.plot(rates, [row[name] for row in rows], marker="o", label=name.removesuffix("/s"))
-    served.set(xlabel="requests a second", ylabel="answers a second", ylim=(0, None))
-    shares = served.twinx()
-    shares.plot(rates, [row["cached %"] for row in rows], color="grey", linestyle="--", label="cached")
-    shares.set(ylabel="prompt tokens cached, % (dashed)", ylim=(0, 100))
+    times.set(xlabel="requests a second", ylabel="time to the first token, ms", xscale="log", yscale="log")
+    served.set(xlabel="requests a second", ylabel="answers a second", xscale="log")
+
+    def plot(axes: Any, rows: Sequence[dict[str, Any]], column: str, label: str, **style: Any) -> None:
+        values = [np.nan if row[column] is None else row[column] for row in rows]
+        axes.plot([row["rate"] for row in rows], values, marker="o", label=label, **style)
+
+    if "reuse" in rows[0]:
+        for name in dict.fromkeys(row["reuse"] for row in rows):
+            own = [row for row in rows if row["reuse"] == name]
+            plot(times, own, "TTFT p50 ms", name)
+            plot(served, own, "goodput/s", name)
+        times.set(ylabel="time to the first token, median, ms")
+        served.set(ylabel="answers a second that keep to the goals")
+    else:
+        for share in PERCENTILES:
+            plot(times, rows, f"TTFT p{share} ms", f"p{share}")
+        for name in ("requests/s", "goodput/s"):
+            plot(served, rows, name, name.removesuffix("/s"))
+        shares = served.twinx()
+        plot(shares, rows, "cached %", "cached", color="grey", linestyle="--")
+        shares.set(ylabel="prompt tokens cached, % (dashed)", ylim=(0, 100))
+    served.set_ylim(0)
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
     for axes in (times, served):
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.minorticks_off()
         axes.legend()
     figure.savefig(picture)
     pyplot.close(figure)

@@ -35,6 +35,7 @@ class Load:
       requests: so many.
       kinds: of `KINDS`.
       pictures: of the pool.
+      known: whether all runs draw of one pool, which the server is shown before. Else each run has a pool of its own.
       zipf: how often the frequent ones are met; 0: all alike.
       window: screenshots that an agent sees.
       turns: of an agent, before another one begins.
@@ -50,6 +51,7 @@ class Load:
     requests: int = 100
     kinds: tuple[str, ...] = KINDS
     pictures: int = 20
+    known: bool = False
     zipf: float = 1.0
     window: int = 4
     turns: int = 10
@@ -71,6 +73,11 @@ class Load:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer at most, where a token is 28 x 28 pixels or more, or a letter or more."""
+        return (max(4, self.window) + 1) * ((-(-self.side // 28)) ** 2 + 128) + self.max_tokens
+
     def times(self, rate: float, run: int) -> np.ndarray:
         """When requests come, in seconds from the beginning [requests]; the first comes at once."""
         gaps = np.full(self.requests, 1 / rate)
@@ -79,21 +86,29 @@ class Load:
         return np.cumsum(gaps) - gaps[0]
 
     def chats(self, run: int) -> list[Chat]:
-        """The requests of a run. Runs share no picture, so that each meets a server that has seen none of its own."""
+        """The requests of a run. Runs share no picture but those that are `known`, so that each meets a server that has
+        seen none of its own."""
         rng = np.random.default_rng([self.seed, run, 1])
         each = {kind: getattr(self, f"_{kind}")(rng, run) for kind in dict.fromkeys(self.kinds)}
         return [next(each[self.kinds[i % len(self.kinds)]]) for i in range(self.requests)]
 
+    def shown(self) -> list[Chat]:
+        """What makes the pool known: each picture once."""
+        if not self.known:
+            return []
+        pool = (self._pooled(0, picture) for picture in range(self.pictures))
+        return [Chat("known", [{"role": "user", "content": [picture, _text("Look.")]}]) for picture in pool]
+
     def _repeat(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
         while True:
             [picture] = self._drawn(rng, 1)
-            asked = [self._picture(run, 0, picture), _text(f"What is shown here, {_words(rng)}?")]
+            asked = [self._pooled(run, picture), _text(f"What is shown here, {_words(rng)}?")]
             yield Chat("repeat", [{"role": "user", "content": asked}])
 
     def _move(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
         while True:
             pictures = self._drawn(rng, min(self.pictures, int(rng.integers(2, 5))))
-            shown = [self._picture(run, 0, picture) for picture in pictures]
+            shown = [self._pooled(run, picture) for picture in pictures]
             asked = [_text(f"Compare these, {_words(rng)}."), *shown, _text(f"Which one is {_words(rng)}?")]
             yield Chat("move", [{"role": "user", "content": asked}])
 
@@ -116,6 +131,9 @@ class Load:
         """Different pictures of the pool, in any order."""
         weights = 1 / np.arange(1, self.pictures + 1) ** self.zipf
         return [int(one) for one in rng.choice(self.pictures, count, replace=False, p=weights / weights.sum())]
+
+    def _pooled(self, run: int, picture: int) -> dict[str, Any]:
+        return self._picture(0 if self.known else run, 0, picture)
 
     def _picture(self, *name: int) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": _picture(self.side, self.seed, *name)}}

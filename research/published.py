@@ -312,6 +312,32 @@ def variants() -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
+def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A server under each way to reuse, by the rate of requests (`vlcache bench serve --policies`)."""
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    yield [
+        "`reuse`", *(f"first token, s, at {rate:g}/s" for rate in rates),
+        *(f"good answers/s, at {rate:g}/s" for rate in rates), "cached, %", "as cold, %",
+    ]  # fmt: skip
+    for name in dict.fromkeys(row["reuse"] for row in rows):
+        own = [row for row in rows if row["reuse"] == name]
+        shares = [f"{np.mean([row[of] for row in own]):.0f}" for of in ("cached %", "equal answers %")]
+        first = [f"{row['TTFT p50 ms'] / 1000:.2g}" for row in own]
+        yield [f"`{name}`", *first, *(f"{row['goodput/s']:.2g}" for row in own), *shares]
+
+
+def server_cost(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What HTTP costs (`python -m research.server_cost`)."""
+    yield ["", "`AsyncLLM`", "over HTTP", "difference"]
+    for row in rows:
+        if row["what"] == "hits":
+            difference = f"{row['HTTP'] - row['direct']:+.1f} ms"
+            yield ["first token of a hit, ms", f"{row['direct']:.1f}", f"{row['HTTP']:.1f}", difference]
+        else:
+            ratio = f"{100 * (row['ratio'] - 1):+.1f} %"
+            yield [f"tokens/s of {row['what']}", f"{row['direct']:.0f}", f"{row['HTTP']:.0f}", ratio]
+
+
 def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
     yield ["", "into memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
@@ -383,6 +409,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
     "stores": functools.partial(_of, stores, "stores_cpu.json"),
     "throughput": variants,
+    "policies": functools.partial(_of, policies, "serve_policies_cpu.json"),
+    "server cost": functools.partial(_of, server_cost, "server_cpu.json"),
     "attention by model": functools.partial(_of, modelled, "attention_model.json"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }

@@ -1,7 +1,8 @@
 """What HTTP costs: the same requests asked of `AsyncLLM` and of a server on it, in turns, in one process.
 
 Hits are one client's questions about a picture that the engine knows, one after the other, streamed: seconds to the
-first token. Load is several clients that each ask for answers of a fixed length: tokens a second.
+first token. Load is several clients that each ask for answers of a fixed length: tokens a second. The model is
+`vlcache bench ttft`'s, a decoder of 12 layers x 768 with random weights, unless one is named.
 
     python -m research.server_cost --out benchmarks/results/server_cpu.json
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import json
 import pathlib
 import statistics
@@ -21,6 +23,8 @@ from urllib.parse import urlsplit
 
 from vlcache_jax import AsyncLLM, SamplingParams
 from vlcache_jax.assets import PICTURES
+from vlcache_jax.benchmarks.random_models import LETTERS
+from vlcache_jax.benchmarks.ttft import Setup
 from vlcache_jax.files import check_writable
 from vlcache_jax.progress import Progress
 from vlcache_jax.server.app import Server
@@ -32,10 +36,13 @@ type Ask = Callable[[int], Awaitable[float]]
 """Answers with so many tokens; seconds to the first of them."""
 
 
-def measure(model: str, *, hits: int, clients: Sequence[int], requests: int, tokens: int, repeats: int) -> Any:
-    """The rows of the table.
+def measure(
+    model: str | None, *, hits: int, clients: Sequence[int], requests: int, tokens: int, repeats: int
+) -> tuple[str, list[dict[str, Any]]]:
+    """What the model is called, and the rows of the table.
 
     Args:
+      model: checkpoint; None: random weights.
       hits: of one client, in each turn.
       clients: how many at once.
       requests: of each of these.
@@ -45,39 +52,43 @@ def measure(model: str, *, hits: int, clients: Sequence[int], requests: int, tok
     picture = "data:image/png;base64," + base64.b64encode((PICTURES / "picture.png").read_bytes()).decode()
     parts = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "What is at C2?"}]
     messages = [{"role": "user", "content": parts}]
-    engine = AsyncLLM(model, use_tqdm=False)
-    engine.service.ahead.stop()
-
-    async def direct(count: int) -> float:
-        begin, first = time.perf_counter(), 0.0
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        async for _ in engine.deltas(messages, params):
-            first = first or time.perf_counter() - begin
-        return first
-
-    async def posted(count: int) -> float:
-        body = {"messages": messages, "temperature": 0, "max_tokens": count, "ignore_eos": True, "stream": True}
-        return await _post(url, json.dumps(body).encode())
-
-    ways: dict[str, Ask] = {"direct": direct, "HTTP": posted}
+    # Each token is text, and is sent.
+    fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS}
     found: dict[tuple[str, str], list[float]] = {}
-    with listening(Server(engine, ServerConfig(port=0))) as url, Progress("measuring", 1 + repeats) as bar:
+    with contextlib.ExitStack() as stack:
+        path, name = stack.enter_context(Setup(model=model).opened())
+        engine = AsyncLLM(path, max_model_len=1024, use_tqdm=False)
+        engine.service.ahead.stop()
+        stack.callback(lambda: asyncio.run(engine.close()))
+        url = stack.enter_context(listening(Server(engine, ServerConfig(port=0))))
+        bar = stack.enter_context(Progress("measuring", 1 + repeats))
+
+        async def direct(count: int) -> float:
+            begin, first = time.perf_counter(), 0.0
+            async for _ in engine.deltas(messages, SamplingParams(max_tokens=count, **fields)):
+                first = first or time.perf_counter() - begin
+            return first
+
+        async def posted(count: int) -> float:
+            body = {"messages": messages, "max_tokens": count, "stream": True, **fields}
+            return await _post(url, json.dumps(body).encode())
+
+        ways: list[tuple[str, Ask]] = [("direct", direct), ("HTTP", posted)]
         for turn in range(1 + repeats):
-            for way, ask in ways.items():
+            for way, ask in ways if turn % 2 else ways[::-1]:
                 firsts = asyncio.run(_one_by_one(ask, hits))
-                rates = {count: asyncio.run(_load(ask, count, requests, tokens)) for count in clients}
+                rates = {f"{count} clients": asyncio.run(_load(ask, count, requests, tokens)) for count in clients}
                 if turn:  # it has warmed up
                     found.setdefault(("hits", way), []).extend(firsts)
-                    for count, rate in rates.items():
-                        found.setdefault((f"{count} clients", way), []).append(rate)
+                    for what, rate in rates.items():
+                        found.setdefault((what, way), []).append(rate)
             bar.update()
-    asyncio.run(engine.close())
     rows = []
-    for what in dict.fromkeys(name for name, _ in found):
-        one, other = (statistics.median(found[what, way]) for way in ways)
+    for what in dict.fromkeys(what for what, _ in found):
+        one, other = (statistics.median(found[what, way]) for way in ("direct", "HTTP"))
         scale, unit = (1e3, "ms to the first token") if what == "hits" else (1, "tokens a second")
         rows.append({"what": what, "unit": unit, "direct": scale * one, "HTTP": scale * other, "ratio": other / one})
-    return rows
+    return name, rows
 
 
 async def _one_by_one(ask: Ask, count: int) -> list[float]:
@@ -113,18 +124,18 @@ async def _post(url: str, body: bytes) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny-vqa")
-    parser.add_argument("--hits", type=int, default=200, help="of one client, in each turn")
+    parser.add_argument("--model", help="checkpoint; by default random weights, 12 layers x 768")
+    parser.add_argument("--hits", type=int, default=50, help="of one client, in each turn")
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--requests", type=int, default=4, help="of each client")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--repeats", type=int, default=5, help="after one that warms up")
+    parser.add_argument("--requests", type=int, default=2, help="of each client")
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer")
+    parser.add_argument("--repeats", type=int, default=4, help="after one that warms up")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args(arguments)
     check_writable("out", args.out)
     sizes = {name: getattr(args, name) for name in ("hits", "clients", "requests", "tokens", "repeats")}
-    rows = measure(args.model, **sizes)
-    publish("What HTTP costs", rows, environment() | {"model": args.model} | sizes, args.out)
+    name, rows = measure(args.model, **sizes)
+    publish("What HTTP costs", rows, environment("jax") | {"model": name} | sizes, args.out)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from vlcache_jax.benchmarks import serving
 from vlcache_jax.benchmarks.serving_client import Answer, Client
 from vlcache_jax.benchmarks.serving_load import KINDS, Load
 from vlcache_jax.commands.cli import app
+from vlcache_jax.reuse.parse import parse_policy
 
 SMALL = Load(requests=12, pictures=4, window=3, turns=5, side=32, max_tokens=4)
 
@@ -162,6 +163,71 @@ def test_a_server_is_measured(tmp_path, chunked):
     assert "TTFT ms p50/p90/p99" in result.output
 
 
+def told(text):
+    return 200, [piece(content=text), END, USAGE, None]
+
+
+def test_policies_take_turns(tmp_path):
+    """At each rate all get the same requests, under a salt of their own, and are compared with the first."""
+    with running(lambda number: told("b" if number == 4 + 2 * 6 - 1 else "a")) as server:
+        out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
+        result = bench(
+            server, "--policies", "mpic-32", "--rates", "1000,2000", "--requests", 6, "--warmup", 0, "--pictures", 2,
+            "--known", "--out", out, "--picture", picture,
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    bodies = [body for body, _ in server.requests]
+    asked = [(body["reuse"], body["cache_salt"]) for body in bodies]
+    off, mpic = ("off", "off"), ("mpic-32", "mpic-32")
+    assert asked == 2 * [off] + 2 * [mpic] + 6 * [off] + 6 * [mpic] + 6 * [off] + 6 * [mpic]
+    messages = [json.dumps(body["messages"]) for body in bodies]
+    assert messages[:2] == messages[2:4]  # what is known
+    assert sorted(messages[4:10]) == sorted(messages[10:16]) != sorted(messages[16:22]) == sorted(messages[22:])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["rate"], row["reuse"]) for row in rows] == list(itertools.product((1000, 2000), ("off", "mpic-32")))
+    assert [row["equal answers %"] for row in rows] == [100, pytest.approx(100 * 5 / 6), 100, 100]
+    assert picture.stat().st_size > 0
+
+
+def test_names_of_policies():
+    assert serving.policy_names(None) == ()
+    assert serving.policy_names(" full, off,0.1") == ("off", "full", "0.1")
+    names = serving.policy_names("all")
+    assert names == (serving.COLD, *serving.POLICIES)
+    for name in names:
+        assert name == serving.SCHEDULE or parse_policy(name)
+
+
+def test_answers_are_compared_where_both_are_whole():
+    whole, other = Answer("move", 0.0, text="a"), Answer("move", 0.0, text="b")
+    cut = Answer("move", 0.0, text="a", error="cut")
+    assert serving.equal_share([whole, whole, cut], [whole, other, whole]) == 50
+    assert serving.equal_share([cut], [whole]) is None
+
+
+@pytest.mark.servers
+def test_a_server_of_its_own(checkpoints, tmp_path):
+    """What is known is cached, of each policy for itself."""
+    out = tmp_path / "serve.json"
+    small = (
+        "--policies full,schedule --known --rates 50 --requests 6 --pictures 2 --side 64 --max-tokens 3 --ignore-eos"
+    )
+    model = checkpoints("qwen3_vl-tied")
+    result = CliRunner().invoke(app, ["bench", "serve", *small.split(), "--model", str(model), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    told = json.loads(out.read_text())
+    assert told["model"] == model.name
+    off, full, schedule = told["rows"]
+    assert [row["reuse"] for row in told["rows"]] == ["off", "full", "schedule"]
+    assert (off["cached %"], off["equal answers %"]) == (0, 100)
+    assert min(full["cached %"], schedule["cached %"]) > 0
+
+
+def test_a_wrong_policy_is_told_before_a_model_is_opened():
+    result = CliRunner().invoke(app, ["bench", "serve", "--policies", "fulll", "--model", "nothing"])
+    assert (result.exit_code, "is it 'full'?" in result.output) == (1, True), result.output
+
+
 WRONG = {
     "empty": ((200, [piece(content=""), END, USAGE, None]), "the answer has no text"),
     "cut": ((200, [piece(content="a"), USAGE, None]), "the answer has no finish_reason"),
@@ -231,6 +297,21 @@ def test_pictures_repeat_move_and_slide():
     url = drawn[0][0]
     with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as picture:
         assert picture.size == (40, 40)
+
+
+def test_known_pictures_are_shown_and_shared():
+    load = Load(requests=30, kinds=("repeat", "move"), pictures=3, known=True, side=40)
+    pool = {url for chat in load.shown() for url in pictures(chat)}
+    assert len(pool) == len(load.shown()) == 3
+    for run in (0, 1):
+        assert {url for chat in load.chats(run) for url in pictures(chat)} == pool
+    assert load.chats(0) != load.chats(1)
+    slides = [
+        {url for chat in Load(kinds=("slide",), known=True, side=40).chats(run) for url in pictures(chat)}
+        for run in (0, 1)
+    ]
+    assert not slides[0] & (slides[1] | pool)
+    assert Load().shown() == []
 
 
 def test_when_requests_come():

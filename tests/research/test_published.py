@@ -124,6 +124,28 @@ def test_times_are_told_by_configuration_and_size():
     assert list(published.host([row]))[1] == ["a step", "0.2", "1.2", "2.2", "3.2", "4.2"]
 
 
+def test_a_server_is_told_by_policy_and_rate():
+    rows = [
+        {"rate": rate, "reuse": reuse, "TTFT p50 ms": 1234.5 * rate, "goodput/s": rate / 3, "cached %": 10.0 * rate,
+         "equal answers %": 100.0}
+        for rate in (1.0, 2.0) for reuse in ("off", "full")
+    ]  # fmt: skip
+    head, off, full = published.policies(rows)
+    assert head[1:5] == [
+        "first token, s, at 1/s", "first token, s, at 2/s", "good answers/s, at 1/s", "good answers/s, at 2/s",
+    ]  # fmt: skip
+    assert off == ["`off`", "1.2", "2.5", "0.33", "0.67", "15", "100"]
+    assert full[0] == "`full`"
+    rows = [
+        {"what": "hits", "direct": 20.04, "HTTP": 22.5, "ratio": 1.1},
+        {"what": "8 clients", "direct": 200.4, "HTTP": 190.0, "ratio": 0.95},
+    ]
+    assert list(published.server_cost(rows))[1:] == [
+        ["first token of a hit, ms", "20.0", "22.5", "+2.5 ms"],
+        ["tokens/s of 8 clients", "200", "190", "-5.0 %"],
+    ]
+
+
 def test_torch_is_told_with_the_encoder(tmp_path, monkeypatch):
     both = {
         "dtype": "float32",

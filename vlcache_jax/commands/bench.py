@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -168,11 +168,19 @@ def batch_command(
 @app.command("serve")
 def serve_command(
     base_url: Annotated[
-        str, typer.Option(help="Any server of OpenAI's API, such as http://127.0.0.1:8000.")
-    ] = "http://127.0.0.1:8000",
+        str | None,
+        typer.Option(help="Any server of OpenAI's API.",
+                     show_default="http://127.0.0.1:8000; with --policies a server of its own"),
+    ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="As the server calls it.", show_default="its first one"),
+        typer.Option("--model", "-m", help="As the server calls it; for a server of its own, what that opens.",
+                     show_default="its first one; random weights, 12 layers x 768"),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help='Ways to reuse that take turns beside "off", such as full,mpic-32; all: exact,full,'
+                     'cacheblend-0.15,mpic-32,schedule,approximate.', show_default=False),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="VLCACHE_API_KEY", help="Of the server.", show_default=False)
@@ -188,6 +196,9 @@ def serve_command(
         typer.Option(help="repeat: one known picture; move: several, in other places; slide: an agent's screenshots."),
     ] = "repeat,move,slide",
     pictures: Annotated[int, typer.Option(min=1, help="Of which repeat and move draw.")] = 20,
+    known: Annotated[
+        bool, typer.Option("--known", help="All rates draw of the same, each of which is shown once before.")
+    ] = False,
     zipf: Annotated[float, typer.Option(help="How often the frequent ones come; 0: all alike.")] = 1.0,
     window: Annotated[int, typer.Option(min=1, help="Screenshots that an agent sees.")] = 4,
     turns: Annotated[int, typer.Option(min=1, help="Of an agent, before another one begins.")] = 10,
@@ -210,9 +221,15 @@ def serve_command(
     was due), answers a second, those that kept to the goals, and which share of prompt tokens the server had cached.
     Each rate has pictures of its own. Fails where an answer is empty or cut off.
 
+    With --policies each way to reuse gets the same requests, with a cache_salt of its own, and answers are compared
+    with those of "off". A server at --base-url must let requests choose (--allow-reuse). That of the command has
+    compiled everything before; there "schedule" stands for levels that fall over the layers, in the mean 0.025.
+
     Example: vlcache bench serve --rates 1,2,4,8 --requests 200 --out serve.json --picture serve.png
 
     Example: vlcache bench serve --base-url http://gpu7:8000 --kinds slide --window 6
+
+    Example: vlcache bench serve --policies all --known --ignore-eos --max-tokens 8 --out curve.json --picture curve.png
     """
     with say_errors():
         check_writable("out", out)
@@ -221,10 +238,12 @@ def serve_command(
         from vlcache_jax.benchmarks.serving_client import Client
         from vlcache_jax.benchmarks.serving_load import Load
 
+        more: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
         load = Load(
             requests=requests,
             kinds=tuple(one.strip() for one in kinds.split(",")),
             pictures=pictures,
+            known=known,
             zipf=zipf,
             window=window,
             turns=turns,
@@ -233,18 +252,19 @@ def serve_command(
             arrivals=arrivals,
             seed=seed,
         )
-        serving.measure(
-            Client(base_url, api_key, timeout),
-            model,
-            load,
-            rates=parse_rates(rates, "rates"),
-            concurrency=concurrency,
-            warmup=warmup,
-            goal=serving.Goal(goal_ttft, goal_per_token),
-            more={"ignore_eos": True} if ignore_eos else {},
-            out=out,
-            picture=picture,
-        )
+        options: dict[str, Any] = {"rates": parse_rates(rates, "rates"), "concurrency": concurrency, "warmup": warmup}
+        options |= {"goal": serving.Goal(goal_ttft, goal_per_token), "out": out, "picture": picture}
+        names = serving.policy_names(policies)
+        if base_url is None and names:
+            from vlcache_jax.benchmarks.random_models import LETTERS
+            from vlcache_jax.benchmarks.serving_own import own_server
+
+            more |= {"allowed_token_ids": LETTERS} if model is None else {}
+            with own_server(model, names, load.longest) as (url, reuses):
+                serving.measure(Client(url, api_key, timeout), None, load, policies=reuses, more=more, **options)
+        else:
+            client = Client(base_url or "http://127.0.0.1:8000", api_key, timeout)
+            serving.measure(client, model, load, policies={name: name for name in names}, more=more, **options)
 
 
 # What `bench accuracy` and `bench policies` share.
