@@ -1,7 +1,8 @@
 """What `vlcache bench` runs. Each measurement prints a table, writes JSON, and fails on empty or wrong output.
 
 Figures that the docs quote are kept in `results/`, with date, chip and versions. Timings on shared machines are noisy:
-both sides of a comparison run at one time, in turn, and medians count. `gpu` is for a clone, and in no wheel.
+both sides of a comparison run at one time, in turn, and medians count. `gpu` and `peer` are for a clone, and in no
+wheel.
 """
 
 # The allocator keeps its pages instead of returning them after each large array; both sides get that.

@@ -206,7 +206,7 @@ def measure(
             "model": model or f"random weights, {text['num_hidden_layers']} layers x {text['hidden_size']}",
             "kv_cache_bytes": kv_cache_bytes,
             "max_model_len": options["max_model_len"],
-            "engines": {engine: _commit(root) for engine, root in roots.items()},
+            "engines": {engine: commit(root) for engine, root in roots.items()},
             "repeats": repeats,
             "processor load": os.getloadavg()[0],
         }
@@ -238,7 +238,7 @@ def _open(
     return workers
 
 
-def _commit(root: pathlib.Path) -> str | None:
+def commit(root: pathlib.Path) -> str | None:
     """What git calls the state of a checkout; None: it does not know."""
     found = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False

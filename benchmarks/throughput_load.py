@@ -27,6 +27,7 @@ class Load:
       mean_answer, max_answer: tokens of answers are geometric with this mean, and cut at the most.
       rate: requests a second, a Poisson process; None: all come at once.
       seed: of everything.
+      zipf: exponent, by which the pictures are met in all places, some of them often; None: see `images`.
 
     Raises:
       ValueError: a number out of range.
@@ -38,6 +39,7 @@ class Load:
     max_answer: int = 256
     rate: float | None = None
     seed: int = 0
+    zipf: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("requests", "images", "max_answer"):
@@ -53,9 +55,10 @@ class Load:
     def __str__(self) -> str:
         come = "at once" if self.rate is None else f"as a Poisson process of {self.rate:g} a second"
         none, one, two = (f"{share:.0%}" for share in SHARES)
+        met = "half of which are met once" if self.zipf is None else f"met by Zipf's law ({self.zipf:g})"
         return (
             f"{self.requests} prompts that come {come}; 0, 1 or 2 images ({none}, {one}, {two}) of a pool of "
-            f"{self.images}, half of which are met once, of {SIDES[0]} to {SIDES[-1]} pixels a side; behind them "
+            f"{self.images}, {met}, of {SIDES[0]} to {SIDES[-1]} pixels a side; behind them "
             f"{TEXT[0]} to {TEXT[1]} characters, log-uniform, in front of them {BEFORE[0]} to {BEFORE[1]} in every "
             f"second prompt; answers geometric with mean {self.mean_answer:g}, 1 to {self.max_answer} tokens; "
             f"seed {self.seed}"
@@ -82,6 +85,9 @@ class Load:
 
     def _places(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """The picture of each place."""
+        if self.zipf is not None:
+            shares = np.arange(1, self.images + 1) ** -self.zipf
+            return rng.choice(self.images, count, p=shares / shares.sum())
         once = min(self.images // 2, count // 2)
         used = rng.integers(self.images // 2, self.images, count)
         used[rng.choice(count, once, replace=False)] = np.arange(once)

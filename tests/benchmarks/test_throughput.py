@@ -132,6 +132,15 @@ def test_requests_have_the_distributions_that_are_stated(tmp_path):
     assert longest(made) % 128 == 0
 
 
+def test_pictures_are_met_by_zipfs_law(tmp_path):
+    load = Load(requests=2000, images=4, zipf=1.0)
+    made = load.make(tmp_path)
+    used = collections.Counter(path for request in made for path in request["images"])
+    shares = [used[str(tmp_path / f"{i}.png")] / used.total() for i in range(4)]
+    assert shares == pytest.approx([0.48, 0.24, 0.16, 0.12], abs=0.03)
+    assert "met by Zipf's law (1)" in str(load)
+
+
 def test_a_small_load_is_one_too(tmp_path):
     [request] = Load(requests=1, images=1, max_answer=1).make(tmp_path)
     assert request["max_tokens"] == 1

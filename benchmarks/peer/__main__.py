@@ -1,0 +1,3 @@
+from vlcache_jax.benchmarks.peer import main
+
+main()
