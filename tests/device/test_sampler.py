@@ -281,6 +281,21 @@ def test_steps_in_one_program_are_the_same_steps():
     assert (together[:, -1] == NO_ANSWER).all()
 
 
+def test_it_does_not_matter_how_logits_lie():
+    params, tokens, rows = mixed()
+    lanes = lanes_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(len(rows))])
+    logits = noise(FEW, seed=7).at[1, 3].set(jnp.nan).at[2, 5:9].set(9)  # of equals the first is chosen
+    plain = [Choosing.row(params_of(), lane=i, seed=i, most=20) for i in range(FEW)]
+    for packed in (padded(rows), np.stack(plain)):
+        one = run(logits, lanes, packed)
+        turned = jax.jit(lambda x, lanes, rows: sample(x, lanes, Choosing.unpack(rows), axis=0))(
+            logits.T, lanes, packed
+        )
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(turned), strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert turned[0].token[1:3].tolist() == [NOT_FINITE, 5]
+
+
 def test_where_an_answer_ends():
     """At an end token unless it comes too early, and where it is as long as it may be."""
     logits = jnp.zeros((FEW, V)).at[:, ENDS[0]].set(9).at[:, 2].set(5).at[3, 2].set(20)

@@ -23,7 +23,7 @@ GIB = 2**30
 # A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more. These rungs are
 # filled well by prompts of a few images of 1024 tokens of which a tenth is computed.
 CPU_ROWS = (48, 80, 144, 240, 352, 544, 1024, 4096)
-CPU_SEQUENCES = (4, 16, 64)  # a CPU multiplies a single row of bfloat16 ten times slower than four of them
+CPU_SEQUENCES = (1, 4, 8, 16, 32, 64)
 GPU_SHARE = 0.9  # of what weights and activations leave, for the pool
 _FINE_PAGES = 32  # from here on, a pool's sizes are 1/32 to 1/16 apart
 
@@ -210,9 +210,9 @@ def default_ladder(device: Any, dtype: Any) -> Ladder:
     """The ladder for a device and a model's dtype."""
     if device.platform != "cpu":
         return Ladder()
-    if np.dtype(dtype) == np.float32:
-        return Ladder(rows=CPU_ROWS)
-    return Ladder(rows=CPU_ROWS, sequences=CPU_SEQUENCES)
+    # A CPU multiplies a single row of bfloat16 ten times slower than four of them.
+    sequences = CPU_SEQUENCES if np.dtype(dtype) == np.float32 else CPU_SEQUENCES[1:]
+    return Ladder(rows=CPU_ROWS, sequences=sequences)
 
 
 def limit_sequences(ladder: Ladder, max_sequences: int) -> Ladder:

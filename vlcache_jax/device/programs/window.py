@@ -92,7 +92,7 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
             for i, (k, v) in enumerate(pool):
                 x, k, v, _ = layer(text["layers"][i], x, k, v, row, np.full(2, self.count, np.int32), work, None)
                 updated.append([k, v])
-            sampled, lanes = sampler.sample(shapes.logits(text["norm"], head, x), lanes, choosing)
+            sampled, lanes = _sample(shapes.logits(text["norm"], head, x), lanes, choosing)
             return step + 1, updated, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
 
         begin = jnp.int32(0), pool, lanes, self._nothing(shapes, lanes, choosing)
@@ -103,3 +103,15 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
         sampled, _ = jax.eval_shape(sampler.sample, shapes.vocabulary(self.count), lanes, choosing)
         nothing = jax.tree.map(lambda x: jnp.zeros((shapes.ladder.window, *x.shape), x.dtype), sampled)
         return nothing._replace(token=jnp.full_like(nothing.token, sampler.NO_ANSWER))
+
+
+def _sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:
+    """See `sampler.sample`. A CPU multiplies the head as [V, B], and to turn that takes as long as half the product."""
+
+    def turned(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:
+        return sampler.sample(logits.T, lanes, choosing, axis=0)
+
+    chosen: tuple[Sampled, Lanes] = jax.lax.platform_dependent(
+        logits, lanes, choosing, cpu=turned, default=sampler.sample
+    )
+    return chosen
