@@ -1,7 +1,8 @@
 """Attention as a blocked XLA program: any device, any shape, memory linear in rows and slots.
 
-Rows are cut into tiles. A tile walks over the blocks of keys that its rows see, with a running softmax. Blocks are
-sliced straight out of the pool, so neither time nor memory depends on its size.
+Rows are cut into tiles. A tile walks over the blocks of keys that its rows see, with a running softmax: large blocks
+where all of its rows see all keys, as they do within an image. Blocks are sliced straight out of the pool, so neither
+time nor memory depends on its size.
 """
 
 import functools
@@ -25,6 +26,8 @@ from vlcache_jax.pallas_kernels.attention.work import (
     Work,
     WorkConfig,
 )
+
+WHOLE_BLOCK = 512  # slots of a block that all rows of a tile see
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, largest score, sum of weights
 
@@ -126,23 +129,30 @@ def _tile(
     hi = jnp.where(empty, 0, end).max()
     # Empty rows see whatever the tile sees, so that they never cost a mask; their results are dropped at the end.
     start, end = jnp.where(empty, lo, start), jnp.where(empty, hi, end)
-    everyone_from, everyone_to = start.max(), end.min()
     q = q.transpose(1, 2, 0, 3).astype(compute)
+    # Slots that all rows see lie in `count` large blocks, behind `front` blocks that are masked and before others.
+    large = min(WHOLE_BLOCK, S)
+    front = jnp.maximum(start.max() - lo + block - 1, 0) // block
+    count = jnp.maximum(end.min() - lo - front * block, 0) // large
+    front = jnp.where(count > 0, front, 0)
 
-    def update(at: jax.Array, state: State, *, masked: bool) -> State:
+    def whole(j: jax.Array, state: State) -> State:
+        return _add_block(q, *_block(k, v, lo + front * block + j * large, large, compute), None, state, scale)
+
+    def partly(j: jax.Array, state: State) -> State:
+        at = lo + j * block + jnp.where(j < front, 0, count * large)
         first = jnp.minimum(at, S - block)  # the last block of the pool reaches back over slots that are done
         slot = first + jnp.arange(block)
-        seen = (slot >= jnp.maximum(start, at)[:, None]) & (slot < end[:, None]) if masked else None
-        return _add_block(q, *_block(k, v, first, block, compute), seen, state, scale)
+        seen = (slot >= jnp.maximum(start, at)[:, None]) & (slot < end[:, None])
 
-    def step(j: jax.Array, state: State) -> State:
-        at = lo + j * block
-        anyone = ((start < at + block) & (end > at)).any()
-        everyone = (everyone_from <= at) & (at + block <= everyone_to)
-        partly, fully = (functools.partial(update, at, masked=masked) for masked in (True, False))
-        return lax.switch(anyone.astype(jnp.int32) + everyone, (lambda state: state, partly, fully), state)
+        def add(_: jax.Array, state: State) -> State:
+            return _add_block(q, *_block(k, v, first, block, compute), seen, state, scale)
 
-    total, _, weight = lax.fori_loop(0, (hi - lo + block - 1) // block, step, _empty_state((K, G, N), D))
+        # Loops, not conditions: what a condition holds, a CPU computes in one thread, but for products.
+        return lax.fori_loop(0, seen.any().astype(jnp.int32), add, state)
+
+    state = lax.fori_loop(0, count, whole, _empty_state((K, G, N), D))
+    total, _, weight = lax.fori_loop(0, (hi - lo - count * large + block - 1) // block, partly, state)
     out = jnp.where(empty[:, None], 0, total / weight[..., None])
     return out.transpose(2, 0, 1, 3).astype(k.dtype)
 
