@@ -84,6 +84,29 @@ class HoldLanes(Program[Lanes]):
         return sampler.hold_lanes(lanes, *held)
 
 
+def _together(pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
+    """The pool with pages copied; targets beyond it are nobody's."""
+
+    def copied(half: jax.Array) -> jax.Array:
+        pages = half.reshape(-1, PAGE, *half.shape[1:])
+        return pages.at[target].set(pages[source], mode="drop").reshape(half.shape)
+
+    return jax.tree.map(copied, pool)
+
+
+def _one_by_one(pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
+    """The same in place, where nobody's targets come last: as a gather and a scatter, a CPU copies the whole pool."""
+
+    def copy(i: jax.Array, half: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_slice_in_dim(half, source[i] * PAGE, PAGE)
+        return jax.lax.dynamic_update_slice_in_dim(half, page, target[i] * PAGE, 0)
+
+    def copied(half: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, (target < len(half) // PAGE).sum(), copy, half)
+
+    return jax.tree.map(copied, pool)
+
+
 @dataclass(frozen=True)
 class CopyPages(Program[Halves]):
     """The pool with `count` pages copied to others."""
@@ -104,8 +127,5 @@ class CopyPages(Program[Halves]):
         return shapes.pools(shapes.config.text.num_layers), ints(self.count), ints(self.count)
 
     def compute(self, shapes: Shapes, pool: Halves, source: jax.Array, target: jax.Array) -> Halves:
-        def copied(half: jax.Array) -> jax.Array:
-            pages = half.reshape(-1, PAGE, *half.shape[1:])
-            return pages.at[target].set(pages[source], mode="drop").reshape(half.shape)
-
-        return jax.tree.map(copied, pool)
+        copied: Halves = jax.lax.platform_dependent(pool, source, target, cpu=_one_by_one, default=_together)
+        return copied
