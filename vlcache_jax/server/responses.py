@@ -14,6 +14,7 @@ from starlette.types import Receive
 
 from vlcache_jax.async_llm import QueueFullError
 from vlcache_jax.protocol.values import ApiError, write
+from vlcache_jax.serving import NotFiniteError
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=503, retry_after=1)
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not isinstance(error, NotFiniteError):
         message = str(error).removeprefix("prompt ").removeprefix("sampling_params ")
         return ApiError(message, _param(message))
     _log.error("a request failed", exc_info=error)
