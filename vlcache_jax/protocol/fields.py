@@ -152,6 +152,10 @@ ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# Of what `SamplingParams` checks itself, what means something else in a chat, or may be other than JSON has it.
+_ALSO_CHECKED = ("logprobs", "logit_bias")
+
+
 def check_fields(
     body: Mapping[str, Any], known: Mapping[str, Schema], absent: Mapping[str, tuple[Any, ...]], also: Collection[str]
 ) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def check_fields(
             continue
         if name not in known:
             raise ApiError(f"body must hold only {', '.join(known)}, got {name!r}", name)
-        if value is not None and (name not in SAMPLING or name == "logprobs"):
+        if value is not None and (name not in SAMPLING or name in _ALSO_CHECKED):
             check(value, known[name], name)
     return {name: value for name, value in body.items() if value is not None and name not in absent}
 

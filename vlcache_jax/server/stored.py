@@ -62,12 +62,12 @@ class StoredResponses:
                 self._found.move_to_end(key)
             return found
 
-    def delete(self, name: str, tenant: Tenant | None) -> bool:
-        """Forgets one; whether there was one."""
+    def delete(self, name: str, tenant: Tenant | None) -> StoredResponse | None:
+        """Forgets one; None: its tenant has none such."""
         with self._lock:
             gone = self._found.pop(_key(name, tenant), None)
             self._bytes -= 0 if gone is None else gone.size
-            return gone is not None
+            return gone
 
 
 def _key(name: str, tenant: Tenant | None) -> tuple[str | None, str]:
