@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.helper import WORDS, serving
 
-# Where a checkpoint is small, what a request costs is what it may ask for.
+# What a request may ask for is what it costs.
 SMALL = ["--max-model-len", "256", "--max-n", "4"]
 CONFIG = """
 request-timeout = 60
