@@ -38,6 +38,7 @@ NUMBERS = (
         ("logit_bias", {5: float("nan")}), ("logit_bias", {5: -float("inf")}), ("logit_bias", {5: 10**5000}),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("logit_bias", itertools.repeat((5, 1.0))),
         ("bad_words", "cat"), ("bad_words", [""]), ("bad_words", [3]), ("bad_words", ["a"] * 33), ("bad_words", 5),
+        ("bad_words", {}),
         ("bad_words", ["a" * 1025]), ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 5),
         ("allowed_token_ids", ["a"]), ("allowed_token_ids", "12"), ("allowed_token_ids", itertools.count()),
         *((name, sign * 10**digits) for name in NUMBERS for sign in (-1, 1) for digits in (400, 5000)),

@@ -20,13 +20,14 @@ from vlcache_jax.calls import Conversation, PromptLike, is_token_ids
 from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
+from vlcache_jax.engine.request import NOT_FINITE
 from vlcache_jax.image_cache import ImageCache
 from vlcache_jax.inputs.prompt import Prompt, TemplateOptions
 from vlcache_jax.outputs import Deltas, OutputCollector, RequestDelta, RequestOutput
 from vlcache_jax.progress import Progress
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.service import Service, template_options
-from vlcache_jax.serving import Call, Job, RequestError
+from vlcache_jax.serving import Call, Job, NotFiniteError, RequestError
 
 _THREADS = 32  # requests whose images are being identified; others wait for one of them
 
@@ -106,7 +107,8 @@ class AsyncLLM:
 
         Raises:
           QueueFullError: there are too many requests, and the engine was made to raise.
-          RequestError: the request is wrong, or its logits are not finite. It is a ValueError.
+          RequestError: the request is wrong. It is a ValueError.
+          NotFiniteError: logits are not finite. It is a RequestError.
           ValueError: another argument is wrong.
           RuntimeError: the engine is closed, or failed.
         """
@@ -304,7 +306,8 @@ class AsyncLLM:
                 for fault in (answer.end.fault for answer in answers if answer.end.fault is not None):
                     raise RuntimeError(str(fault)) from fault
                 if wrong := caller.reporter.error(job.planned, *answers):
-                    raise RequestError({0: wrong})
+                    is_flaw = any(answer.end.error == NOT_FINITE for answer in answers)
+                    raise (NotFiniteError if is_flaw else RequestError)({0: wrong})
                 if delta is not None:
                     yield delta
                     if delta.finished:

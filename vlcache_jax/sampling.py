@@ -192,7 +192,7 @@ def _checked_list(name: str, given: Any, item_type: Any, most: int) -> tuple[Any
     if isinstance(given, str) and name == "stop":
         given = [given]
     try:
-        if isinstance(given, str):  # or its letters would be taken for the items
+        if isinstance(given, str | Mapping):  # or letters or names would be taken for the items
             raise TypeError
         items = () if given is None else tuple(itertools.islice(given, most + 1))
     except TypeError as error:

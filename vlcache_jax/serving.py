@@ -45,6 +45,10 @@ class RequestError(ValueError):
         return type(self), (self.errors, self.outputs)
 
 
+class NotFiniteError(RequestError):
+    """Logits were not finite, which is no fault of the request's."""
+
+
 @dataclass(frozen=True)
 class Call:
     """A call of `LLM`; see `LLM.chat`.

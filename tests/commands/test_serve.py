@@ -2,15 +2,18 @@
 
 import contextlib
 import dataclasses
+import http.client
 import json
-import re
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -18,13 +21,14 @@ import typer
 from typer.testing import CliRunner
 
 from tests.helper import WITHIN
-from tests.server.helper import eventually
+from tests.server.helper import eventually, serving
 from vlcache_jax import CacheConfig, EngineConfig
 from vlcache_jax.commands.cli import app
 from vlcache_jax.commands.serve import command, configs
 from vlcache_jax.server.config import ServerConfig
 
 HELLO = [{"role": "user", "content": "Hello"}]
+JSON = {"Content-Type": "application/json"}
 OWNERS = (EngineConfig, CacheConfig, ServerConfig)
 
 
@@ -119,33 +123,6 @@ def test_what_is_wrong_is_told_at_once(words, message):
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def serving(*words, first=""):
-    """A process that does something first and then serves the shipped model, its base URL, and what it says."""
-    code = f"{first}\nfrom vlcache_jax.commands.cli import main\nmain()"
-    asked = [sys.executable, "-c", code, "serve", "--port", "0", "--no-warmup", *words]
-    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
-    lines, ready = [], threading.Event()
-
-    def read():
-        for line in process.stderr:
-            lines.append(line)
-            if line.startswith("ready"):
-                ready.set()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        assert ready.wait(2 * WITHIN), lines
-        [url] = re.findall(r"http://[\d.:]+/v1", next(line for line in lines if line.startswith("ready")))[:1]
-        yield process, url, lines
-    finally:
-        process.kill()
-        process.wait()
-        thread.join()
-        process.stderr.close()
-
-
 def answer(url, told):
     """Asks for a long answer; what comes is told."""
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -188,6 +165,54 @@ def test_a_signal_ends_the_server(tmp_path, seconds):
         else:
             assert told[-1].body["message"] == "the server is shutting down"
         assert any("ending: 1 requests are under way" in line for line in lines)
+
+
+def ask_on(url, number, ends):
+    """Asks until nobody listens; how each answer ended is told. One that is half there is an error."""
+    rng = random.Random(number)
+    port = urllib.parse.urlsplit(url).port
+    while True:
+        streams, n = rng.random() < 0.5, rng.choice((1, 2))
+        allowed = {"ignore_eos": True, "allowed_token_ids": list(range(300, 330))}
+        body = {"messages": HELLO, "max_tokens": rng.randrange(1, 100), "stream": streams, "n": n, **allowed}
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN)
+        with contextlib.closing(connection):
+            try:
+                connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+                response = connection.getresponse()
+            except ConnectionError:  # without a byte of an answer
+                return
+            told = response.read()
+        if response.status == 200 and streams:
+            *events, done, rest = told.decode().split("\n\n")
+            assert (done, rest) == ("data: [DONE]", ""), told
+            pieces = [json.loads(event.removeprefix("data: ")) for event in events if event != ": keep-alive"]
+            if "error" in pieces[-1]:
+                ends.append("cut")
+                continue
+            reasons = [choice["finish_reason"] for piece in pieces for choice in piece["choices"]]
+            assert reasons.count("length") == n, told
+        elif response.status == 200:
+            assert len(json.loads(told)["choices"]) == n
+        else:
+            assert (response.status, json.loads(told)["error"]["message"]) == (503, "the server is shutting down")
+        ends.append(response.status)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("seconds", ["600", "0.2"])
+def test_a_signal_under_load_leaves_no_half_answer(seconds):
+    with ThreadPoolExecutor(32) as clients, serving("--shutdown-timeout", seconds) as (process, url, _):
+        answer(url, [])
+        ends = []
+        asking = [clients.submit(ask_on, url, number, ends) for number in range(32)]
+        assert eventually(lambda: ends.count(200) > 32)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WITHIN) == 0
+        for one in asking:
+            one.result()
+    assert 503 in ends
+    assert ("cut" in ends) == (seconds == "0.2")
 
 
 @pytest.mark.servers

@@ -1,13 +1,17 @@
-"""A server in a thread, at a real port."""
+"""A server at a real port, in a thread or in a process of its own."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import http.client
 import io
 import json
 import re
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,22 +19,28 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.helper import WITHIN
+from tests.helper import LADDER, SIZES, WITHIN
 from vlcache_jax import AsyncLLM
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.lifecycle import listening
+
+WORDS = [
+    *("--max-model-len", str(SIZES["max_model_len"]), "--kv-cache-bytes", str(SIZES["kv_cache_bytes"])),
+    *("--dtype", SIZES["dtype"], "--ladder", json.dumps(dataclasses.asdict(LADDER))),
+]
+"""`SIZES`, as the command takes them."""
 
 
 class Running:
     """A server that listens.
 
     Attributes:
-      server: it.
+      server: it; None: it is in a process of its own.
       port: where.
     """
 
-    def __init__(self, server: Server, port: int):
+    def __init__(self, server: Server | None, port: int):
         self.server, self.port = server, port
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -55,6 +65,41 @@ def running(engine: AsyncLLM, **options: Any) -> Iterator[Running]:
     server = Server(engine, ServerConfig(port=0, **options))
     with listening(server) as url:
         yield Running(server, int(re.findall(r":(\d+)/", url)[0]))
+
+
+@contextlib.contextmanager
+def serving(*words: str, first: str = "") -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A process that serves, by default the shipped model; its base URL, and what it says.
+
+    Args:
+      words: of the command.
+      first: Python that it runs before.
+    """
+    code = f"{first}\nfrom vlcache_jax.commands.cli import main\nmain()"
+    asked = [sys.executable, "-c", code, "serve", "--port", "0", "--no-warmup", *words]
+    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("ready"):
+                ready.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        assert ready.wait(2 * WITHIN), lines
+        [url] = re.findall(r"http://[\d.:]+/v1", next(line for line in lines if line.startswith("ready")))[:1]
+        yield process, url, lines
+    finally:
+        process.kill()
+        process.wait()
+        thread.join()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def eventually(is_true: Any) -> bool:

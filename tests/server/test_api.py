@@ -249,6 +249,8 @@ WRONG = [
     ({"unknown": 1}, 400, "unknown"),
     ({"messages": []}, 400, "messages"),
     ({"messages": "Hello"}, 400, "messages"),
+    ({"bad_words": {}}, 400, "bad_words"),
+    ({"logit_bias": []}, 400, "logit_bias"),
     ({"messages": None}, 400, "messages"),
     ({"messages": [5]}, 400, "messages[0]"),
     ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages[0].role"),
@@ -429,3 +431,4 @@ def test_paths_and_methods_that_there_are_not(served):
         got, found = served.json(method, path)
         assert got == status
         assert found["error"]["message"]
+    assert set(served.ask("OPTIONS", "/v1/responses/a")[1]["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}

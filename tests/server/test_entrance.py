@@ -6,15 +6,19 @@ import contextlib
 import gzip
 import http.client
 import json
+import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 from tests.helper import WITHIN
 from tests.server.helper import data_url, eventually, shows
+from vlcache_jax.device.sampler import NOT_FINITE
+from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.server import entrance as entrance_module
 from vlcache_jax.server import inference, lifecycle
@@ -468,31 +472,68 @@ def test_at_the_end_who_is_inside_is_told(serve, client, engine, slow, streams):
     assert error.body["message"] == "the server is shutting down"
 
 
-def test_an_engine_that_fails_again_and_again_has_failed(serve, engine, monkeypatch):
+@pytest.fixture
+def broken(engine, monkeypatch):
+    """(count) -> so many windows and output heads fail from now on."""
+    runner, left = engine.service.device.runner, []
+
+    def breaking(work):
+        def fails(*given):
+            if left:
+                left.pop()
+                raise RuntimeError("the device is gone")
+            return work(*given)
+
+        return fails
+
+    monkeypatch.setattr(runner, "window", breaking(runner.window))
+    monkeypatch.setattr(runner, "head", breaking(runner.head))
+    yield lambda count: left.extend([True] * count)
+    left.clear()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_error_of_the_engine_ends_what_runs_and_no_more(serve, slow, broken, engine, streams):
+    served = serve()
+    with ThreadPoolExecutor() as clients:
+        asked = [clients.submit(served.ask, "POST", CHAT, LONG | {"stream": streams}) for _ in range(4)]
+        assert eventually(lambda: engine.stats().running == 4)
+        broken(1)
+        found = [one.result()[2].decode() for one in asked]
+    assert ["the server failed; its log says more" in one for one in found] == [True] * 4
+    assert "device" not in "".join(found)  # the log says it
+    assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 2})[0] == 200
+    assert served.ask("GET", "/health")[0] == 200
+
+
+def test_an_engine_that_answers_nothing_has_failed(serve, broken):
     served = serve()
     body = {"messages": HELLO, "max_tokens": 2}
-    assert served.ask("POST", CHAT, body)[0] == 200
-
-    def broken(*_):
-        raise RuntimeError("the device is gone")
-
-    with monkeypatch.context() as context:
-        context.setattr(engine.service.device.runner, "window", broken)
-        context.setattr(engine.service.device.runner, "head", broken, raising=False)
-        for streams in (False, True):
-            status, found = served.json("POST", CHAT, body | {"max_tokens": 40, "stream": streams, "ignore_eos": True})[
-                :2
-            ]
-            assert status == 500
-            assert "device" not in found["error"]["message"]  # the log says it
-        assert served.ask("GET", "/health")[0] == 200
-    assert served.ask("POST", CHAT, body)[0] == 200
-    assert served.server.entrance.failure is None
-    for _ in range(3):
-        served.server.entrance.faulted(RuntimeError("the device is gone"))
-    for path in ("/health", "/ready"):
-        assert served.ask("GET", path)[0] == 503
+    broken(1000)
+    assert served.ask("POST", CHAT, body)[0] == 500
+    assert eventually(lambda: served.ask("GET", "/health")[0] == 503)
+    assert served.ask("GET", "/ready")[0] == 503
     assert served.ask("POST", CHAT, body)[0] == 503
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_logits_that_are_not_finite_are_the_servers_fault(serve, monkeypatch, of_all):
+    """They are counted; only where all are so, nothing can be answered any more."""
+    served = serve()
+    extend = Generation.extend
+
+    def flawed(answer, tokens):
+        return extend(answer, [NOT_FINITE] if of_all or answer.params.max_tokens == 3 else tokens)
+
+    monkeypatch.setattr(Generation, "extend", flawed)
+    status, _, found = served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 3})
+    assert (status, json.loads(found)["error"]["type"]) == (500, "server_error")
+    assert re.search(r"vlcache:corrupted_requests_total\{.*\} 1.0", served.ask("GET", "/metrics")[2].decode())
+    if of_all:
+        assert eventually(lambda: served.ask("GET", "/health")[0] == 503)
+    else:
+        assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 2})[0] == 200
+        assert served.ask("GET", "/health")[0] == 200
 
 
 def test_not_ready_before_it_is_warm_nor_at_the_end(serve):

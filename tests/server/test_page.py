@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import base64
 import http.server
+import itertools
 import json
 import pathlib
 import re
-import shutil
 import threading
 
 import pytest
 
 import vlcache_jax
-from tests.server.browser import Browser
+from tests.server.browser import Browser, ask_twice
+from tests.server.helper import serving
 from vlcache_jax.assets import PICTURES
 
 PAGE = pathlib.Path(vlcache_jax.__file__).parent / "server" / "page.html"
@@ -114,11 +115,7 @@ def server():
 
 @pytest.fixture
 def browser(tmp_path, server):
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    assert program, "chromium must be installed, as .ci/run does"
-    with Browser.open(program, tmp_path / "profile") as browser:
-        browser.do("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/")
-        browser.wait("document.readyState === 'complete' && !!document.getElementById('ask')")
+    with Browser.open(f"http://127.0.0.1:{server.server_port}/", tmp_path / "profile") as browser:
         yield browser
 
 
@@ -126,10 +123,7 @@ CAPTIONS = "[...document.querySelector('article').querySelectorAll('figcaption')
 FOCUS = "document.activeElement.id || document.activeElement.getAttribute('aria-label')"
 LEFT = PICTURES / "left.png"
 RIGHT = PICTURES / "right.png"
-
-
-def answered(browser, count):
-    browser.wait(f"document.querySelectorAll('article').length === {count} && !document.getElementById('ask').disabled")
+PICTURE = PICTURES / "picture.png"
 
 
 @pytest.mark.servers
@@ -139,14 +133,14 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
     browser.value("document.getElementById('question').focus()")
     browser.type("What is it?")
     browser.press("Enter", "\r")
-    answered(browser, 1)
+    browser.answered(1)
     assert browser.value("document.querySelector('.answer').textContent") == "A <b>red</b> drëieck"
     assert browser.value("document.querySelector('.thought').textContent") == "Hm."
     [caption] = browser.value(CAPTIONS)
     assert re.fullmatch(r"computed\n64 of 64 tokens computed\nwhy: not seen before\nfirst token: \d+\.\d\d s", caption)
     # Again: reused. Then behind another picture.
     browser.press("Enter", "\r")
-    answered(browser, 2)
+    browser.answered(2)
     [caption] = browser.value(CAPTIONS)
     assert re.fullmatch(
         r"reused exactly\n0 of 64 tokens computed\nkept in host memory\nfirst token: [\d.]+ s, the first time [\d.]+ s",
@@ -157,7 +151,7 @@ def test_pictures_are_dropped_asked_about_and_reused(browser, server, tmp_path):
     browser.value("document.querySelector('[aria-label=\"Move left: right.png\"]').click()")
     browser.value("document.getElementById('question').focus()")
     browser.press("Enter", "\r")
-    answered(browser, 3)
+    browser.answered(3)
     captions = browser.value(CAPTIONS)
     assert captions[1].split("\n")[2:4] == ["why: other context", "kept in host memory"]
     assert [one.split("\n")[:2] for one in captions] == [
@@ -213,7 +207,7 @@ def test_a_keyboard_is_enough(browser, server):
     browser.press(" ", " ")
     browser.value("document.getElementById('ask').focus()")
     browser.press("Enter", "\r")
-    answered(browser, 1)
+    browser.answered(1)
     assert [part["type"] for part in server.bodies[-1]["messages"][0]["content"]] == ["text", "image_url"]
     assert browser.errors == []
 
@@ -232,7 +226,7 @@ def test_a_key_is_asked_for_and_errors_are_told(browser, server, tmp_path):
     browser.value("document.getElementById('key').select()")
     browser.type("secret")
     browser.press("Enter", "\r")
-    answered(browser, 1)
+    browser.answered(1)
     server.breaks = True
     browser.press("Enter", "\r")
     browser.wait("document.getElementById('told').textContent === 'The server is full. Try again in 2 s.'")
@@ -240,3 +234,66 @@ def test_a_key_is_asked_for_and_errors_are_told(browser, server, tmp_path):
     browser.drop(tmp_path / "notes.txt")
     browser.wait("document.getElementById('told').textContent === 'Not a picture: notes.txt'")
     assert all("Failed to load resource" in error for error in browser.errors)  # the browser's own of 401 and 503
+
+
+# --- a server that answers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real(tmp_path):
+    """A browser at the page of the real server, each of whose tokens comes alone."""
+    with (
+        serving("--ladder", '{"window": 1}') as (_, url, _),
+        Browser.open(url.removesuffix("v1"), tmp_path / "profile") as browser,
+    ):
+        yield browser
+
+
+SEEN = """window.seen = [];
+new MutationObserver(() => { const one = document.querySelector(".answer"); if (one) seen.push(one.textContent); })
+  .observe(document.getElementById("answers"), {subtree: true, childList: true});"""
+
+
+@pytest.mark.servers
+def test_the_real_server_is_asked_twice(real, tmp_path):
+    """By dropping, pasting and choosing; in a narrow window nothing sticks out."""
+    real.value(SEEN)
+    ask_twice(real, PICTURE)
+    answer = "star red green blue: 3"
+    seen = real.value("seen")
+    first = list(dict.fromkeys(seen[: seen.index(answer) + 1]))
+    assert len(first) > 3  # it streams
+    assert all(after.startswith(before) for before, after in itertools.pairwise(first))
+    answers = "[...document.querySelectorAll('.answer')].map(one => one.textContent)"
+    assert real.value(answers) == [answer] * 2
+    states = "[...document.querySelectorAll('article .state')].map(one => one.textContent)"
+    assert real.value(states) == ["reused exactly", "computed"]
+    real.shoot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size < 300_000
+
+    # What is pasted has the same pixels.
+    real.value("document.querySelector('[aria-label^=Remove]').click()")
+    real.paste(PICTURE)
+    real.wait("document.querySelectorAll('#pictures img').length === 1")
+    real.value("document.getElementById('question').focus()")
+    real.press("Enter", "\r")
+    real.answered(3)
+    assert real.value(states) == ["reused exactly", "reused exactly", "computed"]
+    real.do("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+    assert real.value("document.documentElement.scrollWidth") <= 400
+    assert real.errors == []
+
+
+@pytest.mark.servers
+def test_the_real_server_is_asked_by_keyboard(real):
+    real.press("Tab")
+    assert real.value(FOCUS) == "add"
+    real.press("Enter", "\r")
+    real.choose(PICTURE)
+    real.wait("document.activeElement.id === 'question'")
+    real.type("What is at C2?")
+    real.press("Enter", "\r")
+    real.answered(1)
+    assert real.value("document.querySelector('.answer').textContent") == "red triangle"
+    assert "first token: " in real.value("document.querySelector('figcaption.miss').innerText")
+    assert real.errors == []

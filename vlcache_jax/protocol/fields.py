@@ -54,7 +54,8 @@ _STREAM_OPTIONS = {
 _BOTH: dict[str, Schema] = {
     "model": told(TEXT_OR_NULL, "One of the names of `/v1/models`; absent: the only model there is."),
     **{name: _sampling(name) for name in SAMPLING},
-    "stream": told(FLAG, "Answer in server-sent events."),
+    "prompt_logprobs": {**_sampling("prompt_logprobs"), "examples": [None]},
+    "stream": told({**FLAG, "examples": [True]}, "Answer in server-sent events."),
     "stream_options": told(_STREAM_OPTIONS, "With `stream` alone."),
     "priority": told({"type": ["integer", "null"]}, "Lower ones run first."),
     "cache_salt": told(
@@ -77,6 +78,7 @@ CHAT: Mapping[str, Schema] = {
         "type": "array",
         "minItems": 1,
         "description": "OpenAI's messages: text, `image_url` and `video_url` parts, also as data URLs.",
+        "examples": [[{"role": "user", "content": "Where is the star?"}]],
         "items": {
             "type": "object",
             "required": ["role"],
@@ -88,7 +90,7 @@ CHAT: Mapping[str, Schema] = {
     },
     **_BOTH,
     "max_completion_tokens": _sampling("max_tokens"),
-    "logprobs": FLAG,
+    "logprobs": {**FLAG, "examples": [True]},
     "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_LOGPROBS},
     "tools": told({"type": ["array", "null"], "items": {"type": "object"}}, "Functions that the answer may call."),
     "tool_choice": told({"type": ["string", "object", "null"]}, "auto, none, required, or a function by its name."),
@@ -104,6 +106,7 @@ TEXT: Mapping[str, Schema] = {
         "type": ["string", "array"],
         "minItems": 1,
         "description": "A text, a list of texts, token ids, or a list of such.",
+        "examples": ["A star is"],
     },
     **_BOTH,
 }
@@ -152,6 +155,10 @@ ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# Of what `SamplingParams` checks itself, what means something else in a chat, or may be other than JSON has it.
+_ALSO_CHECKED = ("logprobs", "logit_bias")
+
+
 def check_fields(
     body: Mapping[str, Any], known: Mapping[str, Schema], absent: Mapping[str, tuple[Any, ...]], also: Collection[str]
 ) -> dict[str, Any]:
@@ -173,7 +180,7 @@ def check_fields(
             continue
         if name not in known:
             raise ApiError(f"body must hold only {', '.join(known)}, got {name!r}", name)
-        if value is not None and (name not in SAMPLING or name == "logprobs"):
+        if value is not None and (name not in SAMPLING or name in _ALSO_CHECKED):
             check(value, known[name], name)
     return {name: value for name, value in body.items() if value is not None and name not in absent}
 

@@ -93,8 +93,7 @@ class Server:
             Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/chat/completions", Chats(*given), methods=["POST"]),
             Route("/v1/responses", Responses(*given, stored=self._stored), methods=["POST"]),
-            Route("/v1/responses/{name}", self._show_response),
-            Route("/v1/responses/{name}", self._delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", Completions(*given), methods=["POST"]),
             Route("/tokenize", self._call(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._call(self._detokenize), methods=["POST"]),
@@ -178,17 +177,13 @@ class Server:
         check_model(name, self.models)
         return answer_json(self._card(name))
 
-    async def _show_response(self, request: Request) -> Response:
-        found = self._stored.get(request.path_params["name"], request.scope.get(TENANT))
+    async def _kept_response(self, request: Request) -> Response:
+        name, tenant = request.path_params["name"], request.scope.get(TENANT)
+        is_delete = request.method == "DELETE"
+        found = (self._stored.delete if is_delete else self._stored.get)(name, tenant)
         if found is None:
             raise ApiError("there is no such response", status=404)
-        return answer_json(found.response)
-
-    async def _delete_response(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if not self._stored.delete(name, request.scope.get(TENANT)):
-            raise ApiError("there is no such response", status=404)
-        return answer_json({"id": name, "object": "response", "deleted": True})
+        return answer_json({"id": name, "object": "response", "deleted": True} if is_delete else found.response)
 
     async def _tokenize(self, body: bytes) -> Mapping[str, Any]:
         request = await asyncio.to_thread(lambda: TokenizeRequest.parse(parse_object(body)))

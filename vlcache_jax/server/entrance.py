@@ -25,7 +25,6 @@ _OF_ALL = ("/metrics", "/load")
 TENANT = "vlcache.tenant"
 """Name in the scope of a request; who has no tenant has the admin key, or there are none."""
 _SILENCE = 30.0  # seconds from one piece of a body to the next at most
-_FAULTS = 3  # errors of the engine after each other, after which nobody believes that it will answer
 _AGAIN = 1  # seconds after which who found no room may come again
 
 
@@ -53,7 +52,6 @@ class Entrance:
         self.failure: str | None = None
         self.ended = asyncio.Event()
         self._config = config
-        self._faults = 0
         self._bytes = 0  # of bodies of those inside, as their heads say
         self._of_tenants: Counter[str] = Counter()  # answers under way; of a request that is read, one
 
@@ -116,16 +114,6 @@ class Entrance:
     def is_ready(self) -> bool:
         """Whether requests are taken, and answered at full speed."""
         return self.is_warm and not self.is_draining and self.failure is None
-
-    def faulted(self, error: BaseException) -> None:
-        """A request ended by an error of the engine."""
-        self._faults += 1
-        if self._faults >= _FAULTS:
-            self.failure = f"{_FAULTS} requests after each other failed, the last one by {error!r}"
-
-    def answered(self) -> None:
-        """A request was answered."""
-        self._faults = 0
 
 
 class Keys:

@@ -8,6 +8,7 @@ import re
 from vlcache_jax.async_llm import QueueFullError
 from vlcache_jax.protocol.fields import CHAT, TEXT
 from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.serving import NotFiniteError
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def as_api_error(error: BaseException, field: str = "prompt", form: str = "struc
         return error
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=503, retry_after=1)
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not isinstance(error, NotFiniteError):
         message = _told(str(error), field, form)
         code = "context_length_exceeded" if "max_model_len" in message else None
         return ApiError(message, _param(message, field, form), code=code)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from starlette.types import Receive, Scope, Send
 
-from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.async_llm import AsyncLLM, QueueFullError
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.prompt import template_text
@@ -25,6 +25,7 @@ from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Option
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
+from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.errors import as_api_error
@@ -32,6 +33,7 @@ from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.responses import answer_json, merged, refuse, until_gone
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Tenant
+from vlcache_jax.serving import NotFiniteError
 
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
 _STALL = 60.0  # seconds that a client may take to read what is sent
@@ -80,21 +82,34 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         except GoneError:
             pass
         except Exception as error:
-            if isinstance(error, RuntimeError):  # of the engine
-                self._entrance.faulted(error)
+            if isinstance(error, NotFiniteError):
+                self._metrics.corrupted()
             told = as_api_error(error)
             if not sender.has_begun:
                 await refuse(told)(scope, receive, send)
-                return
-            with contextlib.suppress(GoneError):
-                await sender.event(sender.failed(told.to_dict()))
-                await sender.end()
+            else:
+                with contextlib.suppress(GoneError):
+                    await sender.event(sender.failed(told.to_dict()))
+                    await sender.end()
+            if isinstance(error, RuntimeError | NotFiniteError):
+                await self._doubt()
+
+    async def _doubt(self) -> None:
+        """After an error of the engine: unless it answers a plain text, it answers nothing any more."""
+        try:
+            with contextlib.suppress(QueueFullError):
+                async for _ in self.engine.deltas("Hello", SamplingParams(max_tokens=1)):
+                    pass
+        except (RuntimeError, NotFiniteError) as error:
+            self._entrance.failure = f"not even a plain text is answered: {error}"
 
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body, tenant)
         del body
         try:
             await self._answer_request(request, sender, tenant)
+        except NotFiniteError:  # a fault of the model's
+            raise
         except ValueError as error:
             raise self._error(error, request) from error
 
@@ -130,7 +145,6 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                     whole = await self._whole(events, len(streams), answer)
                     await self._keep(request, answer, tenant)
                     await sender.respond(whole)
-        self._entrance.answered()
 
     async def _whole(self, events: _Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
         collectors = [OutputCollector() for _ in range(prompts)]

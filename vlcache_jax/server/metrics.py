@@ -45,6 +45,7 @@ class ServerMetrics:
         self._ended = counter(
             "vlcache:request_success", "Answers that ended", ("model_name", "finished_reason"), registry=self._registry
         )
+        self._corrupted = counting("corrupted_requests", "Requests that ended by logits that were not finite")
         self._model = model
         self._first = timing("time_to_first_token_seconds", "From the beginning to the first token", _FIRST)
         self._between = timing("inter_token_latency_seconds", "From one delivery of tokens to the next", _BETWEEN)
@@ -63,6 +64,10 @@ class ServerMetrics:
     def ended(self, reason: str) -> None:
         """One answer ended."""
         self._ended.labels(self._model, reason).inc()
+
+    def corrupted(self) -> None:
+        """A request ended by logits that were not finite."""
+        self._corrupted.inc()
 
     def answered(self, counts: Counts, metrics: Metrics) -> None:
         """All answers to a prompt ended."""

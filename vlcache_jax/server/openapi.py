@@ -139,6 +139,7 @@ _SCHEMAS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+_EVENT = _object({"type": _TEXT})
 _HTML = {"content": {"text/html": {"schema": _TEXT}}}
 
 
@@ -180,15 +181,18 @@ def _paths() -> dict[str, Any]:
     def post(path: str, about: str, asks: str, answer: Mapping[str, Any]) -> None:
         paths[path] = {"post": _operation(about, path, answer, asks)}
 
-    def streamed(whole: str, piece: str) -> dict[str, Any]:
-        events = {"schema": {**_TEXT, "description": f"Events of {piece} as JSON, and last [DONE]."}}
+    def streamed(whole: str, piece: Mapping[str, Any]) -> dict[str, Any]:
+        content = {"anyOf": [piece, _ref("Error")]}
+        data = {**_TEXT, "contentMediaType": "application/json", "contentSchema": content}
+        event = _object({"event": _TEXT, "data": {"anyOf": [{"const": "[DONE]"}, data]}}, "event")
+        events = {"schema": {**event, "description": "Of each event; the last one is [DONE]."}}
         return {"content": {**_json(_ref(whole))["content"], "text/event-stream": events}}
 
     paths: dict[str, Any] = {}
     post("/v1/chat/completions", "Answers a conversation.", "ChatRequest",
-         streamed("ChatCompletion", "ChatCompletionChunk"))  # fmt: skip
-    post("/v1/completions", "Continues texts.", "CompletionRequest", streamed("Completion", "Completion"))
-    post("/v1/responses", "Answers an input, and remembers it.", "ResponseRequest", streamed("Response", "responses"))
+         streamed("ChatCompletion", _ref("ChatCompletionChunk")))  # fmt: skip
+    post("/v1/completions", "Continues texts.", "CompletionRequest", streamed("Completion", _ref("Completion")))
+    post("/v1/responses", "Answers an input, and remembers it.", "ResponseRequest", streamed("Response", _EVENT))
     where = [{"name": "name", "in": "path", "required": True, "schema": _TEXT}]
     one = _operation("A response that is kept.", "/v1/responses/{name}", _json(_ref("Response")), parameters=where)
     gone = _operation("Forgets a response.", "/v1/responses/{name}", _json({"type": "object"}), parameters=where)

@@ -100,13 +100,13 @@ class StoredResponses:
                 self._found.move_to_end(key)
             return found
 
-    def delete(self, name: str, tenant: Tenant | None) -> bool:
-        """Forgets one; whether there was one."""
+    def delete(self, name: str, tenant: Tenant | None) -> StoredResponse | None:
+        """Forgets one; None: its tenant has none such."""
         with self._lock:
             gone = self._found.pop((_name(tenant), name), None)
             if gone is not None:
                 self._let_go(gone)
-            return gone is not None
+            return gone
 
     def _share(self, part: _Part) -> _Part:
         """The part that is kept for all that are the same."""
