@@ -2,7 +2,8 @@
 
 Nothing but headers is read, so a checkpoint that lacks a tensor, has one too many or one of another shape is refused in
 milliseconds, before anything is written or put on a device, and all that is wrong is said at once. The tensors
-themselves are mapped, not read: a view costs no memory of the process until it is copied.
+themselves are mapped, not read, and what has been copied or hashed of them is let go of: the process never holds the
+weights twice.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ class StoredTensor:
     def sha256(self) -> str:
         return sha256(self.view())
 
+    def release(self) -> None:
+        """Lets go of the file's pages that views have touched, which count as the process's; they come again."""
+        self.mapping.madvise(mmap.MADV_DONTNEED)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
@@ -106,6 +111,12 @@ class Stack:
                 digest.update(part.view().reshape(-1).view(np.uint8))
         return digest.hexdigest()
 
+    def release(self) -> None:
+        """Lets go of the files' pages; see `StoredTensor.release`."""
+        for parts in self.experts:
+            for part in parts:
+                part.release()
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -130,7 +141,14 @@ class Source:
                 _transpose(stored.reshape(len(stored), -1), out)
             else:
                 np.copyto(out, self.tensor.view(), casting="unsafe")
+        self.tensor.release()
         return out
+
+    def sha256(self) -> str:
+        """Of the stored tensor."""
+        digest = self.tensor.sha256()
+        self.tensor.release()
+        return digest
 
 
 def _transpose(rows: np.ndarray, out: np.ndarray) -> None:
@@ -246,7 +264,7 @@ def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:
     """SHA-256 of every stored tensor by parameter; hashing releases the GIL, so it runs on several cores."""
     plan = list(plan)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-sha256") as pool:
-        digests = pool.map(lambda source: source.tensor.sha256(), plan)
+        digests = pool.map(Source.sha256, plan)
         return {source.parameter.tensor: digest for source, digest in zip(plan, digests, strict=True)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 import shutil
 import tracemalloc
 
@@ -26,6 +27,8 @@ from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import library_name, parameters
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.testing import make_checkpoint
+
+SMAPS = pathlib.Path("/proc/self/smaps")
 
 
 def plan_of(directory):
@@ -69,6 +72,24 @@ def test_every_parameter_is_planned_and_read_as_stored(checkpoint):
         if source.parameter.is_stack and tensor.shape != parameter.shape:
             expected = tensor.swapaxes(1, 2)
         np.testing.assert_array_equal(parameter, expected)
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="this system does not tell which pages of a file are mapped")
+@pytest.mark.parametrize("name", ["qwen3_vl-tied", "qwen3_vl_moe-sharded"])
+def test_files_that_were_read_take_no_memory(copy, name):
+    directory = copy(name)
+
+    def resident() -> int:
+        """Of the directory's files, in KB."""
+        own = [line for line in SMAPS.read_text().split("\nVmFlags") if str(directory) in line]
+        return sum(int(line.split("\nRss:")[1].split()[0]) for line in own)
+
+    checkpoint = open_checkpoint(directory)
+    assert resident() > 0  # the headers
+    checkpoint.load()
+    assert resident() == 0
+    assert checkpoint.fingerprint
+    assert resident() == 0
 
 
 def test_casts_round_to_nearest_even(checkpoints):
