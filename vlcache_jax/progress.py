@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import contextvars
+import signal
 import sys
 import threading
 import time
@@ -161,11 +161,12 @@ def interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = sys.unraisablehook
+    main, before = threading.get_ident(), sys.unraisablehook
 
     def hook(dropped: Any) -> None:
         if dropped.exc_type is KeyboardInterrupt:
-            threading.Timer(_AGAIN, _thread.interrupt_main).start()
+            # A real one: `_thread.interrupt_main` does not wake a thread that waits.
+            threading.Timer(_AGAIN, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             before(dropped)
 
