@@ -239,9 +239,9 @@ def programs_made_once() -> Iterator[None]:
             self.found = known.get(self.place)
             self.lowered = None if self.found else lower(own, program)
 
-        def compile(self) -> Any:
+        def compile(self, options: dict[str, bool] | None = None) -> Any:
             if self.lowered is not None:
-                self.found = known[self.place] = self.lowered.compile(), self.own.kernels.get(self.program)
+                self.found = known[self.place] = self.lowered.compile(options), self.own.kernels.get(self.program)
             assert self.found is not None
             compiled, kernels = self.found
             if kernels is not None:

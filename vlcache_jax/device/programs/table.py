@@ -16,6 +16,7 @@ from collections import abc
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from vlcache_jax.device.programs import answer, choose, encode, keep, layers, link, state, window
 from vlcache_jax.device.programs.base import Demand, Program, Repeat
@@ -52,6 +53,7 @@ class Programs:
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
+        self._options = _compiler_options(shapes)
         self.compiling: abc.Callable[[Program[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._compiled: dict[Program[Any], jax.stages.Compiled] = {}
         self._locks: dict[Program[Any], threading.Lock] = {}
@@ -119,7 +121,7 @@ class Programs:
         with self._locks.setdefault(program, threading.Lock()):
             if program not in self._compiled:
                 check_maps(program)
-                self._compiled[program] = (lowered or self._lower(program)).compile()
+                self._compiled[program] = (lowered or self._lower(program)).compile(self._options)
             return self._compiled[program]
 
     def _lower(self, program: Program[Any]) -> jax.stages.Lowered:
@@ -129,6 +131,13 @@ class Programs:
         if choices:
             self.kernels[program] = tuple(dict.fromkeys(choices))
         return lowered
+
+
+def _compiler_options(shapes: Shapes) -> dict[str, bool]:
+    """Where a CPU computes in bfloat16, every rounding that a program asks for. Else XLA leaves some out, others in
+    programs for other numbers of rows, and an answer depends on what it was computed with."""
+    is_rounded = shapes.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return {"xla_allow_excess_precision": False} if is_rounded else {}
 
 
 def check_maps(program: Program[Any]) -> None:
