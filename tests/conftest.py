@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ import pytest
 from PIL import Image
 
 from vlcache_jax.testing import make_checkpoint
+
+PROGRAMS_KEPT = 200  # by a process of tests for other engines: each takes about 14 MB, and comes from disk in 0.2 s
 
 # The matrix precision is not pinned here: float32 models pin their own, and a global setting would hide a place that
 # forgets to. Each configuration differs from the others in depth, head ratio, head width, windows or DeepStack, and
@@ -219,7 +222,7 @@ def programs_made_once() -> Iterator[None]:
     from vlcache_jax.device.programs.shapes import Shapes, abstract
     from vlcache_jax.reuse import shift
 
-    known: dict[Any, tuple[Any, Any]] = {}
+    known: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
     def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
@@ -236,12 +239,16 @@ def programs_made_once() -> Iterator[None]:
             patched = (Shapes, type(program), shift)  # in some tests
             rules = (one for where in patched for one in vars(where).values())
             self.place = told.told, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), program
-            self.found = known.get(self.place)
+            self.found = known.pop(self.place, None)
+            if self.found is not None:
+                known[self.place] = self.found  # the last to leave
             self.lowered = None if self.found else lower(own, program)
 
         def compile(self, options: dict[str, bool] | None = None) -> Any:
             if self.lowered is not None:
                 self.found = known[self.place] = self.lowered.compile(options), self.own.kernels.get(self.program)
+                if len(known) > PROGRAMS_KEPT:
+                    known.popitem(last=False)
             assert self.found is not None
             compiled, kernels = self.found
             if kernels is not None:
