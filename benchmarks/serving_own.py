@@ -67,7 +67,8 @@ def _serve(parent: Connection, model: str | None, reuses: dict[str, str], longes
     """Tells the base URL, or what is wrong, and serves until the other end of the pipe is closed."""
     try:
         with Setup(model=model).opened() as (path, name):
-            engine = AsyncLLM(path, max_model_len=longest, max_rows=1024, use_tqdm=False)
+            rows = max(1024, longest)  # policies that choose want a prompt in one step
+            engine = AsyncLLM(path, max_model_len=longest, max_rows=rows, use_tqdm=False)
             if SCHEDULE in reuses:
                 checkpoint = engine.service.checkpoint
                 falling = falling_schedule(checkpoint.config.model_type, checkpoint.config.text.num_layers)
