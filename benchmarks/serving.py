@@ -113,7 +113,7 @@ def measure(
       more: fields of each request.
       policies: ways to reuse pictures that take turns at each rate, and what requests call them. They see the same
         requests, and nothing of what others left in the cache; answers are compared with those of the first one.
-        None: the server's own way.
+        Empty: the server's own way.
       out, picture: JSON and picture to write.
 
     Raises:
@@ -241,6 +241,7 @@ def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
             own = [row for row in rows if row["reuse"] == name]
             plot(times, own, "TTFT p50 ms", name)
             plot(served, own, "goodput/s", name)
+        figure.legend(*times.get_legend_handles_labels(), loc="outside right upper")
         times.set(ylabel="time to the first token, median, ms")
         served.set(ylabel="answers a second that keep to the goals")
     else:
@@ -251,11 +252,12 @@ def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
         shares = served.twinx()
         plot(shares, rows, "cached %", "cached", color="grey", linestyle="--")
         shares.set(ylabel="prompt tokens cached, % (dashed)", ylim=(0, 100))
+        for axes in (times, served):
+            axes.legend()
     served.set_ylim(0)
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     for axes in (times, served):
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.minorticks_off()
-        axes.legend()
     figure.savefig(picture)
     pyplot.close(figure)

@@ -338,6 +338,11 @@ def server_cost(rows: Sequence[Row]) -> Iterator[list[str]]:
             yield [f"tokens/s of {row['what']}", f"{row['direct']:.0f}", f"{row['HTTP']:.0f}", ratio]
 
 
+def slowest_refusal() -> str:
+    """Seconds (`python -m research.refusals`)."""
+    return f"{max(row['ms'] for row in _rows('refusals_cpu.json')) / 1000:.1f}"
+
+
 def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
     yield ["", "into memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
@@ -431,6 +436,7 @@ def _apart(reused: bool) -> str:
 
 # Figures within a line.
 FIGURES: dict[str, Callable[[], str]] = {
+    "refusals": slowest_refusal,
     "torch float32": functools.partial(torch_speed, "float32"),
     "torch bfloat16": functools.partial(torch_speed, "bfloat16"),
     "apart cold": functools.partial(_apart, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -46,5 +47,8 @@ def test_answers_are_as_the_document_says(checkpoints, tmp_path):
         asked = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", document]
         found = subprocess.run(asked, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert found.returncode == 0, found.stdout
+        operations, cases = re.search(r"(?s)Tested: (\d+).*?(\d+) generated, \2 passed", found.stdout).groups()
+        assert re.search(rf"Selected: {operations}/{operations}\n", found.stdout)  # none was left out
+        assert int(cases) > 3 * 300  # of the main ones alone
         assert process.poll() is None
         assert "Traceback" not in "".join(lines)

@@ -493,8 +493,14 @@ def broken(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_error_of_the_engine_ends_what_runs_and_no_more(serve, slow, broken, engine, streams):
-    served = serve()
+def test_an_error_of_the_engine_ends_what_runs_and_no_more(serve, slow, broken, engine, streams, monkeypatch):
+    served, deltas, plain = serve(), engine.deltas, []
+
+    def noted(prompt, *given, **options):
+        plain.extend([prompt] * isinstance(prompt, str))
+        return deltas(prompt, *given, **options)
+
+    monkeypatch.setattr(engine, "deltas", noted)
     with ThreadPoolExecutor() as clients:
         asked = [clients.submit(served.ask, "POST", CHAT, LONG | {"stream": streams}) for _ in range(4)]
         assert eventually(lambda: engine.stats().running == 4)
@@ -502,6 +508,8 @@ def test_an_error_of_the_engine_ends_what_runs_and_no_more(serve, slow, broken, 
         found = [one.result()[2].decode() for one in asked]
     assert ["the server failed; its log says more" in one for one in found] == [True] * 4
     assert "device" not in "".join(found)  # the log says it
+    assert "Hello" in plain  # whether the engine still answers is found out once for all that come to it meanwhile
+    assert len(plain) < 4
     assert served.ask("POST", CHAT, {"messages": HELLO, "max_tokens": 2})[0] == 200
     assert served.ask("GET", "/health")[0] == 200
 

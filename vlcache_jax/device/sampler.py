@@ -246,7 +246,7 @@ def score(
 def _most_likely(logits: jax.Array, axis: int = 1) -> jax.Array:
     """Of equals the first."""
 
-    def in_two_passes(x: jax.Array) -> jax.Array:  # which a CPU does ten times as fast
+    def in_two_passes(x: jax.Array) -> jax.Array:  # which a CPU does in a sixth to a ninth of the time
         index = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
         return jnp.where(x == x.max(axis, keepdims=True), index, x.shape[axis]).min(axis)
 

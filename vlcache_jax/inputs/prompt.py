@@ -281,7 +281,9 @@ class PromptRenderer:
             raise ValueError(f"{name} must be a list of messages, got {type(messages).__name__}")
         if not messages:
             raise ValueError(f"{name} must hold at least one message, got none")
-        if self.max_tokens is not None and (count := _parts(messages)) > self.max_tokens:  # each takes a token or more
+        if (
+            self.max_tokens is not None and (count := _parts(messages)) > self.max_tokens
+        ):  # all but empty texts take a token
             limit = f"max_model_len = {self.max_tokens} tokens"
             raise ValueError(f"{name} must be short enough for {limit}, got {count} messages and parts")
         chat_template = self.chat_template if template.chat_template is None else template.chat_template

@@ -95,13 +95,19 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 await self._doubt()
 
     async def _doubt(self) -> None:
-        """After an error of the engine: unless it answers a plain text, it answers nothing any more."""
+        """After an error of the engine, which ends all that run, one of them finds out: unless a plain text is
+        answered, nothing is any more."""
+        if self._entrance.is_doubted:
+            return
+        self._entrance.is_doubted = True
         try:
             with contextlib.suppress(QueueFullError):
                 async for _ in self.engine.deltas("Hello", SamplingParams(max_tokens=1)):
                     pass
         except (RuntimeError, NotFiniteError) as error:
             self._entrance.failure = f"not even a plain text is answered: {error}"
+        finally:
+            self._entrance.is_doubted = False
 
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body, tenant)
