@@ -334,7 +334,9 @@ def test_memory_is_bounded_by_the_largest_tensor(large, tmp_path):
         "print(memory.peak - memory.base)\n"
     )
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "out")]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    # glibc keeps freed blocks below a threshold that grows with what was freed: what is counted here is what is held.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     assert largest < total / 2
     # The limit for a checkpoint of 2 GB, twice the largest tensor + 300 MB, with the constant scaled down.
     assert int(done.stdout) <= 2 * largest + 30_000_000
