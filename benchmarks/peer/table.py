@@ -112,7 +112,7 @@ def _figures(turns: Sequence[dict[str, Any]]) -> dict[tuple[str, int, str], tupl
         kept = "as before" if turn["kept"] else "nothing kept"
         start = turn["start"]
         note(f"start to the first answer, {kept}", 0, "s", start["first answer"])
-        note(f"warm-up, {kept}", 0, "s", start["warm-up"])
+        note(f"start and warm-up, {kept}", 0, "s", start["first answer"] + start["warm-up"])
         note("memory after the first answer", 0, "GB", start["memory"] / 1e9)
         note("memory at the end", 0, "GB", turn["end"]["memory"] / 1e9)
         for step, own in turn["steps"]:
