@@ -66,4 +66,4 @@ def pyramid(mean: float, most: float, layers: int, steepness: float = 20.0) -> n
     """
     first = min(2 * mean - mean / steepness, most)
     step = 2 * (first - mean) / max(layers - 1, 1)
-    return mean - (np.arange(layers) - (layers - 1) / 2) * step
+    return mean - (np.arange(layers, dtype=np.float64) - (layers - 1) / 2) * step

@@ -42,9 +42,10 @@ def parse_compressor(compress: Any) -> Compressor:
         if not 0 < alpha <= 1:
             raise ValueError(f"compress must be {word}-A with a share A above 0 and at most 1, got {short(compress)}")
         return _POLICIES[word](alpha)
+    names = ", ".join(f"{word}-A" for word in _POLICIES)
     usual = [f"{word}-0.1" for word in _POLICIES]
     close = difflib.get_close_matches(compress, usual, 1) if isinstance(compress, str) else []
     raise ValueError(
-        f"compress must be {', '.join(f'{word}-A' for word in _POLICIES)}, where A is the share of the K, V that is kept "
-        f"(above 0, at most 1), or a Compressor, got {short(compress)}{f'; is it {close[0]!r}?' if close else ''}"
+        f"compress must be one of {names}, where A is the share of the K, V to be kept (0 < A <= 1), or a Compressor, "
+        f"got {short(compress)}{f'; is it {close[0]!r}?' if close else ''}"
     )

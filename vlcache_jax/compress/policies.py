@@ -44,7 +44,11 @@ class Compressor(Protocol):
         """How many of the prompt's last rows are observed, 0 to all."""
 
     def counts(self, length: int, gamma: npt.NDArray[np.float64] | None, layers: int) -> tuple[int, ...]:
-        """Tokens that each layer keeps of `length`, the same number for all its heads; gamma is `budgets.sparsity`."""
+        """Tokens that each layer keeps of `length`, the same number for all its heads.
+
+        Gamma is `budgets.sparsity`. Where it is not known yet, None, the counts are an estimate, unless `p` is None or
+        alpha is 1.
+        """
 
     def window(self, count: int) -> int:
         """How many of `count` kept tokens are the prompt's last ones."""
