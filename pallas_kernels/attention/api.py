@@ -67,7 +67,7 @@ def attention(
     """
     q, k, v, k_start, k_end = (jnp.asarray(x) for x in (q, k, v, k_start, k_end))
     _check(q, k, v, k_start, k_end)
-    scale = _scale(scale, q)
+    scale = scale_of(scale, q)
     choice = _choose("attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.attention(q, k, v, k_start, k_end, scale=scale)
@@ -117,8 +117,8 @@ def paged_attention(
       NotImplementedError: The implementation asked for does not do this case.
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    _check_arrays(q, k, v)
-    scale = _scale(scale, q)
+    check_arrays(q, k, v)
+    scale = scale_of(scale, q)
     if not isinstance(work, Work):
         raise ValueError(f"work must be a Work as made by make_work, got {type(work).__name__}")
     config = work.config
@@ -186,7 +186,12 @@ def _choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispa
     return dispatch.choose(kernel, case, implementation, check)
 
 
-def _scale(scale: float | None, q: jax.Array) -> float:
+def scale_of(scale: float | None, q: jax.Array) -> float:
+    """`scale`, or what None means.
+
+    Raises:
+      ValueError: it is no positive number.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a positive number, got {scale}")
@@ -194,13 +199,14 @@ def _scale(scale: float | None, q: jax.Array) -> float:
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: jax.Array) -> None:
-    _check_arrays(q, k, v)
+    check_arrays(q, k, v)
     for name, x in (("k_start", k_start), ("k_end", k_end)):
         if x.shape != q.shape[:1] or x.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32 of shape {[q.shape[0]]}, got {x.dtype} {list(x.shape)}")
 
 
-def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Raises ValueError unless q, k and v go together."""
     if q.ndim != 3 or 0 in q.shape:
         raise ValueError(f"q must have shape [N, H, D] with no empty axis, got {list(q.shape)}")
     if k.ndim != 3 or 0 in k.shape or k.shape[2] != q.shape[2]:
