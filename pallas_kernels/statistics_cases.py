@@ -93,7 +93,7 @@ class Want(NamedTuple):
 
 
 def reference(
-    q: Any, k: Any, table: Any, place: Any, p: Any, scale: float | None = None, *, within: float = 1e-5
+    q: Any, k: Any, table: Any, place: Any, p: Any, *, scale: float | None = None, within: float = 1e-5
 ) -> Want:
     """Row by row in float64. `within`: how far from the threshold, relatively, a weight is surely on its side."""
     q, k = (np.asarray(x, np.float64) for x in (q, k))

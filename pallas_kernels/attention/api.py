@@ -68,7 +68,7 @@ def attention(
     q, k, v, k_start, k_end = (jnp.asarray(x) for x in (q, k, v, k_start, k_end))
     _check(q, k, v, k_start, k_end)
     scale = scale_of(scale, q)
-    choice = _choose("attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
+    choice = choose("attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.attention(q, k, v, k_start, k_end, scale=scale)
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -128,7 +128,7 @@ def paged_attention(
         raise ValueError(f"k must have whole pages of {PAGE} slots, got {list(k.shape)}")
     if end is not None and (end.shape != q.shape[:1] or end.dtype != jnp.int32):
         raise ValueError(f"end must be int32 of shape {[len(q)]}, got {end.dtype} {list(end.shape)}")
-    choice = _choose("paged_attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
+    choice = choose("paged_attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
     if (choice.implementation == "xla") != (config.programs == 1):
         raise ValueError(f"work must be made for {choice.implementation} (see work_config), got {config}")
     if choice.implementation == "xla":
@@ -164,7 +164,7 @@ def work_config(
     Raises:
       NotImplementedError: the implementation asked for does not do this case.
     """
-    choice = _choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
+    choice = choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.work_config(rows, requests, pages, decode=decode, shared=shared)
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -175,7 +175,9 @@ def work_config(
     )  # fmt: skip
 
 
-def _choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispatch.Choice:
+def choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispatch.Choice:
+    """`dispatch.choose` for a kernel that multiplies q as that of attention does."""
+
     def check() -> None:
         from vlcache_jax.pallas_kernels.attention import mosaic_gpu  # takes a second to import
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from vlcache_jax.pallas_kernels import dispatch
-from vlcache_jax.pallas_kernels.attention.api import check_arrays, scale_of
+from vlcache_jax.pallas_kernels.attention.api import check_arrays, choose, scale_of
 from vlcache_jax.pallas_kernels.attention.work import PAGE
 from vlcache_jax.pallas_kernels.statistics import xla
 
@@ -42,8 +42,7 @@ def attention_statistics(
       table: The pool's page of each of the request's logical pages, int32 `[B]`; those that no row sees may be any.
       place: The last logical slot that each row sees, below `128 B`, int32 `[N]`, in any order; -1: none.
       p: Part of a row's largest weight below which a weight counts as zero; a number, or an array of one.
-      scale: As in `attention`.
-      implementation: `"xla"`, which None is, too. There is no Mosaic GPU kernel: GPUs run XLA's program.
+      scale, implementation: As in `attention`.
 
     Returns:
       (received, zeros): float32 `[K, 128 B]`, 0 where no row sees the slot; int32 `[H]`.
@@ -64,9 +63,11 @@ def attention_statistics(
     if math.prod(p.shape) != 1:
         raise ValueError(f"p must be one number, got shape {list(p.shape)}")
 
-    def check() -> None:
-        raise NotImplementedError("statistics of attention have no Mosaic GPU kernel")
-
     case = f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}, {len(table)} pages"
-    dispatch.choose("attention_statistics", case, implementation, check)
-    return xla.attention_statistics(q, k, table, place, p, scale=scale)
+    choice = choose("statistics", case, implementation, q)
+    if choice.implementation == "xla":
+        return xla.attention_statistics(q, k, table, place, p, scale=scale)
+    from vlcache_jax.pallas_kernels.statistics import mosaic_gpu
+
+    interpret = dispatch.interpreter(choice)
+    return mosaic_gpu.attention_statistics(q, k, table, place, p, scale=scale, interpret=interpret)
