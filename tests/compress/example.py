@@ -1,0 +1,19 @@
+"""The specification's worked example: six tokens, of which 1 to 3 are an image's, and their attention in one head."""
+
+from __future__ import annotations
+
+import numpy as np
+
+ATTENTION = np.array(
+    [
+        [1.0, 0, 0, 0, 0, 0],
+        [0.5, 0.5, 0, 0, 0, 0],
+        [0.4, 0.3, 0.3, 0, 0, 0],
+        [0.4, 0.2, 0.2, 0.2, 0, 0],
+        [0.30, 0.05, 0.40, 0.002, 0.248, 0],
+        [0.20, 0.01, 0.50, 0.001, 0.089, 0.20],
+    ]
+)
+POST_VISION = [0.5, 0.06, 0.9, 0.003, 0.337, 0.2]
+ACCUMULATED = [2.8, 1.06, 1.4, 0.203, 0.337, 0.2]
+NORMALIZED = [0.4667, 0.212, 0.35, 0.0677, 0.1685, 0.2]

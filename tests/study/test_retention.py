@@ -1,0 +1,46 @@
+"""Measures of what kept tokens are worth: the worked examples of the specification (D.3, D.9)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.compress.example import ACCUMULATED, NORMALIZED, POST_VISION
+from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, stream
+
+FIRST_DECODED = np.array([0.15, 0.01, 0.55, 0.002, 0.188, 0.10])
+IMAGE = np.array([False, True, True, True, False, False])
+
+
+def test_cache_hit_rate():
+    rates = [cache_hit_rate(np.array(one), FIRST_DECODED, 3) for one in (ACCUMULATED, NORMALIZED, POST_VISION)]
+    assert rates == pytest.approx([2 / 3, 2 / 3, 1])
+    both = np.array([[ACCUMULATED, POST_VISION]])
+    assert cache_hit_rate(both, np.broadcast_to(FIRST_DECODED, both.shape), 3) == pytest.approx(5 / 6)
+    assert cache_hit_rate(np.zeros(4), np.array([4, 1, 1, 1]), 2) == 1  # of equal ones the earlier
+
+
+def test_contribution():
+    assert contribution(FIRST_DECODED, IMAGE, 0.01) == pytest.approx(0.5611, abs=1e-4)
+    rows = np.stack([FIRST_DECODED, np.eye(6)[0]])
+    assert contribution(rows, IMAGE, 0.01) + contribution(rows, ~IMAGE, 0.01) == pytest.approx(1)
+    assert contribution(rows, IMAGE, 0.01) == pytest.approx(0.5611 / 2, abs=1e-4)
+    # What was decoded has no modality, but sets the maximum of its row.
+    assert contribution(np.array([0.3, 0.1, 0.6]), np.array([False, True]), 0.2) == 0
+    assert contribution(np.array([[0.3, 0.1, 0.6], [0, 0, 1]]), np.array([True, False]), 0.2) == 1
+
+
+def test_coverage():
+    assert coverage(FIRST_DECODED, IMAGE, 0.5) == pytest.approx(1 / 3)
+    assert coverage(FIRST_DECODED, ~IMAGE, 0.5) == pytest.approx(2 / 3)
+    assert coverage(np.array([0.3, 0.1, 0.2, 0.4]), np.array([False, False, True]), 0.75) == pytest.approx(1 / 2)
+
+
+def test_stream():
+    kept, sums = stream(np.array([0, 2, 5]), np.array([2.8, 1.4, 0.2]), np.array([0.5, 0.2, 0.1, 0.2]), 2, 1)
+    assert kept.tolist() == [0, 2, 6]
+    assert sums == pytest.approx([3.3, 1.6, 0.2])
+    kept, sums = stream(np.array([0, 1]), np.array([1.0, 0]), np.array([0.5, 0.3, 0.2]), 2, 1)
+    assert kept.tolist() == [0, 1, 2]
+    kept, _ = stream(np.arange(3), np.zeros(3), np.zeros(4), 2, 1)
+    assert kept.tolist() == [0, 1, 3]  # of equal ones the earlier stays
