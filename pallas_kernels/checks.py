@@ -15,7 +15,15 @@ import jax
 import numpy as np
 
 from vlcache_jax.first_contact import child
-from vlcache_jax.pallas_kernels import attention, dispatch, paged_attention, paged_cases, work_config
+from vlcache_jax.pallas_kernels import (
+    attention,
+    attention_statistics,
+    dispatch,
+    paged_attention,
+    paged_cases,
+    statistics_cases,
+    work_config,
+)
 from vlcache_jax.pallas_kernels.cases import (
     CASES,
     CODED_LINK_CASES,
@@ -104,6 +112,18 @@ def _link(case: LinkCase, implementation: str, *, dtype: str = "bfloat16") -> fl
     )
 
 
+def _statistics(case: statistics_cases.StatisticsCase, implementation: str, **inputs: Any) -> float:
+    """Weights within a thousandth of the threshold may be counted or not."""
+    args = case.inputs(**{"dtype": "bfloat16"} | inputs)
+    run = jax.jit(functools.partial(attention_statistics, scale=case.scale, implementation=implementation))
+    runs = [run(*args) for _ in range(2)]
+    want = statistics_cases.reference(*args, scale=case.scale, within=1e-3)
+    for _, zeros in runs:
+        if (np.asarray(zeros) < want.least).any() or (np.asarray(zeros) > want.most).any():
+            raise ValueError(f"zeros must be from {want.least} to {want.most}, got {zeros}")
+    return _compare([received for received, _ in runs], want.received, 1e-3)
+
+
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
     """The error of the first run; they must be equal to the last bit."""
     first, *others = (np.asarray(run, np.float64) for run in runs)
@@ -176,6 +196,14 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         *(
             Check(f"{case.name}, float16", functools.partial(_link, case, dtype="float16"), first=True)
             for case in CODED_LINK_CASES[:2]
+        ),
+    ),
+    "statistics": (
+        *(Check(case.name, functools.partial(_statistics, case), first=True) for case in statistics_cases.CASES),
+        *(
+            Check(f"{case.name}, {name}", functools.partial(_statistics, case, **inputs), first=True)
+            for case in statistics_cases.CASES[1:2]
+            for name, inputs in (("NaN", {"flaw": True}), ("float16", {"dtype": "float16"}))
         ),
     ),
 }  # fmt: skip

@@ -308,6 +308,34 @@ class LinkShape:
         return read + written + itemsize * self.T * self.D
 
 
+@dataclasses.dataclass(frozen=True)
+class StatisticsShape:
+    """A case of the statistics of attention: N rows over a request of B pages."""
+
+    N: int
+    B: int
+    H: int
+    K: int
+    D: int
+
+    def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract arguments of attention_statistics, with a pool of twice the request's pages."""
+        q, k = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.H, self.D), (2 * self.slots, self.K, self.D)))
+        table, place = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (self.B, self.N))
+        return q, k, table, place, jax.ShapeDtypeStruct((), jnp.float32)
+
+    @property
+    def slots(self) -> int:
+        """Of the request."""
+        return self.B * PAGE
+
+
+# The text behind the images of 20480 tokens, and of 131072; all rows of a step.
+STATISTICS: dict[str, tuple[StatisticsShape, ...]] = {
+    "Qwen3-VL-8B": tuple(StatisticsShape(*size, 32, 8, 128) for size in ((64, 160), (64, 1024), (4096, 160))),
+    "Qwen2.5-VL-7B": (StatisticsShape(64, 160, 28, 4, 128),),
+}
+
 LINK: dict[str, tuple[LinkShape, ...]] = {
     "Qwen3-VL-8B": (LinkShape(1024, 20480, 8, 128), LinkShape(16384, 20480, 8, 128)),
     "Qwen2.5-VL-7B": (LinkShape(16384, 20480, 4, 128),),

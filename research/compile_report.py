@@ -37,8 +37,8 @@ from vlcache_jax.device.programs.link import Link
 from vlcache_jax.device.programs.window import Window
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.models import ModelConfig, abstract_model
-from vlcache_jax.pallas_kernels import PAGE, attention, link, paged_attention
-from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK
+from vlcache_jax.pallas_kernels import PAGE, attention, attention_statistics, link, paged_attention
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, STATISTICS
 from vlcache_jax.study import report
 
 TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
@@ -189,6 +189,9 @@ def kernels(model: str) -> Iterator[tuple[str, Compiled]]:
     for case in LINK.get(model, ()):
         write = functools.partial(link, implementation="mosaic_gpu")
         yield f"link {case.T} tokens", compile_program(write, case.specs(), (0, 1))
+    for observed in STATISTICS.get(model, ()):
+        observe = functools.partial(attention_statistics, implementation="mosaic_gpu")
+        yield f"statistics of {observed.N} rows, {observed.slots} slots", compile_program(observe, observed.specs())
 
 
 def programs(model: str) -> Iterator[tuple[str, Compiled]]:

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from research.compile_report import compile_program
-from vlcache_jax.pallas_kernels import paged_attention
-from vlcache_jax.pallas_kernels.shapes import ATTENTION, AttentionShape
+from vlcache_jax.pallas_kernels import attention_statistics, paged_attention
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, STATISTICS, AttentionShape, StatisticsShape
 from vlcache_jax.study import report
 
 _INSTRUCTION = re.compile(r":(\d+)\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(\w+)\s+)?([A-Z][A-Z0-9_.]*) *(.*?)\s*$")
@@ -218,6 +218,12 @@ def compile_paged(shape: AttentionShape) -> Kernel:
     return kernels(lambda: compile_program(attend, arguments))[0]
 
 
+def compile_statistics(shape: StatisticsShape) -> list[Kernel]:
+    """Our kernels for statistics of attention: of columns, and of rows."""
+    observe = functools.partial(attention_statistics, implementation="mosaic_gpu")
+    return kernels(lambda: compile_program(observe, shape.specs()))
+
+
 def compile_jaxs(shape: AttentionShape, *, causal: bool) -> Kernel:
     """jax's kernel for as many rows as slots, two warpgroups of 64 rows and blocks of 128 slots as in ours."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -256,6 +262,9 @@ def main() -> None:
     cases = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
     cold = cases["cold 4096"]
     compiled = {f"paged attention, {name}": compile_paged(cases[name]) for name in ("cold 4096", "decode 8 x 20480")}
+    observed = STATISTICS["Qwen3-VL-8B"][0]
+    for part, kernel in zip(("columns", "rows"), compile_statistics(observed), strict=True):
+        compiled[f"statistics of {observed.N} rows x {observed.slots}, {part}"] = kernel
     for causal in (False, True):
         name = f"jax.experimental.pallas.ops.gpu.attention_mgpu, {'causal' if causal else 'not causal'}"
         compiled[name] = compile_jaxs(cold, causal=causal)

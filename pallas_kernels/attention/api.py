@@ -67,8 +67,8 @@ def attention(
     """
     q, k, v, k_start, k_end = (jnp.asarray(x) for x in (q, k, v, k_start, k_end))
     _check(q, k, v, k_start, k_end)
-    scale = _scale(scale, q)
-    choice = _choose("attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
+    scale = scale_of(scale, q)
+    choice = choose("attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.attention(q, k, v, k_start, k_end, scale=scale)
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -117,8 +117,8 @@ def paged_attention(
       NotImplementedError: The implementation asked for does not do this case.
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    _check_arrays(q, k, v)
-    scale = _scale(scale, q)
+    check_arrays(q, k, v)
+    scale = scale_of(scale, q)
     if not isinstance(work, Work):
         raise ValueError(f"work must be a Work as made by make_work, got {type(work).__name__}")
     config = work.config
@@ -128,7 +128,7 @@ def paged_attention(
         raise ValueError(f"k must have whole pages of {PAGE} slots, got {list(k.shape)}")
     if end is not None and (end.shape != q.shape[:1] or end.dtype != jnp.int32):
         raise ValueError(f"end must be int32 of shape {[len(q)]}, got {end.dtype} {list(end.shape)}")
-    choice = _choose("paged_attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
+    choice = choose("paged_attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
     if (choice.implementation == "xla") != (config.programs == 1):
         raise ValueError(f"work must be made for {choice.implementation} (see work_config), got {config}")
     if choice.implementation == "xla":
@@ -164,7 +164,7 @@ def work_config(
     Raises:
       NotImplementedError: the implementation asked for does not do this case.
     """
-    choice = _choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
+    choice = choose("paged_attention", f"q {q.dtype} {list(q.shape)}", implementation, q)
     if choice.implementation == "xla":
         return xla.work_config(rows, requests, pages, decode=decode, shared=shared)
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -175,7 +175,9 @@ def work_config(
     )  # fmt: skip
 
 
-def _choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispatch.Choice:
+def choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispatch.Choice:
+    """`dispatch.choose` for a kernel that multiplies q as that of attention does."""
+
     def check() -> None:
         from vlcache_jax.pallas_kernels.attention import mosaic_gpu  # takes a second to import
 
@@ -186,7 +188,12 @@ def _choose(kernel: str, case: str, implementation: str | None, q: Any) -> dispa
     return dispatch.choose(kernel, case, implementation, check)
 
 
-def _scale(scale: float | None, q: jax.Array) -> float:
+def scale_of(scale: float | None, q: jax.Array) -> float:
+    """`scale`, or what None means.
+
+    Raises:
+      ValueError: it is no positive number.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a positive number, got {scale}")
@@ -194,13 +201,14 @@ def _scale(scale: float | None, q: jax.Array) -> float:
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, k_start: jax.Array, k_end: jax.Array) -> None:
-    _check_arrays(q, k, v)
+    check_arrays(q, k, v)
     for name, x in (("k_start", k_start), ("k_end", k_end)):
         if x.shape != q.shape[:1] or x.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32 of shape {[q.shape[0]]}, got {x.dtype} {list(x.shape)}")
 
 
-def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Raises ValueError unless q, k and v go together."""
     if q.ndim != 3 or 0 in q.shape:
         raise ValueError(f"q must have shape [N, H, D] with no empty axis, got {list(q.shape)}")
     if k.ndim != 3 or 0 in k.shape or k.shape[2] != q.shape[2]:

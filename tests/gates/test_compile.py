@@ -26,8 +26,8 @@ from vlcache_jax.device.programs.link import Link, Recall
 from vlcache_jax.device.programs.window import Window
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
-from vlcache_jax.pallas_kernels import CODECS, attention, link, paged_attention
-from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, AttentionShape, LinkShape
+from vlcache_jax.pallas_kernels import CODECS, attention, attention_statistics, link, paged_attention
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, STATISTICS, AttentionShape, LinkShape, StatisticsShape
 
 pytestmark = pytest.mark.cuda_gate
 
@@ -90,6 +90,28 @@ def test_odd_sizes(rows: int, slots: int, heads: int, kv_heads: int, width: int,
     index = jax.ShapeDtypeStruct((rows,), jnp.int32)
     compiled = compile_program(functools.partial(attention, implementation="mosaic_gpu"), (q, k, k, index, index))
     assert compiled.spills == 0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *STATISTICS["Qwen3-VL-8B"],
+        *STATISTICS["Qwen2.5-VL-7B"],
+        StatisticsShape(7, 3, 6, 2, 64),
+        StatisticsShape(1, 1, 3, 3, 80),
+    ],
+    ids=lambda shape: f"{shape.N} of {shape.slots}, {shape.H}/{shape.K}x{shape.D}",
+)
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+def test_statistics_hold_nothing_of_rows_times_keys(shape: StatisticsShape, implementation: str) -> None:
+    compiled = compile_program(functools.partial(attention_statistics, implementation=implementation), shape.specs())
+    packed = 2 * (shape.N + 64) * shape.H * (shape.D + 31)  # queries, packed; no more that grows with the pages
+    if implementation == "xla":  # the scores of a tile of rows and a few pages
+        assert compiled.temp < packed + 2**24
+        return
+    assert compiled.spills == 0
+    assert compiled.operations <= 7
+    assert compiled.temp < packed + 2**21
 
 
 @pytest.mark.parametrize("shape", [LinkShape(5, 41, 2, 64), LinkShape(64, 41, 3, 128)])

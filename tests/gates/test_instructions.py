@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from research import sass
-from vlcache_jax.pallas_kernels.shapes import ATTENTION
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, STATISTICS
 
 pytestmark = pytest.mark.cuda_gate
 
@@ -26,3 +26,14 @@ def test_masks_are_cheap_and_the_loader_only_loads(name: str) -> None:
     assert list(load) == [0]  # accesses to shared memory: V is copied, never looked at
     assert load[0].names["UTMALDG"] == 2
     assert load[0].instructions <= 80
+
+
+def test_statistics_multiply_64_rows_and_a_page_a_turn() -> None:
+    columns, rows = sass.compile_statistics(STATISTICS["Qwen3-VL-8B"][0])
+    for kernel, products, most in ((rows, 8, 490), (columns, 16, 800)):
+        assert kernel.spills == 0
+        assert not kernel.warnings
+        [loop] = kernel.compute
+        [turn] = loop.values()  # there is one way through it: all is masked
+        assert turn.names["HGMMA"] == products
+        assert turn.instructions <= most

@@ -38,6 +38,7 @@ from vlcache_jax.pallas_kernels.cases import (
     whole,
     windows,
 )
+from vlcache_jax.pallas_kernels.checks import CHECKS, Check
 from vlcache_jax.pallas_kernels.paged_cases import PagedRows
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, AttentionShape
 
@@ -326,6 +327,12 @@ def test_link(case: LinkCase) -> None:
     found = case.run(args, "mosaic_gpu_interpreted")
     for got, want in zip(found, link_reference(*args, **case.options()), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@not_a_number
+@pytest.mark.parametrize("check", first_quick((check,) for check in CHECKS["statistics"]), ids=lambda check: check.name)
+def test_statistics(check: Check) -> None:
+    assert check.error("mosaic_gpu_interpreted") < 1e-5
 
 
 def test_what_the_kernels_do_not_do() -> None:
