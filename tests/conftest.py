@@ -217,17 +217,19 @@ def programs_made_once() -> Iterator[None]:
 
     What an engine says that it has compiled stays its own, and so does what it launches.
     """
-    from vlcache_jax.device.programs import table
+    from vlcache_jax.device.programs import compress, table, window
     from vlcache_jax.device.programs.base import Program
     from vlcache_jax.device.programs.shapes import Shapes, abstract
     from vlcache_jax.reuse import shift
 
     known: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+    of_compressed = compress.EmptyCompressed, compress.Compact, window.CompressedWindow
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
     def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
         init(self, config, params, normalization, **sizes)
         leaves, tree = jax.tree.flatten(abstract((params, normalization)))
+        sizes.pop("compressed_slots", None)  # most programs do not know of them
         self.told = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]
 
     class Once:
@@ -238,7 +240,8 @@ def programs_made_once() -> Iterator[None]:
             told: Any = own.shapes
             patched = (Shapes, type(program), shift)  # in some tests
             rules = (one for where in patched for one in vars(where).values())
-            self.place = told.told, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), program
+            slots = told.compressed_slots if isinstance(program, of_compressed) else 0
+            self.place = told.told, slots, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), program
             self.found = known.pop(self.place, None)
             if self.found is not None:
                 known[self.place] = self.found  # the last to leave

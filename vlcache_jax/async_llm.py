@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.calls import Conversation, PromptLike, is_token_ids
-from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
+from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.engine.loop import CLOSED
 from vlcache_jax.engine.request import NOT_FINITE
@@ -89,6 +89,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         reuse: Reuse | None = None,
+        compress: Compress | None = None,
         cache_salt: str | TenantSalt | None = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -102,7 +103,7 @@ class AsyncLLM:
           prompt: as for `LLM.generate`, or a conversation as for `LLM.chat`.
           sampling_params: None is the checkpoint's own.
           request_id: by which it can be aborted; None: one is drawn.
-          reuse, cache_salt, mm_processor_kwargs, template: see `LLM.chat`; the last two are of conversations.
+          reuse, compress, cache_salt, mm_processor_kwargs, template: see `LLM.chat`; the last two are of conversations.
           priority: lower ones run first; among equals, who came first.
 
         Raises:
@@ -118,6 +119,7 @@ class AsyncLLM:
             sampling_params,
             request_id,
             reuse=reuse,
+            compress=compress,
             cache_salt=cache_salt,
             priority=priority,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -136,6 +138,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         reuse: Reuse | None = None,
+        compress: Compress | None = None,
         cache_salt: str | TenantSalt | None = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -147,7 +150,7 @@ class AsyncLLM:
         Joined they are what `generate` yields last: `vlcache_jax.outputs.OutputCollector` does that.
 
         Args:
-          prompt, sampling_params, request_id, reuse, cache_salt, priority, mm_processor_kwargs, template: see
+          prompt, sampling_params, request_id, reuse, compress, cache_salt, priority, mm_processor_kwargs, template: see
             `generate`.
 
         Raises:
@@ -162,7 +165,7 @@ class AsyncLLM:
         params = None if sampling_params is None else sampling_params.clone()  # the caller's may be set meanwhile
         render = self._renders(prompt, mm_processor_kwargs, **template)
         call = self.service.call(
-            "prompt", [prompt], render, reuse, cache_salt, "return", params=params, priority=priority
+            "prompt", [prompt], render, reuse, cache_salt, "return", compress, params=params, priority=priority
         )
         with self._lock:
             if request_id in self._jobs:

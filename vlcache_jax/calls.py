@@ -105,7 +105,7 @@ class Caller:
             return self.reporter.failed_output(text, error, request_id=str(call.first + row))
 
         def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            return self._sequences.answers(planned, _good(params[row]), call.priority)
+            return self._sequences.answers(planned, _good(params[row]), call.priority, call.compress)
 
         arrivals = self._check(prompts, params, self._sequences.new_slots, call)
         return Chunk(call, arrivals, sequences, failed)

@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.checks import check_flags, check_whole, is_a, parse_bytes
+from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.foreign import ENGINE, VllmOptions, ours, warn_ignored
@@ -22,6 +23,7 @@ from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
 
 Reuse = str | float | os.PathLike[str] | Schedule | Policy
+Compress = str | Compressor
 
 _NONE_IS_DEFAULT = ("cache", "seed", "enable_prefix_caching")
 
@@ -47,6 +49,8 @@ class EngineConfig:
         sizes that are 1/32 to 1/16 apart, so that programs compiled for one size serve all that are nearly as
         large. `stats().kv_cache_bytes` is what requests can use. (One page more is allocated.)
         It bounds prompt and answer of one request, and how many requests run together.
+      compressed_kv_bytes: size of the pool for what is kept of compressed prompts, and for their answers; likewise a
+        number or a string. Without it nothing can be compressed.
       gpu_memory_utilization: share of the free memory that weights, activations and pool may take, where
         `kv_cache_bytes` says nothing. By default the pool takes 0.9 of what the others leave, on a CPU a quarter.
       max_num_seqs: requests that run together at most, each answer counted. By default 64, or what the ladder says.
@@ -94,6 +98,7 @@ class EngineConfig:
     reuse: Reuse = "exact"
     cache: CacheConfig = field(default_factory=CacheConfig)
     kv_cache_bytes: int | str | None = None
+    compressed_kv_bytes: int | str = 0
     gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None
     max_rows: int | None = None
@@ -132,6 +137,7 @@ class EngineConfig:
                 check_whole(name, count, 1)
         if self.kv_cache_bytes is not None:
             self._set(kv_cache_bytes=parse_bytes(self.kv_cache_bytes, "kv_cache_bytes"))
+        self._set(compressed_kv_bytes=parse_bytes(self.compressed_kv_bytes, "compressed_kv_bytes"))
         share: Any = self.gpu_memory_utilization
         if not (share is None or (is_a(share, int | float) and 0 < share <= 1)):
             raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
@@ -193,6 +199,7 @@ class EngineOptions(VllmOptions, total=False):
     reuse: Reuse
     cache: CacheConfig | None
     kv_cache_bytes: int | str | None
+    compressed_kv_bytes: int | str
     gpu_memory_utilization: float | None
     max_num_seqs: int | None
     max_rows: int | None

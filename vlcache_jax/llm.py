@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack, cast
 
 from vlcache_jax.calls import Conversation, PromptLike, in_order, is_token_ids
 from vlcache_jax.checks import check_flags, short
-from vlcache_jax.config import EngineConfig, EngineOptions, Reuse, shows_options
+from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.foreign import CALLS, VllmCallOptions, ours
 from vlcache_jax.image_cache import ImageCache
@@ -71,6 +71,7 @@ class LLM:
         *,
         messages: Conversation | Sequence[Asked] | None = None,
         reuse: Reuse | None = None,
+        compress: Compress | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -91,6 +92,11 @@ class LLM:
           use_tqdm: show a progress bar, whatever the engine was opened with.
           messages: vLLM's name for conversations.
           reuse: see the class; None is what the engine was made with.
+          compress: once the first token is there, what of the prompt's K, V the answer goes on with: "vl-cache-0.1" is
+            about a tenth of them, chosen by what the text behind the last image looks at; so are "postvision-A",
+            "snapkv-A", "pyramidkv-A", "h2o-A", "zipcache-A", "streaming-A", "random-A", and the objects of
+            `vlcache_jax.compress.policies`. The output tells in `compression` what was kept. It needs
+            `compressed_kv_bytes`. None: all.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
           mm_processor_kwargs: of the images and videos of this call, see `EngineConfig`; `fps` may also be a list with
@@ -120,7 +126,7 @@ class LLM:
             raise ValueError("conversations must be left out beside messages, got both")
         given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
         listed, name = _listed_conversations(given, kind)
-        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, compress, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def chat_iter(
@@ -130,6 +136,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         reuse: Reuse | None = None,
+        compress: Compress | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
@@ -144,8 +151,8 @@ class LLM:
         Args:
           conversations: anything that gives one conversation after the other.
           sampling_params: for all, or an iterable that gives one for each conversation, or more.
-          use_tqdm, reuse, cache_salt, mm_processor_kwargs, on_error, template: see `chat`. A wrong row that is to be
-            raised ends the job when what runs then has been yielded, and so does an error of the iterables.
+          use_tqdm, reuse, compress, cache_salt, mm_processor_kwargs, on_error, template: see `chat`. A wrong row that
+            is to be raised ends the job when what runs then has been yielded, and so does an error of the iterables.
 
         Raises:
           RequestError, ValueError: see `chat`.
@@ -162,7 +169,7 @@ class LLM:
         if isinstance(sampling_params, SamplingParams):
             sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
         render = self.service.renders(self.chat_iter, mm_processor_kwargs, **template)
-        call = self.service.call("conversations[{}]", [], render, reuse, cache_salt, on_error)
+        call = self.service.call("conversations[{}]", [], render, reuse, cache_salt, on_error, compress)
         size = self.service.device.runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
         calls = (
@@ -178,6 +185,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         reuse: Reuse | None = None,
+        compress: Compress | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
         on_error: str = "raise",
@@ -190,7 +198,7 @@ class LLM:
             `<|image_pad|>` for each image, or "prompt_token_ids", and may hold "multi_modal_data": {"image": [...]},
             "multi_modal_uuids": {"image": [...]} and "mm_processor_kwargs": {...}. Videos have `<|video_pad|>` and
             "video". What `qwen_vl_utils.process_vision_info` returns is taken as it is.
-          sampling_params, use_tqdm, reuse, cache_salt, verify, on_error: see `chat`.
+          sampling_params, use_tqdm, reuse, compress, cache_salt, verify, on_error: see `chat`.
           foreign: see the class.
 
         Returns:
@@ -202,7 +210,7 @@ class LLM:
         check_flags(verify=verify, use_tqdm=use_tqdm)
         ours("generate", CALLS, foreign, inspect.signature(self.generate).parameters)
         (listed, name), render = _listed_prompts(prompts), self.service.renderer.from_prompt
-        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, params=sampling_params)
+        call = self.service.call(name, listed, render, reuse, cache_salt, on_error, compress, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 
     def score(

@@ -19,6 +19,7 @@ from vlcache_jax.cache.record import Why as Why
 from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
 from vlcache_jax.engine.completions import Logprob as Logprob
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
+from vlcache_jax.engine.compressed import Compression as Compression
 from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
 from vlcache_jax.engine.request import Metrics as Metrics
 from vlcache_jax.reuse.plan import Plan, active_rows
@@ -65,7 +66,7 @@ class CacheReport:
     Attributes:
       images: one entry for each image of the request, and for each chunk of its videos.
       exact: the answer is the one that a cold run gives, to rounding: in bfloat16 it may differ where two tokens are
-        nearly equal, as it may between two batches.
+        nearly equal, as it may between two batches. It is not where something of the prompt is dropped.
       policy: which rule chose the rows.
       rows: rows computed in each layer.
       approximate_tokens: image tokens reused behind another context than they were computed in, or kept by a codec,
@@ -124,6 +125,7 @@ class RequestOutput:
       prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts. A request
         that was aborted or failed has those of the tokens that had been computed: they may be fewer than the prompt's.
       verification: if asked for.
+      compression: what its first answer goes on with; None: nothing was to be compressed, or it ended before that.
       request_id: as given, or as drawn; in `LLM` the request's number in its call.
       finished: whether all answers have ended.
       error: why the request was not answered, or not to its end; None: it was.
@@ -136,6 +138,7 @@ class RequestOutput:
     metrics: Metrics
     cache: CacheReport
     verification: Verification | None = None
+    compression: Compression | None = None
     error: str | None = None
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
     request_id: str = ""
@@ -157,7 +160,7 @@ class PromptOutput:
     """What is told of a request's prompt.
 
     Attributes:
-      text, token_ids, num_cached_tokens, cache, logprobs: what `RequestOutput` has of it.
+      text, token_ids, num_cached_tokens, cache, logprobs, compression: what `RequestOutput` has of it.
     """
 
     text: str
@@ -165,6 +168,7 @@ class PromptOutput:
     num_cached_tokens: int
     cache: CacheReport
     logprobs: tuple[Logprob | None, ...] | None = None
+    compression: Compression | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,7 @@ class OutputCollector:
             num_cached_tokens=self._prompt.num_cached_tokens,
             metrics=dataclasses.replace(self._last.metrics, inter_token=tuple(self._gaps)),
             cache=self._prompt.cache,
+            compression=self._prompt.compression,
             prompt_logprobs=self._prompt.logprobs,
             request_id=self._last.request_id,
             finished=self._last.finished,
@@ -334,6 +339,7 @@ class Reporter:
             num_cached_tokens=_exact_tokens(answer),
             cache=self._report(planned, answer),
             logprobs=told,
+            compression=answer.told.compression,
         )
 
     def failed_output(self, prompt: str, error: str, request_id: str) -> RequestOutput:
@@ -375,10 +381,11 @@ class Reporter:
         images = tuple(
             self._image_report(i, use, plan, sequence.told.cached) for i, use in enumerate(sequence.progress.images)
         )
+        compression = sequence.told.compression
         approximate = sum(image.tokens - image.recomputed[-1] for image in images if image.match == "approximate")
         return CacheReport(
             images,
-            exact=approximate == 0,
+            exact=approximate == 0 and (compression is None or compression.is_whole),
             policy=planned.policy,
             rows=plan.rows(self._num_layers),
             approximate_tokens=approximate,

@@ -27,7 +27,9 @@ from vlcache_jax.cache.tier import Tier
 from vlcache_jax.cache.writer import Writer
 from vlcache_jax.calls import Caller
 from vlcache_jax.checks import check_flags
-from vlcache_jax.config import EngineConfig, EngineOptions, Reuse
+from vlcache_jax.compress.parse import parse_compressor
+from vlcache_jax.compress.policies import Compressor
+from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse
 from vlcache_jax.convert.source import locate
 from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
 from vlcache_jax.device.kv_shape import KVShape
@@ -312,6 +314,21 @@ class Service:
         """
         return self.policy if reuse is None else self.checkpoint.check_policy(parse_policy(reuse))
 
+    def compressor_of(self, compress: Compress | None) -> Compressor | None:
+        """What a call asks for.
+
+        Raises:
+          ValueError: it is no policy, or there is no pool for it.
+        """
+        if compress is None:
+            return None
+        compressor = parse_compressor(compress)
+        if not self.device.memory.compressed_pages:
+            raise ValueError(
+                f"compress must be left out where compressed_kv_bytes of the engine is 0, got {compressor.name}"
+            )
+        return compressor
+
     def call(
         self,
         name: str,
@@ -320,6 +337,7 @@ class Service:
         reuse: Reuse | None,
         salt: Salt,
         on_error: str,
+        compress: Compress | None = None,
         **more: Any,
     ) -> Call:
         """A call, checked; see `Call`.
@@ -329,7 +347,8 @@ class Service:
           ValueError: an argument is wrong.
         """
         self.loop.check_open()
-        return Call(name, listed, render, self.policy_of(reuse), salt, on_error, **more)
+        policy, compressor = self.policy_of(reuse), self.compressor_of(compress)
+        return Call(name, listed, render, policy, salt, on_error, compress=compressor, **more)
 
     def renders(
         self, caller: Callable[..., Any], settings: Mapping[str, Any] | None, **template: Any
@@ -436,12 +455,13 @@ def _open_device(
         weights=checkpoint.nbytes(), max_rows=config.max_rows, max_sequences=config.max_num_seqs,
         max_patches=processor.max_pixels // processor.patch_size**2, max_model_len=config.max_model_len,
         kv_cache_bytes=cast(int | None, config.kv_cache_bytes), share=config.gpu_memory_utilization,
-        device_bytes=int(config.cache.device_bytes),
+        device_bytes=int(config.cache.device_bytes), compressed_bytes=int(config.compressed_kv_bytes),
     )  # fmt: skip
     runner = Runner(
         model, _load(checkpoint, device, config.use_tqdm), processor.normalization_table,
         num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), ladder=memory.ladder,
         implementation=config.implementation, codec=kv.codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
+        compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE,
     )  # fmt: skip
     runner.programs.compiling = lambda program: Progress(f"compiling {program}")
     return Device(runner, memory, identity_of(model, device.device_kind, kv))

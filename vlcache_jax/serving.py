@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlcache_jax.cache.keys import Salt, owner_key
+from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Generation, Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
@@ -59,6 +60,7 @@ class Call:
       render: makes a prompt of one.
       policy, salt, on_error: of all of them.
       params: sampling parameters for all of them, or of each; None: the checkpoint's own.
+      compress: what their answers go on with; None: all of their prompts.
       priority: of all of them, lower ones first.
       first: number of the first one.
       group: of its rows, if a wrong one ends the call; calls that belong together share it.
@@ -72,6 +74,7 @@ class Call:
     salt: Salt
     on_error: str
     params: SamplingParams | Sequence[SamplingParams] | None = None
+    compress: Compressor | None = None
     priority: int = 0
     first: int = 0
     group: Group | None = None

@@ -19,10 +19,11 @@ class Verification:
     """A request's answer beside the one of a cold run.
 
     Attributes:
-      tokens_agree: tokens up to the first difference between both answers.
+      tokens_agree: tokens up to the first difference between both answers. A compressed one is compared with the one
+        that has its whole prompt.
       tokens: of the longer answer.
       max_logit_difference: largest difference of any logit at the places of the answer's tokens, when both runs are
-        given these tokens.
+        given these tokens, and nothing is compressed.
     """
 
     tokens_agree: int
@@ -72,6 +73,7 @@ def _verify(
             error=None,
             detokenizer=builder.detokenizer(answer.params),
             matcher=None if answer.matcher is None else answer.matcher.fresh(),
+            compress=None,
             token_ids=[],
             logprobs=[],
             prompt_logprobs=[],

@@ -179,6 +179,12 @@ class Work:
         """Views of the buffer."""
         return Parts(**{name: self.buffer[at].reshape(shape) for name, (at, shape) in self.config.places.items()})
 
+    def through(self, tables: jax.Array) -> Work:
+        """The same work over tables that the device decides, int32 [T, B], which must be as long: what rows visit
+        follows from lengths alone, unless tables share prefixes."""
+        at, _ = self.config.places["tables"]
+        return Work(self.buffer.at[at].set(tables.reshape(-1)), self.config)
+
 
 def eights(boxes: Any) -> Any:
     """Rounded up to whole eights."""

@@ -255,6 +255,7 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     assert "compilation" not in twice.stderr  # both answers found their programs compiled
     assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
     assert "\nerror: reuse must be" in run("ask", *arguments, "--reuse", "most", "What?").stderr
+    assert "\nerror: compress must be" in run("ask", *arguments, "--compress", "most", "What?").stderr
     few = ("--max-pixels", "8000", "--max-rows", "64", "--host-bytes", "0")
     small = run("ask", *arguments, *few, tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output

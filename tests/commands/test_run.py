@@ -329,7 +329,7 @@ def test_answers_to_something_else_are_not_mixed(run, tmp_path, textured_image):
     before = out.read_bytes()
     for change in (
         ("--reuse", "approximate"), ("--temperature", "0"), ("--top-p", "0.5"), ("--max-pixels", "8192"),
-        ("--system", "Be brief."), ("--seed", "1"), ("--max-model-len", "64"),
+        ("--system", "Be brief."), ("--seed", "1"), ("--max-model-len", "64"), ("--compress", "vl-cache-0.5"),
     ):  # fmt: skip
         result = run(source, out, *change)
         assert result.exit_code == 1
@@ -415,6 +415,7 @@ def test_what_is_computed_is_kept_in_stores(run, tmp_path, textured_image):
         (["in.jsonl", "."], "OUT must be a file"),
         (["in.jsonl", "in.jsonl/out"], "OUT must be a file that can be written"),
         (["in.jsonl", "out.jsonl", "--reuse", "most"], "reuse must be"),
+        (["in.jsonl", "out.jsonl", "--compress", "most"], "compress must be"),
         (["in.jsonl", "out.jsonl", "--max-tokens", "0"], "max_tokens must be"),
         (["in.jsonl", "out.jsonl", "--host-bytes", "much"], "host_bytes must be bytes"),
         (["in.jsonl", "out.jsonl", "--remote", "ftp://host"], "remote must be a URL"),

@@ -19,14 +19,16 @@ from research.compile_report import (
     prefill_bounds,
 )
 from vlcache_jax.benchmarks.floor import MODELS
+from vlcache_jax.compress.scores import Received
+from vlcache_jax.device.programs.compress import Compact, Observe
 from vlcache_jax.device.programs.encode import Encode
 from vlcache_jax.device.programs.keep import KeepLayer, KeepRows
 from vlcache_jax.device.programs.layers import BLOCK, Block, Layer
 from vlcache_jax.device.programs.link import Link, Recall
-from vlcache_jax.device.programs.window import Window
+from vlcache_jax.device.programs.window import CompressedWindow, Window
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
-from vlcache_jax.pallas_kernels import CODECS, attention, attention_statistics, link, paged_attention
+from vlcache_jax.pallas_kernels import CODECS, PAGE, attention, attention_statistics, link, paged_attention
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, STATISTICS, AttentionShape, LinkShape, StatisticsShape
 
 pytestmark = pytest.mark.cuda_gate
@@ -224,6 +226,31 @@ def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
     # Logits and what the sampler makes of them, in float32, and nothing that grows with the pool.
     assert compiled.temp < 16 * 2**20 + size * 8 * CONFIG.text.vocab_size * 4
     assert compiled.operations + compiled.looped < operations * CONFIG.text.num_layers
+
+
+def test_compressing_a_prompt_and_decoding_behind_it() -> None:
+    """The compressed pool, which is that of all layers, is updated in place, and no layer of the other is copied."""
+    text, slots, pages = CONFIG.text, 2**17, 64
+    runner = abstract_runner(CONFIG, compressed_slots=slots)
+    pool = 2 * slots * text.num_kv_heads * text.head_dim * 2
+    sums = 4 * text.num_layers * (text.num_kv_heads * PAGE * pages + text.num_heads)
+    lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
+
+    window = compile_for(runner, CompressedWindow(16, pages))
+    assert window.spills == 0
+    assert window.alias == pool + lanes
+    assert window.temp < 16 * 2**20 + 16 * 8 * text.vocab_size * 4
+    assert window.operations + window.looped < 30 * text.num_layers
+
+    observe = compile_for(runner, Observe(pages))
+    assert observe.spills == 0
+    assert observe.alias == sums
+    assert observe.temp < 2 * sums + 64 * 2**20
+
+    compact = compile_for(runner, Compact(pages, Received("kv_head")))
+    moved = 2 * PAGE * pages * text.num_kv_heads * text.head_dim * 2
+    assert compact.alias == pool
+    assert compact.temp < 2 * moved + 64 * 2**20
 
 
 def test_the_encoder(runner) -> None:

@@ -209,6 +209,7 @@ WRONG = [
     ({"cache_salt": ""}, 400, "cache_salt"),
     ({"cache_salt": 5}, 400, "cache_salt"),
     ({"reuse": "full"}, 400, "reuse"),
+    ({"compress": "vl-cache-0.5"}, 400, "compress"),
     ({"reuse": [1]}, 400, "reuse"),
     ({"mm_processor_kwargs": {"x": 1}}, 400, "mm_processor_kwargs"),
     ({"mm_processor_kwargs": 5}, 400, "mm_processor_kwargs"),
@@ -385,6 +386,20 @@ def test_requests_choose_what_the_server_lets_them(serve, picture):
     assert served.json("POST", "/v1/chat/completions", {"messages": HELLO, "reuse": 0.5})[0] == 400
     with pytest.raises(ValueError, match="reuse"):
         serve(allow_reuse=["most"])
+
+
+def test_requests_are_compressed_as_the_server_lets_them(serve, picture):
+    served = serve(allow_compress=["vl-cache-0.5", "random-0.5"])
+    body = {"messages": shows(picture), "max_tokens": 3, "ignore_eos": True, "return_cache_report": True}
+    for compress in ("vl-cache-0.5", None):
+        status, found = served.json("POST", "/v1/chat/completions", body | {"compress": compress})
+        assert status == 200, found
+        assert found["cache"]["exact"] == ("compression" not in found["cache"]) == (compress is None)
+    status, found = served.json("POST", "/v1/chat/completions", body | {"compress": "vl-cache-0.4"})
+    assert (status, found["error"]["param"]) == (400, "compress")
+    assert found["error"]["message"].startswith("compress must be vl-cache-0.5 or random-0.5 on this server")
+    with pytest.raises(ValueError, match="compress"):
+        serve(allow_compress=["most"])
 
 
 def test_models(served, client, engine):

@@ -29,6 +29,7 @@ def ask(
     words: Sequence[str],
     *,
     model: str | None,
+    compress: str | None,
     system: str | None,
     fps: float | None,
     sampling: Mapping[str, Any],
@@ -42,6 +43,7 @@ def ask(
     Args:
       words: files of images or videos, and last the question.
       model: None is the shipped one.
+      compress: see `LLM.chat`.
       system: the system message, if any.
       fps: of videos.
       sampling: of `SamplingParams`.
@@ -60,14 +62,17 @@ def ask(
         warn_of_others(conversation)
     say("importing JAX")
     from vlcache_jax import LLM, SamplingParams
+    from vlcache_jax.compress.parse import parse_compressor
 
     params = SamplingParams(**sampling)
+    if compress is not None:  # before a model is opened
+        parse_compressor(compress)
     with LLM(model or SHIPPED, **options) as llm:
         if twice:
-            _rehearse(llm, conversation, params, shown)
+            _rehearse(llm, conversation, params, shown, compress)
         for _ in range(1 + twice):
             compiling = llm.stats().compile_seconds
-            [output] = llm.chat(conversation, params)
+            [output] = llm.chat(conversation, params, compress=compress)
             typer.echo(output.outputs[0].text)
             typer.echo(_summary(output, llm.stats().compile_seconds - compiling), err=True)
 
@@ -81,14 +86,16 @@ def _part(file: str, fps: float | None) -> dict[str, Any]:
     return {"type": "image", "path": file}
 
 
-def _rehearse(llm: LLM, conversation: Conversation, params: Any, shown: Sequence[Mapping[str, Any]]) -> None:
+def _rehearse(
+    llm: LLM, conversation: Conversation, params: Any, shown: Sequence[Mapping[str, Any]], compress: str | None
+) -> None:
     """Asks for a few tokens, cold and again, until nothing is compiled. What is asked afterwards finds nothing of it:
     it has a salt of its own, and leaves the disk as it was."""
     brief = dataclasses.replace(params, max_tokens=min(2, params.max_tokens))
 
     def twice() -> None:
         for _ in range(2):
-            llm.chat(conversation, brief, cache_salt=_SALT)
+            llm.chat(conversation, brief, compress=compress, cache_salt=_SALT)
         for part in shown:
             llm.cache.delete(part if part["type"] == "video" else part["path"], cache_salt=_SALT)
         llm.reset_prefix_cache()

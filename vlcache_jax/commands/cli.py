@@ -177,6 +177,7 @@ def run_command(
     out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="File of answers to write (JSON lines).")],
     model: opt.ModelOption = None,
     reuse: opt.Reuse = "exact",
+    compress: opt.Compress = None,
     system: opt.System = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most, where a row does not say.")] = 256,
     temperature: opt.Temperature = None,
@@ -190,6 +191,7 @@ def run_command(
     max_rows: opt.MaxRows = None,
     max_model_len: opt.MaxModelLen = None,
     kv_cache_bytes: opt.KvCacheBytes = None,
+    compressed_kv_bytes: opt.CompressedKvBytes = "0",
     host_bytes: opt.HostBytes = "4GiB",
     device_bytes: Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")] = "0",
     disk: opt.Disk = None,
@@ -246,9 +248,10 @@ def run_command(
             "allowed_local_media_path": images_from,
             "max_rows": max_rows,
             "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
+            "compressed_kv_bytes": compressed_kv_bytes,
             "cache": cache,
         }
-        recipe = Recipe(source, model, reuse, system, defaults, options, trust_request_chat_template)
+        recipe = Recipe(source, model, reuse, compress, system, defaults, options, trust_request_chat_template)
         run(recipe, out, overwrite=overwrite, retry=retry_errors)
 
 
@@ -262,6 +265,7 @@ def ask_command(
     ],
     model: opt.ModelOption = None,
     reuse: opt.Reuse = "exact",
+    compress: opt.Compress = None,
     system: opt.System = None,
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = None,
@@ -272,6 +276,7 @@ def ask_command(
     max_rows: opt.MaxRows = None,
     max_model_len: opt.MaxModelLen = None,
     kv_cache_bytes: opt.KvCacheBytes = None,
+    compressed_kv_bytes: opt.CompressedKvBytes = "0",
     host_bytes: opt.HostBytes = "4GiB",
     disk: opt.Disk = None,
     twice: Annotated[
@@ -297,10 +302,14 @@ def ask_command(
             "max_rows": max_rows,
             "max_model_len": max_model_len,
             "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
+            "compressed_kv_bytes": compressed_kv_bytes,
             "cache": CacheConfig(host_bytes=host_bytes, disk=disk),
         }
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-        ask(words, model=model, system=system, fps=fps, sampling=sampling, options=options, twice=twice)
+        ask(
+            words, model=model, compress=compress, system=system, fps=fps, sampling=sampling, options=options,
+            twice=twice,
+        )  # fmt: skip
 
 
 class _Serve(TyperCommand):

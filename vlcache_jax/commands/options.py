@@ -26,6 +26,13 @@ Reuse = Annotated[
     str,
     typer.Option(help='"exact", "approximate", "full", "off", a ratio such as 0.1, a schedule, or another policy.'),
 ]
+Compress = Annotated[
+    str | None,
+    typer.Option(
+        help="What of a prompt its answer goes on with: vl-cache-0.1 is a tenth. It needs --compressed-kv-bytes.",
+        show_default="all",
+    ),
+]
 Codec = Annotated[str, typer.Option(help="Of stored keys and values: auto, int8 or int4.")]
 
 # Sampling.
@@ -53,6 +60,7 @@ KvCacheBytes = Annotated[
     str | None,
     typer.Option(help="KV pool, such as 4GiB.", show_default="most of the free memory, on a CPU a quarter at most"),
 ]
+CompressedKvBytes = Annotated[str, typer.Option(help="Pool for what is kept of compressed prompts, such as 1GiB.")]
 HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
 Disk = Annotated[
     pathlib.Path | None,

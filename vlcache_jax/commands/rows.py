@@ -39,6 +39,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "cache_salt": (None,),
     "reuse": (None,),
+    "compress": (None,),
     "mm_processor_kwargs": (None,),
 }
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from vlcache_jax.config import EngineOptions
 
 _TOLD = 3  # wrong rows that are named
-_IDLE = ("cache", "kv_cache_bytes", "max_rows")  # options that no answer depends on, but for the cache's codec
+# Options that no answer depends on, but for the cache's codec.
+_IDLE = ("cache", "kv_cache_bytes", "compressed_kv_bytes", "max_rows")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Recipe:
 
     Attributes:
       source: the file of rows.
-      model, reuse: of all rows; without a model the shipped one answers.
+      model, reuse, compress: of all rows; without a model the shipped one answers.
       system: message before the rows that have none.
       defaults: sampling parameters where a row names none.
       options: of the engine.
@@ -48,6 +49,7 @@ class Recipe:
     source: pathlib.Path
     model: str | None
     reuse: str
+    compress: str | None
     system: str | None
     defaults: Mapping[str, Any]
     options: EngineOptions
@@ -62,6 +64,7 @@ class Recipe:
         cache = self.options["cache"]
         codec = "auto" if cache is None else cache.codec
         way = self.reuse if codec == "auto" else f"{self.reuse} {codec}"  # what is linked, and so what is answered
+        way = way if self.compress is None else f"{way} {self.compress}"
         options = sorted(self.options.items())
         chosen = [[name, value] for name, value in options if name not in _IDLE and value is not None]
         given = [self.name, way, sorted(self.defaults.items()), chosen]
@@ -99,9 +102,13 @@ def run(recipe: Recipe, out: pathlib.Path, *, overwrite: bool, retry: bool) -> N
         raise ValueError(f"OUT must be a file, got {out}")
     if out.exists() and out.samefile(recipe.source):
         raise ValueError(f"OUT must be another file than IN, got {out}")
-    from vlcache_jax.reuse.parse import parse_policy  # imports JAX: what else is wrong need not wait for it
+    # They import JAX: what else is wrong need not wait for it.
+    from vlcache_jax.compress.parse import parse_compressor
+    from vlcache_jax.reuse.parse import parse_policy
 
     parse_policy(recipe.reuse)
+    if recipe.compress is not None:
+        parse_compressor(recipe.compress)
     digests = {number: digest for number, digest, _ in recipe.rows()}
     with _locked(out) as file:
         done = set() if overwrite else _answered(file, out, digests, retry)
@@ -186,7 +193,7 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
         one, other = itertools.tee(good())
         conversations, params = (conversation for conversation, _ in one), (params for _, params in other)
         for index, output in llm.chat_iter(
-            conversations, params, use_tqdm=False, reuse=recipe.reuse, on_error="return"
+            conversations, params, use_tqdm=False, reuse=recipe.reuse, compress=recipe.compress, on_error="return"
         ):
             row = running.pop(index)
             if output.error is not None:

@@ -38,12 +38,14 @@ class MemoryPlan:
       num_slots: of the KV pool that requests can use, see `round_pages`; the page that is nobody's comes on top.
       max_model_len: tokens of prompt and answer at most.
       kept_pages: of the device tier.
+      compressed_pages: of what is kept of compressed prompts, each of one layer; the one that is nobody's comes on top.
     """
 
     ladder: Ladder
     num_slots: int
     max_model_len: int
     kept_pages: int = 0
+    compressed_pages: int = 0
 
 
 def plan_memory(
@@ -60,6 +62,7 @@ def plan_memory(
     max_sequences: int | None = None,
     share: float | None = None,
     device_bytes: int = 0,
+    compressed_bytes: int = 0,
 ) -> MemoryPlan:
     """Plans an engine.
 
@@ -71,11 +74,12 @@ def plan_memory(
       max_patches: of an image.
       max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `EngineConfig`.
       device_bytes: see `CacheConfig`; of it are taken as many pages as `round_pages` says, before the pool.
+      compressed_bytes: `compressed_kv_bytes` of `EngineConfig`; likewise.
 
     Raises:
       MemoryError: it does not fit.
-      ValueError: `device_bytes` is above 0 and below a page, or `max_model_len` is more than the model or the pool
-        takes, or the pool is too small to serve anybody.
+      ValueError: `device_bytes` or `compressed_kv_bytes` is above 0 and below a page, or `max_model_len` is more than
+        the model or the pool takes, or the pool is too small to serve anybody.
     """
     # The sizes that programs are compiled for, within what was asked.
     if ladder is None:
@@ -96,6 +100,13 @@ def plan_memory(
             f"device_bytes must be 0 or at least {page}, a page of {PAGE_TOKENS} tokens, got {device_bytes}"
         )
     kept_pages = round_pages(device_bytes // page)
+    compressed_page = PAGE * kv.slot_bytes // kv.layers
+    if 0 < compressed_bytes < PAGE * kv.slot_bytes:
+        raise ValueError(
+            f"compressed_kv_bytes must be 0 or at least {PAGE * kv.slot_bytes}, a page of {PAGE} tokens in each layer, "
+            f"got {compressed_bytes}"
+        )
+    compressed_pages = round_pages(compressed_bytes // compressed_page)
     num_slots = plan_pool(
         config,
         kv,
@@ -106,6 +117,7 @@ def plan_memory(
         max_model_len=longest,
         share=share,
         kept=kept_pages * page,
+        compressed=(compressed_pages + 1) * compressed_page if compressed_pages else 0,
     )
     fitting = min(longest, num_slots)
     if max_model_len is not None and max_model_len > fitting:
@@ -113,7 +125,7 @@ def plan_memory(
             f"max_model_len must be at most {fitting} (the model takes {most} tokens, the KV pool {num_slots}), "
             f"got {max_model_len}"
         )
-    return MemoryPlan(ladder, num_slots, fitting, kept_pages)
+    return MemoryPlan(ladder, num_slots, fitting, kept_pages, compressed_pages)
 
 
 def plan_pool(
@@ -127,6 +139,7 @@ def plan_pool(
     max_model_len: int,
     share: float | None = None,
     kept: int = 0,
+    compressed: int = 0,
 ) -> int:
     """The slots of the KV pool that requests can use.
 
@@ -137,16 +150,19 @@ def plan_pool(
       share: of the free bytes, for all together where `kv_cache_bytes` is None; None: the pool takes 0.9 of what the
         others leave, on a CPU a quarter.
       kept: bytes of the device tier.
+      compressed: bytes of the pool of compressed prompts.
 
     Raises:
       MemoryError: it does not fit; the message has the figures.
       ValueError: `kv_cache_bytes` is less than a page.
     """
     slot, activations = kv.slot_bytes, activation_bytes(config, kv, ladder)
-    free = free_bytes(device)
+    if compressed:  # what every key of a prompt received
+        activations += 2 * 4 * kv.layers * kv.heads * max_model_len
+    free, others = free_bytes(device), weights + activations + kept + compressed
     if kv_cache_bytes is None:
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
-        rest = free - weights - activations - kept
+        rest = free - others
         usual = 0.25 if device.platform == "cpu" else GPU_SHARE
         most = usual * rest if share is None else share * free - (free - rest)
         useful = ladder.max_sequences * -(-max_model_len // PAGE)
@@ -158,12 +174,13 @@ def plan_pool(
         )
     else:
         pages = round_pages(kv_cache_bytes // (slot * PAGE))
-    needed = weights + activations + kept + (max(pages, 1) + 1) * PAGE * slot
+    needed = others + (max(pages, 1) + 1) * PAGE * slot
     if pages < 1 or needed > free:
         wanted = "at least " + _gib(2 * PAGE * slot) if kv_cache_bytes is None else _gib((pages + 1) * PAGE * slot)
         raise MemoryError(
             f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
-            f"activations about {_gib(activations)}, {f'device_bytes {_gib(kept)}, ' if kept else ''}KV pool {wanted} "
+            f"activations about {_gib(activations)}, {f'device_bytes {_gib(kept)}, ' if kept else ''}"
+            f"{f'compressed_kv_bytes {_gib(compressed)}, ' if compressed else ''}KV pool {wanted} "
             f"({slot} bytes a slot, {PAGE} slots a page, and one page that no request uses); "
             f"that is {_devices_worth(needed, free)} such devices' worth, and one is used"
         )

@@ -1,15 +1,17 @@
-"""The KV pool: K and V of the slots that requests have their tokens in."""
+"""The KV pools: K and V of the slots that requests have their tokens in, and of what is kept of compressed prompts."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import abc
 
+import jax
 import numpy as np
 
 from vlcache_jax.device.ladder import cover
+from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.shapes import Halves
-from vlcache_jax.device.programs.state import CopyPages, EmptyPool
+from vlcache_jax.device.programs.state import CopyPages
 from vlcache_jax.device.programs.table import Programs
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -19,20 +21,23 @@ class Pool:
 
     Args:
       programs: that run on its device.
+      empty: makes K or V.
+      count: pairs of these: one for each layer, or one for all.
 
     Attributes:
-      arrays: K and V of each layer, [S, K, D]; None: they are not made yet, or a program that had them was interrupted.
+      arrays: K and V of each layer, or of all layers, [S, K, D]; None: they are not made yet, or a program that had
+        them was interrupted.
     """
 
-    def __init__(self, programs: Programs):
-        self._programs = programs
+    def __init__(self, programs: Programs, empty: Program[jax.Array], count: int):
+        self._programs, self._empty, self._count = programs, empty, count
         self.arrays: Halves | None = None
 
     def make(self) -> Halves:
         """The arrays, made if they are not there."""
         if self.arrays is None:
-            run, layers = self._programs.run, range(self._programs.shapes.kv.layers)
-            self.arrays = [[run(EmptyPool()), run(EmptyPool())] for _ in layers]
+            run = self._programs.run
+            self.arrays = [[run(self._empty), run(self._empty)] for _ in range(self._count)]
         return self.arrays
 
     @contextlib.contextmanager

@@ -15,16 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax import pallas_kernels as kernels
+from vlcache_jax.device.compressed_work import compressed_work
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder, round_up
 from vlcache_jax.device.pool import Pool
 from vlcache_jax.device.programs.answer import OutputHead, SampleFirst, ScoreTokens
+from vlcache_jax.device.programs.compress import EmptyCompressed
 from vlcache_jax.device.programs.encode import Encode, Stage, encoder_tables
 from vlcache_jax.device.programs.keep import Restage
 from vlcache_jax.device.programs.shapes import Params, Shapes
-from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, HoldLanes, OpenLane
+from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, EmptyPool, HoldLanes, OpenLane
 from vlcache_jax.device.programs.table import Programs
-from vlcache_jax.device.programs.window import ANSWER, Window
+from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window
 from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
@@ -45,6 +47,11 @@ class Runner:
       implementation: of the kernels; None is the best for each case.
       codec: of stored K, V; None: they are kept as they are.
       kept_tokens: that the device tier has room for.
+      compressed_slots: of the pool for what is kept of compressed prompts, whole pages; the first page is nobody's. 0:
+        there is none.
+
+    Attributes:
+      pool, compressed: the KV pools.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class Runner:
         implementation: str | None = None,
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
+        compressed_slots: int = 0,
     ):
         self.config = config
         self.ladder = ladder
@@ -72,7 +80,7 @@ class Runner:
         self.shapes = Shapes(
             config, params, self.normalization,
             num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation, codec=codec,
-            kept_tokens=kept_tokens,
+            kept_tokens=kept_tokens, compressed_slots=compressed_slots,
         )  # fmt: skip
         self.constants = self.shapes.constants(self.text)
         self.programs = Programs(self.shapes)
@@ -82,13 +90,14 @@ class Runner:
 
     def reset(self) -> None:
         """Forgets everything mutable, for example after an interrupted call."""
-        self.pool = Pool(self.programs)
+        self.pool = Pool(self.programs, EmptyPool(), self.shapes.kv.layers)
+        self.compressed = Pool(self.programs, EmptyCompressed(), bool(self.shapes.compressed_slots))
         self._encoder_rows: jax.Array | None = None
         self._lanes: Lanes | None = None
 
     def prepare(self) -> None:
         """Makes everything mutable, which the first request would wait for; returns when it is there."""
-        jax.block_until_ready((self.pool.make(), self.encoder_rows(), self._lanes_now()))
+        jax.block_until_ready((self.pool.make(), self.compressed.make(), self.encoder_rows(), self._lanes_now()))
 
     # What these return may not be computed yet; whoever needs a value waits for it.
 
@@ -219,13 +228,36 @@ class Runner:
             np.arange(count), np.zeros(count, np.int32), end[1], tables, config,
             least=end[0], shared=kernels.shared_prefixes(tables),
         )  # fmt: skip
-        padded = np.zeros((size, rows.shape[1]), np.int32)
-        padded[:count], padded[count:, ANSWER] = rows, NO_LANE
+        return self._decode(Window(size), self.pool, _padded(rows, size), work, np.int32(tokens))
+
+    def compressed_window(
+        self, rows: np.ndarray, tables: abc.Sequence[abc.Sequence[np.ndarray]], kept: np.ndarray, end: np.ndarray,
+        tokens: int,
+    ) -> Sampled:  # fmt: skip
+        """The same of rows whose prompts are compressed.
+
+        Args:
+          rows: as in `window`.
+          tables: pages of each in each layer, with room for its tokens.
+          kept: tokens that each layer keeps of each prompt, [L, n].
+          end: tokens behind the prompt that each sees at its first and at its last one here, [2, n].
+        """
+        count, size = len(rows), round_up(len(rows), self.ladder.sequences)
+        longest = max(len(pages) for own in tables for pages in own)
+        program = CompressedWindow(size, round_up(longest, self.shapes.page_rungs))
+        lists, list_of = compressed_work(kept, end, self.shapes.work_config(size, True, program.pages))
+        padded, all_kept = np.zeros((len(kept), size, program.pages), np.int32), np.zeros((len(kept), size), np.int32)
+        all_kept[:, :count] = kept
+        for row, own in enumerate(tables):
+            for layer, pages in enumerate(own):
+                padded[layer, row, : len(pages)] = pages
+        given = lists, list_of, padded, all_kept, np.int32(tokens)
+        return self._decode(program, self.compressed, _padded(rows, size), *given)
+
+    def _decode(self, program: Window | CompressedWindow, pool: Pool, *given: Any) -> Sampled:
         lanes, self._lanes = self._lanes_now(), None
-        with self.pool.taken() as pool:
-            chosen, self._lanes, pool[:] = self.run(
-                Window(size), self.text, self.head_weights, pool, lanes, padded, work, np.int32(tokens)
-            )
+        with pool.taken() as arrays:
+            chosen, self._lanes, arrays[:] = self.run(program, self.text, self.head_weights, arrays, lanes, *given)
         return chosen
 
     def score(self, logits: jax.Array, target: np.ndarray, *, wants_top: bool = False) -> tuple[jax.Array, ...]:
@@ -244,6 +276,13 @@ class Runner:
         if self._lanes is None:
             self._lanes = self.run(EmptyLanes())
         return self._lanes
+
+
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    """A window's rows, and others of no lane."""
+    padded = np.zeros((size, rows.shape[1]), np.int32)
+    padded[: len(rows)], padded[len(rows) :, ANSWER] = rows, NO_LANE
+    return padded
 
 
 def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:

@@ -20,6 +20,7 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.clock import Clock
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.runner import Runner
+from vlcache_jax.engine.compaction import Compactor
 from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.pages import Pages, PageStats
@@ -48,6 +49,9 @@ class EngineStats(PageStats):
 
     Attributes:
       kv_cache_bytes: of the pages that requests can use.
+      compressed_kv_bytes, compressed_pages, compressed_in_use: of the pool for compressed prompts: its bytes, its
+        pages, each of 128 tokens in one layer, and those of answers that run.
+      compressed: answers that went on with a part of their prompts.
       waiting, running: requests now, each answer counted.
       steps: passes of the loop.
       prefill_steps: steps that computed prompts.
@@ -63,6 +67,10 @@ class EngineStats(PageStats):
     """
 
     kv_cache_bytes: int = 0
+    compressed_kv_bytes: int = 0
+    compressed_pages: int = 0
+    compressed_in_use: int = 0
+    compressed: int = 0
     waiting: int = 0
     running: int = 0
     steps: int = 0
@@ -99,12 +107,12 @@ class Engine:
     def __init__(self, runner: Runner, writer: Writer, pages: Pages, threads: Executor, tier: DeviceTier):
         self.runner, self.writer, self.pages = runner, writer, pages
         self.trace: list[tuple[int, int, int]] | None = None
-        layers = runner.config.text.num_layers
-        ladder = runner.ladder
-        self.scheduler = Scheduler(pages, ladder.max_sequences, ladder.max_rows, layers)
+        layers, ladder, slots = runner.config.text.num_layers, runner.ladder, runner.shapes.compressed_slots
+        self.scheduler = Scheduler(pages, ladder.max_sequences, ladder.max_rows, layers, slots)
         self._clock = Clock()
         self._lanes = LaneKeeper(runner)
         self._prefiller = Prefiller(runner, writer, self._clock, DeviceCopies(runner, tier))
+        self._compactor = Compactor(runner, self.scheduler, self._prefiller, self._clock)
         self._readiness = Readiness(layers, runner.shapes.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._turn: Turn | None = None  # whose steps are being launched
@@ -139,6 +147,8 @@ class Engine:
         self._sweep()
         self._admit()
         put_back = self._prefill()
+        for results in self._compactor.advance():
+            self._fly(results)
         window = self.runner.ladder.window
         self._decode(free, window)
         while self._read < launched:  # `_decode` may have read some of these already
@@ -155,6 +165,7 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """After an error in `step`: what the device held is gone, and everything that ran, or was to run next."""
         self.pages.reset()  # first: nothing may be found in a pool that is gone
+        self._compactor.reset()
         self._prefiller.reset()
         self._lanes.reset()
         if self._turn is not None:
@@ -175,6 +186,7 @@ class Engine:
         return dataclasses.replace(
             self._counts,
             **dataclasses.asdict(self.pages.stats()),
+            **self._compactor.stats(),
             kv_cache_bytes=self.pages.count * self.pages.size * self.runner.shapes.kv.slot_bytes,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
@@ -207,18 +219,6 @@ class Engine:
 
     def _is_in_turn(self, sequence: Sequence) -> bool:
         return self._turn is not None and any(prefill.sequence is sequence for prefill in self._turn.prefills)
-
-    def _is_needed(self, sequence: Sequence) -> bool:
-        """Whether others count on what a prompt leaves, and it has not left it yet."""
-        lease = sequence.progress.lease
-        if lease is not None and lease.is_proven:
-            return False
-        is_shared = lease is not None and any(
-            other is not None and lease in other.sources
-            for other in (sequence.progress.lease for sequence in self.scheduler.running)
-        )
-        is_awaited = any(use.captured is not None and use.captured.is_awaited for use in sequence.progress.images)
-        return is_shared or is_awaited
 
     def _admit(self) -> None:
         for sequence in self.scheduler.admit():
@@ -273,14 +273,23 @@ class Engine:
         return found is not None
 
     def _decode(self, find: abc.Callable[[abc.Iterable[Sequence]], list[Generation]], most: int) -> bool:
-        """Launches a window of up to `most` tokens, if there are answers that may go on; whether it did.
+        """Launches windows of up to `most` tokens, if there are answers that may go on; whether it did.
+
+        Those that go on with a part of their prompts have one of their own.
 
         Args:
           find: these, of all whose prompts have been launched.
         """
+        did = self._decode_alike(find, most, compressed=False)
+        return self._decode_alike(find, most, compressed=True) or did
+
+    def _decode_alike(
+        self, find: abc.Callable[[abc.Iterable[Sequence]], list[Generation]], most: int, *, compressed: bool
+    ) -> bool:
         start = time.thread_time()
         while True:
-            active = find(self.scheduler.decoding)
+            alike = (one for one in self.scheduler.decoding if (one.progress.compressed is not None) == compressed)
+            active = find(alike)
             if not active:
                 return False
             longest = max(sequence.most - sequence.progress.scheduled for sequence in active)
@@ -345,7 +354,7 @@ class Engine:
         self._read += 1
 
     def _end_if_done(self, sequence: Sequence) -> None:
-        is_over = sequence.end.is_aborted and not self._is_needed(sequence)
+        is_over = sequence.end.is_aborted and not self.scheduler.is_needed(sequence)
         if (is_over or sequence.is_done or sequence.end.error is not None) and not self._is_in_turn(sequence):
             self._end(sequence, failed=sequence.end.error is not None)
 
@@ -353,6 +362,7 @@ class Engine:
         # What was launched for its prompt has been read, or nothing was: nobody reads its records any more.
         lease = sequence.progress.lease
         is_settled = lease is None or lease.is_proven or sequence.end.fault is not None
+        self._compactor.forget(sequence)
         self.scheduler.finish(sequence, failed=failed)
         if failed and sequence.end.group is not None:
             sequence.end.group.has_failed = True

@@ -105,7 +105,8 @@ class Prefiller:
             turn.steps = deque(prefill_steps(turn.prefills, self.runner.ladder, self.runner.num_slots, layers))
         step = turn.steps[0]
         if turn.passage is None:
-            turn.passage = self._begin_step(step, turn)
+            self.stage(step, turn)
+            turn.passage = Passage(self.runner, step)
         passage = turn.passage
         while True:
             linked = turn.upload.layers
@@ -124,6 +125,15 @@ class Prefiller:
         later = {placement.image for other in turn.steps for placement in other.placements}
         turn.where = {image: place for image, place in turn.where.items() if image in later}
         return Launched(turn, step, passage.x, passage.chosen, tuple(turn.took))
+
+    def stage(self, step: Step, turn: Turn) -> None:
+        """Encodes new images, and hands the step its encoder rows."""
+        images = [placement.image for placement in step.placements if placement.image not in turn.here]
+        new = [image for image in images if image not in turn.where and not _holds(turn.kept.get(image))]
+        turn.where.update(self._encode(new, turn.kept))
+        if new:
+            turn.took.append(("encode", self._clock.mark([turn.where[image][0] for image in new])))
+        self._stage(step, turn)
 
     def prepare(self) -> None:
         """Makes what the device will hold; returns when it is there."""
@@ -155,16 +165,6 @@ class Prefiller:
         read, done = turn.upload.advance()
         if done:
             turn.took += [("transfer", self._clock.mark(read)), ("link", self._clock.mark(done))]
-
-    def _begin_step(self, step: Step, turn: Turn) -> Passage:
-        """Encodes new images, and hands the step its rows."""
-        images = [placement.image for placement in step.placements if placement.image not in turn.here]
-        new = [image for image in images if image not in turn.where and not _holds(turn.kept.get(image))]
-        turn.where.update(self._encode(new, turn.kept))
-        if new:
-            turn.took.append(("encode", self._clock.mark([turn.where[image][0] for image in new])))
-        self._stage(step, turn)
-        return Passage(self.runner, step)
 
     def _encode(
         self, images: abc.Iterable[ImageRef], kept: abc.Mapping[ImageRef, Record]

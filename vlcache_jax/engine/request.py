@@ -19,8 +19,10 @@ import numpy.typing as npt
 from vlcache_jax.cache.record import Record, State, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
+from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.device import sampler
 from vlcache_jax.engine.completions import CompletionDelta, Logprob
+from vlcache_jax.engine.compressed import CompressedLease, Compression
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.grammars import Bits, Matcher
 from vlcache_jax.engine.pages import Chain, Lease, PlacedImage
@@ -48,6 +50,7 @@ class Metrics:
       queue: from arrival until it got pages.
       transfer, link, encode, prefill: on the device, of the steps that computed the prompt.
       first_token: the rest of the time to the first token: the output head, sampling, and waiting between steps.
+      compress: on the device, to find out what the answer goes on with, and to compact it.
       decode: from the first token to the last.
       inter_token: from one delivery of tokens to the next; those of a window come together.
       launched: from the call until the first of its programs had been handed to the device, by the clock; all that was
@@ -66,6 +69,7 @@ class Metrics:
     link: float = 0.0
     prefill: float = 0.0
     first_token: float = 0.0
+    compress: float = 0.0
     decode: float = 0.0
     inter_token: tuple[float, ...] = ()
     launched: float = 0.0
@@ -205,7 +209,9 @@ class Progress:
         did not come, which are computed.
       priority: lower ones come first.
       arrived: its place among all that arrived.
-      lease: its pages while it runs.
+      lease: its pages while it runs, until it is compressed.
+      compressed: its pages from then on.
+      is_whole: it was to be compressed, but nothing of it is dropped.
       lane: its number among those that run.
       prefilled: how many of its prefills have been launched.
       scheduled: tokens, the prompt's included, that it will have when everything launched so far has been read.
@@ -217,6 +223,8 @@ class Progress:
     priority: int
     arrived: int = 0
     lease: Lease | None = None
+    compressed: CompressedLease | None = None
+    is_whole: bool = False
     lane: int = 0
     prefilled: int = 0
     scheduled: int = 0
@@ -232,6 +240,7 @@ class Told:
       called_at, arrived_at: when the call came that brought it, and when it arrived.
       ran: the plan as it ran first; None: it has not.
       cached: tokens that were in pages then.
+      compression: what its answer goes on with; None: all, or that is not known yet.
       delivered: when its last results came.
       gaps: seconds between these that `take_metrics` has not told yet.
     """
@@ -241,6 +250,7 @@ class Told:
     arrived_at: float = 0.0
     ran: Plan | None = None
     cached: int = 0
+    compression: Compression | None = None
     delivered: float = 0.0
     gaps: list[float] = field(default_factory=list)
 
@@ -358,6 +368,11 @@ class Sequence:
         """Whether all is known that its next token depends on; waits so many seconds for it."""
         return True
 
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether it can be put back: computed again, it goes on as it would have."""
+        return self.progress.compressed is None
+
     # Doors for all threads.
 
     def fail(self, error: str) -> None:
@@ -405,6 +420,7 @@ class Generation(Sequence):
       bad_words: tokens of those that must not come.
       detokenizer: makes text of its tokens.
       matcher: says which tokens may come next; None: all may.
+      compress: says what of its prompt is kept once the first token is there; None: all is.
       token_ids, logprobs: generated so far.
       prompt_logprobs: of the prompt's tokens from the second one on, if asked for.
       lock: is held while it changes, as others may look at it meanwhile.
@@ -416,6 +432,7 @@ class Generation(Sequence):
     bad_words: abc.Sequence[abc.Sequence[int]]
     detokenizer: Detokenizer
     matcher: Matcher | None = None
+    compress: Compressor | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -485,7 +502,17 @@ class Generation(Sequence):
     @property
     def can_grow(self) -> bool:
         """Whether its prompt's last row has been launched, and more tokens may be."""
-        return 0 < self.progress.scheduled < self.most
+        return 0 < self.progress.scheduled < self.most and not self.awaits_compression
+
+    @property
+    def awaits_compression(self) -> bool:
+        """Whether its next token is not to be computed before its prompt is compressed."""
+        return self.compress is not None and self.progress.compressed is None and not self.progress.is_whole
+
+    @property
+    def may_begin_again(self) -> bool:
+        # Its second token would be computed with the whole prompt, beside a first one that is told already.
+        return super().may_begin_again and not (self.awaits_compression and self.token_ids)
 
     def allowed(self, count: int) -> Bits | None:
         """What may come behind `count` tokens, at least those there are, if it `may_go_on`; None: that is not known."""

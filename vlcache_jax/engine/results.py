@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import abc
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import NO_ANSWER, Sampled
 from vlcache_jax.engine.completions import Logprob
+from vlcache_jax.engine.compressed import Compression
 from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.prefilling import Launched
 from vlcache_jax.engine.readiness import Ready
@@ -36,7 +39,8 @@ class Results:
 
     def _counts(self, sequence: Sequence) -> bool:
         """Whether what is read of a sequence still counts."""
-        is_sound = sequence.progress.lease is not None and not sequence.progress.lease.is_lost
+        lease = sequence.progress.lease
+        is_sound = sequence.progress.compressed is not None or (lease is not None and not lease.is_lost)
         return is_sound and self._attempts[sequence] == sequence.progress.attempt and not sequence.end.is_finished
 
 
@@ -149,6 +153,45 @@ class Prefilled(Results):
             yield from part.read()
 
 
+class Observed(Results):
+    """How sparse the attention of a prompt's last rows is.
+
+    Args:
+      answer: whose prompt.
+      zeros: int32 [L, H], see `vlcache_jax.device.programs.compress.Observe`.
+      found: is called with it.
+    """
+
+    def __init__(self, answer: Generation, zeros: jax.Array, found: abc.Callable[[np.ndarray], None]):
+        super().__init__([answer])
+        self._zeros, self._found = zeros, found
+        _send(zeros)
+
+    def read(self) -> abc.Iterator[Sequence]:
+        self._found(np.asarray(self._zeros))
+        yield from ()
+
+
+class Compressed(Results):
+    """What an answer goes on with.
+
+    Args:
+      compression: but for its seconds.
+      took: these.
+    """
+
+    def __init__(self, answer: Generation, compression: Compression, took: abc.Sequence[Future[float]]):
+        super().__init__([answer])
+        self._compression, self._took = compression, took
+
+    def read(self) -> abc.Iterator[Sequence]:
+        for answer in filter(self._counts, self._attempts):
+            told = answer.told
+            told.metrics.compress = sum((seconds.result() for seconds in self._took), 0.0)
+            told.compression = dataclasses.replace(self._compression, seconds=told.metrics.compress)
+        yield from ()
+
+
 def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Prefilled:
     """Launches what follows a prefill step, and is read after it."""
     wanted = list(enumerate(launched.step.wanted))
@@ -183,13 +226,18 @@ def _is_known(answer: Generation) -> bool:
 
 
 def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], tokens: int) -> Tokens:
-    """Lets answers go on by up to `tokens` tokens each."""
+    """Lets answers go on by up to `tokens` tokens each; the prompts of all are compressed, or of none."""
     first = np.array([sequence.progress.scheduled for sequence in active], np.int32)
     last = np.minimum(first + tokens, [sequence.most for sequence in active]) - 1
     lanes.hold(active, [sequence.progress.scheduled for sequence in active])
-    tables = [sequence.progress.lease.table for sequence in active if sequence.progress.lease is not None]
-    sampled = runner.window(lanes.rows(active), tables, np.stack([first, last]), tokens)
-    return Tokens(active, sampled)
+    rows, end = lanes.rows(active), np.stack([first, last])
+    leases = [sequence.progress.compressed for sequence in active if sequence.progress.compressed is not None]
+    if leases:
+        tables, kept = [lease.tables for lease in leases], np.stack([lease.kept for lease in leases], 1)
+        end -= np.array([len(sequence.layout) for sequence in active], np.int32)
+        return Tokens(active, runner.compressed_window(rows, tables, kept, end, tokens))
+    pages = [sequence.progress.lease.table for sequence in active if sequence.progress.lease is not None]
+    return Tokens(active, runner.window(rows, pages, end, tokens))
 
 
 def _send(arrays: Any) -> None:

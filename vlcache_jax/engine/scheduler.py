@@ -2,7 +2,8 @@
 
 Sequences are admitted in the order of their priority, then of their arrival, as long as there are lanes and pages for
 their prompts. What one links or shares of another, it waits for; others go first. Pages are taken as answers grow;
-where there are none left, the last in that order gives its own back and waits, to go on where it was.
+where there are none left, the last in that order gives its own back and waits, to go on where it was. One that is
+compressed changes into pages of another pool, and has all that it will need.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from collections.abc import Sequence as Listed
 import numpy as np
 
 from vlcache_jax.engine.batching import Prefill
+from vlcache_jax.engine.compressed import CompressedPages
 from vlcache_jax.engine.pages import Lease, Pages
 from vlcache_jax.engine.request import ImageUse, Sequence
+from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 
 
@@ -30,15 +33,17 @@ class Scheduler:
       max_sequences: that run together, in lanes numbered from 0.
       max_rows: of one prefill step.
       num_layers: of the decoder.
+      compressed_slots: of the pool for compressed prompts, as the runner has it.
 
     Attributes:
+      compressed: these pages.
       waiting: those that have no pages, in their order.
       prefilling: those whose prompts are still to be launched.
       decoding: those whose prompts have been.
     """
 
-    def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int):
-        self.pages = pages
+    def __init__(self, pages: Pages, max_sequences: int, max_rows: int, num_layers: int, compressed_slots: int = 0):
+        self.pages, self.compressed = pages, CompressedPages(max(0, compressed_slots // PAGE - 1))
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -192,6 +197,17 @@ class Scheduler:
         for sequence in sequences:
             sequence.progress.scheduled = min(sequence.progress.scheduled + count, sequence.most)
 
+    def is_needed(self, sequence: Sequence) -> bool:
+        """Whether others count on what a prompt leaves, and it has not left it yet."""
+        lease = sequence.progress.lease
+        if sequence.progress.compressed is not None or (lease is not None and lease.is_proven):
+            return False
+        others = (other.progress.lease for other in self.running)
+        is_shared = lease is not None and any(other is not None and lease in other.sources for other in others)
+        return is_shared or any(
+            use.captured is not None and use.captured.is_awaited for use in sequence.progress.images
+        )
+
     def grow(self, sequences: Listed[Sequence], count: int) -> int:
         """Gives each the pages that its next `count` tokens need, or as many tokens as there are pages for.
 
@@ -199,6 +215,8 @@ class Scheduler:
           For how many tokens there are, at most `count`; 0: not for one.
         """
         leases = [sequence.progress.lease for sequence in sequences if sequence.progress.lease is not None]
+        if not leases:  # they are compressed, and have all pages that they will need
+            return count
         while count:
             # The last token of an answer has no slot: nobody sees it.
             lengths = [min(sequence.progress.scheduled + count - 1, sequence.most - 1) for sequence in sequences]
@@ -218,7 +236,7 @@ class Scheduler:
         """
         if len(self.running) == 1:
             raise RuntimeError(f"{self.running[0].length} tokens must fit in the KV pool's pages")
-        others = [sequence for sequence in self.running if sequence not in busy]
+        others = [sequence for sequence in self.running if sequence not in busy and sequence.may_begin_again]
         if not others:
             return False
         self.pages.count_preemption()
@@ -237,11 +255,35 @@ class Scheduler:
         sequence.restart()
         bisect.insort(self.waiting, sequence, key=_order)
 
+    def compress(self, sequence: Sequence, counts: Listed[int]) -> bool:
+        """Takes pages for so many tokens of the prompt in each layer, and for the answer; False: there are not enough.
+        What it has of the others, it keeps until `compacted`."""
+        sequence.progress.compressed = self.compressed.take(counts, sequence.new_slots - 1)
+        return sequence.progress.compressed is not None
+
+    def compacted(self, sequence: Sequence) -> None:
+        """What is kept of the prompt has been launched on its way, and the prompt's own pages are given up."""
+        self._give_up_pages(sequence, failed=False)
+
+    def stays_whole(self, sequence: Sequence) -> None:
+        """It was to be compressed, but nothing of it is dropped."""
+        sequence.progress.is_whole = True
+
     def release(self, sequence: Sequence, *, failed: bool) -> None:
         """It gives up lane and pages; what is exact in them stays, unless it failed."""
         for group in (self.waiting, self.prefilling, self.decoding):
             if sequence in group:
                 group.remove(sequence)
+        progress = sequence.progress
+        if progress.lease is None and progress.compressed is None:
+            return
+        self._give_up_pages(sequence, failed=failed)
+        if progress.compressed is not None:
+            self.compressed.end(progress.compressed)
+            progress.compressed = None
+        heapq.heappush(self._lanes, progress.lane)
+
+    def _give_up_pages(self, sequence: Sequence, *, failed: bool) -> None:
         lease, chain = sequence.progress.lease, None
         if lease is None:
             return
@@ -249,7 +291,6 @@ class Scheduler:
             chain = sequence.chain and sequence.chain.extended(sequence.generated[:-1])
         self.pages.end(lease, chain, failed=failed)
         sequence.progress.lease = None
-        heapq.heappush(self._lanes, sequence.progress.lane)
 
     def finish(self, sequence: Sequence, *, failed: bool) -> None:
         """It has ended, one way or the other; see `release`."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.checks import check_text, short
+from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.grammars import Grammars
@@ -140,7 +141,9 @@ class SequenceBuilder:
         room = max(1, self._memory.max_model_len - length)
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def answers(self, planned: Planned, params: SamplingParams, priority: int = 0) -> list[Generation]:
+    def answers(
+        self, planned: Planned, params: SamplingParams, priority: int = 0, compress: Compressor | None = None
+    ) -> list[Generation]:
         """The sequences that answer a request; the first captures its images and tells of the prompt's tokens."""
         choice, error = self._choice(planned, 1)
         first_plan, first_choice = planned.plan, choice
@@ -166,6 +169,7 @@ class SequenceBuilder:
                 bad_words=self._bad_words(params),
                 detokenizer=self.detokenizer(params),
                 matcher=self.grammars.matcher(params),
+                compress=compress,
             )
             for i in range(params.n)
         ]

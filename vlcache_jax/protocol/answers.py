@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         CacheReport,
         CompletionDelta,
         CompletionOutput,
+        Compression,
         Logprob,
         PromptOutput,
         RequestDelta,
@@ -97,7 +98,7 @@ class Answer(ABC):
         first = outputs[0]
         if first.prompt_logprobs is not None:
             told["prompt_logprobs"] = [None if one is None else _vllm_logprobs(one) for one in first.prompt_logprobs]
-        return told | self._beside(first.prompt_token_ids, first.cache)
+        return told | self._beside(first.prompt_token_ids, first.cache, first.compression)
 
     def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
         """What follows of a stream, now that there is more of one of its prompts."""
@@ -134,7 +135,7 @@ class Answer(ABC):
 
     def _see_prompt(self, number: int, told: PromptOutput, *, is_last: bool) -> None:
         """The last time counts: what was to be reused may have had to be computed."""
-        beside = self._beside(told.token_ids, told.cache)
+        beside = self._beside(told.token_ids, told.cache, told.compression)
         cache = {key: beside.pop(key) for key in ("cache",) if key in beside}
         if number not in self._prompts:
             self._next |= beside
@@ -145,12 +146,14 @@ class Answer(ABC):
         found = Counts.of_prompt(told.token_ids, told.num_cached_tokens, told.cache)
         self._counts[number] = dataclasses.replace(found, completion=before.completion, reasoning=before.reasoning)
 
-    def _beside(self, token_ids: Any, cache: CacheReport) -> dict[str, Any]:
+    def _beside(self, token_ids: Any, cache: CacheReport, compression: Compression | None) -> dict[str, Any]:
         told: dict[str, Any] = {}
         if self.options.returns_token_ids:
             told["prompt_token_ids"] = token_ids.tolist()
         if self.options.returns_cache:
             told["cache"] = cache_report(cache)
+            if compression is not None:
+                told["cache"]["compression"] = dataclasses.asdict(compression)
         return told
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -65,6 +65,9 @@ _BOTH: dict[str, Schema] = {
     "reuse": told(
         {"type": ["string", "number", "null"]}, "What is done with known images, if the server lets requests choose."
     ),
+    "compress": told(
+        TEXT_OR_NULL, "What of the prompt's K, V the answer goes on with, if the server lets requests choose."
+    ),
     "response_format": told(OBJECT, "`json_object`, or `json_schema`: what the answer must be."),
     "return_token_ids": told(FLAG, "Also answer with the token ids of prompt and answers."),
     "return_cache_report": told(FLAG, "Also answer with `cache`: what of each image was reused."),

@@ -37,7 +37,7 @@ class Options:
 
     Attributes:
       model: as the client calls it; None: it does not.
-      reuse, cache_salt, priority: see `AsyncLLM.generate`.
+      reuse, compress, cache_salt, priority: see `AsyncLLM.generate`.
       stream: whether the answer comes in pieces.
       include_usage: a stream ends with its usage.
       continuous_usage: each piece has the usage so far.
@@ -47,6 +47,7 @@ class Options:
 
     model: str | None = None
     reuse: str | float | None = None
+    compress: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     stream: bool = False
@@ -75,6 +76,7 @@ class Options:
         return cls(
             model=body.get("model"),
             reuse=body.get("reuse"),
+            compress=body.get("compress"),
             cache_salt=body.get("cache_salt"),
             priority=body.get("priority") or 0,
             stream=streams,

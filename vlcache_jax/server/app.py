@@ -68,6 +68,8 @@ class Server:
         self.engine, self.config = engine, config
         for reuse in config.allow_reuse:
             engine.service.policy_of(reuse)
+        for compress in config.allow_compress:
+            engine.service.compressor_of(compress)
         opened = os.fspath(engine.service.config.model)
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
         self.entrance = Entrance(config)
@@ -117,6 +119,8 @@ class Server:
         for name, tenant in tenants.all().items():
             for reuse in tenant.reuse or ():
                 self.engine.service.policy_of(reuse)
+            for compress in tenant.compress or ():
+                self.engine.service.compressor_of(compress)
             if tenant.cache_bytes is not None:
                 shares[payer(owner_key(salts.salt(name)))] = tenant.cache_bytes
         self.engine.service.cache.store.shares.set(shares)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
+from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.server.tenants import Tenants
 
@@ -38,6 +39,7 @@ class ServerConfig:
       max_waiting_bytes: of their bodies together, as their heads say; one that says nothing counts as the largest.
       shutdown_timeout: seconds that requests may take to end when the server is asked to.
       allow_reuse: what of images a request may ask to reuse, beside the server's own way; may be repeated.
+      allow_compress: what of prompts a request may ask to go on with, such as vl-cache-0.1; may be repeated.
       max_n: answers to one request at most.
       tool_call_parser: "hermes": what stands between `<tool_call>` tags is told as calls where a request offers tools;
         "none": it stays text.
@@ -68,6 +70,7 @@ class ServerConfig:
     max_waiting_bytes: int | str = "4GiB"
     shutdown_timeout: float = 30.0
     allow_reuse: Sequence[str] = ()
+    allow_compress: Sequence[str] = ()
     max_n: int = 128
     tool_call_parser: str = "hermes"
     reasoning_parser: str = "auto"
@@ -80,7 +83,8 @@ class ServerConfig:
         for name in ("uds", "api_keys", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template"):
             if (text := getattr(self, name)) is not None:
                 check_text(text or None, name, "a non-empty string or None")
-        for name in ("api_key", "served_model_name", "allowed_origins", "allowed_hosts", "allow_reuse"):
+        lists = "api_key", "served_model_name", "allowed_origins", "allowed_hosts", "allow_reuse", "allow_compress"
+        for name in lists:
             given: Any = getattr(self, name)
             if isinstance(given, str) or not isinstance(given, Sequence) or not all(given):
                 raise ValueError(f"{name} must be a list of strings, got {short(given)}")
@@ -92,6 +96,8 @@ class ServerConfig:
                 raise ValueError(f"allowed_hosts must be names without scheme and port, got {short(one)}")
         for one in self.allow_reuse:
             parse_policy(one)
+        for one in self.allow_compress:
+            parse_compressor(one)
         if self.admin_key is not None and self.admin_key in self.api_key:
             raise ValueError("admin_key must be another one than api_key")
         if self.api_keys is not None:

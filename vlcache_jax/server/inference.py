@@ -134,6 +134,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                 prompt,
                 request.params,
                 reuse=told.reuse,
+                compress=told.compress,
                 cache_salt=salt,
                 priority=told.priority,
                 **self._settings(request),
@@ -194,6 +195,10 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         if options.reuse is not None and str(options.reuse) not in allowed:
             known = " or ".join(allowed)
             raise ApiError(f"reuse must be {known} on this server, got {short(options.reuse)}", "reuse")
+        more = self.config.allow_compress if tenant is None or tenant.compress is None else tenant.compress
+        if options.compress is not None and options.compress not in more:
+            known = " or ".join(more) or "left out"
+            raise ApiError(f"compress must be {known} on this server, got {short(options.compress)}", "compress")
 
     def _error(self, error: ValueError, request: R) -> ApiError:
         """What the client is told of what is wrong with its request."""

@@ -32,7 +32,7 @@ from vlcache_jax.files import make_folder
 from vlcache_jax.inputs.parts import check_keys
 
 _KEY_FIELDS = ("name", "sha256", "tenant")
-_TENANT_FIELDS = ("reuse", "cache_bytes", "requests")
+_TENANT_FIELDS = ("reuse", "cache_bytes", "requests", "compress")
 _SECRET = "tenants.secret"
 _SECRET_BYTES = 32
 
@@ -46,6 +46,7 @@ class Tenant:
       reuse: what its requests may ask to reuse, beside the server's own way; None: what everybody may.
       cache_bytes: of its records in host memory and on the disk, each; None: they have no limit of their own.
       requests: under way at a time; None: as many as the server takes.
+      compress: what of prompts its requests may ask to go on with; None: what everybody may.
 
     Raises:
       ValueError: one is of another type or beyond its bounds.
@@ -55,14 +56,17 @@ class Tenant:
     reuse: tuple[str, ...] | None = None
     cache_bytes: int | None = None
     requests: int | None = None
+    compress: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_text(self.name or None, "tenant", "a non-empty string")
-        given: Any = self.reuse
-        if given is not None:
+        for name in ("reuse", "compress"):
+            given: Any = getattr(self, name)
+            if given is None:
+                continue
             if not isinstance(given, list | tuple) or not all(isinstance(one, str) and one for one in given):
-                raise ValueError(f"tenants.{self.name} reuse must be a list of strings, got {short(given)}")
-            object.__setattr__(self, "reuse", tuple(given))
+                raise ValueError(f"tenants.{self.name} {name} must be a list of strings, got {short(given)}")
+            object.__setattr__(self, name, tuple(given))
         if self.cache_bytes is not None:
             object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, f"tenants.{self.name} cache_bytes"))
         check_whole(f"tenants.{self.name} requests", self.requests, 1, or_none=True)

@@ -30,14 +30,15 @@ Constants = tuple[Any, Any]  # bias [K, D] and weight [D] of keys, or None
 LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so that computing need not wait for all
 LINKED = (16, 4, 1)  # images that one program links
 LINKED_TOKENS = 16384  # of these images together, where they are several
+PAGE_RUNGS = (16, 64, 256)  # of programs for compressed prompts, and as many pages as a request can have
 
 
 class Shapes:
     """The sizes of an engine, and the shapes that follow from them.
 
     Args:
-      config, params, normalization, num_slots, max_pages, ladder, implementation, codec, kept_tokens: see `Runner`; of
-        arrays only the shapes count.
+      config, params, normalization, num_slots, max_pages, ladder, implementation, codec, kept_tokens, compressed_slots:
+        see `Runner`; of arrays only the shapes count.
 
     Attributes:
       dtype: of K, V and hidden states.
@@ -48,10 +49,12 @@ class Shapes:
       token_rungs: numbers of an image's tokens.
       moved: tokens of images that a step moves at most.
       windows: pages of the prompts that scores look at.
+      page_rungs: pages of a prompt that is compressed, and of what one layer has of it and of its answer.
       link_groups: layers whose K, V are linked together, in their order.
       recall_rungs: tokens that one program links from the device tier.
-      work_config: (rows, decode=False) -> how their attention is cut, the same object every time.
+      work_config: (rows, decode=False, pages=None) -> how their attention is cut, the same object every time.
       pool: K or V of a layer.
+      compressed: K or V of what is kept of prompts, of all layers.
       encoder_rows, packed: of a step; see `vlcache_jax.device.packed`.
       lanes: see `vlcache_jax.device.sampler`.
       kept, kept_rows: the device tier: of each layer the planes of its tokens, and encoder rows.
@@ -69,9 +72,11 @@ class Shapes:
         implementation: str | None,
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
+        compressed_slots: int = 0,
     ):
         self.config, self.ladder, self.implementation = config, ladder, implementation
         self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
+        self.compressed_slots = compressed_slots
         self.dtype = params["language_model"]["norm"]["scale"].dtype
         self.kv = KVShape.of(config, self.dtype, codec)
         # Weights, and what they are bound to.
@@ -91,12 +96,13 @@ class Shapes:
         self.moved = min(max(TOKENS, largest), num_slots)
         pages = {min(-(-size // kernels.PAGE), max_pages) for size in ladder.rows}
         self.windows = tuple(sorted({*pages, max_pages}))
+        self.page_rungs = (*(rung for rung in PAGE_RUNGS if rung < max_pages), max_pages)
         group = -(-layers // LINK_GROUPS)
         self.link_groups = tuple(slice(first, min(first + group, layers)) for first in range(0, layers, group))
         self.recall_rungs = tuple(sorted({*self.token_rungs, *(count * largest for count in self.linked(largest))}))
         self.work_config = functools.cache(self._work_config)  # asked for at every token
         # Arrays.
-        self.pool = self.kv.half(num_slots)
+        self.pool, self.compressed = self.kv.half(num_slots), self.kv.half(compressed_slots)
         depth = 1 + config.vision.num_deepstack
         self.encoder_rows, self.kept_rows = (
             jax.ShapeDtypeStruct((depth, rows, text.hidden_size), self.dtype) for rows in (ladder.max_rows, kept_tokens)
@@ -150,13 +156,17 @@ class Shapes:
             bias = bias.reshape(self.kv.heads, self.kv.width)
         return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
 
-    def _work_config(self, rows: int, decode: bool = False) -> kernels.WorkConfig:
-        """How the attention of `rows` rows is cut, of one request each where they decode."""
+    def _work_config(self, rows: int, decode: bool = False, pages: int | None = None) -> kernels.WorkConfig:
+        """How the attention of `rows` rows is cut, of one request each where they decode.
+
+        Args:
+          pages: of a request at most, none of which others share; None: as many as any has, which may be shared.
+        """
         text = self.config.text
         q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)
         return kernels.work_config(
-            rows, min(rows, self.ladder.max_sequences), self.max_pages, q, self.kv.heads,
-            decode=decode, implementation=self.implementation,
+            rows, min(rows, self.ladder.max_sequences), pages or self.max_pages, q, self.kv.heads,
+            decode=decode, shared=pages is None, implementation=self.implementation,
         )  # fmt: skip
 
     # How links are cut into programs.

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.device.programs import answer, choose, encode, keep, layers, link, state, window
+from vlcache_jax.device.programs import answer, choose, compress, encode, keep, layers, link, state, window
 from vlcache_jax.device.programs.base import Demand, Program, Repeat
 from vlcache_jax.device.programs.shapes import Shapes
 from vlcache_jax.files import cache_home
@@ -30,6 +30,7 @@ PROGRAMS: tuple[type[Program[Any]], ...] = (
     state.CopyPages,
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
     answer.OutputHead, answer.SampleFirst, answer.ScoreTokens, window.Window,
+    compress.EmptyCompressed, compress.EmptySums, compress.Observe, compress.Compact, window.CompressedWindow,
     choose.ScoreRows, choose.Choose, choose.Narrow, choose.Take,
     encode.Encode, encode.Stage, link.Link, link.Recall, link.Code,
     keep.EmptyTier, keep.KeepLayer, keep.KeepRows, keep.Restage,

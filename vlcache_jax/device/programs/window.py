@@ -1,14 +1,17 @@
-"""The program that decodes a window: several tokens of each answer, one after the other, without the host.
+"""The programs that decode a window: several tokens of each answer, one after the other, without the host.
 
 Row i goes on at its lane's token, in the slots to which table i of the work list leads. The work list is that of the
 last token; where a row's interval ends at each of them, the device says. A row that has ended sees nothing and writes
 nowhere, and when all have, the window ends.
+
+Where prompts are compressed, each layer has tables of its own into one pool, and so many of the prompt's tokens as it
+keeps; a few work lists serve all layers (`vlcache_jax.device.compressed_work`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,6 +28,11 @@ from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE, Work
 
 ANSWER = 2  # columns of a window's rows before those of `Choosing`: tokens of the prompt, and its M-RoPE delta
+LISTS = 4  # work lists of a window where prompts are compressed: more cost the host more than they save
+
+# Hidden states and the pool behind all layers, of hidden states, the pool, rows whose slots are logical ones, and which
+# of them go on.
+Layers = Callable[[jax.Array, Halves, Rows, jax.Array], tuple[jax.Array, Halves]]
 
 
 @dataclass(frozen=True)
@@ -67,42 +75,131 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
           (what was chosen, [ladder.window, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
         """
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
-        length, delta = rows[:, 0], rows[:, 1]
-        choosing = Choosing.unpack(rows[:, ANSWER:])
         tables = work.parts().tables
         index = jnp.arange(self.count, dtype=jnp.int32)
 
-        def goes_on(lanes: Lanes) -> jax.Array:
-            return ~lanes.is_ended.at[choosing.lane].get(mode="fill", fill_value=True)
-
-        def token(carry: Any) -> Any:
-            step, pool, lanes, chosen = carry
-            live = goes_on(lanes)
-            last = jnp.where(live, length + lanes.step.at[choosing.lane].get(mode="clip") - 1, 0)
-            slot = tables[index, last // PAGE] * PAGE + last % PAGE
-            row = Rows(
-                slot=jnp.where(live, slot, shapes.num_slots + index),
-                position=jnp.tile(jnp.where(live, last + delta, 0), (3, 1)),
-                k_start=jnp.zeros_like(last),
-                k_end=jnp.where(live, last + 1, 0),
-                source=jnp.where(live, lanes.token.at[choosing.lane].get(mode="clip"), 0),
-            )
-            x = bind(shapes.table_graph, text["embed_tokens"])(row.source)
+        def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
+            slot = tables[index, row.slot // PAGE] * PAGE + row.slot % PAGE
+            row = row._replace(slot=jnp.where(live, slot, shapes.num_slots + index))
             updated = []
             for i, (k, v) in enumerate(pool):
                 x, k, v, _ = layer(text["layers"][i], x, k, v, row, np.full(2, self.count, np.int32), work, None)
                 updated.append([k, v])
-            sampled, lanes = _sample(shapes.logits(text["norm"], head, x), lanes, choosing)
-            return step + 1, updated, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
+            return x, updated
 
-        begin = jnp.int32(0), pool, lanes, self._nothing(shapes, lanes, choosing)
-        _, pool, lanes, chosen = jax.lax.while_loop(lambda c: (c[0] < tokens) & goes_on(c[2]).any(), token, begin)
-        return chosen, lanes, pool
+        return _decode(shapes, text, head, pool, lanes, rows, tokens, layers)
 
-    def _nothing(self, shapes: Shapes, lanes: Lanes, choosing: Choosing) -> Sampled:
-        sampled, _ = jax.eval_shape(sampler.sample, shapes.vocabulary(self.count), lanes, choosing)
-        nothing = jax.tree.map(lambda x: jnp.zeros((shapes.ladder.window, *x.shape), x.dtype), sampled)
-        return nothing._replace(token=jnp.full_like(nothing.token, sampler.NO_ANSWER))
+
+@dataclass(frozen=True)
+class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
+    """The same of rows whose prompts are compressed; no layer has more than `pages` pages of one of them, C."""
+
+    name = "compressed_window"
+    donates = (2, 3)
+    count: int
+    pages: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        if shapes.compressed_slots:
+            yield from (cls(count, pages) for count in demand.ladder.sequences for pages in shapes.page_rungs)
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        layers, lists = shapes.kv.layers, shapes.work_config(self.count, True, self.pages)
+        return (
+            shapes.text, shapes.head, [[shapes.compressed] * 2], shapes.lanes,
+            ints(self.count, ANSWER + sampler.COLUMNS), ints(LISTS, lists.size), ints(layers),
+            ints(layers, self.count, self.pages), ints(layers, self.count), ints(),
+        )  # fmt: skip
+
+    def compute(
+        self,
+        shapes: Shapes,
+        text: Params,
+        head: Params,
+        pool: Halves,
+        lanes: Lanes,
+        rows: jax.Array,
+        lists: jax.Array,
+        list_of: jax.Array,
+        tables: jax.Array,
+        kept: jax.Array,
+        tokens: jax.Array,
+    ) -> tuple[Sampled, Lanes, Halves]:
+        """Decodes up to `tokens` tokens of each row.
+
+        Args:
+          pool: K and V of all layers.
+          rows: int32 [B, ANSWER + C].
+          lists: work lists of the last token, int32 [LISTS, size].
+          list_of: which of them each layer goes by, int32 [L].
+          tables: pages of each row in each layer, int32 [L, B, C].
+          kept: tokens of the prompt that each layer keeps, before which answers begin, int32 [L, B].
+
+        Returns:
+          As `Window`.
+        """
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
+        config = shapes.work_config(self.count, True, self.pages)
+        index = jnp.arange(self.count, dtype=jnp.int32)
+        length = rows[:, 0]
+
+        def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
+            [[k, v]] = pool
+            for i, table in enumerate(tables):
+                place = jnp.where(live, row.slot - length + kept[i], 0)
+                slot = table[index, place // PAGE] * PAGE + place % PAGE
+                own = row._replace(
+                    slot=jnp.where(live, slot, shapes.compressed_slots + index), k_end=jnp.where(live, place + 1, 0)
+                )
+                work = Work(lists[list_of[i]], config).through(table)
+                x, k, v, _ = layer(text["layers"][i], x, k, v, own, np.full(2, self.count, np.int32), work, None)
+            return x, [[k, v]]
+
+        return _decode(shapes, text, head, pool, lanes, rows, tokens, layers)
+
+
+def _decode(
+    shapes: Shapes,
+    text: Params,
+    head: Params,
+    pool: Halves,
+    lanes: Lanes,
+    rows: jax.Array,
+    tokens: jax.Array,
+    layers: Layers,
+) -> tuple[Sampled, Lanes, Halves]:
+    """Goes through the layers and chooses, token after token."""
+    length, delta = rows[:, 0], rows[:, 1]
+    choosing = Choosing.unpack(rows[:, ANSWER:])
+
+    def goes_on(lanes: Lanes) -> jax.Array:
+        return ~lanes.is_ended.at[choosing.lane].get(mode="fill", fill_value=True)
+
+    def token(carry: Any) -> Any:
+        step, pool, lanes, chosen = carry
+        live = goes_on(lanes)
+        last = jnp.where(live, length + lanes.step.at[choosing.lane].get(mode="clip") - 1, 0)
+        row = Rows(
+            slot=last,
+            position=jnp.tile(jnp.where(live, last + delta, 0), (3, 1)),
+            k_start=jnp.zeros_like(last),
+            k_end=jnp.where(live, last + 1, 0),
+            source=jnp.where(live, lanes.token.at[choosing.lane].get(mode="clip"), 0),
+        )
+        x, pool = layers(bind(shapes.table_graph, text["embed_tokens"])(row.source), pool, row, live)
+        sampled, lanes = _sample(shapes.logits(text["norm"], head, x), lanes, choosing)
+        return step + 1, pool, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
+
+    begin = jnp.int32(0), pool, lanes, _nothing(shapes, len(rows), lanes, choosing)
+    _, pool, lanes, chosen = jax.lax.while_loop(lambda c: (c[0] < tokens) & goes_on(c[2]).any(), token, begin)
+    return chosen, lanes, pool
+
+
+def _nothing(shapes: Shapes, count: int, lanes: Lanes, choosing: Choosing) -> Sampled:
+    sampled, _ = jax.eval_shape(sampler.sample, shapes.vocabulary(count), lanes, choosing)
+    nothing = jax.tree.map(lambda x: jnp.zeros((shapes.ladder.window, *x.shape), x.dtype), sampled)
+    return nothing._replace(token=jnp.full_like(nothing.token, sampler.NO_ANSWER))
 
 
 def _sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:

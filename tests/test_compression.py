@@ -1,0 +1,372 @@
+"""Answers that go on with a part of their prompts. The reference sees the whole cache through a mask."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helper import SIZES, assert_nothing_left, each_family, give_pages, user
+from vlcache_jax import LLM, AsyncLLM, SamplingParams
+from vlcache_jax.compress.budgets import sparsity
+from vlcache_jax.compress.parse import parse_compressor
+from vlcache_jax.compress.policies import VLCache, make_counts
+from vlcache_jax.compress.scores import Observed, kept_tokens, seeds
+from vlcache_jax.device.programs.window import CompressedWindow
+from vlcache_jax.engine.compressed import Compression
+from vlcache_jax.models import Rows
+from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.study.probe import Probe
+
+SETTINGS = SIZES | {"compressed_kv_bytes": 2**22, "use_tqdm": False}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TOLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+
+
+def ask(llm, *conversations, params=GREEDY, **options):
+    return llm.chat(list(conversations), params, use_tqdm=False, **options)
+
+
+def tokens(outputs):
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def opened(family_checkpoint):
+    with LLM(family_checkpoint, **SETTINGS) as llm:
+        llm.service.ahead.stop()
+        yield llm
+
+
+@pytest.fixture
+def llm(opened, monkeypatch):
+    """An empty engine. Pages of compressed prompts come in any order, and free ones hold what nobody may see."""
+    opened.reset_mm_cache()
+    runner, pages = opened.service.device.runner, opened.service.engine.scheduler.compressed
+    runner.compressed.arrays = [
+        [jnp.full_like(half, value) for half, value in zip(runner.compressed.make()[0], (jnp.nan, 1e4), strict=True)]
+    ]
+    np.random.default_rng(3).shuffle(pages._free)
+    yield opened
+    assert_nothing_left(opened)
+    assert opened.stats().compressed_in_use == 0
+
+
+@pytest.fixture(scope="module")
+def conversations(textured_image):
+    first, second = textured_image(150, 210, 1), textured_image(190, 120, 2)
+    return [
+        user(first, "What is at C2, and what is beside it? " * 3),
+        user("On page 3: ", first, second, "Which picture has more stars? " * 6),
+        user("Nothing is shown here. " * 9),
+    ]
+
+
+class Reference:
+    """All rows of a prompt and its answer at once, in dense attention: what a row sees is a mask for each KV head."""
+
+    def __init__(self, llm):
+        self.probe = Probe(llm)
+        self.runner = self.probe.runner
+        self._run = jax.jit(self._dense)
+
+    def _dense(self, text, x, deepstack, position, masks):
+        config, shapes = self.runner.config.text, self.runner.shapes
+        heads, N = config.num_kv_heads, len(x)
+        rows, weights = Rows(None, position, None, None, None), []
+        for i, seen in enumerate(masks):  # [K, N, N]
+            layer = shapes.bind_layer(text["layers"][i])
+            q, k, _, v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=N)
+            q = q.reshape(N, heads, -1, q.shape[-1])
+            score = jnp.einsum("nkgd,skd->kgns", q, k, precision="highest") * config.head_dim**-0.5
+            weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
+            out = jnp.einsum("kgns,skd->nkgd", weight, v, precision="highest")
+            x = layer.transform(x + layer.self_attn.o_proj(out.reshape(N, -1)), jnp.ones(N, bool))
+            x = x + deepstack[i] if i < len(deepstack) else x
+            weights.append(weight)
+        return jnp.stack(weights), x
+
+    def run(self, placed, masks):
+        N, n = len(placed.x), len(placed.layout)
+        position = np.zeros((3, N), np.int32)
+        position[:, :n] = placed.layout.positions
+        weights, x = self._run(self.runner.text, placed.x, placed.deepstack, position, masks)
+        return np.asarray(weights, np.float64), self.probe.logits(x[placed.prompt_length - 1 : n - 1])
+
+    def answer(self, conversation, answer, compressor):
+        """What is kept, sparsity, and log-probabilities of an answer's tokens [c, V]."""
+        text = self.runner.config.text
+        placed = self.probe.place(conversation, answer)
+        N, n, layout = len(placed.x), placed.prompt_length, self.probe.place(conversation).layout
+        causal = np.tri(N, dtype=bool)
+        masks = np.broadcast_to(causal, (text.num_layers, text.num_kv_heads, N, N)).copy()
+        weights, _ = self.run(placed, masks)
+        observed = compressor.observed(layout)
+        weights = weights[..., n - observed : n, :]  # [L, K, G, rows, N]
+        received, gamma = weights.sum(3).mean(2), None
+        if compressor.p is not None:
+            small = (weights < compressor.p * weights.max(-1, keepdims=True)) & causal[n - observed : n]
+            gamma = sparsity(small.sum((3, 4)).reshape(text.num_layers, -1), n, observed)
+        counts = make_counts(compressor, n, gamma, text.num_layers)
+        for layer, count in enumerate(counts):
+            length, window = jnp.int32(n), jnp.int32(compressor.window(count))
+            seen = Observed(
+                jnp.asarray(received[layer], jnp.float32), length, window, seeds(layout, len(counts))[layer]
+            )
+            kept = np.asarray(kept_tokens(compressor.scores(seen), length, jnp.int32(count), window, most=N))
+            for head, mask in enumerate(masks[layer]):
+                mask[n:, :n] = False
+                mask[n:, kept[head, :count]] = True
+        _, logits = self.run(placed, masks)
+        return counts, gamma, np.asarray(jax.nn.log_softmax(logits)), np.abs(logits).max()
+
+
+def check(reference, conversation, output, compressor):
+    [answer] = output.outputs
+    counts, gamma, logprobs, largest = reference.answer(conversation, answer.token_ids, compressor)
+    compression = output.compression
+    assert (compression.policy, compression.prompt_tokens) == (compressor.name, len(output.prompt_token_ids))
+    assert compression.kept == counts
+    assert gamma is None or np.allclose(compression.sparsity, gamma, atol=1e-9)
+    assert not output.cache.exact
+    of_token = reference.runner.shapes.kv.slot_bytes // len(counts)
+    assert compression.bytes == of_token * sum(counts)
+    assert compression.bytes_full == of_token * len(counts) * compression.prompt_tokens
+    assert compression.seconds == output.metrics.compress > 0
+    for row, told in zip(logprobs, answer.logprobs, strict=True):
+        assert row.argmax() == told.token
+        for token, logprob in told.top.items():
+            assert abs(row[token] - logprob) < 2e-5 * largest
+
+
+@each_family
+def test_decoding_equals_a_masked_whole_cache(llm, conversations):
+    """Some together, each layer with as much as it needs."""
+    reference, compressor = Reference(llm), parse_compressor("vl-cache-0.5")
+    outputs = ask(llm, *conversations, params=TOLD, compress="vl-cache-0.5")
+    for conversation, output in zip(conversations, outputs, strict=True):
+        check(reference, conversation, output, compressor)
+    kept = [count for output in outputs for count in output.compression.kept]
+    assert len(set(kept)) > 3
+    assert min(kept) < PAGE < max(kept)
+    # The pool is updated in place.
+    runner = llm.service.device.runner
+    plan = runner.programs.program(CompressedWindow(8, runner.shapes.page_rungs[0])).memory_analysis()
+    pool, lanes = jax.tree.leaves(runner.compressed.arrays), runner.shapes.lanes
+    assert plan.alias_size_in_bytes == sum(x.nbytes for x in pool) + sum(x.size * x.dtype.itemsize for x in lanes)
+
+
+ONE = pytest.mark.parametrize("family_checkpoint", ["qwen3_vl-tied"], indirect=True, scope="session")
+
+
+@ONE
+@pytest.mark.parametrize(
+    "compress",
+    [
+        "snapkv-0.2",
+        *(
+            pytest.param(compress, marks=pytest.mark.ladder)
+            for compress in (
+                "postvision-0.2", "pyramidkv-0.2", "streaming-0.2", "random-0.2", "h2o-0.2", "zipcache-0.2",
+                VLCache(0.2, refill=True, granularity="layer"),
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_policy_keeps_what_it_says(llm, conversations, compress):
+    """Also behind images that were known, whose rows the last ones of some policies are."""
+    reference, compressor = Reference(llm), parse_compressor(compress)
+    for _ in range(2):
+        for conversation, output in zip(
+            conversations, ask(llm, *conversations, params=TOLD, compress=compress), strict=True
+        ):
+            check(reference, conversation, output, compressor)
+        llm.reset_prefix_cache()
+
+
+@ONE
+def test_nothing_dropped_changes_nothing(llm, conversations, monkeypatch):
+    before = llm.stats().compressed
+    whole = ask(llm, *conversations, reuse="off")
+    assert all(output.compression is None and output.metrics.compress == 0 for output in whole)
+    same = ask(llm, *conversations, compress="vl-cache-1")
+    assert tokens(same) == tokens(whole)
+    for output in same:
+        assert output.cache.exact
+        assert output.compression.is_whole
+        assert output.compression.bytes == output.compression.bytes_full
+        assert output.compression.sparsity is None  # nothing had to be observed
+    assert llm.stats().compressed == before
+    # And what is compacted whole is the same, too.
+    monkeypatch.setattr(Compression, "is_whole", False)
+    moved = ask(llm, *conversations, compress="vl-cache-1", params=GREEDY)
+    assert tokens(moved) == tokens(whole)
+    assert llm.stats().compressed == before + len(conversations)
+
+
+@ONE
+def test_memory_returns(llm, conversations, monkeypatch):
+    """The prompt's pages become residents, so that it is found again, and compressed alike."""
+    scheduler, pages, seen = llm.service.engine.scheduler, llm.service.cache.pages, []
+    compacted = scheduler.compacted
+
+    def noted(sequence):
+        before = pages.stats()
+        compacted(sequence)
+        seen.append((before, pages.stats()))
+
+    monkeypatch.setattr(scheduler, "compacted", noted)
+    params = dataclasses.replace(GREEDY, max_tokens=40)
+    [first], [again] = (ask(llm, conversations[0], params=params, compress="vl-cache-0.1") for _ in range(2))
+    length = len(first.prompt_token_ids)
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, length - 1)
+    assert tokens([again]) == tokens([first])
+    assert again.compression.kept == first.compression.kept
+    for before, after in seen:
+        assert (before.in_use, after.in_use) == (-(-length // PAGE), 0)
+        assert after.resident == -(-length // PAGE)
+    assert llm.stats().resident == -(-length // PAGE)  # of the answers nothing
+
+
+@ONE
+def test_compressed_and_whole_requests_run_together(llm, conversations):
+    """And mean what each means alone: with several answers, stop strings, draws and grammars."""
+    stop = ask(llm, conversations[0], compress="vl-cache-0.3")[0].outputs[0].text[3:6]
+    asked = [
+        (conversations[0], GREEDY, "vl-cache-0.3"),
+        (conversations[1], GREEDY, None),
+        (conversations[1], SamplingParams(temperature=1, seed=3, max_tokens=12, n=3), "snapkv-0.2"),
+        (conversations[2], dataclasses.replace(GREEDY, max_tokens=30), "vl-cache-0.2"),
+        (conversations[0], dataclasses.replace(GREEDY, stop=[stop]), "vl-cache-0.3"),
+        (
+            conversations[1],
+            SamplingParams(temperature=0, structured_outputs={"choice": ["left", "right"]}),
+            "snapkv-0.2",
+        ),
+        (conversations[2], dataclasses.replace(GREEDY, max_tokens=1), "vl-cache-0.2"),
+    ]
+    alone = [ask(llm, conversation, params=params, compress=compress) for conversation, params, compress in asked]
+    assert alone[-1][0].compression is None  # nothing comes behind its only token
+    engine = AsyncLLM(llm.service)
+
+    async def one(conversation, params, compress):
+        async for output in engine.generate(conversation, params, compress=compress):
+            last = output
+        return last
+
+    async def every():
+        return await asyncio.gather(*(one(*each) for each in asked))
+
+    together = asyncio.run(every())
+    assert [tokens([output]) for output in together] == [tokens(outputs) for outputs in alone]
+    kept = lambda output: output.compression and output.compression.kept  # noqa: E731
+    assert [kept(output) for output in together] == [kept(outputs[0]) for outputs in alone]
+
+
+@ONE
+def test_aborts_and_errors_leave_nothing(llm, conversations, monkeypatch):
+    engine = AsyncLLM(llm.service)
+    params = dataclasses.replace(GREEDY, max_tokens=200)
+
+    async def leave(after):
+        async for output in engine.generate(conversations[0], params, compress="vl-cache-0.3"):
+            if len(output.outputs[0].token_ids) >= after:
+                return
+
+    for after in (1, 2, 20):
+        asyncio.run(leave(after))
+        assert_nothing_left(llm)
+        assert llm.stats().compressed_in_use == 0
+    [whole] = ask(llm, conversations[1], compress="vl-cache-0.3")
+    runner = llm.service.device.runner
+    with monkeypatch.context() as context:
+        context.setattr(runner, "compressed_window", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ask(llm, *conversations, compress="vl-cache-0.3")
+    assert tokens(ask(llm, conversations[1], compress="vl-cache-0.3")) == tokens([whole])
+
+
+@ONE
+def test_without_room_it_waits_and_what_never_fits_is_an_error(llm, conversations):
+    pages = llm.service.engine.scheduler.compressed
+    alone = [ask(llm, one, compress="vl-cache-0.3") for one in conversations]
+    needed = [pages.needed(output.compression.kept, GREEDY.max_tokens - 1) for [output] in alone]
+    kept = pages.count
+    try:
+        pages.count = max(needed)  # for any one of them
+        pages.reset()
+        assert tokens(ask(llm, *conversations, compress="vl-cache-0.3")) == [tokens(outputs)[0] for outputs in alone]
+        # What others need of the prompts' own pages, they wait for, too.
+        prompts = [-(-len(output.prompt_token_ids) // PAGE) for [output] in alone]
+        have = llm.service.cache.pages.count
+        try:
+            give_pages(llm, max(prompts) + 1)
+            assert tokens(ask(llm, *conversations, compress="vl-cache-0.3")) == [tokens(one)[0] for one in alone]
+        finally:
+            give_pages(llm, have)
+        wrong = dataclasses.replace(GREEDY, max_tokens=800)
+        message = (
+            rf"conversations\[0\]: max_tokens must be .* compressed_kv_bytes, which holds {pages.count} pages .* "
+            r"got 800, for which vl-cache-0.3 needs \d+$"
+        )
+        with pytest.raises(ValueError, match=message):
+            ask(llm, conversations[0], params=[wrong], compress="vl-cache-0.3")
+    finally:
+        pages.count = kept
+        pages.reset()
+
+
+@ONE
+def test_behind_reuse(llm, conversations):
+    """Of any kind: what is compressed is the K, V that are there."""
+    ask(llm, conversations[0])
+    moved = user("Before it stands something else. ", conversations[0][0]["content"][0]["image"], "What?")
+    for reuse in ("full", "approximate"):
+        llm.reset_prefix_cache()
+        [linked] = ask(llm, moved, reuse=reuse)
+        assert linked.cache.approximate_tokens
+        llm.reset_prefix_cache()
+        [same] = ask(llm, moved, reuse=reuse, compress="vl-cache-1")
+        assert tokens([same]) == tokens([linked])
+        llm.reset_prefix_cache()
+        [less] = ask(llm, moved, reuse=reuse, compress="vl-cache-0.5")
+        assert not less.compression.is_whole
+        assert less.cache.approximate_tokens == linked.cache.approximate_tokens
+
+
+@ONE
+def test_verified_it_is_compared_with_the_whole_cache(llm, conversations):
+    [output] = ask(llm, conversations[0], compress="streaming-0.02", verify=True)
+    [whole] = ask(llm, conversations[0])
+    same = [a == b for a, b in zip(output.outputs[0].token_ids, whole.outputs[0].token_ids, strict=True)]
+    assert output.verification.tokens_agree == [*same, False].index(False)
+    assert output.verification.tokens_agree >= 1
+
+
+@ONE
+@pytest.mark.ladder
+def test_a_prompt_of_several_steps(llm, textured_image, monkeypatch):
+    """What is observed does not depend on how the prompt was cut."""
+    conversation = user(textured_image(420, 420, 5), "a b c d e f g h " * 30)
+    [output] = ask(llm, conversation, params=TOLD, compress="vl-cache-0.2")
+    assert len(output.prompt_token_ids) > SIZES["ladder"].max_rows
+    monkeypatch.setattr(llm.service.device.runner, "ladder", dataclasses.replace(SIZES["ladder"], rows=(1024,)))
+    check(Reference(llm), conversation, output, parse_compressor("vl-cache-0.2"))
+
+
+@ONE
+def test_what_is_refused(llm, family_checkpoint, conversations):
+    with pytest.raises(ValueError, match=r"^compress must be .*vl-cache-A"):
+        ask(llm, conversations[2], compress="vl-cache")
+    with LLM(family_checkpoint, **SIZES, use_tqdm=False) as plain:
+        with pytest.raises(ValueError, match=r"^compress must be left out where compressed_kv_bytes of the engine is"):
+            ask(plain, conversations[2], compress="vl-cache-0.1")
+        names = {one.name for one in plain.service.device.runner.programs.family_of(plain.service.policy)}
+        assert not names & {"observe", "compact", "compressed_window", "sums", "compressed_pool"}
+    with pytest.raises(ValueError, match=r"^compressed_kv_bytes must be 0 or at least"):
+        LLM(family_checkpoint, **SIZES | {"compressed_kv_bytes": 100}, use_tqdm=False)

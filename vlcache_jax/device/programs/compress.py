@@ -1,0 +1,198 @@
+"""Programs that take a prompt that has been computed to what its answer goes on with.
+
+`Observe` says what some of its rows look at, in every layer; they stand in the pool already, and write nothing.
+`Compact` copies what a layer keeps of its K, V into pages of the compressed pool, which are pages of any layer; a page
+holds of each KV head the tokens that this head keeps. Keys carry their rotation, so that it does not matter where they
+lie.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from vlcache_jax.compress.scores import Observed, Received, Scores, kept_tokens
+from vlcache_jax.device.packed import unpack
+from vlcache_jax.device.programs.base import Demand, Program
+from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
+from vlcache_jax.models import Rows, bind, decoder
+from vlcache_jax.pallas_kernels import PAGE, Work, attention_statistics, paged_attention
+
+Sums = tuple[jax.Array, jax.Array]  # see `Observe`
+
+
+@dataclass(frozen=True)
+class EmptyCompressed(Program[jax.Array]):
+    """K or V of what is kept of prompts."""
+
+    name = "compressed_pool"
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return [cls()] if shapes.compressed_slots else []
+
+    def compute(self, shapes: Shapes) -> jax.Array:
+        return jnp.zeros(shapes.compressed.shape, shapes.compressed.dtype)
+
+
+@dataclass(frozen=True)
+class EmptySums(Program[Sums]):
+    """Sums of a prompt of which no row has been observed."""
+
+    name = "sums"
+    pages: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return [cls(pages) for pages in shapes.page_rungs] if shapes.compressed_slots else []
+
+    def compute(self, shapes: Shapes) -> Sums:
+        received, zeros = _sums(shapes, self.pages)
+        return jnp.zeros(received.shape, received.dtype), jnp.zeros(zeros.shape, zeros.dtype)
+
+
+@dataclass(frozen=True)
+class Observe(Program[Sums]):
+    """Adds what the keys of a prompt of up to `pages` pages receive from as many rows as the smallest prefill step has.
+
+    The sums are the attention that each key receives, the mean of a KV head's query heads, float32 [L, K, 128 pages];
+    and how often it is below p x the maximum of its row, int32 [L, H].
+    """
+
+    name = "observe"
+    donates = (0,)
+    pages: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return [cls(pages) for pages in shapes.page_rungs] if shapes.compressed_slots else []
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        rows = shapes.ladder.rows[0]
+        return (
+            _sums(shapes, self.pages), shapes.text, shapes.pools(shapes.kv.layers), shapes.encoder_rows,
+            shapes.packed, shapes.work_config(rows).abstract(), ints(self.pages),
+            jax.ShapeDtypeStruct((), jnp.float32),
+        )  # fmt: skip
+
+    def compute(
+        self,
+        shapes: Shapes,
+        sums: Sums,
+        text: Params,
+        pool: Halves,
+        encoder_rows: jax.Array,
+        packed: jax.Array,
+        work: Work,
+        table: jax.Array,
+        p: jax.Array,
+    ) -> Sums:
+        rows = unpack(packed, shapes.ladder.rows[0])
+        x, deepstack = decoder.embed(bind(shapes.table_graph, text["embed_tokens"]), encoder_rows, rows.source)
+        # Inner jits: what layers have in common is compiled once.
+        layer = jax.jit(functools.partial(_observe, shapes), static_argnames="is_last")
+        seen = []
+        for i, (k, v) in enumerate(pool):
+            x, *own = layer(text["layers"][i], x, k, v, rows, work, table, p, is_last=i == len(pool) - 1)
+            if i < len(deepstack):
+                x = x + deepstack[i]
+            seen.append(own)
+        received, zeros = zip(*seen, strict=True)
+        return sums[0] + jnp.stack(received), sums[1] + jnp.stack(zeros)
+
+
+def _sums(shapes: Shapes, pages: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    layers, text = shapes.kv.layers, shapes.config.text
+    received = jax.ShapeDtypeStruct((layers, shapes.kv.heads, PAGE * pages), jnp.float32)
+    return received, ints(layers, text.num_heads)
+
+
+def _observe(
+    shapes: Shapes,
+    params: Params,
+    x: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Rows,
+    work: Work,
+    table: jax.Array,
+    p: jax.Array,
+    *,
+    is_last: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A layer: (hidden states behind it, what its keys receive, how often that is next to nothing)."""
+    layer = shapes.bind_layer(params)
+    q, *_ = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
+    received, zeros = attention_statistics(q, k, table, rows.k_end - 1, p, implementation=shapes.implementation)
+    if not is_last:  # nobody needs what leaves the last one
+        out = paged_attention(q, k, v, work, implementation=shapes.implementation)
+        x = layer.transform(x + layer.self_attn.o_proj(out.reshape(len(x), -1)), rows.k_end > 0)
+    return x, received, zeros
+
+
+@dataclass(frozen=True)
+class Compact(Program[tuple[Halves, jax.Array]]):
+    """(the compressed pool with what a layer keeps of a prompt of up to `pages` pages, W; which tokens these are)."""
+
+    name = "compact"
+    donates = (0,)
+    pages: int
+    scores: Scores
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        # Others are compiled when somebody asks for them.
+        return [cls(pages, Received("kv_head")) for pages in shapes.page_rungs] if shapes.compressed_slots else []
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        received, _ = _sums(shapes, self.pages)
+        return (
+            [[shapes.compressed] * 2], [shapes.pool] * 2, received, ints(4), jax.ShapeDtypeStruct((), jnp.uint32),
+            ints(self.pages), ints(self.pages),
+        )  # fmt: skip
+
+    def compute(
+        self,
+        shapes: Shapes,
+        compressed: Halves,
+        halves: list[jax.Array],
+        received: jax.Array,
+        numbers: jax.Array,
+        seed: jax.Array,
+        table: jax.Array,
+        target: jax.Array,
+    ) -> tuple[Halves, jax.Array]:
+        """Moves what a layer keeps.
+
+        Args:
+          halves: K and V of the layer.
+          received: see `Observe`.
+          numbers: the layer's; of the prompt's tokens how many there are, how many are kept, and how many of these are
+            the last ones; int32 [4].
+          seed: see `vlcache_jax.compress.scores.Observed`.
+          table: pages of the prompt, int32 [W].
+          target: pages of what is kept, int32 [W].
+
+        Returns:
+          (the pool, the tokens that each head keeps as `kept_tokens` gives them).
+        """
+        number, length, count, window = numbers
+        score = self.scores(Observed(received[number], length, window, seed))
+        token = kept_tokens(score, length, count, window, most=PAGE * self.pages)  # [K, 128 W]
+        source = table.at[token // PAGE].get(mode="clip") * PAGE + token % PAGE
+        place = jnp.arange(token.shape[1], dtype=jnp.int32)
+        slot = target[place // PAGE] * PAGE + place % PAGE
+        slot = jnp.where(place < count, slot, shapes.compressed_slots + place)
+        heads = jnp.arange(len(token))[:, None]
+
+        def moved(half: jax.Array, own: jax.Array) -> jax.Array:
+            rows = own[source, heads].swapaxes(0, 1)
+            return half.at[slot].set(rows, mode="drop", unique_indices=True)
+
+        [kept] = compressed
+        return [[moved(half, own) for half, own in zip(kept, halves, strict=True)]], token
