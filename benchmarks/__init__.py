@@ -11,3 +11,8 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "268435456",
 }
+
+SCHEDULE = "schedule"
+"""Stands for levels that fall from 0.08 to 0 over the layers, in the mean 0.025, as in `vlcache bench ttft`."""
+POLICIES = ("exact", "full", "cacheblend-0.15", "mpic-32", SCHEDULE, "approximate")
+"""All that `vlcache bench serve --policies all` compares with "off"."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from vlcache_jax.benchmarks import POLICIES
 from vlcache_jax.benchmarks.serving_client import Answer, Client
 from vlcache_jax.benchmarks.serving_load import Chat, Load
 from vlcache_jax.progress import say
@@ -19,9 +20,6 @@ from vlcache_jax.study.report import environment, show, write
 
 PERCENTILES = (50, 90, 99)
 COLD = "off"
-SCHEDULE = "schedule"
-"""Stands for levels that fall from 0.08 to 0 over the layers, in the mean 0.025, as in `vlcache bench ttft`."""
-POLICIES = ("exact", "full", "cacheblend-0.15", "mpic-32", SCHEDULE, "approximate")
 
 
 @dataclass(frozen=True)

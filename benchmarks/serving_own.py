@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from vlcache_jax.async_llm import AsyncLLM
-from vlcache_jax.benchmarks import ALLOCATOR
-from vlcache_jax.benchmarks.serving import SCHEDULE
+from vlcache_jax.benchmarks import ALLOCATOR, SCHEDULE
 from vlcache_jax.benchmarks.ttft import Setup, falling_schedule
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.server.app import Server

@@ -20,6 +20,7 @@ from tests.helper import SIZES, WITHIN, assert_nothing_left, give_pages, user
 from vlcache_jax import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputs
 from vlcache_jax.device.programs.state import HoldLanes
 from vlcache_jax.device.runner import Runner
+from vlcache_jax.engine import scheduler
 from vlcache_jax.engine.grammars import Matcher
 from vlcache_jax.pallas_kernels import PAGE
 
@@ -267,23 +268,80 @@ def test_windows(llm):
         llm.chat([QUESTION], held(regex="[a-z]{12}"))
         assert [tokens for _, _, tokens in trace] == [1] * 12
         free = llm.stats().steps - passes
+        # Few tokens that are forced are windows that follow at once.
         del trace[:]
-        assert answer(llm, held(regex="abcdefghijkl")).text == "abcdefghijkl"
-        assert [tokens for _, _, tokens in trace] == [1] * 12
-        assert llm.stats().steps - passes - free < free / 2
+        passes = llm.stats().steps
+        assert answer(llm, held(regex="abcd")).text == "abcd"
+        assert [tokens for _, _, tokens in trace] == [1] * 4
+        assert llm.stats().steps - passes < free / 2
     finally:
         llm.service.engine.trace = None
 
 
+# Names of 30 tokens, between numbers that are drawn.
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+NAMED = {"type": "object", "properties": {name * 30: DIGIT for name in "abc"}}
+NAMED |= {"required": list(NAMED["properties"]), "additionalProperties": False}
+
+
+def forced(**options):
+    return held(**{"json": NAMED, "disable_any_whitespace": True, "max_tokens": 400} | options)
+
+
+def test_many_forced_tokens_take_one_pass(llm, monkeypatch):
+    """And are computed in it as in windows: what is drawn behind them is the same, and so is whatever ends within."""
+    several = [
+        {}, {"seed": 8}, {"n": 2}, {"presence_penalty": 1, "repetition_penalty": 1.5, "seed": 5}, {"max_tokens": 20},
+        {"stop": ["bbb"]}, {"temperature": 0, "ignore_eos": True}, {"min_tokens": 150}, {"stop_token_ids": [ord("c")]},
+        {"logit_bias": {ord("7"): 50}},
+    ]  # fmt: skip
+    params = [forced(**more) for more in several]
+    questions = [user(f"Question {i}") for i in range(len(params))]
+
+    def run(questions, params):
+        before = llm.stats()
+        found = [one for output in llm.chat(questions, params) for one in output.outputs]
+        after = llm.stats()
+        told = [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in found]
+        return told, after.windows - before.windows, after.prefill_steps - before.prefill_steps, found
+
+    told, windows, _, [first, *_] = run(questions, params)
+    alone, alone_windows, alone_steps, _ = run(questions[:1], params[:1])
+    asked, asked_windows, asked_steps, [with_logprobs] = run(questions[:1], [forced(logprobs=0)])
+    assert told[:1] == alone == asked
+    assert len(with_logprobs.logprobs) == len(with_logprobs.token_ids)
+    monkeypatch.setattr(scheduler, "_LEAST_RUN", 1000)
+    one_by_one, many_windows, _, _ = run(questions, params)
+    assert told == one_by_one
+    length = len(first.token_ids)
+    assert length > 3 * 30
+    assert (alone_steps, alone_windows) == (4, 2)  # a prompt and three names; a brace and the end
+    assert (asked_steps, asked_windows) == (1, length - 1)
+    assert windows < many_windows / 5
+
+
+def test_what_was_forced_is_found_in_pages(llm):
+    """The next turn begins with its K, V."""
+    told = answer(llm, forced())
+    chat = [*QUESTION, {"role": "assistant", "content": told.text}, *user("And now?")]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    [warm] = llm.chat([chat], params)
+    assert warm.num_cached_tokens > len(told.token_ids)
+    llm.reset_prefix_cache()
+    [cold] = llm.chat([chat], params)
+    assert cold.num_cached_tokens == 0
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    logprobs = [[one.chosen for one in output.outputs[0].logprobs] for output in (warm, cold)]
+    np.testing.assert_allclose(*logprobs, atol=1e-5)
+
+
 def test_forced_tokens(llm):
     """They come side by side with the tokens of others, and are the same whatever is put back."""
-    schema = {"type": "object", "properties": {name * 30: {"type": "integer", "maximum": 9} for name in "abc"}}
-    schema |= {"required": list(schema["properties"]), "additionalProperties": False}
-    params = [held(json=schema, disable_any_whitespace=True, seed=i, max_tokens=400) for i in range(3)]
+    params = [forced(seed=i) for i in range(3)]
     questions = [user("A long question. " * 6 + str(i)) for i in range(3)]
     alone = [llm.chat([question], own)[0].outputs[0] for question, own in zip(questions, params, strict=True)]
     for told in alone:
-        jsonschema.validate(json.loads(told.text), schema)
+        jsonschema.validate(json.loads(told.text), NAMED)
     pages = llm.service.cache.pages.count
     try:
         give_pages(llm, 5)
@@ -444,8 +502,7 @@ def test_what_the_tokenizer_does_not_have_never_comes(llm):
     assert known < size
     matcher = llm.service.intake.sequences.grammars.matcher(held(regex="(.|\n)*"))
     assert matcher.wait(WITHIN)
-    [allowed] = matcher.allowed()
-    flags = np.unpackbits(allowed.view(np.uint8), bitorder="little")
+    flags = np.unpackbits(matcher.mask(0).view(np.uint8), bitorder="little")
     assert len(flags) >= size
     assert flags[:known].any()
     assert not flags[known:].any()
@@ -465,7 +522,7 @@ def test_streams_and_aborts(llm):
             async for out in engine.generate(QUESTION, held(json=SCHEMA, disable_any_whitespace=True))
         ]
         jsonschema.validate(json.loads(texts[-1]), SCHEMA)
-        assert len(texts) > 5
+        assert len(texts) > 2  # what is forced comes at once
         reasons = []
         async for out in engine.generate(QUESTION, held(regex="[a-z]{500}", max_tokens=500), "endless"):
             await engine.abort("endless")

@@ -90,12 +90,10 @@ class ImageCache:
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
         ]
         self._check_open()
-        read_settings(mm_processor_kwargs)  # wrong ones are the call's, not an image's
+        settings = read_settings(mm_processor_kwargs)  # wrong ones are the call's, not an image's
 
         def render(conversation: Sequence[Mapping[str, Any]], *, name: str) -> Prompt:
-            return self._renderer.from_conversation(
-                conversation, mm_processor_kwargs=mm_processor_kwargs, name=name, image_name=name
-            )
+            return self._renderer.from_conversation(conversation, settings=settings, name=name, image_name=name)
 
         params = SamplingParams(temperature=0, max_tokens=1)
         call = Call("images[{}]", conversations, render, parse_policy("exact"), salt, "raise", params)

@@ -354,12 +354,11 @@ class Service:
         self, caller: Callable[..., Any], settings: Mapping[str, Any] | None, **template: Any
     ) -> Callable[..., Prompt]:
         """What makes a prompt of a conversation; `caller` is what was called."""
-        read_settings(settings)  # wrong ones are the call's, not a row's
         options: dict[str, Any] = {**template_options(caller, template)}
         if isinstance(given := options.get("chat_template"), str | os.PathLike):
             options["chat_template"] = template_text(given)
         own = Template(**options) if options else OWN_TEMPLATE
-        return partial(self.renderer.from_conversation, mm_processor_kwargs=settings, template=own)
+        return partial(self.renderer.from_conversation, settings=read_settings(settings), template=own)
 
 
 def template_options(caller: Callable[..., Any], given: Mapping[str, Any]) -> TemplateOptions:

@@ -21,6 +21,7 @@ from transformers.processing_utils import ProcessorMixin
 from vlcache_jax.inputs.access import Access
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.inputs.prompt import IMAGE_TOKEN, VIDEO_TOKEN, PromptRenderer, Template, template_text
+from vlcache_jax.inputs.settings import read_settings
 
 # In the manner of the published template: a system turn of its own where none is given.
 QWEN2_5_TEMPLATE = """\
@@ -251,7 +252,7 @@ def test_a_system_turn_is_added_where_the_template_has_one(tmp_path_factory):
 
 def test_limits_of_a_request_change_its_tokens(family):
     messages = [{"role": "user", "content": [image(FIRST)]}]
-    prompt = family.renderer.from_conversation(messages, mm_processor_kwargs={"max_pixels": 8000})
+    prompt = family.renderer.from_conversation(messages, settings=read_settings({"max_pixels": 8000}))
     area = (2 * family.processor.patch_size) ** 2
     few, many = (family.expanded(p)[2].item() for p in (prompt, family.renderer.from_conversation(messages)))
     assert few * area <= 8000 < many * area
@@ -265,7 +266,7 @@ def test_what_stands_beside_an_image_changes_its_tokens(family):
     for shown in (image(FIRST), {"type": "image_url", "image_url": url}):
         content = [{**shown, **wish, "uuid": None} for wish in wishes]
         messages = [{"role": "user", "content": content}]
-        prompt = family.renderer.from_conversation(messages, mm_processor_kwargs={"max_pixels": 40000})
+        prompt = family.renderer.from_conversation(messages, settings=read_settings({"max_pixels": 40000}))
         limits = [prompt.limits_of(source) for source in prompt.sources]
         assert limits == [
             {"max_pixels": 40000},

@@ -244,10 +244,10 @@ def test_what_qwens_utility_returns(processor, checkpoints):
 def test_rates_of_a_conversations_videos(checkpoints):
     renderer = PromptRenderer.from_pretrained(checkpoints("qwen3_vl"))
     messages = [{"role": "user", "content": [part_of(noise(4)), part_of(noise(4), fps=5)]}]
-    prompt = renderer.from_conversation(messages, mm_processor_kwargs={"fps": [1.0, 2.0]})
+    prompt = renderer.from_conversation(messages, settings=read_settings({"fps": [1.0, 2.0]}))
     assert [one.film.fps for one in prompt.videos] == [1.0, 5]  # what stands beside a video comes first
     with pytest.raises(ValueError, match=r"^conversation mm_processor_kwargs fps must be .* got 1 for 2 videos"):
-        renderer.from_conversation(messages, mm_processor_kwargs={"fps": [1.0]})
+        renderer.from_conversation(messages, settings=read_settings({"fps": [1.0]}))
     assert renderer.alone(messages[0]["content"][0], {"fps": [3.0]}).videos[0].film.fps == 3.0
 
 
@@ -336,7 +336,7 @@ def test_settings_of_a_request(checkpoints):
         prompt = {"prompt": VIDEO_TOKEN, "multi_modal_data": {"video": [part_of(data, **said)]}}
         found = renderer.from_prompt(prompt | {"mm_processor_kwargs": asked})
         told = renderer.from_conversation(
-            [{"role": "user", "content": [part_of(data, **said)]}], mm_processor_kwargs=asked
+            [{"role": "user", "content": [part_of(data, **said)]}], settings=read_settings(asked)
         )
         assert found.videos[0].options == told.videos[0].options
         assert found.limits == told.limits == {}

@@ -311,6 +311,18 @@ def test_completions_that_are_wrong(served, change):
     assert found["error"]["message"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    "wrong", ["", "<|image_pad|>", "a" * 50_000, "a b " * 1000, [10**9]], ids=lambda one: str(one)[:9]
+)
+def test_which_of_several_prompts_is_wrong(served, engine, wrong):
+    for more in ({}, {"stream": True}):
+        body = {"prompt": [[5] if isinstance(wrong, list) else "a", wrong], "max_tokens": 2} | more
+        status, found = served.json("POST", "/v1/completions", body)
+        assert (status, found["error"]["param"]) == (400, "prompt"), found
+        assert found["error"]["message"].startswith("prompt[1]"), found
+    assert_nothing_left(engine)
+
+
 def test_a_prompt_that_is_too_long_is_told_by_code(served):
     """Clients that shorten their conversations look at it."""
     for text in ("a b " * 1000, "a" * 50_000):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlcache_jax.benchmarks import POLICIES
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.checks import parse_bytes, parse_counts, parse_rates
 from vlcache_jax.commands import options as opt
@@ -18,6 +19,8 @@ from vlcache_jax.reuse.schedule import Schedule
 
 if TYPE_CHECKING:
     from vlcache_jax.study.accuracy import Protocol
+
+_ALL = f"{','.join(POLICIES)}."
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Measures, prints a table, and writes JSON.")
 
@@ -179,8 +182,8 @@ def serve_command(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help='Ways to reuse that take turns beside "off", such as full,mpic-32; all: exact,full,'
-                     'cacheblend-0.15,mpic-32,schedule,approximate.', show_default=False),
+        typer.Option(help='Ways to reuse that take turns beside "off", such as full,mpic-32; all: ' + _ALL,
+                     show_default=False),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="VLCACHE_API_KEY", help="Of the server.", show_default=False)

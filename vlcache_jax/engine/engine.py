@@ -8,7 +8,6 @@ what lies outside the pool, such as records, is given back when everything launc
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections import abc, deque
 from concurrent.futures import Executor
@@ -20,6 +19,7 @@ from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.clock import Clock
 from vlcache_jax.device.ladder import round_up
 from vlcache_jax.device.runner import Runner
+from vlcache_jax.engine.batching import Step
 from vlcache_jax.engine.compaction import Compactor
 from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.lanes import LaneKeeper
@@ -37,6 +37,7 @@ from vlcache_jax.engine.results import (
     note_ended,
     note_launched,
     note_ready,
+    run_on,
 )
 from vlcache_jax.engine.scheduler import Scheduler
 
@@ -54,7 +55,7 @@ class EngineStats(PageStats):
       compressed: answers that went on with a part of their prompts.
       waiting, running: requests now, each answer counted.
       steps: passes of the loop.
-      prefill_steps: steps that computed prompts.
+      prefill_steps: steps that computed prompts, or many tokens of answers that a grammar forces.
       prefill_rows, padded_prefill_rows: rows of their first layers, and how many of these are padding.
       windows: programs that decoded.
       decode_steps: tokens after each other for which they were launched.
@@ -153,9 +154,11 @@ class Engine:
         self._decode(free, window)
         while self._read < launched:  # `_decode` may have read some of these already
             self._read_next()
-        # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow.
-        known = functools.partial(held, until=time.perf_counter() + _MASK_PATIENCE)
-        while window and self._decode(known, 1):
+        # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow. The
+        # host looks once: how an answer goes on must not hang on the time.
+        known = held(self.scheduler.decoding, until=time.perf_counter() + _MASK_PATIENCE)
+        self._run_on(known)
+        while window and self._decode(lambda decoding: [one for one in held(decoding) if one in known], 1):
             window -= 1
         while self._leaving and self._leaving[0][0] <= self._read:
             self._leave(self._leaving.popleft()[1])
@@ -255,14 +258,25 @@ class Engine:
             self.scheduler.launched(turn.prefills)
             self._turn = None
         self._fly(after_prefill(self.runner, self._lanes, launched))
-        step = launched.step
+        self._count_step(launched.step, start)
+        return False
+
+    def _run_on(self, answers: list[Generation]) -> None:
+        """Launches runs of forced tokens, and a token behind each."""
+        start = time.thread_time()
+        for step, tokens in run_on(self.runner, self._lanes, self.scheduler.runs(answers)):
+            if tokens is not None:
+                self._fly(tokens)
+            self._count_step(step, start)
+            start = time.thread_time()
+
+    def _count_step(self, step: Step, start: float) -> None:
         self._count(
             prefill_steps=1,
             prefill_rows=step.bounds[0],
             padded_prefill_rows=step.bounds[0] - step.active[0],
             host_prefill_seconds=time.thread_time() - start,
         )
-        return False
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether a sequence can be computed now; then what it computes is settled."""

@@ -6,12 +6,14 @@ bounded.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.int32]
 
 _KEPT = 64  # compiled grammars
-_AHEAD = 8  # forced tokens that are told at a time
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 500,
     "initial_lexer_fuel": 500_000,
@@ -123,6 +124,20 @@ class Grammars:
         return self._built
 
 
+@dataclass(frozen=True, eq=False)
+class Next:
+    """What may come next in an answer.
+
+    Attributes:
+      forced: tokens of which each alone may come, one after the other.
+      behind: which may come behind these: of each token bit i % 32 of word i // 32; None: none, the answer is complete
+        then.
+    """
+
+    forced: tuple[int, ...]
+    behind: Bits | None
+
+
 class Matcher:
     """What may come next in one answer. Where it stands is changed by one thread, the one that fills masks.
 
@@ -139,8 +154,8 @@ class Matcher:
         self._only = np.full_like(ends, -1) if only is None else bits(only, 32 * len(ends))
         self._own: llguidance.LLMatcher | None = None
         self._count = 0
-        self._forced: list[int] = []
-        self._next: Future[list[Bits]] = threads.submit(self._advance, ())
+        self._told: Next | None = None
+        self._next: Future[Next] = threads.submit(self._advance, ())
 
     def fresh(self) -> Matcher:
         """Of the same answer, begun anew."""
@@ -156,10 +171,8 @@ class Matcher:
             wait([self._next], patience)
         return self._next.done()
 
-    def allowed(self) -> list[Bits]:
-        """Once it is known: which tokens may come next, and behind that one, as far as they are forced.
-
-        Of each token bit i % 32 of word i // 32; none at all: the answer is complete.
+    def allowed(self) -> Next:
+        """What may come next, once it is known.
 
         Raises:
           ValueError: the answer has left its grammar, or it costs more than a token may.
@@ -169,36 +182,60 @@ class Matcher:
         except Exception as error:
             raise ValueError(f"structured_outputs must be followed to the end, got {shorten(str(error))}") from error
 
-    def _advance(self, tokens: Sequence[int]) -> list[Bits]:
+    def mask(self, ahead: int) -> Bits | None:
+        """Once it is known: which tokens may come behind so many of those that are forced; None: that is not known."""
+        told = self.allowed()
+        if ahead < len(told.forced):
+            return bits([told.forced[ahead]], 32 * len(self._ends))
+        return told.behind if ahead == len(told.forced) else None
+
+    def _advance(self, tokens: Sequence[int]) -> Next:
         if self._own is None:
             self._own = self._compiled.deep_copy()
         self._count += len(tokens)
-        if tokens and not self._own.consume_tokens(list(tokens)):
-            raise ValueError(self._own.get_error())
         # What was forced before stays so: an answer that is put back must not go on in other tokens.
-        self._forced = self._forced[len(tokens) :]
-        if self._forced:
-            return self._told()
-        allowed = np.zeros_like(self._ends)
-        _fill(self._own, allowed)
-        content, ends = allowed & ~self._ends, allowed & self._ends & self._only
-        if self._params.ignore_eos or self._count < self._params.min_tokens:
-            ends = np.zeros_like(ends)
-        if not content.any() and not ends.any():
-            return []
-        if not (ends.any() or self._params.allowed_token_ids is not None or self._params.bad_words):
-            self._forced = self._own.compute_ff_tokens()
-        return self._told() or [content & self._only | ends]
+        forced = () if self._told is None else self._told.forced
+        if self._told is not None and len(tokens) <= len(forced):
+            self._told = dataclasses.replace(self._told, forced=forced[len(tokens) :])
+        else:
+            self._told = self._look(self._own, tokens[len(forced) :])
+        return self._told
 
-    def _told(self) -> list[Bits]:
-        return [bits([token], 32 * len(self._ends)) for token in self._forced[:_AHEAD]]
+    def _look(self, own: llguidance.LLMatcher, tokens: Sequence[int]) -> Next:
+        """Goes on with tokens, and with those that are forced behind them."""
+        _consume(own, tokens)
+        mask = self._mask(own, self._count)
+        if mask is None or (mask & self._ends).any():
+            return Next((), mask)
+        if self._params.allowed_token_ids is not None or self._params.bad_words:
+            return Next((), mask)
+        if forced := own.compute_ff_tokens():
+            _consume(own, forced)
+            mask = self._mask(own, self._count + len(forced))
+        return Next(tuple(forced), mask)
+
+    def _mask(self, own: llguidance.LLMatcher, count: int) -> Bits | None:
+        """Which tokens may come in an answer of so many; None: none."""
+        allowed = np.zeros_like(self._ends)
+        _fill(own, allowed)
+        content, ends = allowed & ~self._ends, allowed & self._ends & self._only
+        if self._params.ignore_eos or count < self._params.min_tokens:
+            ends = np.zeros_like(ends)
+        return content & self._only | ends if content.any() or ends.any() else None
 
 
 def bits(tokens: Collection[int], vocab_size: int) -> Bits:
     """Tokens as bits, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 is token i."""
-    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-    flags[list(tokens)] = True
-    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
+    ids = np.fromiter(tokens, np.int64, len(tokens))
+    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return words.view(np.int32)
+
+
+def _consume(matcher: llguidance.LLMatcher, tokens: Sequence[int]) -> None:
+    """Raises a ValueError if they may not come."""
+    if tokens and not matcher.consume_tokens(list(tokens)):
+        raise ValueError(matcher.get_error())
 
 
 def _fill(matcher: llguidance.LLMatcher, allowed: Bits) -> None:

@@ -40,13 +40,24 @@ class LaneKeeper:
                 params.has_penalty or params.logit_bias or params.allowed_token_ids or params.bad_words
             )
             if not is_plain or self._ends.get(lane) != answer.end_tokens:
-                self._open(answer)
+                self._open(answer, answer.token_ids)
                 self._ends.pop(lane, None)
             if is_plain:
                 self._ends[lane] = answer.end_tokens
             choosing = Choosing.row(params, lane=lane, seed=answer.seed, most=answer.new_slots)
             self._rows[lane] = np.concatenate([[len(answer.layout), answer.layout.delta], choosing]).astype(np.int32)
         self.hold(answers, [answer.length for answer in answers])
+        return self.rows(answers)[:, ANSWER:]
+
+    def go_on(
+        self, answers: abc.Sequence[Generation], tokens: abc.Sequence[abc.Sequence[int]]
+    ) -> npt.NDArray[np.int32]:
+        """Lets open lanes of answers that are held to something choose behind these, which are all that each has then;
+        returns how each chooses, int32 [n, C]."""
+        for answer, own in zip(answers, tokens, strict=True):
+            if answer.params.has_penalty:
+                self._open(answer, own)
+        self.hold(answers, [len(answer.layout) + len(own) for answer, own in zip(answers, tokens, strict=True)])
         return self.rows(answers)[:, ANSWER:]
 
     def hold(self, answers: abc.Sequence[Generation], counts: abc.Sequence[int]) -> None:
@@ -63,17 +74,16 @@ class LaneKeeper:
         """Of each open lane what a window needs; see `vlcache_jax.device.programs.window`."""
         return np.stack([self._rows[answer.progress.lane] for answer in answers])
 
-    def _open(self, answer: Generation) -> None:
+    def _open(self, answer: Generation, tokens: abc.Sequence[int]) -> None:
         size = self._runner.config.text.vocab_size
-        counted = answer.params.has_penalty
-        prompt, tokens = (answer.layout.token_ids, answer.token_ids) if counted else ((), ())
+        prompt, counted = (answer.layout.token_ids, tokens) if answer.params.has_penalty else ((), ())
         bias = bias_row(answer.params, size)
         self._runner.open_lane(
             answer.progress.lane,
-            marks_row(prompt, tokens, answer.end_tokens, size),
+            marks_row(prompt, counted, answer.end_tokens, size),
             np.zeros(size, np.float32) if bias is None else bias,
             words_array(answer.bad_words, size),
-            recent_tokens(answer.token_ids),
+            recent_tokens(tokens),
         )
 
 

@@ -516,9 +516,18 @@ class Generation(Sequence):
 
     def allowed(self, count: int) -> Bits | None:
         """What may come behind `count` tokens, at least those there are, if it `may_go_on`; None: that is not known."""
-        allowed = [] if self.matcher is None else self.matcher.allowed()
-        ahead = count - self.length
-        return allowed[ahead] if ahead < len(allowed) else None
+        return None if self.matcher is None else self.matcher.mask(count - self.length)
+
+    @property
+    def forced(self) -> abc.Sequence[int]:
+        """Tokens that must come behind those there are, if it `may_go_on`: as far as something comes behind them.
+
+        None, where their log-probabilities are asked for, or the prompt is compressed: these come of windows.
+        """
+        if self.matcher is None or self.params.logprobs is not None or self.compress is not None:
+            return ()
+        told = self.matcher.allowed()
+        return told.forced if told.behind is not None else told.forced[:-1]
 
     def may_go_on(self, patience: float = 0.0) -> bool:
         """See `Sequence`. One that its matcher says is complete has ended, and one that fails it."""
@@ -527,7 +536,7 @@ class Generation(Sequence):
         if self.is_done or not self.matcher.wait(patience):
             return False
         try:
-            if self.matcher.allowed():
+            if self.matcher.mask(0) is not None:
                 return True
         except ValueError as error:
             self.fail(str(error))

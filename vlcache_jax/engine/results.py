@@ -14,9 +14,11 @@ import numpy as np
 
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import NO_ANSWER, Sampled
+from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
 from vlcache_jax.engine.completions import Logprob
 from vlcache_jax.engine.compressed import Compression
 from vlcache_jax.engine.lanes import LaneKeeper
+from vlcache_jax.engine.passage import Passage
 from vlcache_jax.engine.prefilling import Launched
 from vlcache_jax.engine.readiness import Ready
 from vlcache_jax.engine.request import Forced, Generation, Sequence
@@ -52,6 +54,7 @@ class Tokens(Results):
       sampled: [B], or of a window [tokens, B].
       launched: the prefill that they follow; None: they go on.
       first: row of the first answer.
+      forced: of each, tokens before these that nobody had to choose.
     """
 
     def __init__(
@@ -60,22 +63,25 @@ class Tokens(Results):
         sampled: Sampled,
         launched: Launched | None = None,
         first: int = 0,
+        forced: abc.Iterable[list[int]] = itertools.repeat([]),
     ):
         super().__init__(answers)
-        self._answers, self._launched, self._first = answers, launched, first
+        self._answers, self._launched, self._first, self._forced = answers, launched, first, forced
         wants_all = any(answer.params.logprobs is not None for answer in answers)
         self._arrays: Sampled | tuple[jax.Array] = sampled if wants_all else sampled[:1]
         _send(self._arrays)
 
     def read(self) -> abc.Iterator[Sequence]:
-        token, *told = (np.asarray(x) if self._launched is None else np.asarray(x)[None] for x in self._arrays)
+        token, *told = map(np.asarray, self._arrays)
+        if token.ndim == 1:
+            token, *told = token[None], *(x[None] for x in told)
         now = time.perf_counter()
-        for row, answer in enumerate(self._answers, self._first):
+        for row, (answer, forced) in enumerate(zip(self._answers, self._forced, strict=False), self._first):
             if not self._counts(answer):
                 continue
             if self._launched is not None:
                 _note_prefill(answer, self._launched)
-            new = list(itertools.takewhile(lambda one: one != NO_ANSWER, token[:, row].tolist()))
+            new = [*forced, *itertools.takewhile(lambda one: one != NO_ANSWER, token[:, row].tolist())]
             with answer.lock:
                 count = answer.extend(new)
                 _note_delivery(answer, now)
@@ -238,6 +244,33 @@ def decode(runner: Runner, lanes: LaneKeeper, active: abc.Sequence[Generation], 
         return Tokens(active, runner.compressed_window(rows, tables, kept, end, tokens))
     pages = [sequence.progress.lease.table for sequence in active if sequence.progress.lease is not None]
     return Tokens(active, runner.window(rows, pages, end, tokens))
+
+
+def run_on(
+    runner: Runner, lanes: LaneKeeper, prefills: abc.Sequence[Prefill]
+) -> abc.Iterator[tuple[Step, Tokens | None]]:
+    """Lets answers go on by tokens that are forced, whose prefills these are, and by one that is chosen behind them.
+
+    Returns:
+      Of each step the tokens of the answers whose last forced token is in it; None: there are none.
+    """
+    if not prefills:
+        return
+    answers = [one.sequence for one in prefills if isinstance(one.sequence, Generation)]
+    tokens = [prefill.layout.token_ids[len(prefill.sequence.layout) :].tolist() for prefill in prefills]
+    forced = [prefill.layout.token_ids[prefill.cached + 1 :].tolist() for prefill in prefills]
+    choosing, counts = lanes.go_on(answers, tokens), np.array(list(map(len, tokens)), np.int32)
+    layers = runner.config.text.num_layers
+    for step in prefill_steps(prefills, runner.ladder, runner.num_slots, layers):
+        passage = Passage(runner, step)
+        passage.advance(layers)
+        ends = [answers.index(one) for one, _ in step.wanted if isinstance(one, Generation)]
+        if not ends:
+            yield step, None
+            continue
+        logits, _ = runner.head(passage.x, 0, len(ends))
+        sampled = runner.sample(logits, choosing[ends], counts[ends])
+        yield step, Tokens([answers[i] for i in ends], sampled, forced=[forced[i] for i in ends])
 
 
 def _send(arrays: Any) -> None:

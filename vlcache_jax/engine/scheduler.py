@@ -20,9 +20,11 @@ import numpy as np
 from vlcache_jax.engine.batching import Prefill
 from vlcache_jax.engine.compressed import CompressedPages
 from vlcache_jax.engine.pages import Lease, Pages
-from vlcache_jax.engine.request import ImageUse, Sequence
+from vlcache_jax.engine.request import Generation, ImageUse, Sequence
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
+
+_LEAST_RUN = 5  # tokens: fewer take as long as windows of one
 
 
 class Scheduler:
@@ -163,14 +165,33 @@ class Scheduler:
         choice, plan, tokens = sequence.choice, sequence.progress.plan, sequence.generated
         if not tokens:
             return [make(layout, plan.behind(lease.cached), choice=choice)]
-        length = len(layout) + len(tokens)
-        longer, whole = layout.extended(tokens), plan.extended(len(tokens), layers).wanting([length - 1], layers)
         if choice is None:
-            return [make(longer, whole.behind(lease.cached))]
-        return [
-            make(layout, plan.wanting((), layers).behind(lease.cached), choice=choice),
-            make(longer, whole.behind(len(layout)), links=False),
-        ]
+            return [self._behind(sequence, tokens, lease.cached, links=True)]
+        first = make(layout, plan.wanting((), layers).behind(lease.cached), choice=choice)
+        return [first, self._behind(sequence, tokens, len(layout))]
+
+    def _behind(self, sequence: Sequence, tokens: Listed[int], cached: int, *, links: bool = False) -> Prefill:
+        """Of a prompt with tokens behind it what follows on those that are in pages."""
+        lease, layout, plan, layers = sequence.progress.lease, sequence.layout, sequence.progress.plan, self._num_layers
+        assert lease is not None
+        plan = plan.extended(len(tokens), layers).wanting([len(layout) + len(tokens) - 1], layers).behind(cached)
+        return Prefill(sequence, layout.extended(tokens), plan, lease.table, lease.shared, cached, links=links)
+
+    def runs(self, answers: Iterable[Generation]) -> list[Prefill]:
+        """What computes tokens that are forced, of those answers in which many are and as far as there are pages, so
+        that another is chosen behind them; all these are as good as launched."""
+        prefills, room = [], self._max_rows
+        for answer in answers:
+            progress, forced = answer.progress, answer.forced
+            ahead = progress.scheduled - answer.length  # launched, but not read
+            count = min(len(forced) - ahead + 1, answer.most - progress.scheduled, room)
+            if count < _LEAST_RUN or (count := self.grow([answer], count)) < _LEAST_RUN:
+                continue
+            tokens = [*answer.generated, *forced[: ahead + count - 1]]
+            prefills.append(self._behind(answer, tokens, progress.scheduled - 1))
+            self.decoded([answer], count)
+            room -= count
+        return prefills
 
     def replan(self, sequence: Sequence, plan: Plan, images: Listed[ImageUse]) -> None:
         """What it computes, and what it takes from where, has turned out otherwise."""

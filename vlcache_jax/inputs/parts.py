@@ -22,12 +22,12 @@ _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
 _UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that tell the type of a part, as they are named like it
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Of a message, beside role and content: what the template may use.
 _TEMPLATES = ("name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content", "refusal")
 _MESSAGE_KEYS = ("role", "content", *_TEMPLATES)
 # Types of parts that are text, and where they have it.
-_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "refusal": "refusal"}
+TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "refusal": "refusal"}
 
 
 def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str], None]) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
     message = {key: value for key, value in message.items() if key in _MESSAGE_KEYS or value not in (None, [], {})}
     check_keys(message, _MESSAGE_KEYS, name)
     given, content = message.get("role"), message.get("content")
-    if not (isinstance(given, str) and given in _ROLES):
-        raise ValueError(f"{name} must have the role {', '.join(_ROLES)}, got {short(given)}")
+    if not (isinstance(given, str) and given in ROLES):
+        raise ValueError(f"{name} must have the role {', '.join(ROLES)}, got {short(given)}")
     # What templates know beside the content.
-    told: dict[str, Any] = {"role": _ROLES[given]}
+    told: dict[str, Any] = {"role": ROLES[given]}
     for key in _TEMPLATES:
         if not message.get(key):
             continue
@@ -74,9 +74,9 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(part, str):
             parts.append({"type": "text", "text": _plain_text(part, where)})
-        elif isinstance(kind, str) and kind in _TEXT_KEYS:
-            check_keys(part, ("type", _TEXT_KEYS[kind]), where)
-            parts.append({"type": "text", "text": _plain_text(part.get(_TEXT_KEYS[kind]), where)})
+        elif isinstance(kind, str) and kind in TEXT_KEYS:
+            check_keys(part, ("type", TEXT_KEYS[kind]), where)
+            parts.append({"type": "text", "text": _plain_text(part.get(TEXT_KEYS[kind]), where)})
         elif kind in IMAGE_TYPES or kind in VIDEO_TYPES or kind == "input_image":
             add(_as_image_url(part, where) if kind == "input_image" else part, where)
             parts.append({"type": "video" if kind in VIDEO_TYPES else "image"})
@@ -84,7 +84,7 @@ def read_message(message: Any, name: str, add: Callable[[Mapping[str, Any], str]
             got = f"type {short(kind)}" if isinstance(part, Mapping) else type(part).__name__
             if isinstance(part, Mapping) and kind is None:
                 got = f'no type beside {short(list(part))}: add "type"'
-            known = ", ".join((*_TEXT_KEYS, "input_image", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
+            known = ", ".join((*TEXT_KEYS, "input_image", *IMAGE_TYPES, *VIDEO_TYPES[:-1]))
             raise ValueError(f"{where} must be a dict of type {known} or {VIDEO_TYPES[-1]}, or a string, got {got}")
     return told | {"content": parts}
 

@@ -43,7 +43,7 @@ from vlcache_jax.inputs.parts import (
     video_value,
 )
 from vlcache_jax.inputs.processor import overrule
-from vlcache_jax.inputs.settings import MediaSettings, read_settings
+from vlcache_jax.inputs.settings import NO_SETTINGS, MediaSettings, read_settings
 from vlcache_jax.inputs.tools import read_tools, written_out
 from vlcache_jax.inputs.videos import NO_OPTIONS, VideoOptions, VideoSource, read_video
 
@@ -248,7 +248,7 @@ class PromptRenderer:
         self,
         messages: Sequence[Mapping[str, Any]] | Mapping[str, Any],
         *,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        settings: MediaSettings = NO_SETTINGS,
         template: Template = OWN_TEMPLATE,
         name: str = "conversation",
         image_name: str | None = None,
@@ -266,7 +266,7 @@ class PromptRenderer:
                 is system. What else a message may hold, such as "tool_calls", is the template's. An image's "detail" is
                 ignored, with a warning. A part may leave out its type where one of its keys is named like it. Or a dict
                 of "messages" and `TemplateOptions` that stand in place of `template`.
-            mm_processor_kwargs: of this request, see `settings.read_settings`.
+            settings: of this request.
             template: by which it is rendered.
             name: what error messages call the conversation, such as "conversations[2]".
             image_name: what they call its one image; None: "images[i]" of the conversation.
@@ -291,7 +291,6 @@ class PromptRenderer:
             raise ValueError(
                 f"{name} must be given as a prompt, or with chat_template: this checkpoint has no chat template"
             )
-        settings = read_settings(mm_processor_kwargs, f"{name} mm_processor_kwargs")
         found: list[tuple[Source, str | None]] = []
         shown = image_name or f"{name} {{}}s[{{}}]"
         add = partial(self._add, shown=shown, settings=settings, found=found, numbers=Counter())

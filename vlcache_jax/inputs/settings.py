@@ -41,6 +41,9 @@ class MediaSettings:
             )
 
 
+NO_SETTINGS = MediaSettings()
+
+
 def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: bool = True) -> MediaSettings:
     """Of `mm_processor_kwargs`, in the words of the library's processors; None asks for nothing.
 
@@ -55,7 +58,7 @@ def read_settings(given: Any, name: str = "mm_processor_kwargs", *, of_request: 
         ValueError: another key, a value of another type or out of bounds, or both spellings of a limit.
     """
     if given is None:
-        return MediaSettings()
+        return NO_SETTINGS
     if not isinstance(given, Mapping):
         raise ValueError(f"{name} must be a dict with {', '.join(_KNOWN)}, got {type(given).__name__} {short(given)}")
     for key in given:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vlcache_jax.checks import short
+from vlcache_jax.protocol.messages import MESSAGE
 from vlcache_jax.protocol.values import ApiError, Schema, check
 from vlcache_jax.sampling import LISTS, MAX_LOGPROBS, NUMBERS, SamplingParams
 
@@ -82,14 +83,7 @@ CHAT: Mapping[str, Schema] = {
         "minItems": 1,
         "description": "OpenAI's messages: text, `image_url` and `video_url` parts, also as data URLs.",
         "examples": [[{"role": "user", "content": "Where is the star?"}]],
-        "items": {
-            "type": "object",
-            "required": ["role"],
-            "properties": {
-                "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": {"type": ["string", "array", "null"]},
-            },
-        },
+        "items": MESSAGE,
     },
     **_BOTH,
     "max_completion_tokens": _sampling("max_tokens"),

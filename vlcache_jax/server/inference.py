@@ -112,12 +112,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body, tenant)
         del body
-        try:
-            await self._answer_request(request, sender, tenant)
-        except NotFiniteError:  # a fault of the model's
-            raise
-        except ValueError as error:
-            raise self._error(error, request) from error
+        await self._answer_request(request, sender, tenant)
 
     async def _answer_request(self, request: R, sender: _Sender, tenant: Tenant | None) -> None:
         prompts = self._prompts(request)
@@ -129,18 +124,8 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             salt = self._register.salts.salt(tenant.name, told.cache_salt)
         answer = self._begin(request, f"{self.prefix}{uuid.uuid4().hex}", self._models[0])
         sender.failed = answer.failed
-        streams = [
-            self.engine.deltas(
-                prompt,
-                request.params,
-                reuse=told.reuse,
-                compress=told.compress,
-                cache_salt=salt,
-                priority=told.priority,
-                **self._settings(request),
-            )
-            for prompt in prompts
-        ]
+        fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]
+        streams = [self._deltas(prompt, request, salt, field) for prompt, field in zip(prompts, fields, strict=True)]
         with self._entrance.answering(tenant, count):
             async with contextlib.aclosing(merged(streams, SILENCE, self._entrance.ended)) as events:
                 if told.stream:
@@ -152,6 +137,29 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                     whole = await self._whole(events, len(streams), answer)
                     await self._keep(request, answer, tenant)
                     await sender.respond(whole)
+
+    async def _deltas(
+        self, prompt: Any, request: R, salt: str | TenantSalt | None, field: str
+    ) -> AsyncGenerator[RequestDelta]:
+        """What comes of one of the prompts; `field` is what its errors call it."""
+        told = request.options
+        asked = self.engine.deltas(
+            prompt,
+            request.params,
+            reuse=told.reuse,
+            compress=told.compress,
+            cache_salt=salt,
+            priority=told.priority,
+            **self._settings(request),
+        )
+        try:
+            async with contextlib.aclosing(asked) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except NotFiniteError:  # a fault of the model's
+            raise
+        except ValueError as error:
+            raise self._error(error, request, field) from error
 
     async def _whole(self, events: _Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
         collectors = [OutputCollector() for _ in range(prompts)]
@@ -200,9 +208,9 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             known = " or ".join(more) or "left out"
             raise ApiError(f"compress must be {known} on this server, got {short(options.compress)}", "compress")
 
-    def _error(self, error: ValueError, request: R) -> ApiError:
-        """What the client is told of what is wrong with its request."""
-        return as_api_error(error, self.field, request.options.form)
+    def _error(self, error: ValueError, request: R, field: str) -> ApiError:
+        """What the client is told of what is wrong with its request; `field` is of its body."""
+        return as_api_error(error, field, request.options.form)
 
     @abstractmethod
     def _parse(self, body: bytes, tenant: Tenant | None) -> R:
@@ -313,9 +321,9 @@ class Responses(Chats):
         given = {own.name: getattr(chat, own.name) for own in dataclasses.fields(ChatRequest)}
         return AskedResponse(**given, request=request, before=before)
 
-    def _error(self, error: ValueError, request: ChatRequest) -> ApiError:
+    def _error(self, error: ValueError, request: ChatRequest, field: str) -> ApiError:
         assert isinstance(request, AskedResponse)
-        return request.request.error(super()._error(error, request), len(request.before))
+        return request.request.error(super()._error(error, request, field), len(request.before))
 
     def _begin(self, request: ChatRequest, name: str, model: str) -> ResponseAnswer:
         assert isinstance(request, AskedResponse)

@@ -1,0 +1,88 @@
+"""Messages of chats by role, as JSON Schema. `inputs.parts` reads them, and takes a little more: what
+examples of Qwen and Hugging Face write of pictures and videos.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlcache_jax.inputs.parts import ROLES, TEXT_KEYS
+from vlcache_jax.protocol.values import Schema
+
+_EMPTY: Schema = {"enum": [None, [], {}], "description": "What is empty says nothing."}
+_NAME = {"anyOf": [{"type": "string"}, {"enum": [None, False, 0, [], {}]}]}
+_SOME = {"type": "string", "minLength": 1}
+_URL = {
+    "type": "string",
+    "format": "uri",
+    "description": "A data URL; others where the server allows them.",
+}
+_UUID = {"type": ["string", "null"], "minLength": 1, "description": "The client's own id of it."}
+_DETAIL = {"description": "Accepted, and without effect."}
+
+
+def _object(properties: Schema, *required: str, rest: Any = False) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": rest}
+
+
+def _part(kind: str, key: str, value: Schema, **more: Schema) -> dict[str, Any]:
+    """One that is named like its key needs no type."""
+    if kind == key:
+        return _object({"type": {"enum": [kind, None]}, key: value, **more}, key)
+    return _object({"type": {"enum": [kind]}, key: value, **more}, "type", key)
+
+
+def _linked(**more: Schema) -> dict[str, Any]:
+    """A URL, alone or as that of an object."""
+    return {"anyOf": [_URL, _object({"url": _URL, **more}, "url")]}
+
+
+_TEXTS = [{"type": "string"}, *(_part(kind, key, {"type": "string"}) for kind, key in TEXT_KEYS.items())]
+_MEDIA = [
+    _part("image_url", "image_url", _linked(detail=_DETAIL), uuid=_UUID),
+    _part("input_image", "image_url", _URL, detail=_DETAIL, uuid=_UUID),
+    _part("video_url", "video_url", _linked(), uuid=_UUID),
+]
+
+
+def _content(*parts: Schema) -> dict[str, Any]:
+    return {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": list(parts)}}]}
+
+
+def _message(*roles: str, needs: str = "content", **properties: Schema) -> dict[str, Any]:
+    return _object({"role": {"enum": list(roles)}, "name": _NAME, **properties}, "role", needs, rest=_EMPTY)
+
+
+_CALLS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"function": {"type": "object", "description": "`name`, and `arguments` as text of JSON."}},
+    },
+}
+# What an assistant may have said beside a content, or without one.
+_SAID: dict[str, Any] = {
+    "tool_calls": {**_CALLS, "minItems": 1},
+    "reasoning": _SOME,
+    "reasoning_content": _SOME,
+    "refusal": _SOME,
+}
+_OR_NOT: dict[str, Any] = {"tool_calls": {"anyOf": [_CALLS, _NAME]}} | {
+    name: _NAME for name in _SAID if name != "tool_calls"
+}
+
+MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string", "enum": list(ROLES)}, "content": {"type": ["string", "array", "null"]}},
+    "anyOf": [
+        _message("system", "developer", content=_content(*_TEXTS)),
+        _message("user", content=_content(*_TEXTS, *_MEDIA)),
+        _message("tool", content=_content(*_TEXTS), tool_call_id=_NAME),
+        _message("assistant", content=_content(*_TEXTS), **_OR_NOT),
+        *(
+            _message("assistant", needs=name, content={"enum": [None, []]}, **{**_OR_NOT, name: said})
+            for name, said in _SAID.items()
+        ),
+    ],
+}
