@@ -13,7 +13,7 @@ from flax import nnx
 
 from vlcache_jax.models import rope, vision
 from vlcache_jax.models.config import VisionConfig
-from vlcache_jax.models.layers import layer_norm, linear
+from vlcache_jax.models.layers import by_chunks, layer_norm, linear
 
 
 class MLP(nnx.Module):
@@ -22,6 +22,9 @@ class MLP(nnx.Module):
         self.fc2 = linear(config.intermediate_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return by_chunks(self._rows, x)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
         x = self.fc1(x)
         # The library's quick_gelu, rounded once: XLA on a CPU rounds every step of a sigmoid in bfloat16.
         y = x.astype(jnp.float32)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.models import rope, vision
-from vlcache_jax.models.layers import Table, layer_norm, linear
+from vlcache_jax.models.layers import Table, by_chunks, layer_norm, linear
 from vlcache_jax.models.qwen3_vl.config import VisionConfig
 
 
@@ -22,7 +22,7 @@ class MLP(nnx.Module):
         self.linear_fc2 = linear(config.intermediate_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.linear_fc2(jax.nn.gelu(self.linear_fc1(x), approximate=True))
+        return by_chunks(lambda x: self.linear_fc2(jax.nn.gelu(self.linear_fc1(x), approximate=True)), x)
 
 
 class VisionTower(nnx.Module):
