@@ -33,6 +33,11 @@ def test_round_up():
         round_up(17, (4, 16))
 
 
+def test_steps_until_fewer_rows_will_do():
+    ladder = Ladder(sequences=(1, 4, 8))
+    assert [ladder.until_fewer(left) for left in ([5], [3, 9], [2, 7, 4, 4], [9, 1, 8, 3, 7])] == [5, 3, 4, 1]
+
+
 @pytest.mark.parametrize("rungs", [(), (4, 4), (8, 4), (0, 4), (1.5,), (-1, 2)])
 def test_bad_rungs(rungs):
     with pytest.raises(ValueError, match=r"ladder\.rows must be ascending positive integers"):

@@ -173,9 +173,12 @@ def test_an_image_of_two_answers_is_encoded_once():
 
 def test_encoder_calls():
     images = [image(1, 4), image(2, 2), image(2, 4), image(9, 9), image(1, 1)]  # 16, 16, 32, 324, 4 patches
-    calls = encoder_calls(images, 48)
+    calls = encoder_calls(images, (16, 48))
     assert [len(call) for call in calls] == [2, 1, 1, 1]
     assert [i for call in calls for i in call] == images
+    images = [image(10, 12)] * 5  # 480 patches each: calls of 2048 and 512 rather than one of 4096
+    assert [len(call) for call in encoder_calls(images, (256, 512, 1024, 2048, 4096))] == [4, 1]
+    assert [len(call) for call in encoder_calls(images, (4096,))] == [5]
 
 
 def test_layout_of_a_prompt_that_starts_and_ends_with_an_image():

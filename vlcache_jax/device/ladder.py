@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vlcache_jax.checks import check_whole, is_a
@@ -49,6 +50,12 @@ class Ladder:
     def outputs(self, rows: int) -> int:
         """Rows that leave the last layer of a step with `rows` rows: the most whose logits can be wanted."""
         return min(rows, self.max_sequences)
+
+    def until_fewer(self, left: Sequence[int]) -> int:
+        """Steps after which fewer rows will do for answers that have so many tokens left; none of them goes on then, if
+        the rows are the fewest."""
+        rung = bisect.bisect_left(self.sequences, len(left))
+        return sorted(left, reverse=True)[self.sequences[rung - 1] if rung else 0]
 
 
 def round_up(size: int, rungs: tuple[int, ...]) -> int:

@@ -257,16 +257,17 @@ def pad_rows(rows: Rows, size: int, num_slots: int) -> Rows:
     return padded
 
 
-def encoder_calls(images: abc.Iterable[ImageRef], most: int) -> list[list[ImageRef]]:
-    """Consecutive images that share an encoder call of up to `most` patches; a larger image has a call of its own."""
+def encoder_calls(images: abc.Iterable[ImageRef], rungs: tuple[int, ...]) -> list[list[ImageRef]]:
+    """Consecutive images that share an encoder call of one of these sizes: the last, or a smaller one where a call more
+    costs less than the padding that it saves. A larger image has a call of its own."""
+    given = [(image, math.prod(image.grid)) for image in images]
     calls: list[list[ImageRef]] = []
-    used = most
-    for image in images:
-        patches = math.prod(image.grid)
-        if used + patches > most:
+    left, used, size = sum(patches for _, patches in given), 0, 0
+    for image, patches in given:
+        if used + patches > size:
             calls.append([])
-            used = 0
-        used += patches
+            used, size = 0, split_rows(left, rungs)[0]
+        used, left = used + patches, left - patches
         calls[-1].append(image)
     return calls
 

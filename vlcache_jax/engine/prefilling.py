@@ -81,6 +81,9 @@ class Prefiller:
     def __init__(self, runner: Runner, writer: Writer, clock: Clock, copies: DeviceCopies):
         self.runner, self.writer, self._clock, self.copies = runner, writer, clock, copies
         self._transfers = Transfers(runner)
+        first, *rungs = runner.ladder.patches
+        calls = first, *(rung for rung in rungs if rung <= PATCHES_PER_CALL)
+        self._calls = calls if runner.is_host else calls[-1:]  # a GPU reads all weights again for a call of a few
 
     def begin(self, prefills: abc.Sequence[Prefill]) -> Turn:
         """Copies pages, and has stored images brought to the device."""
@@ -171,7 +174,7 @@ class Prefiller:
     ) -> dict[ImageRef, tuple[jax.Array, int]]:
         """Encodes images, several in a call; returns of each in which output and from which row on it stands."""
         where = {}
-        for call in encoder_calls(images, min(PATCHES_PER_CALL, self.runner.ladder.patches[-1])):
+        for call in encoder_calls(images, self._calls):
             encoded = self.runner.encode([image.patches.pixels for image in call], [i.patches.grid for i in call])
             first = np.cumsum([0, *(image.num_tokens for image in call)]).tolist()
             for image, row in zip(call, first[:-1], strict=True):
