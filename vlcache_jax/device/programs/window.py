@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,22 @@ from vlcache_jax.pallas_kernels import PAGE, Work
 ANSWER = 2  # columns of a window's rows before those of `Choosing`: tokens of the prompt, and its M-RoPE delta
 LISTS = 4  # work lists of a window where prompts are compressed: more cost the host more than they save
 
-# Hidden states and the pool behind all layers, of hidden states, the pool, rows whose slots are logical ones, and which
-# of them go on.
+
+class Asked(NamedTuple):
+    """What a window's rows say: tokens of their prompts, M-RoPE deltas [B], and how they choose."""
+
+    length: jax.Array
+    delta: jax.Array
+    choosing: Choosing
+
+    @classmethod
+    def of(cls, rows: jax.Array) -> Self:
+        """Those of int32 [B, ANSWER + C]."""
+        return cls(rows[:, 0], rows[:, 1], Choosing.unpack(rows[:, ANSWER:]))
+
+
+Place = Callable[[jax.Array, jax.Array], jax.Array]  # slots, of tokens' numbers and which rows go on
+# Hidden states and the pool behind all layers, of hidden states, the pool, rows, and which of them go on.
 Layers = Callable[[jax.Array, Halves, Rows, jax.Array], tuple[jax.Array, Halves]]
 
 
@@ -75,19 +89,22 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
           (what was chosen, [ladder.window, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
         """
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
+        asked = Asked.of(rows)
         tables = work.parts().tables
         index = jnp.arange(self.count, dtype=jnp.int32)
 
+        def place(last: jax.Array, live: jax.Array) -> jax.Array:
+            slot = tables[index, last // PAGE] * PAGE + last % PAGE
+            return jnp.where(live, slot, shapes.num_slots + index)
+
         def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
-            slot = tables[index, row.slot // PAGE] * PAGE + row.slot % PAGE
-            row = row._replace(slot=jnp.where(live, slot, shapes.num_slots + index))
             updated = []
             for i, (k, v) in enumerate(pool):
                 x, k, v, _ = layer(text["layers"][i], x, k, v, row, np.full(2, self.count, np.int32), work, None)
                 updated.append([k, v])
             return x, updated
 
-        return _decode(shapes, text, head, pool, lanes, rows, tokens, layers)
+        return _decode(shapes, text, head, pool, lanes, asked, tokens, place, layers)
 
 
 @dataclass(frozen=True)
@@ -141,13 +158,13 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
         """
         layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
         config = shapes.work_config(self.count, True, self.pages)
+        asked = Asked.of(rows)
         index = jnp.arange(self.count, dtype=jnp.int32)
-        length = rows[:, 0]
 
         def layers(x: jax.Array, pool: Halves, row: Rows, live: jax.Array) -> tuple[jax.Array, Halves]:
             [[k, v]] = pool
             for i, table in enumerate(tables):
-                place = jnp.where(live, row.slot - length + kept[i], 0)
+                place = jnp.where(live, row.slot - asked.length + kept[i], 0)
                 slot = table[index, place // PAGE] * PAGE + place % PAGE
                 own = row._replace(
                     slot=jnp.where(live, slot, shapes.compressed_slots + index), k_end=jnp.where(live, place + 1, 0)
@@ -156,7 +173,8 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
                 x, k, v, _ = layer(text["layers"][i], x, k, v, own, np.full(2, self.count, np.int32), work, None)
             return x, [[k, v]]
 
-        return _decode(shapes, text, head, pool, lanes, rows, tokens, layers)
+        # Slots are other ones in each layer.
+        return _decode(shapes, text, head, pool, lanes, asked, tokens, lambda last, live: last, layers)
 
 
 def _decode(
@@ -165,13 +183,13 @@ def _decode(
     head: Params,
     pool: Halves,
     lanes: Lanes,
-    rows: jax.Array,
+    asked: Asked,
     tokens: jax.Array,
+    place: Place,
     layers: Layers,
 ) -> tuple[Sampled, Lanes, Halves]:
     """Goes through the layers and chooses, token after token."""
-    length, delta = rows[:, 0], rows[:, 1]
-    choosing = Choosing.unpack(rows[:, ANSWER:])
+    length, delta, choosing = asked
 
     def goes_on(lanes: Lanes) -> jax.Array:
         return ~lanes.is_ended.at[choosing.lane].get(mode="fill", fill_value=True)
@@ -181,7 +199,7 @@ def _decode(
         live = goes_on(lanes)
         last = jnp.where(live, length + lanes.step.at[choosing.lane].get(mode="clip") - 1, 0)
         row = Rows(
-            slot=last,
+            slot=place(last, live),
             position=jnp.tile(jnp.where(live, last + delta, 0), (3, 1)),
             k_start=jnp.zeros_like(last),
             k_end=jnp.where(live, last + 1, 0),
@@ -191,7 +209,7 @@ def _decode(
         sampled, lanes = _sample(shapes.logits(text["norm"], head, x), lanes, choosing)
         return step + 1, pool, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
 
-    begin = jnp.int32(0), pool, lanes, _nothing(shapes, len(rows), lanes, choosing)
+    begin = jnp.int32(0), pool, lanes, _nothing(shapes, len(length), lanes, choosing)
     _, pool, lanes, chosen = jax.lax.while_loop(lambda c: (c[0] < tokens) & goes_on(c[2]).any(), token, begin)
     return chosen, lanes, pool
 
