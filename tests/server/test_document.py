@@ -35,6 +35,11 @@ positive_data_acceptance.enabled = false
 [[operations]]
 include-path = {main}
 generation.max-examples = 300
+
+[[operations]]
+# Its messages are those of chats.
+include-path = "/tokenize"
+phases.coverage.enabled = false
 """
 
 
