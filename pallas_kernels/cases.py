@@ -235,12 +235,12 @@ class LinkCase:
         k_pool, v_pool, data, cos, sin = (jnp.asarray(x, dtype) for x in (*pools, layers, np.cos(angle), np.sin(angle)))
         planes = [data]
         if self.codec is not None:
-            coded = [[self._coded(k, self.options()), self._coded(v, {})] for k, v in jnp.asarray(layers, jnp.float32)]
-            planes = [jnp.stack([jnp.stack([half[i] for half in layer]) for layer in coded]) for i in range(2)]
+            coded = [[self._coded(k, self.options()), self._coded(v, {})] for k, v in layers.astype(np.float32)]
+            planes = [jnp.asarray(np.stack([[half[i] for half in layer] for layer in coded])) for i in range(2)]
         return k_pool, v_pool, [planes], jnp.asarray(slot, jnp.int32), cos, sin
 
-    def _coded(self, x: jax.Array, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        return CODECS[self.codec or ""].encode(x, options.get("bias"), options.get("weight"))
+    def _coded(self, x: np.ndarray, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        return jax.jit(CODECS[self.codec or ""].encode)(x, options.get("bias"), options.get("weight"))
 
     def run(self, args: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
         """Links what `inputs` gave."""
@@ -304,7 +304,7 @@ def link_reference(
         v = _decoded(values[0], values[1], codec).astype(v_pool.dtype)
     a, b, cos, sin = (x.astype(np.float32) for x in (*np.split(k_raw, 2, -1), cos, sin))
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(k_pool.dtype)
-    turned, v = map(np.asarray, carry_flaws(jnp.asarray(turned), jnp.asarray(v)))
+    turned, v = map(np.asarray, jax.jit(carry_flaws)(turned, v))
     k_pool, v_pool = k_pool.copy(), v_pool.copy()
     stays = slot < len(k_pool)
     k_pool[slot[stays]], v_pool[slot[stays]] = turned[stays], v[stays]

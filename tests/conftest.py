@@ -211,6 +211,16 @@ def same_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def few_rungs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is not told of a ladder has that of other tests, so that few programs are compiled for it."""
+    from tests.helper import LADDER
+    from vlcache_jax.device import memory_plan
+
+    monkeypatch.setattr(memory_plan, "CPU_ROWS", LADDER.rows)
+    monkeypatch.setattr(memory_plan, "CPU_SEQUENCES", LADDER.sequences)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def programs_made_once() -> Iterator[None]:
     """Engines of the same model and sizes share their compiled programs: compiling is most of what tests take.
@@ -272,6 +282,22 @@ def programs_made_once() -> Iterator[None]:
         context.setattr(Shapes, "__init__", noted)
         context.setattr(table.Programs, "_lower", lambda own, program: Once(own, program))
         context.setattr(table, "check_maps", check_maps)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_compiled_ahead() -> Iterator[None]:
+    """Most of what requests would call for when they come again no test needs; whoever does, clears `_stopped`."""
+    from vlcache_jax.engine.ahead import Ahead
+
+    init = Ahead.__init__
+
+    def stopped(self: Ahead, programs: Any) -> None:
+        init(self, programs)
+        self._stopped = True
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(Ahead, "__init__", stopped)
         yield
 
 

@@ -15,6 +15,18 @@ from vlcache_jax.pallas_kernels import PAGE
 # its own opens an engine of these, whose programs are compiled once for all.
 LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(1, 8))
 SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
+# The same for answers that come bit by bit: short windows, and one rung of each ladder.
+SHORT = {
+    "ladder": Ladder(rows=(64,), patches=(64,), sequences=(4,), window=4),
+    "max_model_len": 4 * PAGE,
+    "kv_cache_bytes": 2**23,
+    "dtype": "float32",
+}
+WORDS = (
+    *("--max-model-len", str(SIZES["max_model_len"]), "--kv-cache-bytes", str(SIZES["kv_cache_bytes"])),
+    *("--dtype", SIZES["dtype"]),
+)
+"""`SIZES` but for the ladder, as commands take them."""
 WITHIN = 60  # seconds, for what would hang otherwise
 ATOL = {"float32": 2e-6, "bfloat16": 1e-2}  # of attention, against float64
 
@@ -45,6 +57,11 @@ def give_pages(llm, count):
     """The pool is as if it were of so many pages, and empty. (A smaller one has programs of its own.)"""
     llm.service.cache.pages.count = count
     llm.service.cache.pages.reset()
+
+
+def give_lanes(llm, count):
+    """At most so many answers run together. (A ladder of fewer has programs of its own.)"""
+    del llm.service.engine.scheduler._lanes[count:]
 
 
 def user(*parts):

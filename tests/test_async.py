@@ -14,22 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import vlcache_jax.async_llm as async_llm
-from tests.helper import WITHIN, assert_nothing_left, give_pages, user
-from vlcache_jax import LLM, AsyncLLM, Ladder, QueueFullError, RequestError, SamplingParams
+from tests.helper import SHORT, WITHIN, assert_nothing_left, give_lanes, give_pages, user
+from vlcache_jax import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.outputs import Metrics, OutputCollector, RequestDelta
 from vlcache_jax.serving import Job
 
-LADDER = Ladder(rows=(64,), patches=(64,), sequences=(1, 2), window=4)
-SETTINGS = {
-    "ladder": LADDER,
-    "max_model_len": 512,
-    "kv_cache_bytes": 8 * 2**20,
-    "dtype": "float32",
-    "use_tqdm": False,
-}
+LANES = 2  # of every engine here
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 MEDIUM = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -51,8 +44,8 @@ def directory(checkpoints):
 @pytest.fixture(scope="module")
 def shared(directory):
     """An engine that all tests use; what is compiled for it is used by all others, too."""
-    engine = AsyncLLM(directory, **SETTINGS)
-    engine.service.ahead.stop()  # it compiles what these tests may never need
+    engine = AsyncLLM(directory, use_tqdm=False, **SHORT)
+    give_lanes(engine, LANES)
     yield engine
     engine.service.close()
 
@@ -71,8 +64,8 @@ def open_engine(directory, shared):
     opened = []
 
     def make(*, closes=True, **options):
-        engine = AsyncLLM(directory, **SETTINGS | options)
-        engine.service.ahead.stop()
+        engine = AsyncLLM(directory, use_tqdm=False, **SHORT | options)
+        give_lanes(engine, LANES)
         engine.service.device.runner.programs = shared.service.device.runner.programs
         engine.service.device.runner.run = shared.service.device.runner.run
         if closes:
@@ -1171,7 +1164,7 @@ def test_answered_requests_are_not_kept(engine, textured_image, monkeypatch):
     ahead.wait()
     kept = sum(len(sequences) for _, sequences in ahead._answered)
     ahead._answered.clear()
-    assert kept <= 2 * LADDER.max_sequences
+    assert kept <= 2 * SHORT["ladder"].max_sequences
 
 
 def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monkeypatch):

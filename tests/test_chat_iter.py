@@ -12,20 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import vlcache_jax.progress as progress
-from tests.helper import WITHIN, assert_nothing_left, user
-from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
+from tests.helper import SHORT, WITHIN, assert_nothing_left, user
+from vlcache_jax import LLM, RequestError, SamplingParams
 
-LADDER = Ladder(rows=(64,), patches=(64,), sequences=(1, 4), window=4)
-SETTINGS = {
-    "ladder": LADDER,
-    "max_model_len": 512,
-    "kv_cache_bytes": 8 * 2**20,
-    "dtype": "float32",
-    "use_tqdm": False,
-}
+LANES = SHORT["ladder"].max_sequences
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-AHEAD = 8 * LADDER.max_sequences  # rows taken of the iterable and not yielded yet, at most
+AHEAD = 8 * LANES  # rows taken of the iterable and not yielded yet, at most
 TOO_LONG = "w " * 600
 
 
@@ -36,8 +29,7 @@ def pictures(textured_image):
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), **SETTINGS) as llm:
-        llm.service.ahead.stop()  # it compiles what these tests may never need
+    with LLM(checkpoints("qwen3_vl-tied"), use_tqdm=False, **SHORT) as llm:
         yield llm
 
 
@@ -199,7 +191,7 @@ def test_a_wrong_row_ends_the_job_behind_what_runs(llm, mixed):
     assert caught.value.errors.keys() == {5, 6}
     assert sorted(found) == [0, 1, 2, 3]
     assert caught.value.outputs == []
-    assert taken.taken <= 2 * LADDER.max_sequences
+    assert taken.taken <= 2 * LANES
     assert [tokens(found[i]) for i in range(4)] == alone(llm, rows[4:8])
 
 
@@ -271,7 +263,7 @@ def test_an_error_of_the_engine_comes_through(llm, monkeypatch):
 
 
 def test_closing_ends_it(checkpoints, llm):
-    with LLM(checkpoints("qwen3_vl-tied"), **SETTINGS) as closing:
+    with LLM(checkpoints("qwen3_vl-tied"), use_tqdm=False, **SHORT) as closing:
         closing.service.device.runner.programs, closing.service.device.runner.run = (
             llm.service.device.runner.programs,
             llm.service.device.runner.run,
@@ -374,4 +366,4 @@ def test_a_long_job_keeps_nothing_of_what_it_yielded(llm, textured_image, monkey
     kept = [sum(len(own) for _, own in ahead._answered) for _ in chat_iter(llm, rows)]
     ahead.wait()
     ahead._answered.clear()
-    assert max(kept) <= 3 * LADDER.max_sequences
+    assert max(kept) <= 3 * LANES

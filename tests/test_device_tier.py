@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import threading
@@ -12,13 +13,12 @@ import pytest
 
 from tests.cache.records import load
 from tests.engine.test_uploads import SlowTier
-from tests.helper import WITHIN, assert_nothing_left, user
+from tests.helper import LADDER, SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.record import Meta, Record
 from vlcache_jax.engine.passage import Passage
 
-LADDER = Ladder(rows=(64, 160), patches=(64, 256), sequences=(2,))
 FORCED = "the quick brown fox"
 ONE = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 PLENTY = "16MB"
@@ -31,17 +31,14 @@ def opened(checkpoints):
 
         @functools.cache
         def open_llm(family, codec, device_bytes, rows):
-            ladder = Ladder(rows=rows, patches=LADDER.patches, sequences=LADDER.sequences)
+            cache = CacheConfig(codec=codec, device_bytes=device_bytes)
+            sizes = SIZES | {"ladder": dataclasses.replace(LADDER, rows=rows)}
             return stack.enter_context(
-                LLM(
-                    checkpoints(family), ladder=ladder, cache=CacheConfig(codec=codec, device_bytes=device_bytes),
-                    max_model_len=384, kv_cache_bytes=2**21, enable_prefix_caching=False, use_tqdm=False,
-                )
-            )  # fmt: skip
+                LLM(checkpoints(family), cache=cache, enable_prefix_caching=False, use_tqdm=False, **sizes)
+            )
 
         def get(family="qwen3_vl", codec="auto", pages=None, rows=LADDER.rows, device_bytes=PLENTY):
             llm = open_llm(family, codec, device_bytes, rows)
-            llm.service.ahead.stop()  # which holds requests until what they may call for has been compiled
             llm.reset_mm_cache()
             llm.service.cache.tier.clear()
             llm.service.cache.tier.num_pages = (
@@ -286,10 +283,12 @@ def test_nothing_compiles_after_warmup(checkpoints, pictures, reuse):
 @pytest.mark.ladder
 @pytest.mark.parametrize("codec", ["auto", "int4"])
 def test_repeats_are_compiled_ahead(checkpoints, pictures, codec):
+    ladder = Ladder(rows=(64, 160), patches=(64, 256), sequences=(2,))
     with LLM(
-        checkpoints("qwen3_vl"), ladder=LADDER, cache=CacheConfig(device_bytes=PLENTY, codec=codec), max_model_len=256,
+        checkpoints("qwen3_vl"), ladder=ladder, cache=CacheConfig(device_bytes=PLENTY, codec=codec), max_model_len=256,
         kv_cache_bytes=2**20, enable_prefix_caching=False, use_tqdm=False, reuse="0.3",
     ) as llm:  # fmt: skip
+        llm.service.ahead._stopped = False
         ask = functools.partial(llm.chat, user("See ", pictures[0], pictures[1], "?"), ONE, use_tqdm=False)
         ask()
         llm.cache.flush()

@@ -41,7 +41,7 @@ def pictures(textured_image):
 
 @pytest.fixture(scope="module")
 def directory(checkpoints):
-    return checkpoints("qwen3_vl-tied")
+    return checkpoints("qwen3_vl")
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ import pytest
 from PIL import Image
 
 import vlcache_jax
-from vlcache_jax import LLM, AsyncLLM, EngineConfig, Ladder, SamplingParams
+from tests.helper import SHORT
+from vlcache_jax import LLM, AsyncLLM, EngineConfig, SamplingParams
 from vlcache_jax.config import EngineOptions
 from vlcache_jax.device import memory_plan
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.foreign import CALLS, ENGINE, SAMPLING, VllmOptions, ours
 
 SETTINGS = {
-    "ladder": Ladder(rows=(64,), patches=(64,), sequences=(1, 4), window=4),
-    "max_model_len": 512,
+    **SHORT,
     "kv_cache_bytes": "8MiB",
     "dtype": "float",
     "use_tqdm": False,
@@ -99,7 +99,6 @@ CALL_NAMES = "lora_request tokenization_kwargs tools chat_template_content_forma
 @pytest.fixture(scope="module")
 def llm(checkpoints):
     with LLM(model=str(checkpoints("qwen3_vl-tied")), **SETTINGS, limit_mm_per_prompt={"image": 1}) as llm:
-        llm.service.ahead.stop()
         yield llm
 
 
@@ -265,6 +264,7 @@ def test_sizes_in_other_words(llm, checkpoints, monkeypatch):
     )
     assert (llm.service.device.runner.num_slots, llm.service.device.runner.dtype) == (128 * (pages + 1), np.float32)
     settings = SETTINGS | {"kv_cache_bytes": None, "gpu_memory_utilization": 0.001, "max_num_seqs": 2, "dtype": "half"}
+    settings["ladder"] = dataclasses.replace(SHORT["ladder"], sequences=(1, 4))
     with LLM(checkpoints("qwen3_vl-tied"), **settings) as small:
         assert small.service.device.runner.ladder.sequences == (1, 2)
         assert small.service.device.runner.dtype == np.float16

@@ -6,36 +6,37 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import threading
 import time
 from fractions import Fraction
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
 import vlcache_jax.cache.records
+import vlcache_jax.engine.batching
 import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
 from tests.helper import SIZES, compilations, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
-from vlcache_jax.models import Rows, bind, decoder
+from vlcache_jax.models import Rows, bind, decoder, rope
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.plan import Plan
 from vlcache_jax.reuse.policies import MPIC, Scheduled, Spread, StaticRatio
 
-# Most of the prompts here are one step, whose launches, rows and bits can be told.
-LADDER = Ladder(rows=(16, 64, 256), patches=(64, 256, 1024), sequences=(1, 8))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 FORCED = "the quick brown fox"
 
 
 def open_llm(directory, **changes):
-    return LLM(directory, **SIZES | {"ladder": LADDER} | changes)
+    return LLM(directory, **SIZES | changes)
 
 
 def png(array, **options):
@@ -112,6 +113,13 @@ def llm(engine):
 def from_records(llm, monkeypatch):
     """What comes again is linked, though its pages may be there."""
     monkeypatch.setattr(llm.service.intake.sequences, "_keeps_pages", False)
+
+
+@pytest.fixture
+def one_step(monkeypatch):
+    """Prompts are one step, whose launches and rows can be told, however much of it is padding."""
+    split = vlcache_jax.engine.batching.split_rows
+    monkeypatch.setattr(vlcache_jax.engine.batching, "split_rows", functools.partial(split, overhead=512))
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +320,29 @@ def check_against_dense(llm, target, policy):
         assert_close(actual[layer], expected[layer])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def rotated(text, keys, positions):
+    cos, sin = rope.text_rotation(positions, text.rope_theta, text.mrope_section, text.mrope_interleaved, jnp.float32)
+    return rope.rotate(keys, cos, sin)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def embedded(shapes, table, features, source):
+    return decoder.embed(bind(shapes.table_graph, table), features, source)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def projected(shapes, params, x, rows):
+    """Keys before rotation, and values."""
+    module = shapes.bind_layer(params)
+    return module.self_attn.project(module.input_layernorm(x), rows, keep=len(x))[2:]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def through_layer(shapes, params, x, k, v, rows, added):
+    return shapes.bind_layer(params)(x, k, v, rows, added, keep=len(x))[:3]
+
+
 def dense_reference(llm, conversation, policy):
     """K, V of a plan: every row goes through every layer, and only those that the plan names write."""
     runner, planner = llm.service.device.runner, llm.service.intake.planner
@@ -329,14 +360,7 @@ def dense_reference(llm, conversation, policy):
             k, v = (np.zeros((n, config.num_kv_heads, config.head_dim), np.float32) for _ in "kv")
             for use in planned.uses:
                 raw, v[use.span.tokens] = use.linked.data[layer, :, : use.span.length]
-                cos, sin = decoder.rope.text_rotation(
-                    jnp.asarray(layout.positions[:, use.span.tokens]),
-                    config.rope_theta,
-                    config.mrope_section,
-                    config.mrope_interleaved,
-                    jnp.float32,
-                )
-                k[use.span.tokens] = decoder.rope.rotate(jnp.asarray(raw), cos, sin)
+                k[use.span.tokens] = rotated(config, raw, layout.positions[:, use.span.tokens])
             k_pool.append(k)
             v_pool.append(v)
         stored = [(use.span, use.linked.data[:, :, : use.span.length].copy()) for use in planned.uses]
@@ -345,17 +369,17 @@ def dense_reference(llm, conversation, policy):
             features.append(use.encoder.data[:, : use.span.length])
             source[use.span.tokens] = -1 - first - np.arange(use.span.length)
             first += use.span.length
-    table = bind(runner.shapes.table_graph, runner.text["embed_tokens"])
-    x, deepstack = decoder.embed(table, jnp.asarray(np.concatenate(features, axis=1)), jnp.asarray(source))
+    shapes, features = runner.shapes, np.concatenate(features, axis=1)
+    x, deepstack = map(np.asarray, embedded(shapes, runner.text["embed_tokens"], features, source))
     slots = np.arange(n, dtype=np.int32)
     result = []
     for layer in range(config.num_layers):
         writes = np.where(plan.depth > layer, slots, n + slots)
         rows = Rows(writes, layout.positions, np.zeros_like(slots), slots + 1, source)
-        module = runner.shapes.bind_layer(runner.text["layers"][layer])
+        params = runner.text["layers"][layer]
         added = deepstack[layer] if layer < len(deepstack) else None
         if plan.shift:
-            _, _, *own = map(np.asarray, module.self_attn.project(module.input_layernorm(x), rows, keep=n))
+            own = [np.asarray(part) for part in projected(shapes, params, x, rows)]
             for span, old in stored:
                 fresh = plan.depth[span.tokens] > layer
                 if fresh.any():
@@ -363,24 +387,17 @@ def dense_reference(llm, conversation, policy):
                     raw_k, v_pool[layer][span.tokens] = old[layer] + (new - old[layer])[:, fresh].mean(1)[:, None]
                     scale, bias = 1, 0
                     if config.qk_norm:
-                        scale = module.self_attn.k_norm.scale[...]
+                        scale = np.asarray(params["self_attn"]["k_norm"]["scale"])
                     else:
-                        bias = np.asarray(module.self_attn.k_proj.bias[...]).reshape(raw_k.shape[1:])
+                        bias = np.asarray(params["self_attn"]["k_proj"]["bias"]).reshape(raw_k.shape[1:])
                     had, has = (
                         np.square((keys - bias) / scale).mean(-1, keepdims=True) for keys in (old[layer, 0], raw_k)
                     )
                     if config.qk_norm:  # before the weight, each head of a key has a mean square of 1
                         np.testing.assert_allclose(had, 1, atol=1e-3)
                     raw_k = bias + (raw_k - bias) * np.sqrt(had / has)
-                    rotation = decoder.rope.text_rotation(
-                        jnp.asarray(layout.positions[:, span.tokens]),
-                        config.rope_theta,
-                        config.mrope_section,
-                        config.mrope_interleaved,
-                        jnp.float32,
-                    )
-                    k_pool[layer][span.tokens] = decoder.rope.rotate(jnp.asarray(raw_k), *rotation)
-        x, k, v, _ = module(x, jnp.asarray(k_pool[layer]), jnp.asarray(v_pool[layer]), rows, added, keep=n)
+                    k_pool[layer][span.tokens] = rotated(config, raw_k, layout.positions[:, span.tokens])
+        x, k, v = through_layer(shapes, params, x, k_pool[layer], v_pool[layer], rows, added)
         result.append(np.stack([k, v]))
     return np.stack(result)
 
@@ -444,6 +461,7 @@ def test_kept_encoder_rows_give_the_same_bits(llm, b, monkeypatch):
     np.testing.assert_array_equal(score.logits, cold[0])
 
 
+@pytest.mark.usefixtures("one_step")
 @pytest.mark.parametrize("reuse", [0, 0.3, "shift-0.3", MPIC(5), "full-two-pass"])
 def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, donors, monkeypatch, reuse):
     launched = []
@@ -524,6 +542,7 @@ def test_the_answer_reads_what_is_linked_and_nothing_else(llm, target, donors):
     assert tokens([output]) == tokens(chat(llm, target, reuse="off"))
 
 
+@pytest.mark.usefixtures("one_step")
 def test_executed_rows_are_the_plans(llm, target, donors, monkeypatch):
     """Read from the arguments of the executed programs."""
     run = llm.service.device.runner.run
@@ -1051,9 +1070,6 @@ def test_nothing_compiles_after_warmup(directory, textured_image):
         moving = Spread(schedule=schedule, shift=True)
         assert llm.warmup(reuse=moving, verbose=False)[0] > 0
         count = llm.service.device.runner.programs.num_programs
-        for thread in threading.enumerate():
-            if thread.name == "vlcache-ahead":  # of an engine that other tests use
-                thread.join()
         with compilations() as compiled:
             for reuse in ("exact", schedule, moving, 0.1, "full", "shift-0.2", StaticRatio(Fraction(1, 2)), "off"):
                 requests = []

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import give_pages, spoil, user
+from tests.helper import LADDER, SIZES, give_pages, spoil, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.engine import engine as engine_module
@@ -25,17 +25,13 @@ from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread
 from vlcache_jax.reuse.schedule import Schedule
 
-LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256), sequences=(1, 4))
 SHORT_STEPS = dataclasses.replace(LADDER, rows=(16, 96))
 PLENTY = 1 << 28  # bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def open_llm(directory, **changes):
-    settings = {"ladder": LADDER, "max_model_len": 4 * PAGE, "kv_cache_bytes": 2**24, "use_tqdm": False}
-    llm = LLM(directory, **settings | changes)
-    llm.service.ahead.stop()  # it compiles what these tests may never need
-    return llm
+    return LLM(directory, **SIZES | {"use_tqdm": False} | changes)
 
 
 def renew(llm, host_bytes=PLENTY, pages=None):
@@ -602,7 +598,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def many(directory):
-    with open_llm(directory, ladder=MANY) as llm:
+    with open_llm(directory, ladder=MANY, max_model_len=4 * PAGE) as llm:
         yield llm
 
 

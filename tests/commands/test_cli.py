@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax
+from tests.helper import SIZES, WORDS
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
@@ -76,13 +77,13 @@ def test_the_version(run):
     assert run("--version").stdout == f"vlcache {vlcache_jax.__version__}\n"
 
 
-def test_info_counts_what_an_engine_counts(run, family_checkpoint):
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_info_counts_what_an_engine_counts(run, checkpoints, family):
     """The figures are those of an engine that opens the model."""
-    result = run("info", family_checkpoint, "--image", "90x120", "--dtype", "float32")
+    result = run("info", checkpoints(family), "--image", "90x120", "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    with LLM(family_checkpoint, dtype="float32", kv_cache_bytes="8MiB", use_tqdm=False) as llm:
+    with LLM(checkpoints(family), use_tqdm=False, **SIZES) as llm:
         checkpoint, config = llm.service.checkpoint, llm.service.device.runner.config
-        llm.service.ahead.stop()
         ask = [{"role": "user", "content": [{"type": "image", "image": np.zeros((90, 120, 3), np.uint8)}]}]
         [output] = llm.chat(ask, SamplingParams(max_tokens=1), use_tqdm=False)
         llm.cache.flush()
@@ -205,6 +206,7 @@ def compiled(monkeypatch):
     return digests
 
 
+@pytest.mark.ladder  # CI runs the demo of a wheel, too
 def test_demo(run, tmp_path, compiled, monkeypatch):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output
@@ -238,9 +240,11 @@ def test_demo(run, tmp_path, compiled, monkeypatch):
 
 
 @pytest.mark.ladder_for("qwen2_5_vl")
+@pytest.mark.usefixtures("few_rungs")
 def test_ask(run, family_checkpoint, tmp_path, textured_image):
     Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
     arguments = ("-m", family_checkpoint, "--max-tokens", "3", "--temperature", "0")
+    arguments += (*WORDS, "--max-pixels", "8000", "--max-rows", "64")
     result = run("ask", *arguments, tmp_path / "a.png", "What is it?")
     assert result.exit_code == 0, result.output
     assert re.search(r"prompt tokens, \d+ of images; first token after .* s, [1-3] tokens", result.stderr)
@@ -256,11 +260,11 @@ def test_ask(run, family_checkpoint, tmp_path, textured_image):
     assert run("ask", *arguments, tmp_path / "a.png").stderr.startswith("error: the question must stand behind")
     assert "\nerror: reuse must be" in run("ask", *arguments, "--reuse", "most", "What?").stderr
     assert "\nerror: compress must be" in run("ask", *arguments, "--compress", "most", "What?").stderr
-    few = ("--max-pixels", "8000", "--max-rows", "64", "--host-bytes", "0")
-    small = run("ask", *arguments, *few, tmp_path / "a.png", "What is it?")
+    small = run("ask", *arguments, "--host-bytes", "0", tmp_path / "a.png", "What is it?")
     assert small.exit_code == 0, small.output
 
 
+@pytest.mark.usefixtures("few_rungs")
 def test_ask_hands_its_options_on(run, checkpoints, tmp_path, textured_image, monkeypatch):
     Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
     asked = []
@@ -268,16 +272,17 @@ def test_ask_hands_its_options_on(run, checkpoints, tmp_path, textured_image, mo
 
     def noted(self, conversation, params, **options):
         found = chat(self, conversation, params, **options)
-        asked.append((self.max_model_len, self.stats().pages, params, found[0].prompt, options.get("cache_salt")))
+        sizes = self.max_model_len, self.service.config.kv_cache_bytes
+        asked.append((sizes, params, found[0].prompt, options.get("cache_salt")))
         return found
 
     monkeypatch.setattr(LLM, "chat", noted)
-    arguments = ("-m", checkpoints("qwen3_vl-tied"), "--max-tokens", "3", "--max-model-len", "200", "--top-p", "0.5")
-    arguments += ("--kv-cache-bytes", "1MB", "--system", "Be brief.", "--seed", "5", "--disk", tmp_path / "disk")
+    # The sizes are such that they have the programs of other tests.
+    arguments = ("-m", checkpoints("qwen3_vl"), "--max-tokens", "3", "--max-model-len", "1000", "--top-p", "0.5")
+    arguments += ("--kv-cache-bytes", "17MB", "--system", "Be brief.", "--seed", "5", "--disk", tmp_path / "disk")
     result = run("ask", *arguments, "--twice", tmp_path / "a.png", "What is it?")
     assert result.exit_code == 0, result.output
-    assert {(length, params.top_p, params.seed) for length, _, params, *_ in asked} == {(200, 0.5, 5)}
-    assert max(pages for _, pages, *_ in asked) < 20
+    assert {(*sizes, params.top_p, params.seed) for sizes, params, *_ in asked} == {(1000, 17_000_000, 0.5, 5)}
     assert all("Be brief." in prompt for *_, prompt, _ in asked)
     # What was rehearsed is not kept: the disk has what the answers computed, once.
     assert [salt is None for *_, salt in asked[-2:]] == [True, True]

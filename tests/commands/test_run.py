@@ -13,6 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.progress as progress
+from tests.helper import WORDS
 from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
@@ -197,10 +198,9 @@ def test_a_line_tells_its_row_whatever_the_row_is_called():
 
 
 @pytest.fixture
-def run(checkpoints):
-    model = str(checkpoints("qwen3_vl-tied"))
-    fixed = ("-m", model, "--max-tokens", "4", "--dtype", "float32")
-    return lambda *arguments: CliRunner().invoke(app, ["run", *map(str, arguments), *fixed])
+def run(checkpoints, few_rungs):
+    first = ("-m", str(checkpoints("qwen3_vl")), "--max-tokens", "4", *WORDS)
+    return lambda *arguments: CliRunner().invoke(app, ["run", *first, *map(str, arguments)])
 
 
 def write_rows(folder, textured_image, count, *, wrong=()):
@@ -263,7 +263,7 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     assert out.read_bytes() == b"".join(lines)
     for last, count in ((lines[0][:20], 8), (lines[0][:-1], 9), (lines[1][:5], 8)):
         out.write_bytes(b"".join(lines[9:] + lines[4:7]) + last)
-        result = run(source, out, "--max-rows", 32, "--host-bytes", "1MiB")  # no answer depends on these
+        result = run(source, out, "--max-rows", 64, "--host-bytes", "1MiB")  # no answer depends on these
         assert result.exit_code == 0, result.output
         assert result.stderr.startswith(f"{count} of 14 rows are answered\n")
         assert answers(out) == whole
@@ -352,7 +352,7 @@ def test_options_reach_the_engine_and_the_rows(run, tmp_path, monkeypatch):
     iterate = LLM.chat_iter
 
     def noted(self, conversations, params, **options):
-        engines.append((self.max_model_len, self.stats().pages))
+        engines.append((self.max_model_len, self.service.config.kv_cache_bytes))
         for index, output in iterate(self, conversations, params, **options):
             outputs.append(output)
             yield index, output
@@ -362,20 +362,20 @@ def test_options_reach_the_engine_and_the_rows(run, tmp_path, monkeypatch):
     texts = []
     for seed in ("1", "2", "1"):
         given = ("--seed", seed, "--temperature", "5", "--system", "Be brief.")
-        sizes = ("--max-model-len", "96", "--kv-cache-bytes", "1MB")
+        sizes = ("--max-model-len", "1000", "--kv-cache-bytes", "17MB")  # which have the programs of other tests
         assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", *given, *sizes, "--overwrite").exit_code == 0
         [(_, text, error)] = answers(tmp_path / "out.jsonl")
         assert error is None
         texts.append(text)
     assert texts[0] == texts[2] != texts[1]
-    assert {length for length, _ in engines} == {96}
-    assert max(pages for _, pages in engines) < 20
+    assert set(engines) == {(1000, 17_000_000)}
     assert all("Be brief." in output.prompt for output in outputs)
     assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--kv-cache-bytes", "some").stderr.startswith(
         "error: kv_cache_bytes must be bytes"
     )
 
 
+@pytest.mark.usefixtures("few_rungs")
 def test_the_shipped_model_is_told_to_know_no_photographs(tmp_path, textured_image):
     """Once, where nobody named it, and not of the package's own pictures."""
     Image.fromarray(textured_image(64, 64)).save(tmp_path / "photo.png")

@@ -15,7 +15,7 @@ from vlcache_jax.device.programs.link import Link
 from vlcache_jax.device.programs.state import EmptyLanes
 
 # Requests of one size together and alone: those that were answered apart may come again together.
-LADDER = dataclasses.replace(helper.LADDER, sequences=(4,))
+LADDER = dataclasses.replace(helper.LADDER, sequences=(8,))
 LINK = Link(16, 1, 1)  # of the images here
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -23,6 +23,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 @pytest.fixture(scope="module")
 def engine(checkpoints):
     with LLM(checkpoints("qwen3_vl"), use_tqdm=False, **helper.SIZES | {"ladder": LADDER}) as engine:
+        engine.service.ahead._stopped = False
         yield engine
 
 
@@ -152,6 +153,7 @@ def test_errors_are_left_to_who_needs_the_program(llm, ask, monkeypatch, caplog)
 def test_it_ends_after_the_program_under_way(checkpoints, ask, monkeypatch, end):
     ladder = Ladder(rows=(64,), patches=(64,), sequences=(1,))
     llm = LLM(checkpoints("qwen3_vl"), ladder=ladder, max_model_len=128, kv_cache_bytes=2**20, use_tqdm=False)
+    llm.service.ahead._stopped = False
     programs = llm.service.device.runner.programs
     with monkeypatch.context() as context:
         go, begun, keys = slow(programs, context)

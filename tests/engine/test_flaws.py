@@ -34,7 +34,7 @@ def picture(textured_image):
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as llm:
+    with LLM(checkpoints("qwen3_vl"), **SIZES) as llm:
         yield llm
 
 
@@ -120,7 +120,7 @@ def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeyp
 def test_no_slot_is_linked_twice(llm, slots, message):
     runner = llm.service.device.runner
     layers, size = runner.shapes.link_groups[0], runner.token_rungs[0]
-    data = np.ones((layers.stop, 2, size, 2, 16), np.float32)
+    data = np.ones((layers.stop, 2, size, 2, runner.config.text.head_dim), np.float32)
     with pytest.raises(ValueError, match=f"slot must .*{message}"):
         runner.places([np.array(slots)], [np.zeros((3, len(slots)), np.int32)], size)
     places = runner.places([np.array([4, 9])], [np.zeros((3, 2), np.int32)], size)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.helper import SHORT
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.first_contact import contact
 from vlcache_jax.first_contact.chip import Chip
@@ -42,7 +43,8 @@ def directory(tmp_path_factory):
 def open_llm(directory, **settings):
     return LLM(
         directory,
-        **{"dtype": "bfloat16", "ladder": Ladder(rows=(8, 64), patches=(64,), sequences=(1, 2))} | settings,
+        **{"dtype": "bfloat16"} | settings,
+        ladder=Ladder(rows=(8, 64), patches=(64,), sequences=(1, 2)),
         max_model_len=512,
         kv_cache_bytes=2**20,
     )
@@ -160,9 +162,9 @@ def test_without_a_gpu_no_process_is_started(directory, monkeypatch):
     open_llm(directory).close()
 
 
-def test_on_a_cpu_the_choice_is_xla_and_says_why(directory, capsys):
+def test_on_a_cpu_the_choice_is_xla_and_says_why(checkpoints, capsys):
     image = np.zeros((64, 96, 3), np.uint8)
-    with open_llm(directory, ladder=Ladder(rows=(64,), patches=(64,), sequences=(1,))) as llm:
+    with LLM(checkpoints("qwen3_vl-tied"), **SHORT) as llm:
         llm.chat(
             [[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]}]],
             GREEDY,

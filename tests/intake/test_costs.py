@@ -89,7 +89,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def directory(checkpoints):
-    return checkpoints("qwen3_vl-tied")
+    return checkpoints("qwen3_vl")
 
 
 @pytest.fixture
@@ -424,7 +424,7 @@ def test_the_command_says_what_pays_and_keeps_it(home, monkeypatch, identity):
     assert Rates.load(identity) == RATES
     assert CliRunner().invoke(app, ["calibrate", "tiny-vqa", "--codec", "zip"]).exit_code == 1
     [line] = [line for line in CliRunner().invoke(app, ["doctor"]).stdout.splitlines() if line.startswith("rates")]
-    assert "qwen3_vl of 3 layers x 56 in float32, codec auto, on cpu" in line
+    assert "qwen3_vl of 4 layers x 64 in float32, codec auto, on cpu" in line
     place(identity).write_text("{")
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1

@@ -109,14 +109,15 @@ def rows(count):
 
 def test_a_row_is_the_weighted_sum_of_its_experts(mlp):
     x = rows(21)
-    weight, expert = (np.asarray(part) for part in route(mlp.gate(x), 3))
+    weight, expert = map(np.asarray, jax.jit(lambda x: route(mlp.gate(x), 3))(x))
+    gate_up, down = (np.asarray(stack[...]) for stack in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
     np.testing.assert_allclose(weight.sum(1), 1, rtol=1e-6)
     expected = np.zeros_like(x)
     for i, k in np.ndindex(expert.shape):
-        gate, up = np.split(x[i] @ np.asarray(mlp.experts.gate_up_proj[expert[i, k]]), 2)
+        gate, up = np.split(x[i] @ gate_up[expert[i, k]], 2)
         hidden = gate / (1 + np.exp(-gate)) * up
-        expected[i] += weight[i, k] * (hidden @ np.asarray(mlp.experts.down_proj[expert[i, k]]))
-    np.testing.assert_allclose(mlp(x, np.ones(21, bool)), expected, atol=2e-5)
+        expected[i] += weight[i, k] * (hidden @ down[expert[i, k]])
+    np.testing.assert_allclose(jax.jit(mlp)(x, np.ones(21, bool)), expected, atol=2e-5)
 
 
 def test_what_nobody_needs_is_not_touched(mlp):

@@ -137,7 +137,8 @@ def test_vision_rotation(height, width, head_dim):
     """The formula, patch by patch: y frequencies, then x frequencies."""
     from vlcache_jax.models.vision import block_coordinates
 
-    cos, sin = rope.vision_rotation(jnp.asarray(block_coordinates(height, width, 2)), head_dim)
+    rotation = jax.jit(rope.vision_rotation, static_argnums=1)
+    cos, sin = map(np.asarray, rotation(block_coordinates(height, width, 2), head_dim))
     frequencies = 10000.0 ** (-np.arange(0, head_dim // 2, 2) / (head_dim // 2))
     rows = [
         (y + dy, x + dx) for y in range(0, height, 2) for x in range(0, width, 2) for dy in range(2) for dx in range(2)
@@ -154,11 +155,13 @@ def test_rotation_depends_on_the_difference_of_positions(family_checkpoint):
     q, k = rng.standard_normal((2, 6, 1, text.head_dim), np.float32)
     position = rng.integers(0, 50, (3, 6)).astype(np.int32)
 
+    @jax.jit
+    def rotated(position):
+        table = rope.text_rotation(position, text.rope_theta, text.mrope_section, text.mrope_interleaved, jnp.float32)
+        return rope.rotate(q, *table), rope.rotate(k, *table)
+
     def scores(shift):
-        table = rope.text_rotation(
-            jnp.asarray(position + shift), text.rope_theta, text.mrope_section, text.mrope_interleaved, jnp.float32
-        )
-        a, b = (np.asarray(rope.rotate(x, *table))[:, 0] for x in (q, k))
+        a, b = (np.asarray(x)[:, 0] for x in rotated(position + np.int32(shift)))
         return a @ b.T
 
     np.testing.assert_allclose(scores(0), scores(200), rtol=0, atol=2e-4)

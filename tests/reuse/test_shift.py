@@ -73,28 +73,32 @@ def test_moved_keys_keep_the_length_that_they_had(checkpoints, family):
     if text.qk_norm:
         raw = raw / np.sqrt(np.square(raw).mean(-1, keepdims=True)) * weight
     position = rng.integers(0, 50, (3, SLOTS)).astype(np.int32)
-    cos, sin = rope.text_rotation(position, text.rope_theta, text.mrope_section, text.mrope_interleaved, jnp.float32)
-    keys = np.asarray(rope.rotate(jnp.asarray(raw, jnp.float32), cos, sin))
+    turn = jax.jit(rope.text_rotation, static_argnums=(1, 2, 3, 4))
+    cos, sin = map(np.asarray, turn(position, text.rope_theta, text.mrope_section, text.mrope_interleaved, jnp.float32))
+    rotate = jax.jit(rope.rotate)
+    keys = np.asarray(rotate(raw.astype(np.float32), cos, sin))
     change = np.zeros((IMAGES, *shape[1:]), np.float32)
     change[1] = rng.normal(size=shape[1:])
     image = np.arange(SLOTS, dtype=np.int32) % 2  # of image 0 nothing differs
     nothing = np.zeros(SLOTS, np.int32)
     shift = Shift(nothing[:0], np.arange(SLOTS, dtype=np.int32), position, image, nothing)
     moves = Moves(*shift.pack(0, SLOTS), np.int32(1), np.int32(SLOTS))
-    moved, moved_values = jax.jit(functools.partial(move, attention))(keys, values, (change, change), moves)
+    moved, moved_values = map(
+        np.asarray, jax.jit(functools.partial(move, attention))(keys, values, (change, change), moves)
+    )
     np.testing.assert_array_equal(moved[::2], keys[::2])
     np.testing.assert_allclose(moved_values[1::2], values[1::2] + change[1], rtol=1e-6)
     bias = 0 if text.qk_norm else np.asarray(attention.k_proj.bias[...]).reshape(shape[1:])
     new = raw[1::2] - bias + change[1]
     if text.qk_norm:
-        normed = np.asarray(rope.rotate(moved, cos, -sin), np.float64) / weight
+        normed = np.asarray(rotate(moved, cos, -sin), np.float64) / weight
         np.testing.assert_allclose(np.square(normed).mean(-1), 1, rtol=1e-5)
         new /= np.sqrt(np.square(new / weight).mean(-1, keepdims=True))
     else:
         assert np.abs(bias).max() > 10
         new *= np.linalg.norm(raw[1::2] - bias, axis=-1, keepdims=True) / np.linalg.norm(new, axis=-1, keepdims=True)
     new += bias
-    want = rope.rotate(jnp.asarray(new, jnp.float32), cos[1::2], sin[1::2])
+    want = rotate(new.astype(np.float32), cos[1::2], sin[1::2])
     np.testing.assert_allclose(moved[1::2], want, rtol=1e-5, atol=1e-5)
 
 
@@ -108,16 +112,17 @@ def test_lengths_are_kept_beside_a_long_bias_in_bfloat16(checkpoints):
     bias = np.asarray(attention.k_proj.bias[...]).reshape(shape[1:])
     own = rng.normal(size=shape)
     position = rng.integers(0, 50, (3, SLOTS)).astype(np.int32)
-    turn = functools.partial(rope.text_rotation, position, text.rope_theta, text.mrope_section, text.mrope_interleaved)
-    keys = rope.rotate(jnp.asarray(own + bias, jnp.bfloat16), *turn(jnp.bfloat16))
+    turn = jax.jit(rope.text_rotation, static_argnums=(1, 2, 3, 4))
+    turn = functools.partial(turn, position, text.rope_theta, text.mrope_section, text.mrope_interleaved)
+    keys = jax.jit(rope.rotate)((own + bias).astype(jnp.bfloat16), *turn(jnp.bfloat16))
     change = np.zeros((IMAGES, *shape[1:]), np.float32)
     change[0] = 2 * rng.normal(size=shape[1:])
     nothing = np.zeros(SLOTS, np.int32)
     shift = Shift(nothing[:0], np.arange(SLOTS, dtype=np.int32), position, nothing, nothing)
     moves = Moves(*shift.pack(0, SLOTS), np.int32(1), np.int32(SLOTS))
     moved, _ = jax.jit(functools.partial(move, attention))(keys, keys, (change, change), moves)
-    cos, sin = turn(jnp.float32)
-    found = np.asarray(rope.rotate(moved.astype(jnp.float32), cos, -sin)) - bias
+    cos, sin = map(np.asarray, turn(jnp.float32))
+    found = np.asarray(jax.jit(rope.rotate)(np.asarray(moved, np.float32), cos, -sin)) - bias
     had, has, free = (np.linalg.norm(part, axis=-1) for part in (own, found, own + change[0]))
     np.testing.assert_allclose(has, had, rtol=0.1)
     assert (free > 1.2 * had).all()  # else nothing is shown

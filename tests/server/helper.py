@@ -19,16 +19,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.helper import LADDER, SIZES, WITHIN
+from tests import helper
+from tests.helper import LADDER, WITHIN
 from vlcache_jax import AsyncLLM
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.lifecycle import listening
 
-WORDS = [
-    *("--max-model-len", str(SIZES["max_model_len"]), "--kv-cache-bytes", str(SIZES["kv_cache_bytes"])),
-    *("--dtype", SIZES["dtype"], "--ladder", json.dumps(dataclasses.asdict(LADDER))),
-]
+WORDS = [*helper.WORDS, "--ladder", json.dumps(dataclasses.asdict(LADDER))]
 """`SIZES`, as the command takes them."""
 
 
