@@ -12,8 +12,7 @@ from vlcache_jax import AsyncLLM
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    engine = AsyncLLM(checkpoints("qwen3_vl-tied"), use_tqdm=False, allowed_local_media_path=None, **SIZES)
-    engine.service.ahead.stop()
+    engine = AsyncLLM(checkpoints("qwen3_vl"), use_tqdm=False, allowed_local_media_path=None, **SIZES)
     yield engine
     engine.service.close()
 
