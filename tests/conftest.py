@@ -322,7 +322,7 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], path
     return checkpoints(request.param)
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl-flat-tied", "qwen3_vl-tied"])
+@pytest.fixture(scope="session", params=["qwen2_5_vl-flat-tied", "qwen3_vl"])
 def family_checkpoint(request: pytest.FixtureRequest, checkpoints: Callable[[str], pathlib.Path]) -> pathlib.Path:
     """One configuration of two families, for what depends on neither shapes nor towers; see `helper.each_family`."""
     return checkpoints(request.param)

@@ -38,7 +38,7 @@ each_family = pytest.mark.parametrize(
     [
         *(pytest.param(name, marks=pytest.mark.ladder) for name in ("qwen2_vl-flat-tied", "qwen3_vl_moe-tied")),
         "qwen2_5_vl-flat-tied",
-        "qwen3_vl-tied",
+        "qwen3_vl",
     ],
     indirect=True,
     scope="session",

@@ -72,7 +72,7 @@ def commands(block):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, few_rungs):
     """With the files of a clone that the pages name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import LADDER, SIZES, compilations, each_decoder, each_family, give_pages, user
+from tests.helper import LADDER, SHORT, SIZES, compilations, each_decoder, each_family, give_pages, user
 from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
 from vlcache_jax.device.kv_shape import KVShape
@@ -610,14 +610,14 @@ def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
                 llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}])
 
 
-def test_the_core_needs_little(family_checkpoint):
+def test_the_core_needs_little(checkpoints):
     """Machines with a GPU may lack the rest."""
     code = f"""
 import sys
 for name in ("torch", "torchvision", "orbax", "typer", "matplotlib", "psutil"):
     sys.modules[name] = None
-from vlcache_jax import LLM, SamplingParams
-with LLM({str(family_checkpoint)!r}, max_rows=64, max_model_len=128, kv_cache_bytes=2**21) as llm:
+from vlcache_jax import LLM, Ladder, SamplingParams
+with LLM({str(checkpoints("qwen3_vl-tied"))!r}, **{SHORT}) as llm:
     [output] = llm.generate(["abc"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     print(len(output.outputs[0].token_ids))
 """

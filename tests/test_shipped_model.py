@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.benchmarks.test_tiny_vqa import solve
+from tests.helper import LADDER
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES, SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
@@ -41,8 +42,8 @@ def test_opening_imports_no_torch_and_says_what_is_done():
     """Nor does it keep others from importing it."""
     code = f"""
 import sys
-from vlcache_jax import LLM, SamplingParams
-with LLM({str(TINY_VQA)!r}, max_rows=64, max_model_len=128, kv_cache_bytes=2**21) as llm:
+from vlcache_jax import LLM, Ladder, SamplingParams
+with LLM({str(TINY_VQA)!r}, ladder={LADDER}) as llm:
     [output] = llm.chat([{{"role": "user", "content": "Hello"}}], SamplingParams(max_tokens=2, ignore_eos=True))
     print(len(output.outputs[0].token_ids), "torch" in sys.modules)
 from transformers import is_torch_available
@@ -79,6 +80,7 @@ def test_transformers_gives_the_same_answers_and_most_are_right():
     assert np.mean([right for _, _, right in found]) > 0.85
 
 
+@pytest.mark.usefixtures("few_rungs")
 def test_the_schedules_are_the_models():
     assert SCHEDULES
     prompt = [{"role": "user", "content": user_turn([(PICTURES / "left.png").read_bytes()], "Hi", "text_first", "Ho.")}]

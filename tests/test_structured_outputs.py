@@ -40,7 +40,6 @@ TAG = {
 @pytest.fixture(scope="module")
 def llm(checkpoints):
     with LLM(checkpoints("qwen3_vl"), **SIZES, use_tqdm=False) as llm:
-        llm.service.ahead.stop()  # it compiles what these tests may never need
         yield llm
 
 
@@ -379,7 +378,6 @@ def test_masks_have_a_thread_of_their_own(llm, monkeypatch):
 
 def test_who_does_not_ask_has_no_program_for_it(checkpoints):
     with LLM(checkpoints("qwen3_vl"), **SIZES, use_tqdm=False) as llm:
-        llm.service.ahead.stop()
         programs = llm.service.device.runner.programs
         assert not any(isinstance(one, HoldLanes) for one in programs.family_of(llm.service.policy))
         for _ in range(2):

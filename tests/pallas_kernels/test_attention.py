@@ -15,6 +15,10 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 jitted = jax.jit(attention, static_argnames=("scale", "implementation"))
 
 
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
 @each_case
 @pytest.mark.parametrize("dtype", ATOL)
 def test_agrees_with_the_reference(case: Case, dtype: str) -> None:
@@ -32,39 +36,38 @@ def test_the_rest_of_the_pool_may_hold_anything(case: Case) -> None:
 
 
 def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
-    q, k, v, start, end = Case("", 90, 90, 8, 1, 24, causal).inputs()
-    want = jitted(q, k, v, start, end)
-    for broken in (
-        (k.at[50].set(jnp.nan), v),
-        carry_flaws(k, v.at[50].set(jnp.nan)),
-        carry_flaws(k, v.at[50, 0, 3].set(jnp.inf)),
-    ):
-        out = jitted(q, *broken, start, end)
+    q, k, v, start, end = map(np.array, Case("", 90, 90, 8, 1, 24, causal).inputs())
+    want = np.asarray(jitted(q, k, v, start, end))
+    of_k, of_v, of_one = k.copy(), v.copy(), v.copy()
+    of_k[50], of_v[50], of_one[50, 0, 3] = np.nan, np.nan, np.inf
+    carry = jax.jit(carry_flaws)
+    for broken in ((of_k, v), carry(k, of_v), carry(k, of_one)):
+        out = np.asarray(jitted(q, *broken, start, end))
         np.testing.assert_array_equal(out[:50], want[:50])
         assert not np.isfinite(out[50:]).any()
 
 
 def test_empty_rows_are_zero_beside_nan() -> None:
-    q, k, v, start, end = Case("", 90, 90, 8, 1, 24, whole).inputs()
-    out = jitted(q, *carry_flaws(k, jnp.full_like(v, jnp.inf)), start, end.at[::3].set(0))
+    q, k, v, start, end = map(np.array, Case("", 90, 90, 8, 1, 24, whole).inputs())
+    end[::3] = 0
+    out = np.asarray(jitted(q, *jax.jit(carry_flaws)(k, np.full_like(v, np.inf)), start, end))
     assert (out[::3] == 0).all()
     assert np.isnan(out[1::3]).all()
 
 
 def test_rows_do_not_depend_on_the_size_of_the_pool() -> None:
-    q, k, v, start, end = Case("", 90, 90, 8, 1, 24, causal).inputs()
+    q, k, v, start, end = map(np.asarray, Case("", 90, 90, 8, 1, 24, causal).inputs())
     shift = 301
-    big = [
-        jnp.full((8 * 90, *x.shape[1:]), fill).at[shift : shift + 90].set(x)
-        for x, fill in ((k, jnp.nan), (v, np.finfo(np.float32).max))
-    ]
+    big = [np.full((8 * 90, 1, 24), fill, np.float32) for fill in (np.nan, np.finfo(np.float32).max)]
+    for pool, x in zip(big, (k, v), strict=True):
+        pool[shift : shift + 90] = x
     out = jitted(q, *big, start + shift, end + shift)
     np.testing.assert_allclose(out, jitted(q, k, v, start, end), atol=ATOL["float32"], rtol=0)
 
 
 def test_rows_do_not_depend_on_other_rows() -> None:
-    q, k, v, start, end = Case("", 300, 801, 6, 2, 64, scattered).inputs()
-    want = jitted(q, k, v, start, end)
+    q, k, v, start, end = map(np.asarray, Case("", 300, 801, 6, 2, 64, scattered).inputs())
+    want = np.asarray(jitted(q, k, v, start, end))
     order = np.random.default_rng(1).permutation(300)
     for rows in (order, order[:11], order[:1]):
         out = jitted(q[rows], k, v, start[rows], end[rows])
@@ -73,7 +76,7 @@ def test_rows_do_not_depend_on_other_rows() -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     q, k, v, start, end = Case("", 90, 90, 8, 1, 24, whole).inputs()
-    args = q * 1e4, k, v, start, end
+    args = np.asarray(q) * np.float32(1e4), k, v, start, end
     np.testing.assert_allclose(jitted(*args), reference(*args), atol=1e-3, rtol=0)
 
 
@@ -96,25 +99,25 @@ def test_no_score_matrix_and_no_copy_of_the_pool() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": jnp.zeros((5, 6))}, r"q must have shape \[N, H, D\].*got \[5, 6\]"),
-        ({"q": jnp.zeros((5, 4, 8))}, "q must have a multiple of k's 3 heads, got 4"),
-        ({"q": jnp.zeros((5, 6, 8), jnp.int32)}, "q must be one of .*float32.*got int32"),
-        ({"k": jnp.zeros((9, 3, 7))}, r"k must have shape \[S, K, D\] with D = 8.*got \[9, 3, 7\]"),
-        ({"k": jnp.zeros((0, 3, 8))}, r"k must have shape .* got \[0, 3, 8\]"),
-        ({"v": jnp.zeros((8, 3, 8))}, r"v must have the shape of k, \[9, 3, 8\], got \[8, 3, 8\]"),
-        ({"v": jnp.zeros((9, 3, 8), jnp.bfloat16)}, "v must have the dtype of q, float32, got bfloat16"),
-        ({"k_start": jnp.zeros(4, jnp.int32)}, r"k_start must be int32 of shape \[5\], got int32 \[4\]"),
-        ({"k_end": jnp.zeros(5)}, r"k_end must be int32 of shape \[5\], got float32 \[5\]"),
+        ({"q": zeros(5, 6)}, r"q must have shape \[N, H, D\].*got \[5, 6\]"),
+        ({"q": zeros(5, 4, 8)}, "q must have a multiple of k's 3 heads, got 4"),
+        ({"q": zeros(5, 6, 8, dtype=np.int32)}, "q must be one of .*float32.*got int32"),
+        ({"k": zeros(9, 3, 7)}, r"k must have shape \[S, K, D\] with D = 8.*got \[9, 3, 7\]"),
+        ({"k": zeros(0, 3, 8)}, r"k must have shape .* got \[0, 3, 8\]"),
+        ({"v": zeros(8, 3, 8)}, r"v must have the shape of k, \[9, 3, 8\], got \[8, 3, 8\]"),
+        ({"v": zeros(9, 3, 8, dtype=jnp.bfloat16)}, "v must have the dtype of q, float32, got bfloat16"),
+        ({"k_start": zeros(4, dtype=np.int32)}, r"k_start must be int32 of shape \[5\], got int32 \[4\]"),
+        ({"k_end": zeros(5)}, r"k_end must be int32 of shape \[5\], got float32 \[5\]"),
         ({"scale": -1.0}, "scale must be a positive number, got -1.0"),
         ({"implementation": "cudnn"}, r"implementation must be None or one of \('xla', .*\), got 'cudnn'"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:
-    index = jnp.zeros(5, jnp.int32)
+    index = zeros(5, dtype=np.int32)
     right = {
-        "q": jnp.zeros((5, 6, 8)),
-        "k": jnp.zeros((9, 3, 8)),
-        "v": jnp.zeros((9, 3, 8)),
+        "q": zeros(5, 6, 8),
+        "k": zeros(9, 3, 8),
+        "v": zeros(9, 3, 8),
         "k_start": index,
         "k_end": index,
     }

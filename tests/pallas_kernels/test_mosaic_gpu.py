@@ -126,8 +126,8 @@ def test_items_of_the_plain_contract(group: int, intervals) -> None:
     start, end = (np.clip(x, 0, 2500) for x in intervals(np.random.default_rng(0), 70, 2500))
     start, end = (np.repeat(np.pad(x, (0, 2)).reshape(-1, 1, 8), group, 1).ravel() for x in (start, end))
     start, end = (np.pad(x, (0, -len(x) % (boxes * 8))).reshape(-1, boxes * 8) for x in (start, end))
-    ctas, items = mosaic_gpu._items(*(jnp.asarray(x, jnp.int32) for x in (start, end)), heads, boxes, programs)
-    items = np.asarray(items)
+    cut = jax.jit(mosaic_gpu._items, static_argnums=(2, 3, 4))
+    ctas, items = map(np.asarray, cut(*(x.astype(np.int32) for x in (start, end)), heads, boxes, programs))
     assert ctas[0] == 0
     assert ctas[-1] == len(items) == heads * len(start)
     assert {(head, box) for head, box in items[:, [HEAD, BOX0]].tolist()} == {

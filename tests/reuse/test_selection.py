@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from fractions import Fraction
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helper import SIZES
+from tests.helper import SHORT, SIZES, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.inputs.layout import ImageRef, make_layout
-from vlcache_jax.models import Rows
+from vlcache_jax.models import Rows, rope
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.reuse.selection import Asked, CacheBlend, KVShare, Projected, choose, narrow
@@ -47,22 +49,19 @@ def full_attention(q, k, length):
     return (weights / weights.sum(-1, keepdims=True))[:, :length]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def rotate(text, k, position):
+    cos, sin = rope.text_rotation(position, text.rope_theta, text.mrope_section, text.mrope_interleaved, jnp.float32)
+    return rope.rotate(k, cos, sin)
+
+
 def scores_by_hand(policy, probe, runs):
     """The specification's formulas (A.7, A.8) on the rows of a cold run, in float64."""
-    runner, placed = probe.runner, runs.placed
+    placed = runs.placed
     n, is_image = len(placed.layout), placed.is_image
     total = np.zeros(n)
     for layer in policy.scored_layers:
-        module = runner.shapes.bind_layer(runner.text["layers"][layer])
-        size = len(placed.x)
-        position = np.zeros((3, size), np.int32)
-        position[:, :n] = placed.layout.positions
-        rows = Rows(*(jnp.zeros(size, jnp.int32),) * 5)._replace(position=position)
-        x = runs.cold.inputs[layer]
-        q, k, raw_k, v = (
-            np.asarray(part, np.float64)[:n]
-            for part in module.self_attn.project(module.input_layernorm(x), rows, keep=size)
-        )
+        q, k, raw_k, v = (np.asarray(part, np.float64)[:n] for part in probe.project(placed, runs.cold, layer))
         old_raw, old_v = (np.asarray(part[layer], np.float64)[:n] for part in runs.donor)
         match policy:
             case CacheBlend(variant="proto"):
@@ -81,13 +80,9 @@ def scores_by_hand(policy, probe, runs):
                 distance = ((v - old_v) ** 2).sum((1, 2)) + ((raw_k - old_raw) ** 2).sum((1, 2))
                 total += received * np.sqrt(distance)
             case KVShare():
-                from vlcache_jax.models import rope
-
-                text = probe.config.text
-                cos, sin = rope.text_rotation(
-                    position, text.rope_theta, text.mrope_section, text.mrope_interleaved, jnp.float32
-                )
-                old_k = np.asarray(rope.rotate(runs.donor[0][layer], cos, sin), np.float64)[:n]
+                position = np.zeros((3, len(placed.x)), np.int32)
+                position[:, :n] = placed.layout.positions
+                old_k = np.asarray(rotate(probe.config.text, runs.donor[0][layer], position), np.float64)[:n]
                 old_k = np.where(is_image[:, None, None], old_k, k)
                 one, two = (full_attention(q, keys, placed.prompt_length) for keys in (k, old_k))
                 total += np.abs(one - two).sum((0, 1))
@@ -233,13 +228,14 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
         assert rows[:2] == [(128, 128), (128, 96)]
 
 
-def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, case):
-    ladder = Ladder(rows=(48,), patches=(512,), sequences=(2,))
-    with LLM(checkpoints("qwen3_vl"), max_model_len=256, kv_cache_bytes=1 << 20, ladder=ladder) as engine:
-        engine.chat(case.donors, SamplingParams(max_tokens=1), use_tqdm=False)
-        with pytest.raises(ValueError, match="at most max_rows = 48"):
-            engine.chat(case.formal, SamplingParams(max_tokens=1), reuse="cacheblend-0.2", use_tqdm=False)
-        [after] = engine.chat(case.formal, SamplingParams(max_tokens=1), reuse="0.2", use_tqdm=False)
+def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_image):
+    image, one = textured_image(64, 64), SamplingParams(max_tokens=1)
+    with LLM(checkpoints("qwen3_vl-tied"), **SHORT) as engine:
+        engine.chat(user("See ", image), one, use_tqdm=False)
+        long = user("What is there to be seen, and who may have seen it? ", image, "Say it.")
+        with pytest.raises(ValueError, match="at most max_rows = 64"):
+            engine.chat(long, one, reuse="cacheblend-0.2", use_tqdm=False)
+        [after] = engine.chat(long, one, reuse="0.2", use_tqdm=False)
         assert after.cache.images[0].match == "approximate"
 
 
@@ -255,7 +251,7 @@ def test_the_worked_examples_of_the_specification():
     deviation = np.sqrt([0, 0.1, 0.9, 0.3, 0.8, 0.2])
     v = jnp.asarray(deviation, jnp.float32)[:, None, None]
     policy = CacheBlend(Fraction(2, 5), "proto")
-    score = policy.score(projected(k=v, linked_k=v, v=v, linked_v=jnp.zeros_like(v)))
+    score = policy.score(projected(k=v, linked_k=v, v=v, linked_v=np.zeros_like(v)))
     np.testing.assert_allclose(score, [0, 0.1, 0.9, 0.3, 0.8, 0.2], rtol=1e-6)
     image = ImageRef("a", (1, 4, 6), 6, lambda: None)
     [keep] = policy.keep(make_layout(np.zeros(8, np.int32), [1], [image], 2, ["approximate"]), 3)

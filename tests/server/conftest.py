@@ -13,9 +13,8 @@ from vlcache_jax import AsyncLLM
 @pytest.fixture(scope="module")
 def engine(checkpoints):
     engine = AsyncLLM(
-        checkpoints("qwen3_vl-tied"), use_tqdm=False, allowed_local_media_path=None, compressed_kv_bytes=2**22, **SIZES
+        checkpoints("qwen3_vl"), use_tqdm=False, allowed_local_media_path=None, compressed_kv_bytes=2**22, **SIZES
     )
-    engine.service.ahead.stop()
     yield engine
     engine.service.close()
 

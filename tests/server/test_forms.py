@@ -35,7 +35,7 @@ def completions(serve, client):
 def test_an_answer_of_a_schema(completions):
     spaces = dict.fromkeys(("9", "10", "13", "32"), -100)  # of which there may be any number
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
-    given = {"model": "qwen3_vl-tied", "messages": HELLO, "response_format": form, "logit_bias": spaces, **WARM}
+    given = {"model": "qwen3_vl", "messages": HELLO, "response_format": form, "logit_bias": spaces, **WARM}
     found = completions.create(**given, n=3)
     for choice in found.choices:
         assert choice.finish_reason == "stop"
@@ -49,11 +49,11 @@ def test_an_answer_of_a_schema(completions):
 
 def test_any_object_and_vllms_names(completions):
     found = completions.create(
-        model="qwen3_vl-tied", messages=HELLO, **WARM, extra_body={"structured_outputs": {"choice": ["left", "right"]}}
+        model="qwen3_vl", messages=HELLO, **WARM, extra_body={"structured_outputs": {"choice": ["left", "right"]}}
     )
     assert found.choices[0].message.content in ("left", "right")
     found = completions.create(
-        model="qwen3_vl-tied", messages=HELLO, response_format={"type": "json_object"}, **WARM | {"seed": 1}
+        model="qwen3_vl", messages=HELLO, response_format={"type": "json_object"}, **WARM | {"seed": 1}
     )
     if found.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(found.choices[0].message.content), dict)
@@ -61,7 +61,7 @@ def test_any_object_and_vllms_names(completions):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
 def test_calls_that_are_forced(completions, choice):
-    given = {"model": "qwen3_vl-tied", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, **WARM}
+    given = {"model": "qwen3_vl", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, **WARM}
     found = completions.create(**given, parallel_tool_calls=False).choices[0]
     assert found.finish_reason == "tool_calls"
     [call] = found.message.tool_calls
@@ -85,7 +85,7 @@ def test_calls_that_are_forced(completions, choice):
         found.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "nothing there"},
     ]
-    assert completions.create(model="qwen3_vl-tied", messages=told, tools=TOOLS, max_tokens=2).choices
+    assert completions.create(model="qwen3_vl", messages=told, tools=TOOLS, max_tokens=2).choices
 
 
 def test_no_call_is_forced(serve):

@@ -108,7 +108,7 @@ def come_and_go(served, asked, expected, number, end):
 
 @pytest.mark.servers
 def test_many_clients(checkpoints, textured_image):
-    words = [str(checkpoints("qwen3_vl-tied")), *WORDS, "--max-waiting", str(2 * CLIENTS), "--admin-key", "boss"]
+    words = [str(checkpoints("qwen3_vl")), *WORDS, "--max-waiting", str(2 * CLIENTS), "--admin-key", "boss"]
     with ThreadPoolExecutor(CLIENTS) as clients, serving(*words) as (process, url, lines):
         served = Running(None, int(re.findall(r":(\d+)/", url)[0]))
         asked = bodies(textured_image)

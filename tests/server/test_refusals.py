@@ -16,8 +16,7 @@ from vlcache_jax.inputs.images import ImageSource
 @pytest.fixture(scope="module")
 def engine(checkpoints):
     options = SIZES | {"allow_remote_images": True, "allowed_media_domains": list(refusals.DOMAINS)}
-    engine = AsyncLLM(checkpoints("qwen3_vl-tied"), use_tqdm=False, allowed_local_media_path=None, **options)
-    engine.service.ahead.stop()
+    engine = AsyncLLM(checkpoints("qwen3_vl"), use_tqdm=False, allowed_local_media_path=None, **options)
     yield engine
     engine.service.close()
 

@@ -15,7 +15,7 @@ from tests.server.test_tenancy import written
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Tenant
 
-GREEDY = {"model": "qwen3_vl-tied", "temperature": 0, "max_output_tokens": 4}
+GREEDY = {"model": "qwen3_vl", "temperature": 0, "max_output_tokens": 4}
 PATH = "/v1/responses"
 LOOK = {"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}
 
@@ -88,7 +88,7 @@ def test_it_goes_on_from_one_before(served, responses, textured_image):
 
 
 def test_calls_and_forms(responses):
-    given = {"model": "qwen3_vl-tied", "temperature": 1, "max_output_tokens": 300}
+    given = {"model": "qwen3_vl", "temperature": 1, "max_output_tokens": 300}
     bias = {"logit_bias": dict.fromkeys(("9", "10", "13", "32"), -100), "seed": 5}
     asked = {"input": "Hello", "tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False, **given}
     found = responses.create(**asked, extra_body={"seed": 5})

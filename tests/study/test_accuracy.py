@@ -57,7 +57,7 @@ def test_batches_share_no_image(tsv):
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:
+    with LLM(checkpoints("qwen3_vl"), **SIZES) as engine:
         yield engine
 
 
@@ -121,7 +121,7 @@ def test_a_run(llm, tsv, tmp_path, monkeypatch):
     answered = llm.cache.stats()
     accuracy.run(llm, samples[:2], settings, protocols[:1], max_tokens=6, batch=3, work=work)
     assert llm.cache.stats() != answered
-    other = {"s": parse_policy(Schedule((9, 9, 9, 9), "qwen3_vl", llm.fingerprint))}
+    other = {"s": parse_policy(Schedule((9, 9, 9), "qwen3_vl", llm.fingerprint))}
     with pytest.raises(ValueError, match="layers"):
         accuracy.run(llm, samples, other, protocols, max_tokens=6, batch=3)
 
@@ -129,7 +129,7 @@ def test_a_run(llm, tsv, tmp_path, monkeypatch):
 def test_finished_parts_of_another_dtype_are_others(checkpoints, tsv, tmp_path):
     identities = set()
     for dtype in ("float32", "bfloat16"):
-        with LLM(checkpoints("qwen3_vl-tied"), **SIZES | {"dtype": dtype}) as engine:
+        with LLM(checkpoints("qwen3_vl"), **SIZES | {"dtype": dtype}) as engine:
             identities.add(accuracy._identity(engine, read_tsv(tsv), 4))
     assert len(identities) == 2
 
@@ -191,7 +191,7 @@ def test_donors_apart_need_several_images(llm, tsv):
 def test_the_command(checkpoints, tsv, tmp_path):
     arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--arrangement", "text_first"]
     out, figure = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
-    arguments = [checkpoints("qwen3_vl-tied"), *arguments, "--questions", "5", "--out", out, "--picture", figure]
+    arguments = [checkpoints("qwen3_vl"), *arguments, "--questions", "5", "--out", out, "--picture", figure]
     result = CliRunner().invoke(app, ["bench", "accuracy", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())

@@ -34,7 +34,7 @@ from vlcache_jax.study.sensitivity import ProfileCase, cases_of, prepare, square
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    with LLM(checkpoints("qwen3_vl-tied"), **SIZES) as engine:
+    with LLM(checkpoints("qwen3_vl"), **SIZES) as engine:
         yield engine
 
 
@@ -163,7 +163,7 @@ def of_cases(llm, probe, questions_tsv):
 
 @pytest.mark.ladder
 def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
-    arguments = checkpoints("qwen3_vl-tied"), "--data", questions_tsv, "--samples", 2, "--tokens", 4
+    arguments = checkpoints("qwen3_vl"), "--data", questions_tsv, "--samples", 2, "--tokens", 4
     report = run("errors", tmp_path / "figures" / "errors.png", *arguments)
     assert (report["arrangement"], report["donors"], report["samples"]) == ("text_first", "together", 2)
     curves = report["error of attention outputs, by answer token"]
@@ -202,7 +202,7 @@ def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_case
 
 
 def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
-    arguments = checkpoints("qwen3_vl-tied"), "--data", questions_tsv, "--samples", 2
+    arguments = checkpoints("qwen3_vl"), "--data", questions_tsv, "--samples", 2
     report = run("attention", tmp_path / "attention.png", *arguments)
     assert report["images"] == sum(len(runs.placed.images) for runs in of_cases)
     scaled, raw = (
@@ -229,7 +229,7 @@ def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_c
 
 @pytest.mark.parametrize("command", ["errors", "attention"])
 def test_what_commands_refuse(checkpoints, questions_tsv, tmp_path, command):
-    arguments = [str(checkpoints("qwen3_vl-tied")), "--data", str(questions_tsv)]
+    arguments = [str(checkpoints("qwen3_vl")), "--data", str(questions_tsv)]
     kept = Schedule((5, 5, 5), "qwen3_vl", "f")
     kept.save(tmp_path / "kept.json")
     for name, message in (("a", "out must end in .png"), ("kept.png", "out must have another name")):

@@ -11,6 +11,8 @@ from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.sensitivity import ProfileCase, Profiler, direct, prepare, profile
 
+pytestmark = pytest.mark.ladder_for("qwen2_5_vl")  # in short, one family
+
 
 @pytest.fixture(scope="module")
 def llm(family_checkpoint):
@@ -31,7 +33,6 @@ def case(llm, textured_image):
     )
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_the_probe_runs_as_the_engine_does(llm, case):
     probe = Probe(llm)
     runs = prepare(probe, case)
@@ -63,7 +64,6 @@ def test_fast_is_direct(llm, case):
     assert np.abs(np.diff(expected[1:]) / expected[0, 0]).min() > 0.01  # levels can be told apart
 
 
-@pytest.mark.ladder_for("qwen2_5_vl")
 def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):
     other = ProfileCase(case.donors[0], [case.formal], case.answer[:2])
     whole = profile(llm, [case, other], max_level=40)

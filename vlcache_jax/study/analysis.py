@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from vlcache_jax.inputs.layout import ImageSpan
-from vlcache_jax.models import Rows
 from vlcache_jax.reuse.schedule import UNITS
 from vlcache_jax.study.probe import Placed, Probe, Trace
 from vlcache_jax.study.sensitivity import Runs, squared_error
@@ -121,16 +119,11 @@ def answer_attention(probe: Probe, placed: Placed, trace: Trace) -> tuple[list[A
       For each image its weights [L, H, T], a softmax over its own tokens (MPIC, figure 4), of scores that are divided
       by the root of the head's width, as attention has them, and of raw ones; both from the prompt's last row.
     """
-    runner = probe.runner
-    size, n, row = len(placed.x), len(placed.layout), placed.prompt_length - 1
-    position = np.zeros((3, size), np.int32)
-    position[:, :n] = placed.layout.positions
-    rows = Rows(*(jnp.zeros(size, jnp.int32),) * 5)._replace(position=jnp.asarray(position))
+    row = placed.prompt_length - 1
     scaled: list[list[Array]] = [[] for _ in placed.images]
     raw: list[list[Array]] = [[] for _ in placed.images]
     for i in range(probe.num_layers):
-        layer = runner.shapes.bind_layer(runner.text["layers"][i])
-        q, k, _, _ = layer.self_attn.project(layer.input_layernorm(trace.inputs[i]), rows, keep=size)
+        q, k, _, _ = probe.project(placed, trace, i)
         query, keys = np.asarray(q[row], np.float64), np.asarray(k, np.float64)  # [H, D], [N, K, D]
         keys = keys.repeat(len(query) // keys.shape[1], axis=1)
         for span, mine, unscaled in zip(placed.images, scaled, raw, strict=True):

@@ -84,6 +84,7 @@ class Probe:
         self.config = llm.service.device.runner.config
         self._run = jax.jit(self._dense)
         self._embed = jax.jit(self._embedded)
+        self._project = jax.jit(self._projected)
         self._head = jax.jit(lambda norm, head, x: self.runner.shapes.logits(norm, head, x))
 
     @property
@@ -137,16 +138,23 @@ class Probe:
             runner.text, placed.x, placed.deepstack, position, masks, donor, np.int32(n)
         )
         wanted = np.arange(placed.prompt_length - 1, n - 1)
-        return Trace(inputs, (raw_k, v), attended, self.logits(hidden[wanted]))
+        return Trace(inputs, (raw_k, v), attended, self.logits(np.asarray(hidden)[wanted]))
 
-    def logits(self, hidden: jax.Array) -> npt.NDArray[np.float32]:
+    def logits(self, hidden: jax.Array | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Logits of hidden states that left the last layer."""
         runner = self.runner
         count = len(hidden)
         size = max(64, 1 << max(0, count - 1).bit_length())
-        padded = jnp.zeros((size, hidden.shape[1]), hidden.dtype).at[:count].set(hidden)
+        padded = np.zeros((size, hidden.shape[1]), hidden.dtype)
+        padded[:count] = hidden
         logits = self._head(runner.text["norm"], runner.head_weights, padded)
         return np.asarray(logits)[:count]
+
+    def project(self, placed: Placed, trace: Trace, layer: int) -> tuple[jax.Array, ...]:
+        """(q, k, keys before rotation, v) of all rows in a layer, [N, H, D] and [N, K, D]."""
+        position = np.zeros((3, len(placed.x)), np.int32)
+        position[:, : len(placed.layout)] = placed.layout.positions
+        return self._project(self.runner.text["layers"][layer], trace.inputs[layer], position)
 
     def transplant(self, donors: Sequence[tuple[Placed, Trace]], target: Placed) -> Values:
         """The donors' K, V of images, moved to where the same images stand in the target.
@@ -185,6 +193,12 @@ class Probe:
 
     def _embedded(self, table: Any, encoded: jax.Array, source: jax.Array) -> Any:
         return decoder.embed(bind(self.runner.shapes.table_graph, table), encoded, source)
+
+    def _projected(self, params: Any, x: jax.Array, position: jax.Array) -> tuple[jax.Array, ...]:
+        layer, nowhere = self.runner.shapes.bind_layer(params), jnp.zeros(len(x), jnp.int32)
+        rows = Rows(nowhere, position, nowhere, nowhere, nowhere)
+        projected: tuple[jax.Array, ...] = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
+        return projected
 
     def _dense(
         self,
