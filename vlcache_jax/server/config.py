@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,7 @@ class ServerConfig:
         for name in ("api_key", "served_model_name", "allowed_origins", "allowed_hosts", "allow_reuse"):
             given: Any = getattr(self, name)
             if isinstance(given, str) or not isinstance(given, Sequence) or not all(given):
-                raise ValueError(f"{name} must be a list of strings, got {short(given)}")
+                raise ValueError(f"{name} must be a list of non-empty strings, got {short(given)}")
             for one in given:
                 check_text(one, name)
             object.__setattr__(self, name, tuple(given))
@@ -91,7 +92,10 @@ class ServerConfig:
             if set(one) & set(":/"):
                 raise ValueError(f"allowed_hosts must be names without scheme and port, got {short(one)}")
         for one in self.allow_reuse:
-            parse_policy(one)
+            try:
+                parse_policy(one)
+            except ValueError as error:
+                raise ValueError(re.sub(r"^reuse\b", "allow_reuse", str(error))) from error
         if self.admin_key is not None and self.admin_key in self.api_key:
             raise ValueError("admin_key must be another one than api_key")
         if self.api_keys is not None:
