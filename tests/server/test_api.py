@@ -283,6 +283,28 @@ def test_what_is_wrong_is_named(served, change, status, param):
         assert not re.search("^prompt |sampling_params|jinja|positional", message)
 
 
+LONG = "z" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({LONG: 1}, 400, r"z+\.\.\. \(100000 characters\)"),
+        ({"model": LONG}, 404, "model"),
+        ({"messages": [{"role": "user", "content": "a", LONG: 1}]}, 400, r"messages\[0\]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", LONG: 1}]}]}, 400, "messages.*"),
+    ],
+    ids=["field", "model", "field of a message", "field of a part"],
+)
+def test_what_is_wrong_is_told_shortly(served, change, status, param):
+    """However long a name is that there is not: a refusal is not as large as what is refused."""
+    got, _, told = served.ask("POST", "/v1/chat/completions", {"messages": HELLO} | change)
+    assert (got, len(told) < 3000) == (status, True)
+    error = json.loads(told)["error"]
+    assert re.fullmatch(param, error["param"])
+    assert "zzz... (10000" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -396,7 +418,7 @@ def test_requests_choose_what_the_server_lets_them(serve, picture):
         status, found = served.json("POST", "/v1/chat/completions", body)
         assert status == 200, found
     assert served.json("POST", "/v1/chat/completions", {"messages": HELLO, "reuse": 0.5})[0] == 400
-    with pytest.raises(ValueError, match="reuse"):
+    with pytest.raises(ValueError, match=r"^allow_reuse must be .*'most'"):
         serve(allow_reuse=["most"])
 
 
@@ -459,3 +481,10 @@ def test_paths_and_methods_that_there_are_not(served):
         assert got == status
         assert found["error"]["message"]
     assert set(served.ask("OPTIONS", "/v1/responses/a")[1]["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
+
+
+def test_nobody_is_led_away(served):
+    """A Host, and http where a proxy serves HTTPS, are no places to send a body to."""
+    for method, path in (("POST", "/v1/chat/completions/"), ("GET", "/docs/"), ("GET", "/health/")):
+        status, told, _ = served.ask(method, path, {} if method == "POST" else None)
+        assert (status, "location" in told) == (404, False)

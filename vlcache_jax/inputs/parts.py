@@ -218,7 +218,7 @@ def is_with_metadata(value: Any) -> bool:
 def check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
     for key in given:
         if key not in known:
-            raise ValueError(f"{name} must hold only {', '.join(known)}, got {key!r}")
+            raise ValueError(f"{name} must hold only {', '.join(known)}, got {short(key)}")
 
 
 def has_media(part: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from vlcache_jax.cache.keys import Salt, alias_key, content_key, entry_key, group_key
 from vlcache_jax.cache.store import PictureKey, Store
+from vlcache_jax.checks import short
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Patches
@@ -146,8 +147,8 @@ class Task:
 
     def wrong_uuid(self) -> ValueError:
         return ValueError(
-            f"uuid of {self.source.name} must stay with one picture, but {self.uuid!r} came with another one before; "
-            "cache.release_uuid sets it free"
+            f"uuid of {self.source.name} must stay with one picture, but {short(self.uuid)} came with another one "
+            "before; cache.release_uuid sets it free"
         )
 
     def aliases(self) -> Iterator[tuple[str, PictureKey]]:

@@ -204,7 +204,9 @@ def _content(given: Any, where: str) -> Any:
         match part.get("type"):
             case "input_text" | "output_text" | "text":
                 parts.append({"type": "text", "text": part.get("text")})
-            case "input_image" if part.get("file_id") is None:
+            case "input_image":
+                if part.get("file_id") is not None:
+                    raise ApiError(f"{where}[{i}].file_id is not supported, as there are no files", f"{where}[{i}]")
                 image = {"url": part.get("image_url"), "detail": part.get("detail")}
                 told_image = {key: value for key, value in image.items() if value is not None}
                 own = {key: part[key] for key in ("uuid",) if key in part}

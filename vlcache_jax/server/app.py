@@ -112,6 +112,8 @@ class Server:
         middleware.insert(0, Middleware(HttpChecks, config=config))
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        # Where a path with a slash at its end leads would be said by the Host and a scheme that a proxy has changed.
+        self.app.router.redirect_slashes = False
 
     def _suit(self, salts: Salts, tenants: Tenants) -> None:
         """Sees that tenants can be served, and gives them their shares of the cache."""

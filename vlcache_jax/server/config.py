@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +88,7 @@ class ServerConfig:
         for name in lists:
             given: Any = getattr(self, name)
             if isinstance(given, str) or not isinstance(given, Sequence) or not all(given):
-                raise ValueError(f"{name} must be a list of strings, got {short(given)}")
+                raise ValueError(f"{name} must be a list of non-empty strings, got {short(given)}")
             for one in given:
                 check_text(one, name)
             object.__setattr__(self, name, tuple(given))
@@ -95,9 +96,9 @@ class ServerConfig:
             if set(one) & set(":/"):
                 raise ValueError(f"allowed_hosts must be names without scheme and port, got {short(one)}")
         for one in self.allow_reuse:
-            parse_policy(one)
+            _check_allowed("allow_reuse", parse_policy, one)
         for one in self.allow_compress:
-            parse_compressor(one)
+            _check_allowed("allow_compress", parse_compressor, one)
         if self.admin_key is not None and self.admin_key in self.api_key:
             raise ValueError("admin_key must be another one than api_key")
         if self.api_keys is not None:
@@ -131,3 +132,11 @@ class ServerConfig:
     def has_keys(self) -> bool:
         """Whether clients must know a key."""
         return bool(self.api_key) or self.api_keys is not None
+
+
+def _check_allowed(name: str, parse: Callable[[str], object], text: str) -> None:
+    """Errors of a parser, told of the option."""
+    try:
+        parse(text)
+    except ValueError as error:
+        raise ValueError(re.sub(r"^\w+", name, str(error), count=1)) from error

@@ -356,7 +356,7 @@ def template_of(request: ChatRequest | TokenizeRequest, config: ServerConfig) ->
 def check_model(name: str | None, known: Sequence[str]) -> None:
     """Raises an ApiError if there is no such model."""
     if name is not None and name not in known:
-        raise ApiError(f"model must be {' or '.join(known)}, got {name!r}", "model", 404, "model_not_found")
+        raise ApiError(f"model must be {' or '.join(known)}, got {short(name)}", "model", 404, "model_not_found")
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
