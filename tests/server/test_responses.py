@@ -117,6 +117,7 @@ def test_what_was_asked_is_read(served):
         ({"input": "a", "n": 2}, "n"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "a", "text": {"format": 5}}, "text.format"),
+        ({"input": "a", "text": {"type": "json_schema"}}, "text"),
         ({"input": "a", "previous_response_id": 5}, "previous_response_id"),
         ({"input": "a", "max_output_tokens": "many"}, None),
     ):

@@ -26,7 +26,11 @@ RESPONSES: Mapping[str, Schema] = {
         "items": {"type": "string", "enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
         "description": "The second is without effect: thinking is told in clear, and may be sent back so.",
     },
-    "text": told(OBJECT, "`format`: as `response_format` of chats, with the fields of `json_schema` beside `type`."),
+    "text": told(
+        OBJECT,
+        "`format`: as `response_format` of chats, with the fields of `json_schema` beside `type`; `verbosity`: "
+        "without effect.",
+    ),
     "reasoning": told(OBJECT, "Accepted, and without effect."),
     "truncation": {"type": ["string", "null"], "enum": ["disabled", None]},
     **{new: CHAT[name] for new, name in _RENAMED.items()},
@@ -145,6 +149,8 @@ _REPEATED = (
 
 def _form(text: Mapping[str, Any]) -> dict[str, Any] | None:
     """The format of the answer as chats name it."""
+    if unknown := [name for name in text if name not in ("format", "verbosity")]:
+        raise ApiError(f"text must have format or verbosity, got {short(unknown[0])}", "text")
     if (given := text.get("format")) is None:
         return None
     if not isinstance(given, dict):

@@ -50,7 +50,8 @@ def http_config(server: Server) -> uvicorn.Config:
     config = server.config
     return uvicorn.Config(
         server.app, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
-        log_config=None, access_log=False, ws="none", lifespan="off", server_header=False, proxy_headers=False,
+        log_config=None, log_level="error", access_log=False,  # clients send what it warns of
+        ws="none", lifespan="off", server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=int(_LAST),
     )  # fmt: skip
 
