@@ -86,7 +86,7 @@ def paged_attention(
 
 
 def _on_each_platform(function: Callable[..., jax.Array], scale: float, q: jax.Array, *args: Any) -> jax.Array:
-    # A CPU multiplies bfloat16 by widening it: widened once a block, the products take less time and round less.
+    # Weights of bfloat16 would round once more than values, which a CPU need not: it takes these products in float32.
     wide = functools.partial(function, scale=scale, compute=jnp.float32)
     narrow = functools.partial(function, scale=scale, compute=q.dtype)
     return lax.platform_dependent(q, *args, cpu=wide, default=narrow)
@@ -129,7 +129,7 @@ def _tile(
     hi = jnp.where(empty, 0, end).max()
     # Empty rows see whatever the tile sees, so that they never cost a mask; their results are dropped at the end.
     start, end = jnp.where(empty, lo, start), jnp.where(empty, hi, end)
-    q = q.transpose(1, 2, 0, 3).astype(compute)
+    q = q.transpose(1, 2, 0, 3)
     # Slots that all rows see lie in `count` large blocks, behind `front` blocks that are masked and before others.
     large = min(WHOLE_BLOCK, S)
     front = jnp.maximum(start.max() - lo + block - 1, 0) // block
@@ -178,10 +178,10 @@ def _paged_attention(
         mine, first, last = (x.at[row].get(mode="fill", fill_value=0) for x in (q, start, end))
         total, largest, weight = (x.at[row].get(mode="clip") for x in sums)
         if places == 1:
-            add = functools.partial(_add_row, _block_diagonal(mine[0]).astype(compute))
+            add = functools.partial(_add_row, _block_diagonal(mine[0]))
             state = _block_diagonal(total[0]), largest.reshape(H), weight.reshape(H)
         else:
-            add = functools.partial(_add_block, mine.transpose(1, 2, 0, 3).astype(compute))
+            add = functools.partial(_add_block, mine.transpose(1, 2, 0, 3))
             state = total.transpose(1, 2, 0, 3), largest.transpose(1, 2, 0), weight.transpose(1, 2, 0)
 
         def visit(i: jax.Array, state: State) -> State:
@@ -228,8 +228,8 @@ def _empty_state(shape: tuple[int, ...], width: int) -> State:
 
 
 def _block(k: jax.Array, v: jax.Array, first: jax.Array, size: int, compute: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    keys, values = (lax.dynamic_slice_in_dim(x, first, size).astype(compute) for x in (k, v))
-    return keys, values
+    keys, values = (lax.dynamic_slice_in_dim(x, first, size) for x in (k, v))
+    return keys, values.astype(compute)
 
 
 def _add_block(
@@ -238,7 +238,7 @@ def _add_block(
     """Adds a block of keys and values [B, K, D] to the sums of rows q [K, G, N, D]; `seen` [N, B], None: all."""
     scores = _product("kgnd,skd->kgns", q, keys)
     weights, decay, largest = _softmax(scores, seen, state[1], scale)
-    total = state[0] * decay[..., None] + _product("kgns,skd->kgnd", weights.astype(q.dtype), values)
+    total = state[0] * decay[..., None] + _product("kgns,skd->kgnd", weights.astype(values.dtype), values)
     return total, largest, state[2] * decay + weights.sum(-1)
 
 
@@ -248,7 +248,7 @@ def _add_row(
     """The same for one row, q [H, K * D] as by `_block_diagonal`: plain products over the block as it lies."""
     keys, values = (x.reshape(len(x), -1) for x in (keys, values))
     weights, decay, largest = _softmax(_product("hc,sc->hs", q, keys), seen, state[1], scale)
-    total = state[0] * decay[:, None] + _product("hs,sc->hc", weights.astype(q.dtype), values)
+    total = state[0] * decay[:, None] + _product("hs,sc->hc", weights.astype(values.dtype), values)
     return total, largest, state[2] * decay + weights.sum(-1)
 
 
