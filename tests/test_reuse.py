@@ -450,6 +450,7 @@ def test_a_repeat_opens_decodes_and_encodes_nothing(llm, a, b, tmp_path, monkeyp
         chat(llm, user("What is ", str(path), " and ", png(b), "?"))
 
 
+@pytest.mark.usefixtures("one_step")
 def test_kept_encoder_rows_give_the_same_bits(llm, b, monkeypatch):
     request = user("Now what is ", b, "?")
     cold = logits(llm, request, reuse="off")
@@ -925,6 +926,7 @@ def test_verification_captures_nothing(llm, a, monkeypatch):
     assert not llm.cache.verify()
 
 
+@pytest.mark.usefixtures("one_step")  # a second one would wait for the first's copy
 def test_flush_waits_in_every_thread(llm, a, monkeypatch):
     go, waiting, found = threading.Event(), threading.Semaphore(0), []
     publish, result = llm.service.cache.store.publish, concurrent.futures.Future.result
