@@ -315,7 +315,7 @@ def peer_speed(dtype: str, ours: str, theirs: str = "") -> str:
     own, others = found[ours], found[theirs or ours]
     rises = next(iter(own.values()))["unit"] == "tokens/s"
     ratios = sorted(own[size]["ours"] / others[size]["vllm"] for size in own)
-    least, most = (f"{ratio:.2g}" for ratio in ((ratios[0], ratios[-1]) if rises else (1 / ratios[-1], 1 / ratios[0])))
+    least, most = (f"{ratio:.2g}" for ratio in (ratios if rises else [1 / one for one in ratios[::-1]])[:: len(ratios) - 1 or 1])
     return least if least == most else f"{least} to {most}"
 
 
@@ -465,12 +465,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "apart cold": functools.partial(_apart, False),
     "apart approximate": functools.partial(_apart, True),
 }
-for _dtype in ("float32", "bfloat16"):
-    for _name, _cases in {
-        "cold": ("cold",), "repeat": ("repeat",), "decode": ("decode",), "batch": ("batch",), "exact": ("new prefix",),
-        "approximate": ("new prefix, approximate", "new prefix"),
-    }.items():  # fmt: skip
-        FIGURES[f"vllm {_name} {_dtype}"] = functools.partial(peer_speed, _dtype, *_cases)
 
 
 def rewrite(text: str) -> str:
