@@ -39,8 +39,7 @@ def test_what_a_chat_does_not_say():
     assert not request.template
     assert ChatRequest.parse({"messages": HELLO, "seed": -1}, {"seed": 7}).params.seed == 7
     assert parsed(logprobs=False).params.logprobs is None
-    assert parsed(max_tokens=3, max_completion_tokens=5).params.max_tokens == 5
-    assert parsed(max_tokens=3, max_completion_tokens=None).params.max_tokens == 3
+    assert parsed(max_tokens=3, max_completion_tokens=5).params.max_tokens == 3
 
 
 def test_a_cache_key_of_openai_is_no_salt():

@@ -138,8 +138,8 @@ class ChatRequest:
         if "messages" not in given:
             raise ApiError("messages must be a list, got none", "messages")
         sampling = {name: given[name] for name in SAMPLING if name in given}
-        if given.get("max_completion_tokens") is not None:
-            sampling["max_tokens"] = given["max_completion_tokens"]
+        if "max_completion_tokens" in given:
+            sampling.setdefault("max_tokens", given["max_completion_tokens"])
         _read_logprobs(sampling, given.get("top_logprobs"))
         _read_format(sampling, given.get("response_format"))
         is_held = "structured_outputs" in sampling
