@@ -9,6 +9,7 @@ import itertools
 import random
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +18,7 @@ import vlcache_jax.async_llm as async_llm
 from tests.helper import SHORT, WITHIN, assert_nothing_left, give_lanes, give_pages, user
 from vlcache_jax import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.engine.detokenizer import Detokenizer
+from vlcache_jax.engine.loop import Loop
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.outputs import Metrics, OutputCollector, RequestDelta
@@ -1233,16 +1235,28 @@ def test_random_arrivals_and_ends(engine, slow, pictures, seed):
 def test_health(open_engine, monkeypatch):
     engine = open_engine()
     asyncio.run(engine.check_health())
-    ended = threading.Thread(target=int)
-    ended.start()
-    ended.join()
     with monkeypatch.context() as context:
-        context.setattr(engine.service.loop, "_thread", ended)
-        with pytest.raises(RuntimeError, match="the engine's thread has died"):
-            asyncio.run(engine.check_health())
+        # One that begins or ends is not there yet, or no more, while it is still asked for.
+        thread = threading.Thread(target=int)
+        context.setattr(engine.service.loop, "_thread", thread)
+        asyncio.run(engine.check_health())
+        thread.start()
+        thread.join()
+        asyncio.run(engine.check_health())
     asyncio.run(engine.close())
     with pytest.raises(RuntimeError, match=CLOSED):
         asyncio.run(engine.check_health())
+
+
+def test_an_engine_that_cannot_even_fail_is_dead():
+    def fail(error):
+        raise error
+
+    loop = Loop(types.SimpleNamespace(is_idle=False, has_requests=True, step=lambda: 1 / 0, fail=fail))
+    with pytest.raises(ZeroDivisionError):  # as in its thread
+        loop._run()
+    with pytest.raises(RuntimeError, match="the engine's thread has died"):
+        loop.check_alive()
 
 
 def test_tokens_are_those_of_the_prompt(engine, pictures):

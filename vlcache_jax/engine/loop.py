@@ -28,7 +28,7 @@ class Loop:
         self._has_begun = False  # whether these may run although nothing does
         self._thread: threading.Thread | None = None
         self._passes = 0
-        self._is_closed = False
+        self._is_closed = self._has_died = False
 
     def prepare(self) -> None:
         """Takes the memory that the first request would wait for. What runs has taken it; what is submitted waits.
@@ -118,11 +118,19 @@ class Loop:
     def check_alive(self) -> None:
         """Raises a RuntimeError if nothing that is submitted will run: it is closed, or its thread has died."""
         self.check_open()
-        thread = self._thread  # without the lock, which `prepare` holds for long
-        if thread is not None and thread.ident is not None and not thread.is_alive():
+        # The thread tells: it also begins and ends in good order, and the lock is held by `prepare` for long.
+        if self._has_died:
             raise RuntimeError("the engine's thread has died")
 
     def _run(self) -> None:
+        try:
+            self._pass_on()
+        except BaseException:
+            self._has_died = True
+            raise
+
+    def _pass_on(self) -> None:
+        """Pass after pass, as long as there is something to do."""
         engine = self.engine
         while True:
             with self._changed:
