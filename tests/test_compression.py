@@ -15,7 +15,7 @@ from vlcache_jax import LLM, AsyncLLM, SamplingParams
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import VLCache, make_counts
-from vlcache_jax.compress.scores import Observed, kept_tokens, seeds
+from vlcache_jax.compress.scores import Seen, kept_tokens, seeds
 from vlcache_jax.device.programs.window import CompressedWindow
 from vlcache_jax.engine.compressed import Compression
 from vlcache_jax.models import Rows
@@ -114,9 +114,7 @@ class Reference:
         counts = make_counts(compressor, n, gamma, text.num_layers)
         for layer, count in enumerate(counts):
             length, window = jnp.int32(n), jnp.int32(compressor.window(count))
-            seen = Observed(
-                jnp.asarray(received[layer], jnp.float32), length, window, seeds(layout, len(counts))[layer]
-            )
+            seen = Seen(jnp.asarray(received[layer], jnp.float32), length, window, seeds(layout, len(counts))[layer])
             kept = np.asarray(kept_tokens(compressor.scores(seen), length, jnp.int32(count), window, most=N))
             for head, mask in enumerate(masks[layer]):
                 mask[n:, :n] = False

@@ -515,12 +515,12 @@ def test_a_checkpoint_without_end_tokens(llm, monkeypatch):
 def test_streams_and_aborts(llm):
     async def run():
         engine = AsyncLLM(llm.service)
-        texts = [
-            out.outputs[0].text
-            async for out in engine.generate(QUESTION, held(json=SCHEMA, disable_any_whitespace=True))
-        ]
-        jsonschema.validate(json.loads(texts[-1]), SCHEMA)
-        assert len(texts) > 2  # what is forced comes at once
+        # What is forced comes at once, but token by token where its log-probabilities are asked for.
+        for logprobs, pieces in ((None, 2), (0, 5)):
+            params = held(json=SCHEMA, disable_any_whitespace=True, logprobs=logprobs)
+            texts = [out.outputs[0].text async for out in engine.generate(QUESTION, params)]
+            jsonschema.validate(json.loads(texts[-1]), SCHEMA)
+            assert len(texts) > pieces
         reasons = []
         async for out in engine.generate(QUESTION, held(regex="[a-z]{500}", max_tokens=500), "endless"):
             await engine.abort("endless")

@@ -560,14 +560,12 @@ def _launch(
         pl.when(warpgroup < warpgroups)(compute_items)
         pl.when(warpgroup == warpgroups)(load_items)
 
-    swizzle = 128 if D % 64 == 0 else 64
-    transforms: Any = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
-    tiled = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=transforms)
+    swizzled = functools.partial(tiled, dtype=q.dtype, width=D)
     buffers = (
-        tiled((queries, warpgroups, M, D)),
-        tiled((stages, block, D)),
-        tiled((stages, block, D)),
-        tiled((warpgroups, M, block)) if interpret else None,
+        swizzled((queries, warpgroups, M, D)),
+        swizzled((stages, block, D)),
+        swizzled((stages, block, D)),
+        swizzled((warpgroups, M, block)) if interpret else None,
     )
     barriers = (
         plgpu.Barrier(num_arrivals=tile, num_barriers=queries),
@@ -597,3 +595,10 @@ def _launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(q, k, v, buffer, seen)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
+    """Shared memory that matrix products read and bulk copies fill, of rows that are `width` wide in the device's."""
+    swizzle = 128 if width % 64 == 0 else 64
+    transforms: Any = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype=dtype, transforms=transforms)

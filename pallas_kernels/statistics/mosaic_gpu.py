@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, LOWEST, MULTIPROCESSORS, ROW, WGMMA, M
+from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, LOWEST, MULTIPROCESSORS, ROW, WGMMA, M, tiled
 from vlcache_jax.pallas_kernels.attention.work import PAGE
 
 STAGES = 2  # blocks in flight
@@ -113,7 +113,7 @@ def _rows(
                 ref[at] = value
 
         pl.run_scoped(
-            program, _tiled((M, D), q.dtype), _tiled((STAGES, PAGE, D), q.dtype),
+            program, tiled((M, D), q.dtype, D), tiled((STAGES, PAGE, D), q.dtype, D),
             plgpu.Barrier(), plgpu.Barrier(num_barriers=STAGES),
         )  # fmt: skip
 
@@ -201,7 +201,7 @@ def _columns(
 
         def see() -> None:
             pl.run_scoped(
-                program, _tiled((STAGES, M, D), q.dtype), _tiled((halves, M, D), q.dtype),
+                program, tiled((STAGES, M, D), q.dtype, D), tiled((halves, M, D), q.dtype, D),
                 plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_arrivals=halves),
             )  # fmt: skip
 
@@ -237,10 +237,3 @@ def _product(a: Any, b: Any) -> jax.Array:
 
     x: jax.Array = pl.run_scoped(multiply, ACC((a.shape[0], b.shape[0])))
     return x
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory that matrix products read and bulk copies fill."""
-    swizzle = 128 if shape[-1] % 64 == 0 else 64
-    transforms: Any = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype=dtype, transforms=transforms)

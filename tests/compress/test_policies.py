@@ -21,7 +21,7 @@ from vlcache_jax.compress.policies import (
     VLCache,
     ZipCache,
 )
-from vlcache_jax.compress.scores import Drawn, Observed, Pooled, Received, kept_tokens, seeds
+from vlcache_jax.compress.scores import Drawn, Pooled, Received, Seen, kept_tokens, seeds
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 
 ALL = (VLCache, PostVision, SnapKV, PyramidKV, H2O, ZipCache, Streaming, Random)
@@ -32,7 +32,7 @@ def observed(received, window=1, seed=0):
     """Keys as a program sees them: [K, 8 more], with nothing of meaning behind the prompt."""
     received = np.atleast_2d(np.asarray(received, np.float32))
     padded = np.pad(received, ((0, 0), (0, 8)), constant_values=np.nan)
-    return Observed(jnp.asarray(padded), np.int32(received.shape[1]), np.int32(window), np.uint32(seed))
+    return Seen(jnp.asarray(padded), np.int32(received.shape[1]), np.int32(window), np.uint32(seed))
 
 
 def kept(scores, count, seen):

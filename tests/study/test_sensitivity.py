@@ -11,7 +11,13 @@ from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import user_turn
 from vlcache_jax.study.sensitivity import ProfileCase, Profiler, direct, prepare, profile
 
-pytestmark = pytest.mark.ladder_for("qwen2_5_vl")  # in short, one family
+pytestmark = [
+    pytest.mark.ladder_for("qwen2_5_vl"),  # in short, one family
+    # Layers of these say how much of an image is computed anew clearly enough.
+    pytest.mark.parametrize(
+        "family_checkpoint", ["qwen2_5_vl-flat-tied", "qwen3_vl-tied"], indirect=True, scope="session"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,7 @@ def test_fast_is_direct(llm, case):
     np.testing.assert_allclose(expected[0], expected[0, 0], rtol=1e-4)  # layer 0 does not depend on context (P4)
     np.testing.assert_allclose(expected[:, 0], expected[0, 0], rtol=1e-6)  # nothing recomputed is the same everywhere
     np.testing.assert_allclose(scores[:, levels], expected, rtol=1e-3)
-    assert np.abs(np.diff(expected[1:]) / expected[0, 0]).min() > 0.005  # levels can be told apart
+    assert np.abs(np.diff(expected[1:]) / expected[0, 0]).min() > 0.01  # levels can be told apart
 
 
 def test_a_profile_goes_on_where_it_stopped(llm, case, tmp_path):

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 LEAST = 0.01  # of the prompt that a layer keeps (VL-Cache)
-_DENSE = (
-    1e-9  # least density of a layer, so that one whose attention is all zeros has its share when the others are full
-)
+# Least density of a layer, so that one whose attention is all zeros has its share when the others are full.
+_DENSE = 1e-9
 
 
 def visible(length: int, rows: int) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vlcache_jax.inputs.layout import Layout
 
 
-class Observed(NamedTuple):
+class Seen(NamedTuple):
     """What is known of a prompt's keys in one layer.
 
     Attributes:
@@ -36,7 +36,7 @@ class Observed(NamedTuple):
 class Scores(Hashable, Protocol):
     """What one layer's tokens are ranked by, for each KV head: [K, W]. Programs are compiled once for equal ones."""
 
-    def __call__(self, seen: Observed) -> jax.Array: ...
+    def __call__(self, seen: Seen) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Received:
 
     granularity: str
 
-    def __call__(self, seen: Observed) -> jax.Array:
+    def __call__(self, seen: Seen) -> jax.Array:
         score = self.by_head(seen)
         return jnp.broadcast_to(score.mean(0), score.shape) if self.granularity == "layer" else score
 
-    def by_head(self, seen: Observed) -> jax.Array:
+    def by_head(self, seen: Seen) -> jax.Array:
         return seen.received
 
 
@@ -67,7 +67,7 @@ class Pooled(Received):
 
     width: int
 
-    def by_head(self, seen: Observed) -> jax.Array:
+    def by_head(self, seen: Seen) -> jax.Array:
         _, W = seen.received.shape
         candidate = jnp.where(jnp.arange(W) < seen.length - seen.window, seen.received, 0)
         padded = jnp.pad(candidate, ((0, 0), (self.width // 2,) * 2))
@@ -78,7 +78,7 @@ class Pooled(Received):
 class Normalized(Received):
     """The attention received from a row that sees the token, the mean of all rows of the prompt (ZipCache)."""
 
-    def by_head(self, seen: Observed) -> jax.Array:
+    def by_head(self, seen: Seen) -> jax.Array:
         return seen.received / jnp.maximum(seen.length - jnp.arange(seen.received.shape[1]), 1)
 
 
@@ -86,7 +86,7 @@ class Normalized(Received):
 class Earliest(Received):
     """The prompt's order (StreamingLLM: the first tokens beside the window)."""
 
-    def by_head(self, seen: Observed) -> jax.Array:
+    def by_head(self, seen: Seen) -> jax.Array:
         K, W = seen.received.shape
         return jnp.broadcast_to(-jnp.arange(W, dtype=jnp.float32), (K, W))
 
@@ -95,7 +95,7 @@ class Earliest(Received):
 class Drawn(Received):
     """By chance; a token's draw depends on the seed, its head and its place alone."""
 
-    def by_head(self, seen: Observed) -> jax.Array:
+    def by_head(self, seen: Seen) -> jax.Array:
         K, W = seen.received.shape
         keys = jax.random.split(jax.random.key(seen.seed), K)
         return jax.vmap(functools.partial(jax.random.uniform, shape=(W,)))(keys)

@@ -26,7 +26,7 @@ from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
 from vlcache_jax.engine.compressed import Compression
 from vlcache_jax.engine.prefilling import Prefiller
-from vlcache_jax.engine.request import Generation
+from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import Compressed, Observed, Results
 from vlcache_jax.engine.scheduler import Scheduler
 from vlcache_jax.pallas_kernels import PAGE, make_work
@@ -84,9 +84,10 @@ class Compactor:
         self._found.clear()
         self._scheduler.compressed.reset()
 
-    def forget(self, answer: object) -> None:
+    def forget(self, answer: Sequence) -> None:
         """It has ended."""
-        self._found = {one: found for one, found in self._found.items() if one is not answer}
+        if isinstance(answer, Generation):
+            self._found.pop(answer, None)
 
     def advance(self) -> abc.Iterator[Results]:
         """Launches what can be launched; yields what is to be read of it."""

@@ -3,7 +3,7 @@
 Works on the public engine, as a user's script would, and in places on its weights and programs. `questions` reads
 files of benchmarks, and `scoring` says how right answers are. `accuracy` is the protocol: questions answered cold and
 under every setting, in pairs. `probe`, `sensitivity`, `search` and `analysis` measure what each layer gains from
-recomputing, find schedules, and look inside a model; `retention` says of kept tokens
-what they hold of the attention of an answer. `report` prints tables and writes JSON; `worklog` lets long work
-go on where it stopped. Nothing here knows of commands, and `scoring` alone knows particular data sets.
+recomputing, find schedules, and look inside a model; `retention` says what kept tokens
+hold of an answer's attention. `report` prints tables and writes JSON; `worklog` lets long work go on where it stopped.
+Nothing here knows of commands, and `scoring` alone knows particular data sets.
 """

@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from vlcache_jax.compress.scores import Observed, Received, Scores, kept_tokens
+from vlcache_jax.compress.scores import Received, Scores, Seen, kept_tokens
 from vlcache_jax.device.packed import unpack
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
@@ -174,7 +174,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
           received: see `Observe`.
           numbers: the layer's; of the prompt's tokens how many there are, how many are kept, and how many of these are
             the last ones; int32 [4].
-          seed: see `vlcache_jax.compress.scores.Observed`.
+          seed: see `vlcache_jax.compress.scores.Seen`.
           table: pages of the prompt, int32 [W].
           target: pages of what is kept, int32 [W].
 
@@ -182,7 +182,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
           (the pool, the tokens that each head keeps as `kept_tokens` gives them).
         """
         number, length, count, window = numbers
-        score = self.scores(Observed(received[number], length, window, seed))
+        score = self.scores(Seen(received[number], length, window, seed))
         token = kept_tokens(score, length, count, window, most=PAGE * self.pages)  # [K, 128 W]
         source = table.at[token // PAGE].get(mode="clip") * PAGE + token % PAGE
         place = jnp.arange(token.shape[1], dtype=jnp.int32)
