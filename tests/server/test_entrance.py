@@ -6,14 +6,17 @@ import contextlib
 import gzip
 import http.client
 import json
+import pathlib
 import re
 import socket
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tests.helper import WITHIN
 from tests.server.helper import data_url, eventually, shows
@@ -21,13 +24,14 @@ from vlcache_jax.device.sampler import NOT_FINITE
 from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.server import entrance as entrance_module
-from vlcache_jax.server import inference, lifecycle
+from vlcache_jax.server import inference, lifecycle, unread
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.lifecycle import listening
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
+PEM = pathlib.Path(__file__).parents[1] / "inputs" / "pictures.example.pem"
 LONG = {"messages": HELLO, "max_tokens": 800, "ignore_eos": True}
 
 
@@ -116,6 +120,8 @@ def test_behind_a_proxy_it_may_stand_elsewhere(serve):
         assert served.ask("GET", f"{root}/ready")[0] == 200
         assert served.ask("GET", f"{root}/v1/models")[0] == served.ask("GET", f"{root}/cache")[0] - 2 == 401
     assert served.ask("GET", "/vl/vl/health", Authorization="Bearer k")[0] == 404
+    status, told, _ = served.ask("GET", "/vl")  # the page's own addresses begin beside the slash
+    assert (status, told["location"], served.ask("GET", "/vl/")[0]) == (307, "/vl/", 200)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +289,71 @@ def test_whoever_is_refused_sees_the_answer(serve, client):
     assert served.json("POST", CHAT, {"messages": [{"role": "user", "content": "a" * 2**22}]})[0] == 503
 
 
+REFUSED = [
+    ({}, f"POST {CHAT}", "application/json", 413),
+    ({}, f"POST {CHAT}", "text/plain", 415),
+    ({"api_key": ["k"]}, f"POST {CHAT}", "application/json", 401),
+    ({}, "POST /nowhere", "application/json", 404),
+    ({}, "GET /health", "application/json", 200),  # whose body nobody reads either
+]
+ENDLESS = f"Content-Length: {2**40}"
+
+
+@contextlib.contextmanager
+def answered(served, asked, *heads):
+    """A connection whose request has its answer before a byte of the body was sent."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as connection:
+        connection.sendall("\r\n".join([f"{asked} HTTP/1.1", "Host: localhost", *heads, "", ""]).encode())
+        found = connection.recv(4096)
+        assert b"\r\nconnection: close\r\n" in found.lower()
+        yield connection, found
+
+
+def poured(connection, piece, times, wait=0.0):
+    for _ in range(times):
+        connection.sendall(piece)
+        time.sleep(wait)
+
+
+@pytest.mark.parametrize(("options", "asked", "kind", "status"), REFUSED)
+def test_a_refused_body_without_end_is_read_to_a_bound(serve, monkeypatch, options, asked, kind, status):
+    sizes, received = [], AutoHTTPProtocol.data_received
+    noted = lambda own, data: (sizes.append(len(data)), received(own, data))  # noqa: E731
+    monkeypatch.setattr(AutoHTTPProtocol, "data_received", noted)
+    monkeypatch.setattr(unread, "_BYTES", 2**22)
+    served = serve(max_body_bytes="1MiB", **options)
+    with answered(served, asked, f"Content-Type: {kind}", ENDLESS) as (connection, found):
+        assert found.startswith(f"HTTP/1.1 {status} ".encode())
+        with pytest.raises(ConnectionError):
+            poured(connection, bytes(2**18), 2**12)  # that is a GiB
+    assert 2**22 <= sum(sizes) < 2**22 + 2**20
+
+
+def test_a_refused_body_that_comes_byte_by_byte_is_not_waited_for(serve, monkeypatch):
+    monkeypatch.setattr(unread, "_SECONDS", 0.2)
+    with answered(serve(), "POST /nowhere", ENDLESS) as (connection, _), pytest.raises(ConnectionError):
+        poured(connection, b" ", 1000, wait=0.01)
+
+
+def test_who_asks_before_it_sends_is_not_told_to(serve):
+    with answered(serve(), "POST /nowhere", ENDLESS, "Expect: 100-continue") as (_, found):
+        assert found.startswith(b"HTTP/1.1 404 ")
+
+
+def test_behind_a_body_that_was_refused_and_came_the_connection_stays(serve, monkeypatch):
+    monkeypatch.setattr(unread, "_SOON", WITHIN)
+    connection = http.client.HTTPConnection("127.0.0.1", serve().port, timeout=WITHIN)
+    with contextlib.closing(connection):
+        sockets = []
+        for path, status in (("/nowhere", 404), (CHAT, 200)):
+            body = json.dumps({"messages": HELLO, "max_tokens": 1})
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert (response.status, bool(response.read())) == (status, True)
+            sockets.append(connection.sock)
+    assert sockets[0] is sockets[1] is not None
+
+
 def test_a_body_without_length_is_bounded(serve):
     served = serve(max_body_bytes="1MiB")
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=WITHIN)
@@ -332,6 +403,13 @@ def test_who_goes_away_while_pictures_are_read(serve, engine, decoder, textured_
         assert eventually(lambda: decoded)
     assert eventually(lambda: not served.server.entrance.inside)
     go_on.set()
+
+
+def test_who_waits_no_longer_is_gone(serve, client, decoder, textured_image):
+    served, asked = serve(), shows(data_url(textured_image(64, 64, 23)))
+    with pytest.raises(openai.APITimeoutError):
+        client(served, timeout=0.3).chat.completions.create(model=served.server.models[0], messages=asked)
+    assert eventually(lambda: not served.server.entrance.inside)
 
 
 def test_who_goes_away_while_it_waits_for_a_lane(serve, engine, slow):
@@ -579,3 +657,13 @@ def test_a_socket_is_taken_over_from_the_dead_alone(engine, tmp_path):
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(12) == b"HTTP/1.1 200"
     assert not path.exists()
+
+
+def test_https(serve):
+    served, trusting = serve(ssl_certfile=str(PEM), ssl_keyfile=str(PEM)), ssl.create_default_context(cafile=PEM)
+    with (
+        socket.create_connection(("127.0.0.1", served.port), timeout=WITHIN) as plain,
+        trusting.wrap_socket(plain, server_hostname="pictures.example") as connection,
+    ):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 200"

@@ -44,6 +44,7 @@ from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.responses import answer_json, refuse, until_gone
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Salts, Tenants, server_secret
+from vlcache_jax.server.unread import DropUnread
 
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -109,7 +110,7 @@ class Server:
             origins = list(config.allowed_origins)
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
-        middleware.insert(0, Middleware(HttpChecks, config=config))
+        middleware[:0] = [Middleware(DropUnread, config=config), Middleware(HttpChecks, config=config)]
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
         # Where a path with a slash at its end leads would be said by the Host and a scheme that a proxy has changed.

@@ -176,7 +176,7 @@ def _declared(scope: Scope, most: int) -> int:
 
 
 async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
-    """The body of a request that is JSON. What is left of one that is refused, the HTTP server reads and drops.
+    """The body of a request that is JSON.
 
     Raises:
       ApiError: it is of another type, too large, or does not come.

@@ -6,6 +6,7 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlcache_jax.protocol.values import ApiError
@@ -41,6 +42,8 @@ class HttpChecks:
                 return await response(scope, receive, send)
             if self._root:
                 path = scope["path"]
+                if path == self._root:  # what the page asks for lies beside the slash
+                    return await RedirectResponse(f"{self._root}/")(scope, receive, send)
                 path = path if path.startswith(f"{self._root}/") else self._root + path
                 scope = {**scope, "path": path, "root_path": self._root}
         return await self._app(scope, receive, send)

@@ -23,8 +23,6 @@ def refuse(error: ApiError) -> Response:
     response = answer_json(error.to_dict(), error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 408:  # else the connection stays open for what still does not come
-        response.headers["Connection"] = "close"
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
     return response
