@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import pathlib
+import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from vlcache_jax.study.report import environment, show, write
 
 PERCENTILES = (50, 90, 99)
 COLD = "off"
+_COUNTS = ("requests", "whole", "refused")
+_SPREAD = ("TTFT p50 ms", "goodput/s")  # figures of which the spread over runs is told
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ def measure(
     load: Load,
     *,
     rates: Sequence[float],
+    repeats: int,
     concurrency: int | None,
     warmup: int,
     goal: Goal,
@@ -105,6 +110,7 @@ def measure(
       model: as requests name it; None: the server's first.
       load: what is asked.
       rates: requests a second, one after the other.
+      repeats: of all rates, each with requests of its own; rows tell medians, and in `runs` each run.
       concurrency: see `Sender`.
       warmup: requests before those that are measured, one after the other.
       goal: what counts as good.
@@ -124,12 +130,12 @@ def measure(
     if policies:
         fields = {name: {"reuse": reuse, "cache_salt": name} for name, reuse in policies.items()}
         senders = {name: Sender(client, model, load, concurrency, more | own) for name, own in fields.items()}
-    rows, kinds, wrong = asyncio.run(_measure(senders, load, rates, warmup, goal))
+    rows, kinds, wrong = asyncio.run(_measure(senders, load, rates, repeats, warmup, goal))
     show("Load", [_printed(row) for row in rows])
     show("Of each kind", kinds)
     if out is not None:
         head = environment("vlcache-jax") | {"model": model, "load": dataclasses.asdict(load)}
-        head |= {"concurrency": concurrency, "goal": dataclasses.asdict(goal)}
+        head |= {"concurrency": concurrency, "goal": dataclasses.asdict(goal), "repeats": repeats}
         write("A server under load", rows, head | {"kinds": kinds}, out)
     if picture is not None:
         draw(rows, picture)
@@ -139,17 +145,17 @@ def measure(
 
 
 async def _measure(
-    senders: Mapping[str, Sender], load: Load, rates: Sequence[float], warmup: int, goal: Goal
+    senders: Mapping[str, Sender], load: Load, rates: Sequence[float], repeats: int, warmup: int, goal: Goal
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Rows of the rates, rows of their kinds, and what was wrong; senders take turns at each rate."""
-    rows: list[dict[str, Any]] = []
-    kinds: list[dict[str, Any]] = []
+    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # of each cell its runs
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     wrong: list[str] = []
-    warming = dataclasses.replace(load, requests=warmup).chats(len(rates)) if warmup else []
+    warming = dataclasses.replace(load, requests=warmup).chats(repeats * len(rates)) if warmup else []
     for sender in senders.values():
         answers = await sender.one_by_one([*load.shown(), *warming])
         wrong += [answer.error for answer in answers if answer.error]
-    for run, rate in enumerate(rates):
+    for run, (_, rate) in enumerate(itertools.product(range(repeats), rates)):
         cold: list[Answer] = []
         for name, sender in senders.items():
             say(f"{load.requests} requests, {rate:g} a second{name and f', {name}'}")
@@ -160,12 +166,35 @@ async def _measure(
                 wrong.append(f"the server refused all requests: {answers[0].error}")
             head = {"reuse": name} if name else {}
             row = head | summary(answers, rate, began, goal)
-            rows.append(row | ({"equal answers %": equal_share(answers, cold)} if name else {}))
+            row |= {"equal answers %": equal_share(answers, cold)} if name else {}
+            rows.setdefault((rate, name), []).append(row)
             for kind in dict.fromkeys(answer.kind for answer in answers):
                 of_kind = summary([answer for answer in answers if answer.kind == kind], rate, began, goal)
                 names = ("rate", "requests", "refused", "TTFT p50 ms", "TTFT p99 ms", "cached %")
-                kinds.append(head | {"kind": kind} | {name: of_kind[name] for name in names})
-    return rows, kinds, wrong
+                told = head | {"kind": kind} | {name: of_kind[name] for name in names}
+                kinds.setdefault((rate, name, kind), []).append(told)
+    each = [median_of(runs) | ({"runs": runs} if repeats > 1 else {}) for runs in rows.values()]
+    return each, list(map(median_of, kinds.values())), wrong
+
+
+def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of those of several runs: of each figure the median, of counts the sum."""
+    told: dict[str, Any] = {}
+    for name in runs[0]:
+        values = [run[name] for run in runs]
+        if name in _COUNTS:
+            told[name] = sum(values)
+        elif isinstance(values[0], str) or len(runs) == 1:
+            told[name] = values[0]
+        else:
+            told[name] = None if None in values else statistics.median(values)
+    return told
+
+
+def spread(row: Mapping[str, Any], column: str) -> tuple[float, float] | None:
+    """The least and the greatest of a figure over the runs of a row; None: there was one, or one without it."""
+    values = [run[column] for run in row.get("runs", ())]
+    return (min(values), max(values)) if values and None not in values else None
 
 
 def equal_share(answers: Sequence[Answer], others: Sequence[Answer]) -> float | None:
@@ -212,15 +241,19 @@ def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]
 
 def _printed(row: dict[str, Any]) -> dict[str, Any]:
     """With the percentiles of a time in one column."""
-    told = {name: value for name, value in row.items() if not name.endswith(" ms")}
+    told = {name: value for name, value in row.items() if not name.endswith(" ms") and name != "runs"}
     for name in ("TTFT", "inter-token", "end-to-end"):
         values = [row[f"{name} p{share} ms"] for share in PERCENTILES]
         told[f"{name} ms p50/p90/p99"] = "-" if None in values else "/".join(f"{value:.1f}" for value in values)
+    for name in _SPREAD if "runs" in row else ():
+        found = spread(row, name)
+        told[f"{name} of runs"] = "-" if found is None else f"{found[0]:.2f} to {found[1]:.2f}"
     return told
 
 
 def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
-    """Draws times and what is served by the rate: of each policy, or where there are none more of it."""
+    """Draws times and what is served by the rate: of each policy, or where there are none more of it. Behind a line
+    lies what its runs spread over."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -232,7 +265,10 @@ def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
 
     def plot(axes: Any, rows: Sequence[dict[str, Any]], column: str, label: str, **style: Any) -> None:
         values = [np.nan if row[column] is None else row[column] for row in rows]
-        axes.plot([row["rate"] for row in rows], values, marker="o", label=label, **style)
+        at = [row["rate"] for row in rows]
+        [line] = axes.plot(at, values, marker="o", label=label, **style)
+        if all(found := [spread(row, column) for row in rows]):
+            axes.fill_between(at, *zip(*found, strict=True), color=line.get_color(), alpha=0.15)
 
     if "reuse" in rows[0]:
         for name in dict.fromkeys(row["reuse"] for row in rows):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vlcache_jax.benchmarks.policies import OWN
+from vlcache_jax.benchmarks.serving import spread
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES
 from vlcache_jax.reuse.parse import APPROXIMATE
 from vlcache_jax.study.accuracy import COLD
@@ -344,8 +345,14 @@ def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
     for name in dict.fromkeys(row["reuse"] for row in rows):
         own = [row for row in rows if row["reuse"] == name]
         shares = [f"{np.mean([row[of] for row in own]):.0f}" for of in ("cached %", "equal answers %")]
-        first = [f"{row['TTFT p50 ms'] / 1000:.2g}" for row in own]
-        yield [f"`{name}`", *first, *(f"{row['goodput/s']:.2g}" for row in own), *shares]
+        first = [_with_spread(row, "TTFT p50 ms", 1000) for row in own]
+        yield [f"`{name}`", *first, *(_with_spread(row, "goodput/s", 1) for row in own), *shares]
+
+
+def _with_spread(row: Row, column: str, unit: float) -> str:
+    """A median, and from where to where it goes over several runs."""
+    told, found = f"{row[column] / unit:.2g}", spread(row, column)
+    return told if found is None else f"{told} ({found[0] / unit:.2g} to {found[1] / unit:.2g})"
 
 
 def server_cost(rows: Sequence[Row]) -> Iterator[list[str]]:

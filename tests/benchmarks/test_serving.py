@@ -189,6 +189,33 @@ def test_policies_take_turns(tmp_path):
     assert picture.stat().st_size > 0
 
 
+def test_runs_are_repeated(tmp_path):
+    """Each with requests of its own; told are medians and the spread."""
+    with running(lambda number: told("a")) as server:
+        out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
+        result = bench(
+            server, "--policies", "full", "--rates", "1000,2000", "--requests", 3, "--repeats", 3, "--warmup", 0,
+            "--out", out, "--picture", picture,
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    salts = [body["cache_salt"] for body, _ in server.requests]
+    assert salts == (3 * ["off"] + 3 * ["full"]) * 6  # ways take turns within a run, and rates too
+    messages = [json.dumps(body["messages"]) for body, _ in server.requests]
+    assert len(set(messages)) == len(messages) / 2
+    found = json.loads(out.read_text())
+    assert found["repeats"] == 3
+    for row in found["rows"]:
+        assert (row["requests"], row["whole"], row["refused"], len(row["runs"])) == (9, 9, 0, 3)
+        values = sorted(run["TTFT p50 ms"] for run in row["runs"])
+        assert (row["TTFT p50 ms"], serving.spread(row, "TTFT p50 ms")) == (values[1], (values[0], values[2]))
+    assert [(row["rate"], row["reuse"]) for row in found["rows"]] == [
+        (1000, "off"), (1000, "full"), (2000, "off"), (2000, "full")
+    ]  # fmt: skip
+    assert {(kind["kind"], kind["requests"]) for kind in found["kinds"]} == {(kind, 3) for kind in KINDS}
+    assert "TTFT p50 ms of runs" in result.output
+    assert picture.stat().st_size > 0
+
+
 def test_names_of_policies():
     assert serving.policy_names(None) == ()
     assert serving.policy_names(" full, off,0.1") == ("off", "full", "0.1")

@@ -194,6 +194,9 @@ def serve_command(
         int | None, typer.Option(min=1, help="Requests at once at most; others wait.", show_default="any number")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of each rate.")] = 100,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Of all rates, each with requests of its own; medians and their spread are told.")
+    ] = 1,
     kinds: Annotated[
         str,
         typer.Option(help="repeat: one known picture; move: several, in other places; slide: an agent's screenshots."),
@@ -255,8 +258,9 @@ def serve_command(
             arrivals=arrivals,
             seed=seed,
         )
-        options: dict[str, Any] = {"rates": parse_rates(rates, "rates"), "concurrency": concurrency, "warmup": warmup}
-        options |= {"goal": serving.Goal(goal_ttft, goal_per_token), "out": out, "picture": picture}
+        options: dict[str, Any] = {"rates": parse_rates(rates, "rates"), "repeats": repeats, "warmup": warmup}
+        options |= {"concurrency": concurrency, "goal": serving.Goal(goal_ttft, goal_per_token)}
+        options |= {"out": out, "picture": picture}
         names = serving.policy_names(policies)
         if base_url is None and names:
             from vlcache_jax.benchmarks.random_models import LETTERS
