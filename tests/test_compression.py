@@ -264,6 +264,14 @@ def test_compressed_and_whole_requests_run_together(llm, conversations):
     assert [tokens([output]) for output in together] == [tokens(outputs) for outputs in alone]
     kept = lambda output: output.compression and output.compression.kept  # noqa: E731
     assert [kept(output) for output in together] == [kept(outputs[0]) for outputs in alone]
+    # Also as rows of one call, each with its own; what is wrong with one is that row's error.
+    rows, params, compress = zip(*asked, (conversations[2], GREEDY, "most"), strict=True)
+    iterated = dict(llm.chat_iter(rows, iter(params), False, compress=iter(compress), on_error="return"))
+    wrong = iterated.pop(len(asked))
+    assert wrong.error.startswith(f"conversations[{len(asked)}] compress must be one of vl-cache-A, ")
+    assert tokens(iterated[i] for i in range(len(asked))) == [tokens(outputs)[0] for outputs in alone]
+    with pytest.raises(ValueError, match="compress must give one for each conversation, got fewer of them"):
+        list(llm.chat_iter(rows, GREEDY, False, compress=compress[:2]))
 
 
 @ONE

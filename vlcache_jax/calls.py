@@ -97,6 +97,11 @@ class Caller:
 
     def _to_answer(self, call: Call) -> Chunk[RequestOutput]:
         params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
+        compress = call.compress if isinstance(call.compress, Sequence) else [call.compress] * len(call.listed)
+        asked = [
+            one if isinstance(one, ValueError) else own if isinstance(own, ValueError) else (one, own)
+            for one, own in zip(params, compress, strict=True)
+        ]
         prompts = self._prompts(call)
 
         def failed(row: int, error: str) -> RequestOutput:
@@ -105,9 +110,10 @@ class Caller:
             return self.reporter.failed_output(text, error, request_id=str(call.first + row))
 
         def sequences(row: int, planned: Planned) -> Sequence[Running]:
-            return self._sequences.answers(planned, _good(params[row]), call.priority, call.compress)
+            params, compress = _good(asked[row])
+            return self._sequences.answers(planned, params, call.priority, compress)
 
-        arrivals = self._check(prompts, params, self._sequences.new_slots, call)
+        arrivals = self._check(prompts, asked, lambda length, one: self._sequences.new_slots(length, one[0]), call)
         return Chunk(call, arrivals, sequences, failed)
 
     def scores(

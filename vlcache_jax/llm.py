@@ -6,11 +6,12 @@ import dataclasses
 import inspect
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Self, Unpack, cast
 
 from vlcache_jax.calls import Conversation, PromptLike, in_order, is_token_ids
 from vlcache_jax.checks import check_flags, short
+from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.foreign import CALLS, VllmCallOptions, ours
@@ -136,7 +137,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         reuse: Reuse | None = None,
-        compress: Compress | None = None,
+        compress: Compress | Iterable[Compress | None] | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
@@ -151,7 +152,8 @@ class LLM:
         Args:
           conversations: anything that gives one conversation after the other.
           sampling_params: for all, or an iterable that gives one for each conversation, or more.
-          use_tqdm, reuse, compress, cache_salt, mm_processor_kwargs, on_error, template: see `chat`. A wrong row that
+          compress: see `chat`; for all, or an iterable that gives one for each conversation, or more.
+          use_tqdm, reuse, cache_salt, mm_processor_kwargs, on_error, template: see `chat`. A wrong row that
             is to be raised ends the job when what runs then has been yielded, and so does an error of the iterables.
 
         Raises:
@@ -169,12 +171,13 @@ class LLM:
         if isinstance(sampling_params, SamplingParams):
             sampling_params = sampling_params.clone()  # the caller's may be set while the job runs
         render = self.service.renders(self.chat_iter, mm_processor_kwargs, **template)
-        call = self.service.call("conversations[{}]", [], render, reuse, cache_salt, on_error, compress)
+        call = self.service.call("conversations[{}]", [], render, reuse, cache_salt, on_error)
+        compressors = _compressors(self.service.compressor_of, compress)
         size = self.service.device.runner.ladder.max_sequences
         total = len(conversations) if isinstance(conversations, Sized) else None
         calls = (
-            dataclasses.replace(call, listed=rows, params=params, first=size * number)
-            for number, (rows, params) in enumerate(_batched(conversations, sampling_params, size))
+            dataclasses.replace(call, listed=rows, params=params, compress=own, first=size * number)
+            for number, (rows, params, own) in enumerate(_batched(conversations, sampling_params, compressors, size))
         )
         return self.service.caller.answers(calls, total=total, show=use_tqdm, returns_all=False)
 
@@ -314,30 +317,58 @@ class LLM:
         return in_order(self.service.caller.answers([call], total=len(call.listed), show=show, verify=verify))
 
 
+def _compressors(
+    read: Callable[[Compress | None], Compressor | None], given: Compress | Iterable[Compress | None] | None
+) -> Iterable[Compressor | ValueError | None]:
+    """Of each row what it asks for, or what is wrong with that; what is given for all is read now.
+
+    Raises:
+      ValueError: what is given for all is wrong.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return itertools.repeat(read(given))
+
+    def own(row: int, asked: Compress | None) -> Compressor | ValueError | None:
+        try:
+            return read(asked)
+        except ValueError as error:
+            return ValueError(f"conversations[{row}] {error}")
+
+    return itertools.starmap(own, enumerate(given))
+
+
 def _batched(
-    conversations: Iterable[Asked], params: SamplingParams | Iterable[SamplingParams] | None, size: int
-) -> Iterator[tuple[Sequence[Asked], SamplingParams | Sequence[SamplingParams] | None]]:
-    """So many conversations at a time, with their sampling parameters; what came before an error comes first.
+    conversations: Iterable[Asked],
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    compress: Iterable[Compressor | ValueError | None],
+    size: int,
+) -> Iterator[tuple[Any, Any, Any]]:
+    """So many conversations at a time, with their sampling parameters and compressors; what came before an error comes
+    first.
 
     Raises:
       ValueError: there are fewer of these than of conversations.
     """
     for_all = isinstance(params, SamplingParams | None)
+    given: dict[str, Iterator[Any]] = {
+        "sampling_params": itertools.repeat(None) if for_all else iter(cast(Iterable[Any], params)),
+        "compress": iter(compress),
+    }
     faults: list[Exception] = []
 
-    def pairs() -> Iterator[tuple[Asked, Any]]:
-        each: Iterator[Any] = itertools.repeat(None) if for_all else iter(cast(Iterable[Any], params))
+    def rows() -> Iterator[tuple[Any, ...]]:
         try:
             for row in conversations:
-                if (own := next(each, faults)) is faults:
-                    raise ValueError("sampling_params must give one for each conversation, got fewer of them")
-                yield row, own
+                own = {name: next(each, faults) for name, each in given.items()}
+                if short_of := [name for name, one in own.items() if one is faults]:
+                    raise ValueError(f"{short_of[0]} must give one for each conversation, got fewer of them")
+                yield row, *own.values()
         except Exception as fault:
             faults.append(fault)
 
-    for batch in itertools.batched(pairs(), size):
-        rows, own = zip(*batch, strict=True)
-        yield rows, cast(SamplingParams | None, params) if for_all else own
+    for batch in itertools.batched(rows(), size):
+        listed, own, compressors = zip(*batch, strict=True)
+        yield listed, params if for_all else own, compressors
     for fault in faults:
         raise fault
 

@@ -60,7 +60,7 @@ class Call:
       render: makes a prompt of one.
       policy, salt, on_error: of all of them.
       params: sampling parameters for all of them, or of each; None: the checkpoint's own.
-      compress: what their answers go on with; None: all of their prompts.
+      compress: what their answers go on with, None: all of their prompts; or that of each, or what is wrong with it.
       priority: of all of them, lower ones first.
       first: number of the first one.
       group: of its rows, if a wrong one ends the call; calls that belong together share it.
@@ -74,7 +74,7 @@ class Call:
     salt: Salt
     on_error: str
     params: SamplingParams | Sequence[SamplingParams] | None = None
-    compress: Compressor | None = None
+    compress: Compressor | Sequence[Compressor | ValueError | None] | None = None
     priority: int = 0
     first: int = 0
     group: Group | None = None

@@ -312,6 +312,25 @@ def test_errors_count_a_rows_own_messages(run, tmp_path):
         assert errors == [first, "line 2 messages[2]"]
 
 
+def test_rows_are_compressed_as_they_say(run, tmp_path):
+    """Others as the command says; what is wrong is the row's own error."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    said = {"messages": [{"role": "user", "content": "A star is " * 9}], "ignore_eos": True}
+    rows = [openai(**said, return_cache_report=True, compress=one) for one in ("random-0.5", None)]
+    rows += [openai(compress="most"), openai(compress=5), *(said | {"compress": one} for one in ("random-0.5", 5, "2"))]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "error: compress must be left out where compressed" in run(source, out, "--compress", "vl-cache-0.5").stderr
+    pool = ("--compressed-kv-bytes", str(2**22))
+    assert run(source, out, "--compress", "vl-cache-0.5", *pool).exit_code == 0
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    policies = [one["response"]["body"]["cache"]["compression"]["policy"] for one in told[:2]]
+    assert policies == ["random-0.5", "vl-cache-0.5"]
+    errors = [one["error"] and one["error"]["message"].partition(",")[0] for one in told[:4]]
+    assert errors[2:] == ["line 3 compress must be one of vl-cache-A", "line 4: compress must be a string"]
+    errors = [one["error"] and one["error"].partition(",")[0] for one in told[4:]]
+    assert errors == [None, "line 6: compress must be a string", "line 7 compress must be one of vl-cache-A"]
+
+
 def test_templates_are_taken_from_trusted_files(run, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"messages": HELLO}, {"messages": HELLO, "chat_template": "x"}, {"messages": HELLO, "chat_template": 5}]

@@ -2,7 +2,7 @@
 
 A row is JSON on a line, in one of two formats: a request of OpenAI's batch files, answered in the format of their
 output files; or a plain one, `{"messages": [...]}` or `{"images": [...], "question": ...}` (also "image" and "video"),
-with the names of `SamplingParams` beside them. What says how messages become text may stand there, too.
+with the names of `SamplingParams` and `compress` beside them. What says how messages become text may stand there, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vlcache_jax.checks import check_text, is_a, short, shorten
 from vlcache_jax.inputs.images import is_base64, is_url
 from vlcache_jax.protocol.answers import Counts, logprob
 from vlcache_jax.protocol.fields import SAMPLING
-from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, template_options
+from vlcache_jax.protocol.requests import TEMPLATE, ChatRequest, Options, template_options
 from vlcache_jax.protocol.values import read_object, write
 from vlcache_jax.sampling import SamplingParams
 
@@ -39,7 +39,6 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "cache_salt": (None,),
     "reuse": (None,),
-    "compress": (None,),
     "mm_processor_kwargs": (None,),
 }
 _PATHS = ("image", "image_url", "video", "video_url", "path", "url")
@@ -125,6 +124,11 @@ class Row:
     def params(self) -> SamplingParams | None:
         """How it is answered; None: it is wrong."""
         return None if self.request is None else self.request.params
+
+    @property
+    def compress(self) -> str | None:
+        """What of its prompt its answer goes on with, if it says so itself."""
+        return None if self.request is None else self.request.options.compress
 
     def behind(self, system: str) -> Row:
         """The row with a system message, unless it has one or is wrong."""
@@ -229,11 +233,14 @@ def _plain(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     media = ("image", "images", "video")
     own = ("id", "metadata", "messages", "question", *media)
     given = {key: value for key, value in row.items() if key not in own}
-    _check_keys(given, (*_SAMPLING, *TEMPLATE), own)
-    sampling = {key: value for key, value in given.items() if key not in TEMPLATE}
+    _check_keys(given, (*_SAMPLING, *TEMPLATE, "compress"), own)
+    sampling = {key: value for key, value in given.items() if key in _SAMPLING}
     if sampling.get("seed") in (None, -1):
         sampling.pop("seed", None)
-    return ChatRequest(_messages(row, media), SamplingParams(**{**defaults, **sampling}), template_options(given))
+    if (compress := given.get("compress")) is not None:
+        check_text(compress, "compress")
+    params, options = SamplingParams(**{**defaults, **sampling}), Options(compress=compress)
+    return ChatRequest(_messages(row, media), params, template_options(given), options=options)
 
 
 def _messages(row: Mapping[str, Any], media: Sequence[str]) -> list[Any]:

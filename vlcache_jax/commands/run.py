@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import operator
 import os
 import pathlib
 import shutil
@@ -39,7 +40,8 @@ class Recipe:
 
     Attributes:
       source: the file of rows.
-      model, reuse, compress: of all rows; without a model the shipped one answers.
+      model, reuse: of all rows; without a model the shipped one answers.
+      compress: of the rows that name none.
       system: message before the rows that have none.
       defaults: sampling parameters where a row names none.
       options: of the engine.
@@ -160,8 +162,8 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
         if seen < len(digests):
             raise ValueError(f"IN must stay as it is while its rows are answered, but {len(digests) - seen} are gone")
 
-    def good() -> Iterator[tuple[Any, SamplingParams]]:
-        """The rows that can run, conversation and sampling parameters; the others are answered at once."""
+    def good() -> Iterator[tuple[Any, SamplingParams, str | None]]:
+        """The rows that can run: conversation, sampling parameters, compression. The others are answered at once."""
         nonlocal warned
         for row in rows():
             if row.params is None:
@@ -169,7 +171,7 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
                 continue
             warned = warned or warn_of_others(row.conversation)
             running[next(count)] = row
-            yield row.conversation, row.params
+            yield row.conversation, row.params, recipe.compress if row.compress is None else row.compress
 
     if not any(row.params is not None for row in rows()):  # nothing to load a model for
         if overwrite:
@@ -185,15 +187,17 @@ def _answer(recipe: Recipe, file: IO[bytes], digests: Mapping[int, str], done: s
         # From here on JAX holds the device.
         llm = LLM(recipe.name, **recipe.options)
     with llm, bar:
+        llm.service.compressor_of(recipe.compress)  # what is wrong for all rows is no row's error
         if overwrite:
             file.truncate(0)
         bar.update(len(done))
         chats = ChatFormat(llm.service.renderer)
         # Rows are read while others are answered; answers are written as they come.
-        one, other = itertools.tee(good())
-        conversations, params = (conversation for conversation, _ in one), (params for _, params in other)
+        conversations, params, compress = (
+            map(operator.itemgetter(i), same) for i, same in enumerate(itertools.tee(good(), 3))
+        )
         for index, output in llm.chat_iter(
-            conversations, params, use_tqdm=False, reuse=recipe.reuse, compress=recipe.compress, on_error="return"
+            conversations, params, use_tqdm=False, reuse=recipe.reuse, compress=compress, on_error="return"
         ):
             row = running.pop(index)
             if output.error is not None:
