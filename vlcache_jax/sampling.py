@@ -224,7 +224,9 @@ def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
             raise ValueError(f"logit_bias must be by token ids of at least 0, got {short(token)}")
         if not is_a(bias, numbers.Real) or not math.isfinite(_as_float(bias)):
             raise ValueError(f"logit_bias must be finite numbers, got {short(bias)} for token {short(token)}")
-    return tuple(sorted((int(token), min(100.0, max(-100.0, float(bias)))) for token, bias in dict(pairs).items()))
+    if len(dict(pairs)) < len(pairs):  # as "5" and "05"
+        raise ValueError(f"logit_bias must name each token once, got {short(given)}")
+    return tuple(sorted((int(token), min(100.0, max(-100.0, float(bias)))) for token, bias in pairs))
 
 
 def _token(given: Any) -> Any:

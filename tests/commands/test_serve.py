@@ -106,6 +106,8 @@ def test_keys_may_stand_in_the_environment(monkeypatch):
         ("--ssl-certfile a --ssl-keyfile b", "ssl_certfile must be a file"),
         ("--api-key a --admin-key a", "admin_key must be another one than api_key"),
         ("--root-path v", "root_path must begin with a slash"),
+        ("--chat-template nowhere.jinja", "chat_template must be a file that can be read, got nowhere.jinja"),
+        ("--chat-template {%if%}", "chat_template must be Jinja: Expected an expression"),
         ("--max-waiting-bytes 1MiB", "max_waiting_bytes must be at least max_body_bytes, got 1048576"),
         ("--body-timeout=-1", "body_timeout must be a number of seconds, got -1"),
         ("--allowed-hosts gpu.lan:8000", "allowed_hosts must be names without scheme and port, got 'gpu.lan:8000'"),

@@ -95,8 +95,8 @@ SCHEMA = {
         ({"a": 4}, "v.a must be at most 3"),
         ({"a": 1, "b": ["x", "z"]}, r"v.b\[1\] must be one of x, y, got 'z'"),
         ({"a": 1, "b": [None]}, r"v.b\[0\] must be one of"),
-        ({"a": 1, "b": ["x"] * 3}, "v.b must be at most 2 items"),
-        ({"a": 1, "c": "a"}, "v.c must be at least 2 characters"),
+        ({"a": 1, "b": ["x"] * 3}, "v.b must have at most 2 items"),
+        ({"a": 1, "c": "a"}, "v.c must have at least 2 characters"),
         ({"a": 1, "d": 1}, "v.d must be true or false"),
     ],
 )

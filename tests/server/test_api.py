@@ -228,6 +228,8 @@ WRONG = [
     ({"allowed_token_ids": [0], "structured_outputs": {"choice": ["yes"]}}, 400, "allowed_token_ids"),
     ({"stop_token_ids": [10**6]}, 400, "stop_token_ids"),
     ({"logit_bias": {"1000000": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, 400, "logit_bias"),
+    ({"logprob_token_ids": [1]}, 400, "logprob_token_ids"),
     ({"min_tokens": 9}, 400, "min_tokens"),
     ({"response_format": {"type": "xml"}}, 400, "response_format"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
@@ -258,6 +260,12 @@ WRONG = [
     ({"messages": [{"content": "a"}]}, 400, "messages[0].role"),
     ({"messages": [*HELLO, {"role": "user", "content": 5}]}, 400, "messages[1].content"),
     ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400, "messages[0].content[0]"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[1].tool_calls[0]"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        400,
+        "messages[0].tool_calls[0]",
+    ),
     ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400, "messages[0]"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 50_000}]}, 400, "messages"),
@@ -401,6 +409,9 @@ def test_pictures_as_clients_name_them(chats, picture, textured_image):
     part["image_url"] = {"url": data_url(textured_image(64, 64, 8))}
     with pytest.raises(openai.BadRequestError, match="uuid"):
         chats.create(messages=[{"role": "user", "content": [part]}], **SHORT)
+    part["uuid"] = "a" * 1025
+    with pytest.raises(openai.BadRequestError, match=r"content\[0\] uuid must have at most 1024 characters, got 'aaa"):
+        chats.create(messages=[{"role": "user", "content": [part]}], **SHORT)
 
 
 def test_errors_are_those_of_the_client(chats):
@@ -432,6 +443,10 @@ def test_requests_are_compressed_as_the_server_lets_them(serve, picture):
     status, found = served.json("POST", "/v1/chat/completions", body | {"compress": "vl-cache-0.4"})
     assert (status, found["error"]["param"]) == (400, "compress")
     assert found["error"]["message"].startswith("compress must be vl-cache-0.5 or random-0.5 on this server")
+    for path, asked in (("/v1/completions", {"prompt": "A star is " * 9}), ("/v1/responses", {"input": "Hello " * 9})):
+        told = asked | {"compress": "random-0.5", "ignore_eos": True, "return_cache_report": True}
+        status, found = served.json("POST", path, told | ({"max_output_tokens": 3} if "input" in asked else {}))
+        assert (status, found["cache"]["compression"]["policy"]) == (200, "random-0.5")
     with pytest.raises(ValueError, match="compress"):
         serve(allow_compress=["most"])
 
@@ -468,6 +483,8 @@ def test_the_document_says_what_there_is(served):
     assert (status, told) == (200, document(["tiny", "also"], has_keys=False))
     assert set(told["paths"]) == {route.path.replace(":path}", "}") for route in served.server.app.routes}
     assert set(told["components"]["schemas"]["ChatRequest"]["properties"]) > set(CHAT)
+    for kind in ("Chat", "Completion", "Response"):
+        assert {"reuse", "compress"} < set(told["components"]["schemas"][f"{kind}Request"]["properties"])
     status, headers, found = served.ask("GET", "/docs")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     for foreign in (b"<script", b"http://", b"https://", b"src="):

@@ -111,6 +111,7 @@ def test_what_was_asked_is_read(served):
         ({"input": 5}, "input"),
         ({"input": [5]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "conversation": "c"}, "conversation"),

@@ -118,7 +118,8 @@ def test_a_tenant_has_its_share_of_the_requests(serve, keys, engine, monkeypatch
     for thread in asking:
         thread.start()
     assert eventually(lambda: served.server.entrance.inside == 5)
-    status, headers, body = served.ask("POST", CHAT, HELLO, Authorization="Bearer a1")
+    large = HELLO | {"user": "a" * 2**22}  # which nobody reads
+    status, headers, body = served.ask("POST", CHAT, large, Authorization="Bearer a1")
     assert (status, headers["retry-after"]) == (429, "1")
     assert b"has 2 requests under way" in body
     go_on.set()
@@ -178,6 +179,32 @@ def test_an_admin_reaches_what_is_a_tenants(serve, keys, textured_image):
 
 
 @pytest.mark.usefixtures("fresh")
+def test_an_admin_sets_a_uuid_free(serve, keys, textured_image):
+    """Of one tenant, under the salt that it named."""
+    served = serve(api_keys=written(keys, a="alice", b="bob"), admin_key=ADMIN)
+
+    def show(key, seed, **more):
+        part = {"type": "image_url", "image_url": {"url": data_url(textured_image(64, 96, seed))}, "uuid": "front door"}
+        body = HELLO | {"messages": [{"role": "user", "content": [part]}]} | more
+        return served.json("POST", CHAT, body, Authorization=f"Bearer {key}")[0]
+
+    def free(**body):
+        return served.json("POST", "/cache/release_uuid", body, Authorization=f"Bearer {ADMIN}")
+
+    assert [show(key, 1) for key in ("a", "b")] == [show("a", 1, cache_salt="s")] * 2 == [200] * 2
+    assert [show(key, 2) for key in ("a", "b")] == [400] * 2
+    assert free(uuid="front door") == free(uuid="back door", tenant="alice") == (200, {"released": False})
+    assert free(uuid="front door", tenant="alice") == (200, {"released": True})
+    assert [show("a", 2), show("a", 2, cache_salt="s"), show("b", 2)] == [200, 400, 400]
+    assert free(uuid="front door", tenant="alice", cache_salt="s")[1] == {"released": True}
+    assert show("a", 2, cache_salt="s") == 200
+    for wrong, param in (({}, "uuid"), ({"uuid": ""}, "uuid"), ({"uuid": "a", "shared": True}, "shared")):
+        status, found = free(**wrong)
+        assert (status, found["error"]["param"]) == (400, param)
+    assert served.ask("POST", "/cache/release_uuid", {"uuid": "a"}, Authorization="Bearer a")[0] == 403
+
+
+@pytest.mark.usefixtures("fresh")
 def test_a_tenant_has_its_share_of_the_cache_whatever_its_salts(serve, keys, engine, textured_image):
     pictures = [textured_image(64, 96, seed) for seed in range(5)]
     served = serve(api_keys=written(keys, b="bob"))
@@ -206,6 +233,14 @@ def test_a_tenant_may_ask_for_its_own_ways(serve, keys):
     for key, allowed in asked.items():
         for reuse in ("exact", "full", "approximate"):
             assert ask(served, key, reuse=reuse)[0] == (200 if reuse in allowed else 400), (key, reuse)
+
+
+def test_a_tenant_may_compress_as_it_is_let(serve, keys):
+    tenants = '[tenants.alice]\ncompress = ["vl-cache-0.5"]\n[tenants.carl]\ncompress = []\n'
+    served = serve(api_keys=written(keys, tenants, a="alice", b="bob", c="carl"), allow_compress=["random-0.5"])
+    for key, allowed in (("a", "vl-cache-0.5"), ("b", "random-0.5"), ("c", None)):
+        for compress in ("vl-cache-0.5", "random-0.5"):
+            assert ask(served, key, compress=compress)[0] == (200 if compress == allowed else 400), (key, compress)
 
 
 def test_answers_of_all_prompts_count(serve):

@@ -22,6 +22,7 @@ _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
 _UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that tell the type of a part, as they are named like it
 
+MAX_UUID = 1024  # characters of a caller's own id of a picture
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Of a message, beside role and content: what the template may use.
 _TEMPLATES = ("name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content", "refusal")
@@ -106,6 +107,7 @@ def _tool_calls(given: Any, name: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise ValueError(f"{name} tool_calls[{i}] must be a dict that holds a function, got {short(call)}")
+        check_text(function.get("name") or None, f"{name} tool_calls[{i}]", "a dict with the name of a function")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
@@ -233,6 +235,8 @@ def check_uuid(uuid: Any, name: str, *, is_alone: bool) -> None:
         raise ValueError(f"{name} must be a non-empty string or None, got {short(uuid)}")
     if uuid is not None:
         check_text(uuid, name)
+        if len(uuid) > MAX_UUID:
+            raise ValueError(f"{name} must have at most {MAX_UUID} characters, got {short(uuid)}")
         if is_alone:
             raise ValueError(f"{name} must stand beside its image or video, got {short(uuid)} alone")
 

@@ -74,7 +74,10 @@ _BOTH: dict[str, Schema] = {
     "return_cache_report": told(FLAG, "Also answer with `cache`: what of each image was reused."),
     **{
         name: told({}, _UNUSED)
-        for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity")
+        for name in (
+            "user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
+            "prompt_cache_options", "prompt_cache_retention", "request_id", "session_id",
+        )
     },
 }  # fmt: skip
 CHAT: Mapping[str, Schema] = {
@@ -121,7 +124,26 @@ DETOKENIZE: Mapping[str, Schema] = {
 }
 
 # What there is not: the values that ask for nothing.
+_ABSENT_IN_BOTH: Mapping[str, tuple[Any, ...]] = {
+    "moderation": (None,),
+    "echo": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "truncation_side": (None,),
+    "return_tokens_as_token_ids": (None, False),
+    "return_prompt_text": (None, False),
+    "logprob_token_ids": (None, []),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "stream_interval": (None, 1),
+    "vllm_xargs": (None, {}),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+}
 ABSENT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
+    **_ABSENT_IN_BOTH,
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
@@ -129,26 +151,15 @@ ABSENT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "web_search_options": (None,),
     "reasoning_effort": (None, "none"),
-    "echo": (None, False),
     "documents": (None, []),
     "media_io_kwargs": (None, {}),
     "add_special_tokens": (None, False),
-    "spaces_between_special_tokens": (None, True),
-    "truncate_prompt_tokens": (None,),
-    "return_tokens_as_token_ids": (None, False),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1),
 }
 ABSENT_IN_TEXT: Mapping[str, tuple[Any, ...]] = {
+    **_ABSENT_IN_BOTH,
     "suffix": (None, ""),
-    "echo": (None, False),
     "best_of": (None, 1),
     "add_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "truncate_prompt_tokens": (None,),
-    "return_tokens_as_token_ids": (None, False),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1),
 }
 
 

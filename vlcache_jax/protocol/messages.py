@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlcache_jax.inputs.parts import ROLES, TEXT_KEYS
+from vlcache_jax.inputs.parts import MAX_UUID, ROLES, TEXT_KEYS
 from vlcache_jax.protocol.values import Schema
 
 _EMPTY: Schema = {"enum": [None, [], {}], "description": "What is empty says nothing."}
@@ -17,7 +17,9 @@ _URL = {
     "format": "uri",
     "description": "A data URL; others where the server allows them.",
 }
-_UUID = {"type": ["string", "null"], "minLength": 1, "description": "The client's own id of it."}
+_UUID = {
+    "type": ["string", "null"], "minLength": 1, "maxLength": MAX_UUID, "description": "The client's own id of it."
+}  # fmt: skip
 _DETAIL = {"description": "Accepted, and without effect."}
 
 
@@ -57,7 +59,15 @@ _CALLS = {
     "type": "array",
     "items": {
         "type": "object",
-        "properties": {"function": {"type": "object", "description": "`name`, and `arguments` as text of JSON."}},
+        "properties": {
+            "function": {
+                "type": "object",
+                "properties": {"name": _SOME},
+                "required": ["name"],
+                "description": "`name`, and `arguments` as text of JSON.",
+            }
+        },
+        "required": ["function"],
     },
 }
 # What an assistant may have said beside a content, or without one.

@@ -43,7 +43,10 @@ _OWN = {"messages": "input", "response_format": "text.format", "max_completion_t
 _OF_CHAT = re.compile(rf"^(?P<name>{'|'.join(_OWN)})(?P<place>\[(?P<number>\d+)\])?(?!\w)")
 ABSENT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "background": (None, False),
+    "background_options": (None,),
+    "context_management": (None, []),
     "conversation": (None,),
+    "moderation": (None,),
     "prompt": (None,),
 }
 
@@ -175,7 +178,9 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
             case "message":
                 message = {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
             case "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                if not isinstance(called := item.get("name"), str) or not called:
+                    raise ApiError(f"{where}.name must be that of a function, got {short(called)}", f"{where}.name")
+                function = {"name": called, "arguments": item.get("arguments")}
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
                 # Calls that follow each other, or what was said before them, are one message.
                 if messages and messages[-1]["role"] == "assistant":

@@ -106,11 +106,11 @@ def check(value: Any, schema: Schema, name: str) -> None:
         known = ", ".join(str(one) for one in schema["enum"] if one is not None)
         raise ApiError(f"{name} must be one of {known}, got {short(value)}", name)
     if is_a(value, int | float):
-        _check_bounds(value, schema.get("minimum"), schema.get("maximum"), name, "", value)
+        _check_bounds(value, schema.get("minimum"), schema.get("maximum"), name, value)
     if isinstance(value, str):
-        _check_bounds(len(value), schema.get("minLength"), schema.get("maxLength"), name, " characters", value)
+        _check_bounds(len(value), schema.get("minLength"), schema.get("maxLength"), name, value, "character")
     if isinstance(value, list):
-        _check_bounds(len(value), schema.get("minItems"), schema.get("maxItems"), name, " items", value)
+        _check_bounds(len(value), schema.get("minItems"), schema.get("maxItems"), name, value, "item")
         for i, one in enumerate(value if "items" in schema else ()):
             check(one, schema["items"], f"{name}[{i}]")
     if isinstance(value, dict):
@@ -126,8 +126,10 @@ def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, bool) if kind == "boolean" else is_a(value, _TYPES[kind])
 
 
-def _check_bounds(size: float, least: float | None, most: float | None, name: str, of: str, value: Any) -> None:
-    if least is not None and size < least:
-        raise ApiError(f"{name} must be at least {least}{of}, got {short(value)}", name)
-    if most is not None and size > most:
-        raise ApiError(f"{name} must be at most {most}{of}, got {short(value)}", name)
+def _check_bounds(size: float, least: float | None, most: float | None, name: str, value: Any, of: str = "") -> None:
+    """`of`: what the size counts; without it the value is its own size."""
+    is_less = least is not None and size < least
+    if is_less or (most is not None and size > most):
+        word, bound = ("least", least) if is_less else ("most", most)
+        told = f"have at {word} {bound} {of}{'' if bound == 1 else 's'}" if of else f"be at {word} {bound}"
+        raise ApiError(f"{name} must {told}, got {short(value)}", name)

@@ -13,11 +13,14 @@ from vlcache_jax.protocol.values import ApiError, Schema
 from vlcache_jax.server.tenants import Register
 
 _TEXT: Schema = {"type": ["string", "null"]}
-_SAME: Mapping[str, Schema] = {
+_OWNER: Mapping[str, Schema] = {
     "cache_salt": _TEXT,
+    "tenant": told(_TEXT, "Whose; absent: what is kept of requests with the admin key."),
+}
+_SAME: Mapping[str, Schema] = {
+    **_OWNER,
     "mm_processor_kwargs": {"type": ["object", "null"]},
     "shared": {"type": ["boolean", "null"]},
-    "tenant": told(_TEXT, "Whose; absent: what is kept of requests with the admin key."),
 }
 _ONE: Mapping[str, Schema] = {"image": {"type": ["string", "object"]}, **_SAME}
 VERBS: Mapping[str, Mapping[str, Schema]] = {
@@ -26,8 +29,9 @@ VERBS: Mapping[str, Mapping[str, Schema]] = {
     "evict": _ONE,
     "delete": _ONE,
     "precompute": {"images": {"type": "array", "minItems": 1}, "system": _TEXT, **_SAME},
+    "release_uuid": {"uuid": {"type": "string", "minLength": 1}, **_OWNER},
 }
-"""The fields that each takes."""
+"""The fields that each takes; the first must be there."""
 
 
 def apply(cache: ImageCache, register: Register | None, verb: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,10 +45,10 @@ def apply(cache: ImageCache, register: Register | None, verb: str, body: Mapping
       ValueError: a field is wrong, or an image cannot be read.
     """
     given = check_fields(body, VERBS[verb], {}, ())
-    needed = "images" if verb == "precompute" else "image"
+    needed = next(iter(VERBS[verb]))
     if needed not in given:
         raise ApiError(f"{needed} must be there, got none", needed)
-    images, system = given.pop(needed), given.pop("system", None)
+    asked, system = given.pop(needed), given.pop("system", None)
     if (tenant := given.pop("tenant", None)) is not None:
         if register is None or tenant not in register.names():
             raise ApiError(f"tenant must be one of this server's, got {short(tenant)}", "tenant")
@@ -53,9 +57,11 @@ def apply(cache: ImageCache, register: Register | None, verb: str, body: Mapping
         given["cache_salt"] = register.salts.salt(tenant, given.get("cache_salt"))
     try:
         if verb == "precompute":
-            return {"keys": cache.precompute(images, system, **given)}
+            return {"keys": cache.precompute(asked, system, **given)}
+        if verb == "release_uuid":
+            return {"released": cache.release_uuid(asked, **given)}
         work: Callable[..., int] = getattr(cache, verb)
-        return {"records": work(images, **given)}
+        return {"records": work(asked, **given)}
     except ValueError as error:
         message = str(error)
         # The message that an image was computed in is none of the client's.

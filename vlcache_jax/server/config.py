@@ -11,6 +11,7 @@ from typing import Any
 
 from vlcache_jax.checks import check_flags, check_text, check_whole, is_a, parse_bytes, short
 from vlcache_jax.compress.parse import parse_compressor
+from vlcache_jax.inputs.prompt import template_text
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.server.tenants import Tenants
 
@@ -99,6 +100,8 @@ class ServerConfig:
             _check_allowed("allow_reuse", parse_policy, one)
         for one in self.allow_compress:
             _check_allowed("allow_compress", parse_compressor, one)
+        if self.chat_template is not None:
+            _check_template(self.chat_template)
         if self.admin_key is not None and self.admin_key in self.api_key:
             raise ValueError("admin_key must be another one than api_key")
         if self.api_keys is not None:
@@ -132,6 +135,17 @@ class ServerConfig:
     def has_keys(self) -> bool:
         """Whether clients must know a key."""
         return bool(self.api_key) or self.api_keys is not None
+
+
+def _check_template(given: str) -> None:
+    """Before a model is opened."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = template_text(given)
+    try:
+        render_jinja_template([], chat_template=text)
+    except Exception as error:  # as Jinja calls it
+        raise ValueError(f"chat_template must be Jinja: {error}") from error
 
 
 def _check_allowed(name: str, parse: Callable[[str], object], text: str) -> None:

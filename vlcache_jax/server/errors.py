@@ -12,7 +12,7 @@ from vlcache_jax.serving import NotFiniteError
 
 _log = logging.getLogger(__name__)
 
-_PLACE = re.compile(r"(messages\[\d+\])(?: (?:(content\[\d+\])|(\w+) must))?")
+_PLACE = re.compile(r"(messages\[\d+\])(?: (?:((?:content|tool_calls)\[\d+\])|(\w+) must))?")
 
 
 def as_api_error(error: BaseException, field: str = "prompt", form: str = "structured_outputs") -> ApiError:

@@ -94,6 +94,11 @@ def _answer(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
     return _object({**_BESIDE, "object": {"enum": [kind]}, "choices": choices, "usage": _ref("Usage")}, *_OPTIONAL)
 
 
+def _request(verb: str) -> str:
+    """What the document calls the body of a verb of the cache."""
+    return f"{verb.title().replace('_', '')}Request"
+
+
 _IMAGE = {
     "index": _COUNT, "key": _TEXT, "match": {"enum": ["exact", "approximate", "miss"]}, "kv": _TEXT, "encoder": _TEXT,
     "tokens": _COUNT, "rows": _COUNTS, "why": {"type": ["string", "null"]}, "video": _or_null(_COUNT),
@@ -135,7 +140,7 @@ _SCHEMAS: Mapping[str, Any] = {
     "CompletionRequest": _body(TEXT, "prompt", absent=ABSENT_IN_TEXT),
     "TokenizeRequest": {**_body(TOKENIZE), "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "DetokenizeRequest": _body(DETOKENIZE, "tokens"),
-    **{f"{verb.title()}Request": _body(fields, next(iter(fields))) for verb, fields in VERBS.items()},
+    **{_request(verb): _body(fields, next(iter(fields))) for verb, fields in VERBS.items()},
 }  # fmt: skip
 
 
@@ -218,9 +223,10 @@ def _paths() -> dict[str, Any]:
     get("/openapi.json", "This document.", _json({"type": "object"}))
     get("/docs", "This document as a page.", _HTML)
     get("/cache", "What is kept of images, and what was found.", _json({"type": "object"}))
+    found = {"precompute": {"keys": _list(_TEXT)}, "release_uuid": {"released": {"type": "boolean"}}}
     for verb in VERBS:
-        count = {"keys": _list(_TEXT)} if verb == "precompute" else {"records": _COUNT}
-        post(f"/cache/{verb}", f"See ImageCache.{verb}.", f"{verb.title()}Request", _json(_object(count)))
+        answer = _json(_object(found.get(verb, {"records": _COUNT})))
+        post(f"/cache/{verb}", f"See ImageCache.{verb}.", _request(verb), answer)
     for name in ("reset_mm_cache", "reset_prefix_cache"):
         paths[f"/{name}"] = {"post": _operation(f"See LLM.{name}.", f"/{name}", None)}
     return paths
