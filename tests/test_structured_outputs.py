@@ -419,6 +419,24 @@ def test_what_cannot_be_used_reaches_no_device(llm, name):
     assert good.outputs[0].text in ("left", "right")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unclosed", r"unclosed group, got '\(a'"),
+        ("nested groups", r"exceed the maximum [^,]+, got '\(\(\("),
+        ("repeats", "lexer error: too many expressions constructed, got 'a"),
+        (
+            "tag without anything",
+            "structures must be a list of objects with begin, schema and end, triggers a list of te",
+        ),
+    ],
+)
+def test_why_something_cannot_be_used(llm, name, message):
+    """Without the grammar that is made of it."""
+    with pytest.raises(ValueError, match=f"must be usable: {message}"):
+        answer(llm, SamplingParams(structured_outputs=BOMBS[name]))
+
+
 @pytest.mark.parametrize("regex", ["a{5000}", "(a|aa)*b", "foo**", "(x+x+)+y"])
 def test_what_is_large_and_cheap_runs(llm, regex):
     told = answer(llm, held(regex=regex, max_tokens=8))

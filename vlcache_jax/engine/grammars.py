@@ -107,8 +107,7 @@ class Grammars:
             matcher = llguidance.LLMatcher(vocabulary, _source(asked, self._added), log_level=0, limits=limits)
             _try(matcher, bits(self._ends, self._vocab_size))
         except Exception as error:  # a converter in Python may raise anything
-            what = shorten(" ".join(str(error).split()) or type(error).__name__)
-            raise ValueError(f"{asked.name} must be usable: {what}, got {short(asked.text)}") from error
+            raise ValueError(f"{asked.name} must be usable: {_why(error, asked)}, got {short(asked.text)}") from error
         with self._lock:
             self._known[asked] = matcher
             if len(self._known) > _KEPT:
@@ -258,6 +257,14 @@ def _try(matcher: llguidance.LLMatcher, ends: Bits) -> None:
         _fill(further, allowed)
 
 
+def _why(error: Exception, asked: StructuredOutputs) -> str:
+    """What is wrong with what was asked, without a grammar round it that nobody wrote."""
+    told = str(error).replace("<non-verbose/>", "")
+    if asked.kind != "grammar" and (found := re.findall(r"(?m)^\s*error: (.+)", told)):  # of a regular expression
+        told = found[-1]
+    return shorten(" ".join(told.split()) or type(error).__name__)
+
+
 def _read(tokenizer: Any) -> tuple[str, dict[str, int]]:
     """A tokenizer as JSON in which added tokens have names that nobody writes, and the ids of these by their texts.
 
@@ -289,13 +296,16 @@ def _source(asked: StructuredOutputs, added: dict[str, int]) -> str:
 
 def _tags(asked: dict[str, Any], added: dict[str, int]) -> str:
     """Text in which what begins with a trigger is one of the structures. Added tokens in these are meant as such."""
-    tags = asked["structures"]
+    tags: Any = asked.get("structures")
+    triggers: Any = asked.get("triggers")
+    if not (_are(triggers, str) and _are(tags, dict) and all(map(_is_tag, tags))):
+        raise ValueError("structures must be a list of objects with begin, schema and end, triggers a list of texts")
     options = " | ".join(f"tag_{i}" for i in range(len(tags)))
     lines = ["%llguidance {}", f"start: ({options})* TEXT", r"TEXT: /(.|\n)*/"]
     for i, tag in enumerate(tags):
-        trigger = next((one for one in asked["triggers"] if one and tag["begin"].startswith(one)), None)
+        trigger = next((one for one in triggers if one and tag["begin"].startswith(one)), None)
         if trigger is None:
-            raise ValueError(f"one of {asked['triggers']} must begin {tag['begin']!r}")
+            raise ValueError(f"one of {triggers} must begin {tag['begin']!r}")
         [first, *more] = _terms(trigger, added)
         rest = [*more, *_terms(tag["begin"][len(trigger) :], added), f"%json {json.dumps(tag['schema'])}"]
         head = f"TEXT {first}"
@@ -304,6 +314,14 @@ def _tags(asked: dict[str, Any], added: dict[str, int]) -> str:
             head = f"head_{i}"
         lines.append(" ".join([f"tag_{i}: {head}", *rest, *_terms(tag["end"], added)]))
     return "\n".join(lines)
+
+
+def _are(given: Any, kind: type) -> bool:
+    return isinstance(given, list) and all(isinstance(one, kind) for one in given)
+
+
+def _is_tag(given: dict[str, Any]) -> bool:
+    return "schema" in given and _are([given.get("begin"), given.get("end")], str)
 
 
 def _terms(text: str, added: dict[str, int]) -> list[str]:
