@@ -335,6 +335,15 @@ def test_a_refused_body_that_comes_byte_by_byte_is_not_waited_for(serve, monkeyp
         poured(connection, b" ", 1000, wait=0.01)
 
 
+def test_a_refused_body_is_not_waited_for_at_the_end(serve, monkeypatch):
+    monkeypatch.setattr(unread, "_SECONDS", 10 * WITHIN)
+    served = serve()
+    with answered(served, "POST /nowhere", ENDLESS) as (connection, _):
+        served.server.entrance.ended.set()
+        connection.sendall(b" ")  # which wakes the server's thread
+        assert connection.recv(1) == b""
+
+
 def test_who_asks_before_it_sends_is_not_told_to(serve):
     with answered(serve(), "POST /nowhere", ENDLESS, "Expect: 100-continue") as (_, found):
         assert found.startswith(b"HTTP/1.1 404 ")

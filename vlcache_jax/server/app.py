@@ -110,7 +110,10 @@ class Server:
             origins = list(config.allowed_origins)
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
-        middleware[:0] = [Middleware(DropUnread, config=config), Middleware(HttpChecks, config=config)]
+        middleware[:0] = [
+            Middleware(DropUnread, config=config, ended=self.entrance.ended),
+            Middleware(HttpChecks, config=config),
+        ]
         handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
         # Where a path with a slash at its end leads would be said by the Host and a scheme that a proxy has changed.

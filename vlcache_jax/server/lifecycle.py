@@ -110,6 +110,7 @@ class _Process:
             say(f"error: {entrance.failure}")
             entrance.ended.set()
             await _is_empty(entrance, _LAST)
+        entrance.ended.set()  # also for bodies that nobody reads
         self._http.should_exit = True
         await serving
         watching.cancel()

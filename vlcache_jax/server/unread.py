@@ -9,9 +9,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.responses import until_gone
 
 _SOON = 0.05  # seconds that an answer waits for the rest of a body, behind which the connection may be used again
-_SECONDS = 10.0  # of reading what is left behind the answer, which is as long as connections are waited for at the end
+_SECONDS = 10.0  # of reading what is left behind the answer
 _BYTES = 2**28  # of it; or of the largest body that is read, if that is more
 
 
@@ -24,10 +25,11 @@ class DropUnread:
     Args:
       app: what is behind.
       config: how large a body may be.
+      ended: nobody is waited for any more.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig):
-        self._app, self._most = app, int(config.max_body_bytes)
+    def __init__(self, app: ASGIApp, config: ServerConfig, ended: asyncio.Event):
+        self._app, self._most, self._ended = app, int(config.max_body_bytes), ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,8 +57,12 @@ class DropUnread:
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             elif not message.get("more_body") and not is_read:
                 await send({**message, "more_body": True})
-                await drop(_SECONDS)
+                await until_gone(self._end, drop(_SECONDS))
                 message = {"type": "http.response.body"}
             await send(message)
 
         return await self._app(scope, read, answer)
+
+    async def _end(self) -> Message:
+        await self._ended.wait()
+        return {"type": "http.disconnect"}
