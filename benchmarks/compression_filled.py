@@ -6,7 +6,9 @@ its pages, its work lists.
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -204,34 +206,37 @@ class FilledAnswers:
 
     def _dense(self, token: int, kept: Kept | None) -> npt.NDArray[np.float32]:
         """Logits behind the last answer's first token, [V]."""
-        runner, length, table = self._runner, self._length, self._tables[-1]
-        shapes, text, config = runner.shapes, runner.text, runner.config.text
+        runner, heads = self._runner, self._runner.config.text.num_kv_heads
+        x = bind(runner.shapes.table_graph, runner.text["embed_tokens"])(jnp.array([token]))
+        for i, (k, v) in enumerate(runner.pool.make()):
+            seen = np.ones((heads, self._length + 1), bool)
+            if kept is not None:
+                seen[:, : self._length] = False
+                np.put_along_axis(seen, kept.tokens[i], True, axis=1)
+            x = self._dense_layer(runner.text["layers"][i], x, k, v, seen)
+        return np.asarray(runner.shapes.logits(runner.text["norm"], runner.head_weights, x))[0]
+
+    @functools.cached_property
+    def _dense_layer(self) -> Callable[..., jax.Array]:
+        """A layer of the row behind the last prompt; of the prompt's tokens, and itself, each KV head sees some
+        [K, n + 1]."""
+        length, table, config = self._length, self._tables[-1], self._runner.config.text
         rows = Rows(None, jnp.full((3, 1), length), None, None, None)
 
-        @jax.jit
+        def behind(pool: jax.Array, new: jax.Array) -> jax.Array:
+            pages = pool.reshape(-1, PAGE, *pool.shape[1:])[table]
+            return jnp.concatenate([pages.reshape(-1, *pool.shape[1:])[:length], new]).astype(jnp.float32)
+
         def layer(params: Any, x: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-            own = shapes.bind_layer(params)
+            own = self._runner.shapes.bind_layer(params)
             q, new_k, _, new_v = own.self_attn.project(own.input_layernorm(x), rows, keep=1)
-
-            def all_of(pool: jax.Array, new: jax.Array) -> jax.Array:
-                paged = pool.reshape(-1, PAGE, *pool.shape[1:])[table]
-                return jnp.concatenate([paged.reshape(-1, *pool.shape[1:])[:length], new]).astype(jnp.float32)
-
             q = q.reshape(config.num_kv_heads, -1, config.head_dim).astype(jnp.float32)
-            score = jnp.einsum("kgd,skd->kgs", q, all_of(k, new_k), precision="highest") * config.head_dim**-0.5
+            score = jnp.einsum("kgd,skd->kgs", q, behind(k, new_k), precision="highest") * config.head_dim**-0.5
             weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
-            out = jnp.einsum("kgs,skd->kgd", weight, all_of(v, new_v), precision="highest")
-            attended = own.self_attn.o_proj(out.reshape(1, -1).astype(x.dtype))
-            return own.transform(x + attended, jnp.ones(1, bool))
+            out = jnp.einsum("kgs,skd->kgd", weight, behind(v, new_v), precision="highest")
+            return own.transform(x + own.self_attn.o_proj(out.reshape(1, -1).astype(x.dtype)), jnp.ones(1, bool))
 
-        x = bind(shapes.table_graph, text["embed_tokens"])(jnp.array([token]))
-        for i, (k, v) in enumerate(runner.pool.make()):
-            seen = np.ones((config.num_kv_heads, length + 1), bool)
-            if kept is not None:
-                seen[:, :length] = False
-                np.put_along_axis(seen, kept.tokens[i], True, axis=1)
-            x = layer(text["layers"][i], x, k, v, seen)
-        return np.asarray(shapes.logits(text["norm"], runner.head_weights, x))[0]
+        return jax.jit(layer)
 
 
 def _padded(pages: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.int32]:
