@@ -75,7 +75,7 @@ class Setup:
     lengths: tuple[int, ...] = (4096, 8192, 16384)
     answers: tuple[int, ...] = (1, 4, 16)
     budget: float = 0.1
-    steps: int = 16
+    steps: int = 8
     max_tokens: int = 100
     repeats: int = 3
 

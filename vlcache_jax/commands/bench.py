@@ -288,7 +288,7 @@ def compression_command(
     lengths: Annotated[str, typer.Option(help="Image tokens of the prompts, rising.")] = "4096,8192,16384",
     answers: Annotated[str, typer.Option(help="How many answers decode together, rising.")] = "1,4,16",
     budget: Annotated[float, typer.Option(help="Share of the prompt's K, V that is kept.")] = 0.1,
-    steps: Annotated[int, typer.Option(min=1, help="Of each run of answers together.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run of answers together.")] = 8,
     max_tokens: opt.MaxTokens = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each way to go on, taking turns.")] = 3,
     out: opt.Out = None,
