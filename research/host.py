@@ -140,7 +140,8 @@ def measure(repeats: int) -> list[dict[str, Any]]:
             "work lists ms": milliseconds(lists, repeats),
             "handing over ms": milliseconds(functools.partial(jax.device_put, given), repeats),
         }
-        name = f"the same of compressed prompts, {len(alike_layers(kept))} work lists"
+        lists_made = len(alike_layers(kept))
+        name = f"the same of compressed prompts, {lists_made} work list{'s' * (lists_made > 1)}"
         rows.append(_window_row(name, len(given), took))
     return rows
 
