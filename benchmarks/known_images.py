@@ -42,24 +42,28 @@ def make_images(count: int, tokens: int, cell: int) -> list[bytes]:
 
 
 class KnownImages:
-    """Draws prompts of text, then images, then `TEXT_AFTER` tokens of text, and tells what was computed of them.
+    """Draws prompts of text, then images, then text, and tells what was computed of them.
 
     Args:
       config, tokenizer: of the model.
       images: of a prompt.
       tokens: of each image.
-      text_before: tokens before the images.
+      text_before, text_after: tokens before and behind the images.
+      alike: all are the same one, which passes the encoder once.
 
     Attributes:
       files: the images.
       limits: of their pixels, as `mm_processor_kwargs`.
     """
 
-    def __init__(self, config: ModelConfig, tokenizer: Any, *, images: int, tokens: int, text_before: int):
-        self.images, self.tokens, self.text_before = images, tokens, text_before
+    def __init__(
+        self, config: ModelConfig, tokenizer: Any, *, images: int, tokens: int, text_before: int,
+        text_after: int = TEXT_AFTER, alike: bool = False,
+    ):  # fmt: skip
+        self.images, self.tokens, self.text_before, self.text_after = images, tokens, text_before, text_after
         self._config = config
         cell = config.vision.patch_size * config.vision.merge_size
-        self.files = make_images(images, tokens, cell)
+        self.files = make_images(1, tokens, cell) * images if alike else make_images(images, tokens, cell)
         self.limits = {"max_pixels": 2 * tokens * cell**2}
         self._letters = tokenizer.convert_tokens_to_ids(list(string.ascii_lowercase))
         marks = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
@@ -68,11 +72,11 @@ class KnownImages:
 
     def __len__(self) -> int:
         """Tokens of a prompt."""
-        return self.text_before + self.images * (self.tokens + MARKS) + TEXT_AFTER
+        return self.text_before + self.images * (self.tokens + MARKS) + self.text_after
 
     def draw(self) -> dict[str, Any]:
         """A prompt for `LLM.generate`; no other has its text."""
-        before, after = (self._rng.choice(self._letters, n).tolist() for n in (self.text_before, TEXT_AFTER))
+        before, after = (self._rng.choice(self._letters, n).tolist() for n in (self.text_before, self.text_after))
         return {
             "prompt_token_ids": before + self._images + after,
             "multi_modal_data": {"image": self.files},

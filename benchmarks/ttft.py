@@ -10,18 +10,14 @@ this device, measured in the same run (`floor`, `rates`).
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
-import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vlcache_jax.benchmarks import ALLOCATOR
 from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, floor, pairs
 from vlcache_jax.benchmarks.known_images import MARKS, TEXT_AFTER, KnownImages, image_grid
 from vlcache_jax.benchmarks.rates import best, measure_rates, told
@@ -115,13 +111,6 @@ class Setup:
 def make_cache(codec: str, host_bytes: int | str, **tier: Any) -> CacheConfig:
     """Of each image one variant is kept, the newest: every prompt is another context, and any variant serves all."""
     return CacheConfig(host_bytes=host_bytes, codec=codec, variants=1, load="link", **tier)
-
-
-def run(setup: Setup, **options: Any) -> None:
-    """Runs `measure` in a process of its own, whose allocator keeps its pages."""
-    os.environ.update(ALLOCATOR)  # read when a process starts
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(measure, setup, **options).result()
 
 
 def measure(

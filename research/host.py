@@ -19,8 +19,12 @@ import jax
 import numpy as np
 
 from research.compile_report import abstract_runner
+from vlcache_jax.benchmarks.compression import drawn_counts
 from vlcache_jax.benchmarks.floor import MODELS
+from vlcache_jax.compress.parse import parse_compressor
+from vlcache_jax.device.compressed_work import alike_layers, compressed_work
 from vlcache_jax.device.packed import pack
+from vlcache_jax.device.programs.shapes import PAGE_RUNGS
 from vlcache_jax.engine.batching import Prefill, prefill_steps
 from vlcache_jax.engine.pages import Pages
 from vlcache_jax.engine.request import Sequence
@@ -33,6 +37,7 @@ from vlcache_jax.reuse.schedule import Schedule
 from vlcache_jax.study import report
 
 MODEL = "Qwen3-VL-8B"
+COMPRESSED = 8192  # tokens of prompts of which a tenth is kept
 SIDE = 32  # merged patches of an image
 TEXT = 5
 
@@ -122,10 +127,29 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         "work lists ms": milliseconds(window, repeats),
         "handing over ms": milliseconds(lambda: jax.device_put((state, work)), repeats),
     }
-    together = sum(took.values())
-    took |= {"together ms": together, "until the first layer ms": together}
-    rows.append({"case": "a window of 8 tokens, 64 answers", "arrays": 2, **took})
+    rows.append(_window_row("a window of 8 tokens, 64 answers", 2, took))
+    # The same of compressed prompts, each layer with as much or as it needs: one work list, or four for all layers.
+    config = runner.shapes.work_config(count, True, PAGE_RUNGS[0])
+    for policy in ("postvision", "vl-cache"):
+        counts = drawn_counts(parse_compressor(f"{policy}-0.1"), COMPRESSED, layers)
+        kept = np.repeat(np.array(counts, np.int32)[:, None], count, 1)
+        lists = functools.partial(compressed_work, kept, np.stack([0 * last + 1, 0 * last + 8]), config)
+        given = state, *lists(), np.zeros((layers, count, PAGE_RUNGS[0]), np.int32), kept
+        took = {
+            "rows ms": milliseconds(lambda: np.stack([state[0]] * count), repeats),
+            "work lists ms": milliseconds(lists, repeats),
+            "handing over ms": milliseconds(functools.partial(jax.device_put, given), repeats),
+        }
+        lists_made = len(alike_layers(kept))
+        name = f"the same of compressed prompts, {lists_made} work list{'s' * (lists_made > 1)}"
+        rows.append(_window_row(name, len(given), took))
     return rows
+
+
+def _window_row(case: str, arrays: int, took: dict[str, float]) -> dict[str, Any]:
+    """Of a window no layer comes before all is made."""
+    together = sum(took.values())
+    return {"case": case, "arrays": arrays, **took, "together ms": together, "until the first layer ms": together}
 
 
 def main() -> None:

@@ -412,14 +412,83 @@ def host(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [row["case"], *(f"{row[f'{part} ms']:.1f}" for part in parts)]
 
 
+def compressed_decoding(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Tokens a second of answers together (`vlcache bench compression`)."""
+    first, *others = dict.fromkeys(row["K, V"] for row in rows)
+    yield [
+        "tokens of a prompt", "answers", "tokens/s, all K, V", *(f"`{way}`" for way in others), "times",
+        "largest spread, %", "MB, all K, V", *(f"`{way}`" for way in others), "end to end, s, all K, V",
+        *(f"`{way}`" for way in others),
+    ]  # fmt: skip
+    for prompt, answers in dict.fromkeys((row["prompt"], row["answers"]) for row in rows):
+        own = {row["K, V"]: row for row in rows if (row["prompt"], row["answers"]) == (prompt, answers)}
+        ways = [own[way] for way in (first, *others)]
+        yield [
+            str(prompt), str(answers), *(f"{row['tokens/s']:.3g}" for row in ways),
+            ", ".join(_times(row["times full"]) for row in ways[1:]), f"{max(row['spread %'] for row in ways):.0f}",
+            *(f"{row['K, V MB'] + row['compressed MB']:.0f}" for row in ways),
+            *(f"{row['end to end s']:.3g}" for row in ways),
+        ]  # fmt: skip
+
+
+def compressed_requests(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What compressing takes of a request, and what it gives (`vlcache bench compression`)."""
+    yield [
+        "tokens of the prompt", "K, V", "kept, %", "first token, s", "prefill, s", "observe and compact, s",
+        "of prefill, %", "tokens/s behind it", "spread, %", "end to end, s",
+    ]  # fmt: skip
+    for row in rows:
+        names = ("first token s", "prefill s", "observe + compact s")
+        seconds = [f"{row[name]:.3g}" for name in names]
+        of_prefill = f"{row['of prefill %']:.1f}" if row["observe + compact s"] else ""
+        rate = [f"{row['tokens/s']:.3g}", f"{row['spread %']:.0f}", f"{row['end to end s']:.3g}"]
+        yield [str(row["prompt"]), f"`{row['K, V']}`", f"{row['kept %']:.3g}", *seconds, of_prefill, *rate]
+
+
+def first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Whether first tokens wait for what is compressed (`vlcache bench compression`)."""
+    yield ["requests", "first token, ms", "least", "more than the first, in pairs"]
+    for row in rows:
+        cells = [f"{row[name]:.3g}" for name in ("TTFT ms", "least ms")]
+        yield [row["requests"], *cells, f"{row['in pairs ms']:+.2g}"]
+
+
+def compressed_counted(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Decode steps of a tenth of the K, V on an H200 (`python -m research.compression`)."""
+    yield [
+        "answers", "tokens of each prompt", "step, ms, all K, V", "a tenth", "times", "attention alone, times",
+        "by the model of the chip", "with uneven budgets",
+    ]  # fmt: skip
+    for row in rows:
+        steps = [f"{row[name]:.2f}" for name in ("step ms", "compressed step ms")]
+        names = ("step, times", "attention, times", "attention by model, times", "uneven budgets")
+        yield [str(row["answers"]), str(row["tokens"]), *steps, *(f"{row[name]:.2f}" for name in names)]
+
+
+def compressed_memory() -> Iterator[list[str]]:
+    """Requests that fit at once, by the memory plan (`python -m research.compression`)."""
+    memory = _file("compression_h200_counted.json")["memory"]
+    yield ["", "pool of whole prompts", "of compressed ones", "a request", "at once"]
+    for name, cells in {
+        "all K, V": ("pool GB", None, "MB of a request", "requests"),
+        "a tenth": (
+            "pool of whole prompts GB", "pool of compressed GB", "MB of a compressed request", "compressed requests",
+        ),
+    }.items():  # fmt: skip
+        whole, compressed, each, count = cells
+        pools = [f"{memory[of]:.1f} GB" if of else "" for of in (whole, compressed)]
+        yield [name, *pools, f"{memory[each]:.0f} MB", str(memory[count])]
+
+
 def markdown(lines: Iterator[list[str]]) -> str:
     """A table, its first line the head."""
     head, *rest = lines
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rest)) + "\n"
 
 
-def _of(make: Callable[[Sequence[Row]], Iterator[list[str]]], name: str) -> Iterator[list[str]]:
-    return make(_rows(name))
+def _of(make: Callable[[Sequence[Row]], Iterator[list[str]]], name: str, part: str = "rows") -> Iterator[list[str]]:
+    """The table of a file's rows, or of another part of it; before there is such a file it says so."""
+    return make(_file(name)[part]) if (RESULTS / name).exists() else iter([["not measured yet"]])
 
 
 def _compared(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -446,6 +515,11 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "throughput": variants,
     "policies": functools.partial(_of, policies, "serve_policies_cpu.json"),
     "server cost": functools.partial(_of, server_cost, "server_cpu.json"),
+    "compression": functools.partial(_of, compressed_decoding, "compression_cpu.json"),
+    "compression requests": functools.partial(_of, compressed_requests, "compression_cpu.json", "requests"),
+    "compression first tokens": functools.partial(_of, first_tokens, "compression_cpu.json", "first tokens"),
+    "compression counted": functools.partial(_of, compressed_counted, "compression_h200_counted.json"),
+    "compression memory": compressed_memory,
     "attention by model": functools.partial(_of, modelled, "attention_model.json"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }

@@ -27,7 +27,10 @@ def run():
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "doctor", "ask", "run", "info", "calibrate", "convert", "bench ttft", "bench batch", "bench serve"],
+    [
+        *("demo", "doctor", "ask", "run", "info", "calibrate", "convert"),
+        *("bench ttft", "bench batch", "bench serve", "bench compression"),
+    ],
 )
 def test_help_teaches(run, command):
     result = run(*command.split(), "--help")
@@ -59,7 +62,8 @@ def test_commands_call_the_same_things_alike():
                 assert "[" not in parameter.display_type_rich(context), (path, parameter.name)
                 if parameter.name == "dtype":
                     dtypes[path] = parameter.default
-    assert dtypes.pop(("bench", "batch")) == "float32"  # in which it compares answers
+    for name in ("batch", "compression"):
+        assert dtypes.pop(("bench", name)) == "float32"  # in which they compare answers
     assert dtypes.pop(("convert",)) is None  # which casts none
     assert set(dtypes.values()) == {"auto"}
     shared = ("--system", "--seed", "--disk", "--kv-cache-bytes", "--max-model-len", "--top-p")
@@ -171,6 +175,7 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
         "convert": ["model", str(tmp_path)],
         "bench ttft": ["--schedule", missing],
         "bench batch": ["--against", missing],
+        "bench compression": ["--lengths", "many"],
         "bench accuracy": ["--data", missing],
         "bench policies": ["--ratio", "2"],
         "schedule profile": ["--out", out, "--data", missing],

@@ -146,6 +146,36 @@ def test_a_server_is_told_by_policy_and_rate():
     ]
 
 
+def test_compression_is_told_by_prompt_and_way(tmp_path, monkeypatch):
+    ways = ("full", "vl-cache-0.1")
+    rows = [
+        {"prompt": 4176, "answers": answers, "K, V": way, "tokens/s": 12.34 * (1 + i), "spread %": 3.0 - i,
+         "times full": 1.0 + i, "K, V MB": 100.4 * (1 - i), "compressed MB": 10.0 * i, "end to end s": 20.06 - i}
+        for answers in (1, 4) for i, way in enumerate(ways)
+    ]  # fmt: skip
+    head, *lines = published.compressed_decoding(rows)
+    assert [line[:2] for line in lines] == [["4176", "1"], ["4176", "4"]]
+    assert lines[0][2:] == ["12.3", "24.7", "2", "3", "100", "10", "20.1", "19.1"]
+    assert len(head) == len(lines[0])
+    whole = {"prompt": 4176, "K, V": "full", "kept %": 100.0, "first token s": 6.543, "prefill s": 6.0,
+             "observe + compact s": 0.0, "of prefill %": 0.0, "tokens/s": 12.3, "spread %": 3.0,
+             "end to end s": 15.0}  # fmt: skip
+    less = {"K, V": "vl-cache-0.1", "kept %": 9.96, "observe + compact s": 0.12, "of prefill %": 2.0}
+    head, *lines = published.compressed_requests([whole, whole | less])
+    assert lines == [
+        ["4176", "`full`", "100", "6.54", "6", "0", "", "12.3", "3", "15"],
+        ["4176", "`vl-cache-0.1`", "9.96", "6.54", "6", "0.12", "2.0", "12.3", "3", "15"],
+    ]
+    first = [{"requests": "plain", "TTFT ms": 301.4, "least ms": 290.0, "in pairs ms": 0.0}]
+    assert list(published.first_tokens(first))[1] == ["plain", "301", "290", "+0"]
+    # Before it is measured the tables say so.
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    for name in ("compression", "compression requests", "compression first tokens"):
+        assert list(published.TABLES[name]()) == [["not measured yet"]]
+    (tmp_path / "compression_cpu.json").write_text(json.dumps({"first tokens": first}), encoding="utf-8")
+    assert len(list(published.TABLES["compression first tokens"]())) == 2
+
+
 def test_torch_is_told_with_the_encoder(tmp_path, monkeypatch):
     both = {
         "dtype": "float32",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlcache_jax.benchmarks import POLICIES
+from vlcache_jax.benchmarks import POLICIES, run_apart
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.checks import parse_bytes, parse_counts, parse_rates
 from vlcache_jax.commands import options as opt
@@ -104,7 +104,7 @@ def ttft_command(
             device_bytes=parse_bytes(device_bytes, "device_bytes"),
             disk=None if disk is None else str(disk),
         )
-        ttft.run(setup, out=out, picture=picture)
+        run_apart(ttft.measure, setup, out=out, picture=picture)
 
 
 @app.command("batch")
@@ -272,6 +272,61 @@ def serve_command(
         else:
             client = Client(base_url or "http://127.0.0.1:8000", api_key, timeout)
             serving.measure(client, model, load, policies={name: name for name in names}, more=more, **options)
+
+
+@app.command("compression")
+def compression_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Checkpoint or hub id.", show_default="random weights, 12 layers x 768"),
+    ] = None,
+    same_model: opt.SameModel = None,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(help="Size of a published model, with random weights, as of bench ttft.", show_default=False),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Decoder layers with random weights.", show_default="all")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    lengths: Annotated[str, typer.Option(help="Image tokens of the prompts, rising.")] = "4096,8192,16384",
+    answers: Annotated[str, typer.Option(help="How many answers decode together, rising.")] = "1,4,16",
+    budget: Annotated[float, typer.Option(help="Share of the prompt's K, V that is kept.")] = 0.1,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run of answers together.")] = 8,
+    max_tokens: opt.MaxTokens = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each way to go on, taking turns.")] = 3,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures decoding with all of the prompts' K, V, and with a part of them.
+
+    Requests are answered behind prompts of each length: what observing and compacting takes, and all of it from end to
+    end. Several answers together decode behind prompts that are drawn ("filled"), each first step compared with dense
+    attention. And requests that are not compressed are timed to their first tokens, as those that are. As it stands it
+    takes about ten minutes and 12 GB on two cores.
+
+    Example: vlcache bench compression --lengths 1024 --answers 1,4 --repeats 1 --out compression.json
+    """
+    with say_errors():
+        check_writable("out", out)
+        check_writable("picture", picture, PICTURES)
+        prompts, counts = parse_counts(lengths, "lengths"), parse_counts(answers, "answers")
+        say("importing JAX")
+        from vlcache_jax.benchmarks import compression
+
+        setup = compression.Setup(
+            model=opt.one_model(model, same_model),
+            random_weights=random_weights,
+            layers=layers,
+            dtype=dtype,
+            lengths=prompts,
+            answers=counts,
+            budget=budget,
+            steps=steps,
+            max_tokens=max_tokens,
+            repeats=repeats,
+        )
+        run_apart(compression.measure, setup, out=out, picture=picture)
 
 
 # What `bench accuracy` and `bench policies` share.

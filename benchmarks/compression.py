@@ -1,0 +1,305 @@
+"""Decoding with a part of the K, V beside all of them: `vlcache bench compression`.
+
+Three things are measured, each in turns. *Requests*: a prompt is computed once, and then answered again and again, with
+all of its K, V and with what each policy keeps; so what observing and compacting takes can be told beside its prefill.
+*Decoding*: several answers together, behind prompts whose K, V are drawn (`compression_filled`), as computing so many
+would take long. There budgets of "vl-cache" are those of a sparsity that falls evenly from layer to layer, which takes
+four work lists a window, and random weights would not. And *the first token* of requests: in an engine that compresses
+nothing, in one that may, and of what is compressed.
+
+    vlcache bench compression --out benchmarks/results/compression_cpu.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlcache_jax.benchmarks import ttft
+from vlcache_jax.benchmarks.compression_filled import FilledAnswers, Kept, Run, fill
+from vlcache_jax.benchmarks.compression_table import FULL, Decoded, Requested, publish
+from vlcache_jax.benchmarks.known_images import MARKS, KnownImages, split_images
+from vlcache_jax.compress.budgets import LEAST
+from vlcache_jax.compress.parse import parse_compressor
+from vlcache_jax.compress.policies import Compressor, make_counts
+from vlcache_jax.convert.source import locate
+from vlcache_jax.device.kv_shape import KVShape
+from vlcache_jax.device.memory_plan import round_pages
+from vlcache_jax.engine.compressed import CompressedPages
+from vlcache_jax.files import check_writable
+from vlcache_jax.models import ModelConfig, load_config
+from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.progress import Progress
+from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.study.report import environment
+
+if TYPE_CHECKING:
+    from vlcache_jax import LLM
+    from vlcache_jax.outputs import RequestOutput
+
+POLICIES = ("vl-cache", "postvision")
+IMAGE = 1024  # tokens of an image at most
+TEXT_BEFORE, QUESTION = 40, 40  # tokens; before the images stand fewer, as their marks count
+SPARSITY = 0.95, 0.5  # of the first layer's attention and of the last one's, in filled pools
+SHORT, TURNS = 200, 20  # image tokens of prompts whose first tokens are timed, and how often
+LEAST_TOKENS = 9  # of an answer: one, and those of a window
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What is measured.
+
+    Attributes:
+      model, random_weights, layers: as of `ttft.Setup`.
+      dtype: of the model.
+      lengths: image tokens of the prompts.
+      answers: together.
+      budget: share of the prompt's K, V that is kept.
+      steps: of each run of several answers.
+      max_tokens: of a request's answer.
+      repeats: of each way to decode, taking turns.
+
+    Raises:
+      ValueError: there is nothing to measure.
+    """
+
+    model: str | None = None
+    random_weights: str | None = None
+    layers: int | None = None
+    dtype: str = "float32"
+    lengths: tuple[int, ...] = (4096, 8192, 16384)
+    answers: tuple[int, ...] = (1, 4, 16)
+    budget: float = 0.1
+    steps: int = 8
+    max_tokens: int = 100
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "answers"):
+            given = getattr(self, name)
+            if not given or list(given) != sorted(set(given)):
+                raise ValueError(f"{name} must rise, and be at least one, got {given!r}")
+        if self.max_tokens < LEAST_TOKENS:
+            raise ValueError(f"max_tokens must be at least {LEAST_TOKENS}, got {self.max_tokens}")
+        if not 0 < self.budget < 1:
+            raise ValueError(f"budget must be above 0 and below 1, got {self.budget}")
+        for length in self.lengths:
+            split_images(length, IMAGE)
+
+    @property
+    def ways(self) -> dict[str, Compressor | None]:
+        """To go on with a prompt."""
+        names = [f"{policy}-{self.budget:g}" for policy in POLICIES]
+        return {FULL: None, **{name: parse_compressor(name) for name in names}}
+
+    def prompt(self, llm: LLM, length: int) -> KnownImages:
+        """Draws prompts of a length."""
+        images, tokens = split_images(length, IMAGE)
+        return KnownImages(
+            llm.service.checkpoint.config, llm.get_tokenizer(), images=images, tokens=tokens,
+            text_before=_text_before(images), text_after=QUESTION, alike=True,
+        )  # fmt: skip
+
+    def tokens(self, length: int) -> int:
+        """Of such a prompt."""
+        images, _ = split_images(length, IMAGE)
+        return length + images * MARKS + _text_before(images) + QUESTION
+
+    def sizes(self, config: ModelConfig) -> dict[str, Any]:
+        """Options of an engine that has room for it."""
+        kv, most = KVShape.of(config, self.dtype), self.answers[-1]
+        longest = max(map(self.tokens, self.lengths))
+        new = max(self.max_tokens, self.steps + 1)
+        pages = most * -(-(longest + new) // PAGE) + 2  # a prompt that is found has its last page copied
+        compressed = 2 * kv.layers  # those of requests' budgets may be more by rounding
+        for compressor in self.ways.values():
+            if compressor is not None:
+                counts = drawn_counts(compressor, longest, kv.layers)
+                compressed += most * CompressedPages(0).needed(counts, new)
+        return {
+            "dtype": self.dtype,
+            "max_model_len": longest + new,
+            "max_num_seqs": most,
+            "kv_cache_bytes": round_pages(pages, up=True) * PAGE * kv.slot_bytes,
+            "compressed_kv_bytes": round_pages(compressed, up=True) * PAGE * kv.slot_bytes // kv.layers,
+        }
+
+
+def _text_before(images: int) -> int:
+    """So many that what a prompt has besides image tokens is of one size."""
+    return max(1, TEXT_BEFORE - MARKS * images)
+
+
+def drawn_counts(compressor: Compressor, length: int, layers: int) -> tuple[int, ...]:
+    """What each layer keeps of a prompt whose K, V are drawn."""
+    gamma = None if compressor.p is None else np.linspace(*SPARSITY, layers)
+    return make_counts(compressor, length, gamma, layers)
+
+
+def measure(
+    setup: Setup, *, out: pathlib.Path | None = None, picture: pathlib.Path | None = None, **settings: Any
+) -> None:
+    """Measures, and prints the tables.
+
+    Args:
+      out: JSON file to write.
+      picture: of tokens a second, to draw.
+      settings: of the engine.
+
+    Raises:
+      ValueError: an answer is empty, not what it was before or not that of dense attention, or something was not kept
+        as it should be.
+    """
+    from vlcache_jax import LLM
+
+    check_writable("out", out)
+    with ttft.Setup(setup.model, setup.random_weights, setup.layers).opened() as (model, name):
+        config = load_config(locate(model, weights=False).directory)
+        with LLM(model, **setup.sizes(config) | settings) as llm:
+            llm.service.ahead.stop()  # the first runs compile what they call for
+            head = _head(setup, llm, name)
+            requested = list(_measure_requests(llm, setup))
+            llm.reset_mm_cache()
+            decoded = list(_measure_decoding(llm, setup))
+        short = dataclasses.replace(setup, lengths=(SHORT,), answers=(1,))
+        first = _measure_first(model, short, short.sizes(config) | settings)
+    publish(requested, decoded, first, head, out, picture)
+
+
+def _head(setup: Setup, llm: LLM, name: str) -> dict[str, Any]:
+    layers = llm.service.checkpoint.config.text.num_layers
+    return environment("jax") | {
+        "model": f"{name}, {layers} layers" if setup.model is not None else name,
+        "device": str(llm.service.device.runner.normalization.devices()),
+        "dtype": setup.dtype,
+        "budget": setup.budget,
+        "question": QUESTION,
+        "max_tokens": setup.max_tokens,
+        "steps": setup.steps,
+        "repeats": setup.repeats,
+        "sparsity of filled pools": SPARSITY,
+    }
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+
+
+def _measure_requests(llm: LLM, setup: Setup) -> Iterator[Requested]:
+    """A prompt of each length: computed once, and answered in each way."""
+    ways = setup.ways
+    with Progress("answering requests", len(setup.lengths) * len(ways) * (setup.repeats + 1)) as bar:
+        for length in setup.lengths:
+            prompt = setup.prompt(llm, length).draw()
+            cold = _compute(llm, prompt)
+            outputs: dict[str, list[RequestOutput]] = {way: [] for way in ways}
+            for repeat in range(setup.repeats + 1):  # the first ones compile, and are short
+                params = _greedy(setup.max_tokens if repeat else LEAST_TOKENS)
+                for way, compressor in ways.items():
+                    outputs[way] += llm.generate(prompt, params, compress=compressor, use_tqdm=False)
+                    check_request(outputs[way], cold, compressor, params.max_tokens)
+                    bar.update()
+            yield Requested(cold, {way: own[1:] for way, own in outputs.items()})
+
+
+def _compute(llm: LLM, prompt: dict[str, Any]) -> RequestOutput:
+    """The first token with nothing in the cache and every program compiled."""
+    while True:
+        llm.reset_mm_cache()
+        waited = llm.stats().compile_seconds
+        [output] = llm.generate(prompt, _greedy(1), use_tqdm=False)
+        if llm.stats().compile_seconds == waited:
+            return output
+
+
+def check_request(
+    outputs: list[RequestOutput], cold: RequestOutput, compressor: Compressor | None, tokens: int | None
+) -> None:
+    """Sees that the last answer to a prompt begins as the others, and goes on with as much as it should.
+
+    Raises:
+      ValueError: it does not.
+    """
+    *before, last = outputs
+    name = "the whole prompt" if compressor is None else compressor.name
+    answer, length = _tokens(last), len(last.prompt_token_ids)
+    if len(answer) != tokens or last.num_cached_tokens != length - 1:
+        raise ValueError(
+            f"an answer with {name} must have {tokens} tokens and find {length - 1} of its prompt, got {len(answer)} "
+            f"and {last.num_cached_tokens}"
+        )
+    if any(a != b for other in (cold, *before) for a, b in zip(_tokens(other), answer, strict=False)):
+        raise ValueError(f"answers with {name} must be the same, got {[_tokens(other) for other in outputs]}")
+    told = last.compression
+    if (told is None) != (compressor is None):
+        raise ValueError(f"an answer with {name} must be told of as such, got {told}")
+    if told is not None and compressor is not None and told.bytes > (compressor.alpha + LEAST) * told.bytes_full:
+        raise ValueError(f"{name} must keep {compressor.alpha} of the prompt, got {told}")
+
+
+def _tokens(output: RequestOutput) -> tuple[int, ...]:
+    return output.outputs[0].token_ids
+
+
+def _measure_decoding(llm: LLM, setup: Setup) -> Iterator[Decoded]:
+    """Each number of answers behind prompts of each length, which are drawn."""
+    kv, pages = llm.service.device.runner.shapes.kv, llm.service.engine.scheduler.compressed
+    cells = list(itertools.product(setup.lengths, setup.answers))
+    fill(llm.service.device.runner)
+    with Progress("decoding", len(cells) * len(setup.ways) * (setup.repeats + 1)) as bar:
+        for length, count in cells:
+            tokens = setup.tokens(length)
+            filled = FilledAnswers(llm, tokens, count, setup.steps)
+            kept: dict[str, Kept | None] = {}
+            memory = {}
+            # What each way goes on with lies beside that of the others; what it gives is checked, and compiled.
+            for way, compressor in setup.ways.items():
+                before = pages.in_use
+                kept[way] = None if compressor is None else filled.compress(drawn_counts(compressor, tokens, kv.layers))
+                of_pool = filled.pages * PAGE * kv.slot_bytes if compressor is None else 0
+                memory[way] = of_pool, (pages.in_use - before) * PAGE * kv.slot_bytes // kv.layers
+                filled.check(kept[way])
+                bar.update()
+            runs: dict[str, list[Run]] = {way: [] for way in kept}
+            for _ in range(setup.repeats):
+                for way, own in kept.items():
+                    runs[way].append(filled.run(own))
+                    if (runs[way][-1].tokens != runs[way][0].tokens).any():
+                        raise ValueError(f"answers with {way} must be the same in every run")
+                    bar.update()
+            compressed = {way: own for way, own in kept.items() if own is not None}
+            lists = {way: compressed[way].lists if way in compressed else 1 for way in kept}
+            for own in compressed.values():
+                filled.give_back(own)
+            yield Decoded(tokens, count, runs, lists, memory)
+
+
+def _measure_first(model: str, setup: Setup, sizes: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds to the first tokens of short prompts that are all computed, of each kind of requests in turn."""
+    from vlcache_jax import LLM
+
+    [compressed] = [name for name in setup.ways if name.startswith(POLICIES[0])]
+    with LLM(model, **sizes | {"compressed_kv_bytes": 0}) as plain, LLM(model, **sizes) as ready:
+        known = setup.prompt(plain, SHORT)
+        kinds: list[tuple[str, LLM, str | None]] = [
+            ("in an engine without compressed_kv_bytes", plain, None),
+            ("in an engine with it", ready, None),
+            (f"there, with {compressed}", ready, compressed),
+        ]
+        took: dict[str, list[float]] = {name: [] for name, *_ in kinds}
+        for llm in (plain, ready):
+            llm.service.ahead.stop()
+        with Progress("timing first tokens", TURNS + 2) as bar:
+            for turn in range(-2, TURNS):  # the first ones compile
+                for name, llm, compress in (*kinds[turn % 3 :], *kinds[: turn % 3]):
+                    [output] = llm.generate(known.draw(), _greedy(LEAST_TOKENS), compress=compress, use_tqdm=False)
+                    if output.cache.rows[0] != len(output.prompt_token_ids):
+                        raise ValueError(f"a prompt must be computed whole, got {output.cache}")
+                    took[name] += [output.metrics.ttft] * (turn >= 0)
+                bar.update()
+    return took
