@@ -18,8 +18,9 @@ from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, spoil
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.engine import engine as engine_module
-from vlcache_jax.engine.request import Holding
+from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
+from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread
@@ -736,6 +737,36 @@ def test_who_has_ended_decodes_no_more(engine, pictures, monkeypatch, seed):
 def engine_needed(sequence):
     """Whether an aborted one may have gone on for others' sake."""
     return any(use.captured is not None for use in sequence.progress.images) or len(sequence.layout) >= PAGE
+
+
+def test_who_lacks_one_thing_after_the_other_is_waited_for(engine, pictures, monkeypatch):
+    """What may come next is found out right after it was asked for; only then the picture, which is slow."""
+    renew(engine)
+    held = dataclasses.replace(GREEDY, structured_outputs={"choice": ["left", "right"]})
+    asked = Asked(user("See ", pictures[1], "?"), held, "exact")
+    driver = Driver(engine)
+    [first] = engine.chat(asked.conversation, held, use_tqdm=False)
+    engine.cache.flush()
+    engine.reset_prefix_cache()
+    job = driver.arrive(asked)
+    for record in engine.service.cache.store.tier.records():
+        record.lose(Why.load_failed, spoiled=True)
+    [sequence] = job.sequences
+    may_go_on, decoded = Generation.may_go_on, ImageSource.decode
+    looks = iter([False])
+
+    def slow(self, *args):
+        time.sleep(0.3)
+        return decoded(self, *args)
+
+    with monkeypatch.context() as context:
+        context.setattr(
+            Generation, "may_go_on", lambda one, *patience: next(looks, None) is None and may_go_on(one, 60)
+        )
+        context.setattr(ImageSource, "decode", slow)
+        driver.finish()
+    assert sequence.end.finish_reason == "stop"
+    assert answers(driver.output(job)) == answers(first)
 
 
 def test_an_engine_that_cannot_go_on_says_so(engine, pictures):

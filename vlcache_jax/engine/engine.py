@@ -348,12 +348,13 @@ class Engine:
         if self._turn is not None:
             self._turn.upload.wait()
             return
-        for sequence in self.scheduler.prefilling:
-            if sequence.progress.lease is not None and self._readiness.wait(sequence):
+        # What one lacked may have come since it was looked at, and then it may lack something else: a record, what its
+        # grammar allows, a picture.
+        for _ in range(3):
+            if any(one.progress.lease and self._readiness.wait(one) for one in self.scheduler.prefilling):
                 return
-        # What one lacked may have come since it was looked at.
-        if any(self._is_ready(one) or one.end.error is not None for one in self.scheduler.prefilling):
-            return
+            if any(self._is_ready(one) or one.end.error is not None for one in self.scheduler.prefilling):
+                return
         if held(self.scheduler.decoding):
             return
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
