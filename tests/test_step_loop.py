@@ -343,7 +343,7 @@ class Fences:
             self.spoiled += 1
 
 
-COMPRESSED = 24  # pages, of four layers: some of the answers that outgrow the other pool are put aside
+COMPRESSED = 20  # pages, of four layers: some of the answers that outgrow the other pool are put aside
 POLICIES = ["off", "exact", "exact", "0.3", "shift-0.2", "cacheblend-0.2", SCHEDULE]
 
 
