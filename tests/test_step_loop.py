@@ -97,6 +97,7 @@ class Driver:
 
     def __init__(self, llm, by_hand=True):
         self.llm, self.by_hand = llm, by_hand
+        llm.service.loop.wait()  # its thread outlives a call for a moment
 
     def arrive(self, asked, heard=None):
         call = self.llm.service.call(
@@ -744,10 +745,10 @@ def test_who_lacks_one_thing_after_the_other_is_waited_for(engine, pictures, mon
     renew(engine)
     held = dataclasses.replace(GREEDY, structured_outputs={"choice": ["left", "right"]})
     asked = Asked(user("See ", pictures[1], "?"), held, "exact")
-    driver = Driver(engine)
     [first] = engine.chat(asked.conversation, held, use_tqdm=False)
     engine.cache.flush()
     engine.reset_prefix_cache()
+    driver = Driver(engine)
     job = driver.arrive(asked)
     for record in engine.service.cache.store.tier.records():
         record.lose(Why.load_failed, spoiled=True)
