@@ -15,6 +15,7 @@ from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.pallas_kernels.attention.work import FROM, TO, WorkConfig
 
 COUNT = 20  # pages
+HELD = np.zeros(7)
 
 
 @given(data=st.data())
@@ -55,7 +56,7 @@ def test_pages_are_of_one_lease_at_a_time(data):
                 tokens.update(zip(some, wanted, strict=True))
         elif command == "aside" and running:
             lease = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            pages.put_aside(lease, ["what it held"])
+            pages.put_aside(lease, [HELD])
             aside.append(lease)
         elif command == "back" and aside:
             lease, had = aside[0], list(map(len, aside[0].tables))
@@ -63,7 +64,7 @@ def test_pages_are_of_one_lease_at_a_time(data):
             assert list(map(len, lease.tables)) == had
             assert held is not None or running
             if held is not None:
-                assert (held, lease.aside) == (["what it held"], None)
+                assert (held, lease.aside) == ([HELD], None)
                 running.append(aside.pop(0))
         elif command == "end" and (running or aside):
             pages.end((running or aside).pop(0))
@@ -72,11 +73,11 @@ def test_pages_are_of_one_lease_at_a_time(data):
         mine = [page for one in running for page in one.pages]
         assert len(set(mine)) == len(mine) == pages.in_use
         assert set(mine) <= set(range(1, COUNT + 1))
-        assert pages.aside == sum(lease.count for lease in aside)
+        assert pages.aside_bytes == len(aside) * HELD.nbytes
     pages.reset()
     for lease in [*running, *aside]:
         pages.end(lease)  # of before: nothing comes twice
-    assert (pages.in_use, pages.aside, sorted(pages._free)) == (0, 0, list(range(1, COUNT + 1)))
+    assert (pages.in_use, pages.aside_bytes, sorted(pages._free)) == (0, 0, list(range(1, COUNT + 1)))
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 3))

@@ -79,7 +79,7 @@ class Compactor:
             "compressed_kv_bytes": pages.count * page_bytes,
             "compressed_pages": pages.count,
             "compressed_in_use": pages.in_use,
-            "aside_bytes": pages.aside * page_bytes,
+            "aside_bytes": pages.aside_bytes,
         }
 
     @property

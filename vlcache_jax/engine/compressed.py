@@ -89,7 +89,7 @@ class CompressedPages:
 
     Attributes:
       in_use: how many are leased.
-      aside: how many those that are put aside had.
+      aside_bytes: of host memory, in which is what those that are put aside had.
     """
 
     def __init__(self, count: int):
@@ -101,8 +101,8 @@ class CompressedPages:
         return self.count - len(self._free)
 
     @property
-    def aside(self) -> int:
-        return sum(lease.count for lease in tuple(self._aside))
+    def aside_bytes(self) -> int:
+        return sum(part.nbytes for lease in tuple(self._aside) for part in lease.aside or ())
 
     def reset(self) -> None:
         """All pages are free, as after the pool was lost; leases from before are of no use any more."""

@@ -55,7 +55,7 @@ class EngineStats(PageStats):
       compressed: answers that went on with a part of their prompts.
       uncompressed: answers that were to, and could not be: they went on with the whole.
       put_aside, brought_back: how often one of them gave its pages to others, and had as many again.
-      aside_bytes: of what these pages held, in host memory now.
+      aside_bytes: of host memory that what these pages held takes now.
       moved_bytes: that were copied there and back.
       waiting, running: requests now, each answer counted.
       steps: passes of the loop.
