@@ -233,7 +233,9 @@ def programs_made_once() -> Iterator[None]:
     from vlcache_jax.reuse import shift
 
     known: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
-    of_compressed = compress.EmptyCompressed, compress.Compact, window.CompressedWindow
+    of_compressed = (
+        compress.EmptyCompressed, compress.Compact, window.CompressedWindow, compress.ReadPages, compress.WritePages,
+    )  # fmt: skip
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
     def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:

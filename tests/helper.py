@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from vlcache_jax import Ladder
@@ -59,6 +60,13 @@ def give_pages(llm, count):
     llm.service.cache.pages.reset()
 
 
+def give_compressed_pages(llm, count=None):
+    """The pool for compressed prompts is as if it were of so many pages, and empty; None: of all that it has."""
+    pages = llm.service.engine.scheduler.compressed
+    pages.count = llm.service.device.memory.compressed_pages if count is None else count
+    pages.reset()
+
+
 def give_lanes(llm, count):
     """At most so many answers run together. (A ladder of fewer has programs of its own.)"""
     del llm.service.engine.scheduler._lanes[count:]
@@ -95,6 +103,27 @@ def spoil(llm, monkeypatch):
             layer[:] = layer[0].at[slots].set(jnp.nan), layer[1].at[slots].set(1e30)
 
     monkeypatch.setattr(llm.service.cache.pages, "_give_back", spoiled)
+
+
+def spoil_compressed(llm, monkeypatch):
+    """The same of the pool for compressed prompts."""
+    pages = llm.service.engine.scheduler.compressed
+
+    def spoiled(give_back):
+        def given_back(lease, *held):
+            give_back(lease, *held)
+            pool = llm.service.device.runner.compressed
+            is_free = np.zeros(len(pool.make()[0][0]) // PAGE, bool)
+            is_free[pages._free] = True
+            is_free = jnp.asarray(is_free.repeat(PAGE)[:, None, None])
+            pool.arrays = [
+                [jnp.where(is_free, x, half) for x, half in zip((jnp.nan, 1e4), pool.arrays[0], strict=True)]
+            ]
+
+        return given_back
+
+    for name in ("end", "put_aside"):
+        monkeypatch.setattr(pages, name, spoiled(getattr(pages, name)))
 
 
 def damage_first_passage(monkeypatch, damage):

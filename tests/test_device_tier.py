@@ -17,6 +17,7 @@ from tests.helper import LADDER, SIZES, WITHIN, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.record import Meta, Record
+from vlcache_jax.engine.compressed import Compression
 from vlcache_jax.engine.passage import Passage
 
 FORCED = "the quick brown fox"
@@ -32,7 +33,7 @@ def opened(checkpoints):
         @functools.cache
         def open_llm(family, codec, device_bytes, rows):
             cache = CacheConfig(codec=codec, device_bytes=device_bytes)
-            sizes = SIZES | {"ladder": dataclasses.replace(LADDER, rows=rows)}
+            sizes = SIZES | {"ladder": dataclasses.replace(LADDER, rows=rows), "compressed_kv_bytes": 2**22}
             return stack.enter_context(
                 LLM(checkpoints(family), cache=cache, enable_prefix_caching=False, use_tqdm=False, **sizes)
             )
@@ -102,6 +103,27 @@ def test_a_hit_on_the_device_moves_nothing_and_equals_one_in_host_memory(
     assert {image.kv for image in found[0].cache.images} == {"host"}
     np.testing.assert_array_equal(found[PLENTY].logits, found[0].logits)
     assert found[PLENTY].cache.rows == found[0].cache.rows
+
+
+@pytest.mark.parametrize("codec", ["auto", pytest.param("int8", marks=pytest.mark.ladder)])
+def test_what_is_linked_from_the_device_is_compressed(opened, pictures, monkeypatch, codec):
+    """As what comes from host memory is, and coded K, V as they are read; compacted whole, it is what was linked."""
+    params, found = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), {}
+    for tier in (PLENTY, 0):
+        llm = opened(codec=codec, device_bytes=tier)
+        score(llm, "See ", *pictures[:3], "?")
+        for compress in (None, "vl-cache-1", "vl-cache-0.5", "h2o-0.5"):  # that observes what nothing else computes
+            with monkeypatch.context() as context:
+                context.setattr(Compression, "is_whole", False)
+                asked = user("Look at ", *pictures[:3], "?")
+                [output] = llm.chat(asked, params, reuse=0, compress=compress, use_tqdm=False)
+            assert {image.kv for image in output.cache.images} == {"device" if tier else "host"}
+            assert (output.compression is None) == (compress is None)
+            found[tier, compress] = output.outputs[0].token_ids, output.compression and output.compression.kept
+        assert found[tier, "vl-cache-1"][0] == found[tier, None][0]
+        assert_nothing_left(llm)
+    for compress in ("vl-cache-0.5", "h2o-0.5"):
+        assert found[PLENTY, compress] == found[0, compress]
 
 
 def test_what_is_linked_from_host_memory_is_on_the_device_from_then_on(opened, pictures):

@@ -14,12 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import LADDER, SIZES, give_pages, spoil, user
+from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, spoil, spoil_compressed, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.engine import engine as engine_module
-from vlcache_jax.engine.request import Holding
+from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
+from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.reuse.policies import Spread
@@ -31,12 +32,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def open_llm(directory, **changes):
-    return LLM(directory, **SIZES | {"use_tqdm": False} | changes)
+    return LLM(directory, **SIZES | {"compressed_kv_bytes": 2**22, "use_tqdm": False} | changes)
 
 
-def renew(llm, host_bytes=PLENTY, pages=None):
-    """An empty cache of another size, and an empty pool of other pages; programs stay as they are."""
+def renew(llm, host_bytes=PLENTY, pages=None, compressed=None):
+    """An empty cache of another size, and empty pools of other pages; programs stay as they are."""
     llm.reset_mm_cache()
+    give_compressed_pages(llm, compressed)
     give_pages(llm, llm.service.device.runner.num_slots // PAGE - 1 if pages is None else pages)
     llm.service.cache.store.tier.capacity = host_bytes
 
@@ -79,6 +81,7 @@ class Asked:
 
     Attributes:
       end_after: tokens after which it is aborted, 0: at once; None: it is not.
+      compress: what its answers go on with.
     """
 
     conversation: list
@@ -86,6 +89,7 @@ class Asked:
     policy: object
     priority: int = 0
     end_after: int | None = None
+    compress: str | None = None
 
 
 class Driver:
@@ -93,11 +97,12 @@ class Driver:
 
     def __init__(self, llm, by_hand=True):
         self.llm, self.by_hand = llm, by_hand
+        llm.service.loop.wait()  # its thread outlives a call for a moment
 
     def arrive(self, asked, heard=None):
         call = self.llm.service.call(
             "conversation", [asked.conversation], self.llm.service.renderer.from_conversation, asked.policy, None,
-            "return", params=asked.params, priority=asked.priority,
+            "return", asked.compress, params=asked.params, priority=asked.priority,
         )  # fmt: skip
 
         def listen(job):
@@ -213,7 +218,8 @@ def answers(output):
 
 def report(output, memory):
     """What must be as one by one, whatever the timing; memory for records may be "short"."""
-    told = [answers(output), output.error, output.cache.exact, output.cache.policy]
+    kept = output.compression and output.compression.kept
+    told = [answers(output), output.error, output.cache.exact, output.cache.policy, kept]
     told.append([image_report(image, memory == "short") for image in output.cache.images])
     return told
 
@@ -338,6 +344,7 @@ class Fences:
             self.spoiled += 1
 
 
+COMPRESSED = 20  # pages, of four layers: some of the answers that outgrow the other pool are put aside
 POLICIES = ["off", "exact", "exact", "0.3", "shift-0.2", "cacheblend-0.2", SCHEDULE]
 
 
@@ -393,10 +400,13 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
         aborted = []  # what an aborted request displaced is gone, but what it computed may never come
     for i in aborted:
         requests[i].end_after = int(rng.choice([0, 0, 1, 5]))
+    for one, draw in zip(requests, np.random.default_rng([seed, 1]).integers(4, size=count), strict=True):
+        one.compress = (None, None, "streaming-0.4", "postvision-0.4")[draw]
 
-    renew(llm, host_bytes, pages)
+    renew(llm, host_bytes, pages, None if is_plain else COMPRESSED)
     with monkeypatch.context() as context:
         spoil(llm, context)
+        spoil_compressed(llm, context)
         fences = Fences(llm, context)
         before = llm.stats()
         driver = Driver(llm, by_hand=kind != "thread")
@@ -420,7 +430,7 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
         llm.service.cache.writer.flush()
         fences.check()
     stats = llm.stats()
-    assert stats.in_use == stats.waiting == stats.running == 0
+    assert stats.in_use == stats.waiting == stats.running == stats.compressed_in_use == stats.aside_bytes == 0
     assert sorted(llm.service.engine.scheduler._lanes) == list(range(LADDER.max_sequences))
     assert not llm.service.engine.scheduler._fillers
     was_plenty = is_plain and stats.evictions == before.evictions and stats.preemptions == before.preemptions
@@ -728,6 +738,36 @@ def test_who_has_ended_decodes_no_more(engine, pictures, monkeypatch, seed):
 def engine_needed(sequence):
     """Whether an aborted one may have gone on for others' sake."""
     return any(use.captured is not None for use in sequence.progress.images) or len(sequence.layout) >= PAGE
+
+
+def test_who_lacks_one_thing_after_the_other_is_waited_for(engine, pictures, monkeypatch):
+    """What may come next is found out right after it was asked for; only then the picture, which is slow."""
+    renew(engine)
+    held = dataclasses.replace(GREEDY, structured_outputs={"choice": ["left", "right"]})
+    asked = Asked(user("See ", pictures[1], "?"), held, "exact")
+    [first] = engine.chat(asked.conversation, held, use_tqdm=False)
+    engine.cache.flush()
+    engine.reset_prefix_cache()
+    driver = Driver(engine)
+    job = driver.arrive(asked)
+    for record in engine.service.cache.store.tier.records():
+        record.lose(Why.load_failed, spoiled=True)
+    [sequence] = job.sequences
+    may_go_on, decoded = Generation.may_go_on, ImageSource.decode
+    looks = iter([False])
+
+    def slow(self, *args):
+        time.sleep(0.3)
+        return decoded(self, *args)
+
+    with monkeypatch.context() as context:
+        context.setattr(
+            Generation, "may_go_on", lambda one, *patience: next(looks, None) is None and may_go_on(one, 60)
+        )
+        context.setattr(ImageSource, "decode", slow)
+        driver.finish()
+    assert sequence.end.finish_reason == "stop"
+    assert answers(driver.output(job)) == answers(first)
 
 
 def test_an_engine_that_cannot_go_on_says_so(engine, pictures):

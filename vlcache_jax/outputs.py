@@ -125,7 +125,8 @@ class RequestOutput:
       prompt_logprobs: of the prompt's tokens, if asked for; None in the first place, which nothing predicts. A request
         that was aborted or failed has those of the tokens that had been computed: they may be fewer than the prompt's.
       verification: if asked for.
-      compression: what its first answer goes on with; None: nothing was to be compressed, or it ended before that.
+      compression: what its first answer goes on with; None: nothing was to be compressed, or it ended before that, or
+        it could not be (`uncompressed` in `LLM.stats`).
       request_id: as given, or as drawn; in `LLM` the request's number in its call.
       finished: whether all answers have ended.
       error: why the request was not answered, or not to its end; None: it was.

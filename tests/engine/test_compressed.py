@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache_jax.device.compressed_work import alike_layers, compressed_work
@@ -14,29 +14,70 @@ from vlcache_jax.engine.compressed import CompressedPages
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.pallas_kernels.attention.work import FROM, TO, WorkConfig
 
+COUNT = 20  # pages
+HELD = np.zeros(7)
 
-@given(st.lists(st.tuples(st.lists(st.integers(1, 500), min_size=3, max_size=3), st.integers(0, 300), st.booleans())))
-def test_pages_are_of_one_lease_at_a_time(asked):
-    pages, held = CompressedPages(20), []
-    for counts, more, ends in asked:
-        lease = pages.take(counts, more)
-        need = sum(-(-(count + more) // PAGE) for count in counts)
-        assert need == pages.needed(counts, more)
-        used = [page for one in held for table in one.tables for page in table]
-        assert (lease is None) == (need > 20 - len(used))
-        if lease is not None:
-            assert [len(table) for table in lease.tables] == [-(-(count + more) // PAGE) for count in counts]
-            assert lease.kept.tolist() == counts
-            held.append(lease)
-        if ends and held:
-            pages.end(held.pop(0))
-        mine = [page for one in held for table in one.tables for page in table]
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_pages_are_of_one_lease_at_a_time(data):
+    """Where one begins or comes back, all that run can go on by as many tokens as a page has."""
+    pages, running, aside, tokens, most = CompressedPages(COUNT), [], [], {}, {}
+
+    def needs(leases, more):
+        wanted = [min(tokens[one] + more, most[one]) for one in leases]
+        return sum(sum(one.missing(count)) for one, count in zip(leases, wanted, strict=True))
+
+    for command in data.draw(st.lists(st.sampled_from(["take", "grow", "aside", "back", "end"]), max_size=40)):
+        free = COUNT - pages.in_use
+        if command == "take":
+            counts, more = (
+                data.draw(st.lists(st.integers(1, 500), min_size=3, max_size=3)),
+                data.draw(st.integers(0, 600)),
+            )
+            if pages.needed(counts, more) > COUNT:
+                continue
+            lease = pages.take(counts, more)
+            if lease is None:
+                assert running  # alone, everybody fits
+                assert pages.in_use == COUNT - free
+                continue
+            assert [len(table) for table in lease.tables] == [-(-count // PAGE) for count in counts]
+            assert (lease.kept.tolist(), lease.most) == (counts, pages.needed(counts, more))
+            running.append(lease)
+            tokens[lease], most[lease] = 0, more
+        elif command == "grow" and running:
+            some = data.draw(st.lists(st.sampled_from(running), min_size=1, unique=True))
+            wanted = [min(tokens[one] + data.draw(st.integers(0, 200)), most[one]) for one in some]
+            missing = sum(sum(one.missing(count)) for one, count in zip(some, wanted, strict=True))
+            assert pages.grow(some, wanted) == (missing <= free)
+            assert pages.in_use == COUNT - free + missing * (missing <= free)
+            if missing <= free:
+                tokens.update(zip(some, wanted, strict=True))
+        elif command == "aside" and running:
+            lease = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            pages.put_aside(lease, [HELD])
+            aside.append(lease)
+        elif command == "back" and aside:
+            lease, had = aside[0], list(map(len, aside[0].tables))
+            held = pages.bring_back(lease)
+            assert list(map(len, lease.tables)) == had
+            assert held is not None or running
+            if held is not None:
+                assert (held, lease.aside) == ([HELD], None)
+                running.append(aside.pop(0))
+        elif command == "end" and (running or aside):
+            pages.end((running or aside).pop(0))
+        if command in ("take", "back"):
+            assert needs(running, PAGE) <= COUNT - pages.in_use or COUNT - pages.in_use == free
+        mine = [page for one in running for page in one.pages]
         assert len(set(mine)) == len(mine) == pages.in_use
-        assert set(mine) <= set(range(1, 21))
+        assert set(mine) <= set(range(1, COUNT + 1))
+        assert pages.aside_bytes == len(aside) * HELD.nbytes
     pages.reset()
-    for lease in held:
+    for lease in [*running, *aside]:
         pages.end(lease)  # of before: nothing comes twice
-    assert (pages.in_use, sorted(pages._free)) == (0, list(range(1, 21)))
+    assert (pages.in_use, pages.aside_bytes, sorted(pages._free)) == (0, 0, list(range(1, COUNT + 1)))
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 3))

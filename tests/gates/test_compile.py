@@ -20,11 +20,12 @@ from research.compile_report import (
 )
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.compress.scores import Received
-from vlcache_jax.device.programs.compress import Compact, Observe
+from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, WritePages
 from vlcache_jax.device.programs.encode import Encode
 from vlcache_jax.device.programs.keep import KeepLayer, KeepRows
 from vlcache_jax.device.programs.layers import BLOCK, Block, Layer
 from vlcache_jax.device.programs.link import Link, Recall
+from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.programs.window import CompressedWindow, Window
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
@@ -251,6 +252,13 @@ def test_compressing_a_prompt_and_decoding_behind_it() -> None:
     moved = 2 * PAGE * pages * text.num_kv_heads * text.head_dim * 2
     assert compact.alias == pool
     assert compact.temp < 2 * moved + 64 * 2**20
+
+    # To host memory and back.
+    most = MOVED_PAGES[-1]
+    moved = 2 * PAGE * most * text.num_kv_heads * text.head_dim * 2
+    read, written = compile_for(runner, ReadPages(most)), compile_for(runner, WritePages(most))
+    assert (read.alias, written.alias) == (0, pool)
+    assert max(read.temp, written.temp) <= 2 * moved
 
 
 def test_the_encoder(runner) -> None:

@@ -243,7 +243,8 @@ def test_metrics(serve):
     for counted, value in (
         ("prompt_tokens_total", 2 * prompt), ("generation_tokens_total", 24), ("num_requests_running", 0),
         ("num_requests_waiting", 0), ("kv_cache_usage_perc", 0), ("time_to_first_token_seconds_count", 2),
-        ("e2e_request_latency_seconds_count", 2),
+        ("e2e_request_latency_seconds_count", 2), ("compressed_kv_cache_usage_perc", 0), ("compressed_total", 0),
+        ("compressed_put_aside_total", 0), ("compressed_aside_bytes", 0),
     ):  # fmt: skip
         assert float(lines[f"vlcache:{counted}{name}"]) == value, counted
     assert float(lines['vlcache:request_success_total{finished_reason="length",model_name="tiny"}']) == 4

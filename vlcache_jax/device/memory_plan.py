@@ -15,6 +15,7 @@ import numpy as np
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
 from vlcache_jax.pallas_kernels import PAGE
@@ -158,8 +159,8 @@ def plan_pool(
       ValueError: `kv_cache_bytes` is less than a page.
     """
     slot, activations = kv.slot_bytes, activation_bytes(config, kv, ladder)
-    if compressed:  # what every key of a prompt received
-        activations += 2 * 4 * kv.layers * kv.heads * max_model_len
+    if compressed:  # what every key of a prompt received, and pages on their way to host memory and back
+        activations += 2 * 4 * kv.layers * kv.heads * max_model_len + 2 * MOVED_PAGES[-1] * PAGE * slot // kv.layers
     free, others = free_bytes(device), weights + activations + kept + compressed
     if kv_cache_bytes is None:
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.

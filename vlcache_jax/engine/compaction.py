@@ -3,7 +3,7 @@
 A prompt is observed: some of its rows go through the layers once more, write nothing, and each layer adds up what its
 keys receive of their attention. That comes behind the first token, which does not wait for it. From the sums follows
 how much each layer keeps, and what; when there are pages for it, it is moved into them, and the prompt's own are given
-up.
+up. Where answers need more of these pages than there are, one waits in host memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from vlcache_jax.compress.scores import seeds
 from vlcache_jax.device.clock import Clock
 from vlcache_jax.device.ladder import Ladder, round_up
 from vlcache_jax.device.packed import pack
-from vlcache_jax.device.programs.compress import Compact, EmptySums, Observe
+from vlcache_jax.device.programs.compress import Compact, EmptySums, Observe, ReadPages, WritePages
+from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
-from vlcache_jax.engine.compressed import Compression
+from vlcache_jax.engine.compressed import CompressedLease, Compression
 from vlcache_jax.engine.prefilling import Prefiller
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import Compressed, Observed, Results
-from vlcache_jax.engine.scheduler import Scheduler
+from vlcache_jax.engine.scheduler import Scheduler, order
+from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.pallas_kernels import PAGE, make_work
 from vlcache_jax.reuse.plan import full_prefill
 
 _AT_ONCE = 2  # prompts whose sums are on the device
+_COUNTED = "compressed", "uncompressed", "put_aside", "brought_back", "moved_bytes"  # see `EngineStats`
 
 
 @dataclass(eq=False)
@@ -67,17 +70,22 @@ class Compactor:
         # Of a step that observes: as few rows as there is a program for.
         self._ladder = Ladder(runner.ladder.rows[:1], runner.ladder.patches, runner.ladder.sequences)
         self._found: dict[Generation, _Observation] = {}
-        self._count = 0
+        self._counts = dict.fromkeys(_COUNTED, 0)
 
     def stats(self) -> dict[str, int]:
         """See `EngineStats`."""
-        pages, kv = self._scheduler.compressed, self._runner.shapes.kv
-        return {
-            "compressed_kv_bytes": pages.count * PAGE * kv.slot_bytes // kv.layers,
+        pages, page_bytes = self._scheduler.compressed, self._page_bytes
+        return self._counts | {
+            "compressed_kv_bytes": pages.count * page_bytes,
             "compressed_pages": pages.count,
             "compressed_in_use": pages.in_use,
-            "compressed": self._count,
+            "aside_bytes": pages.aside_bytes,
         }
+
+    @property
+    def _page_bytes(self) -> int:
+        kv = self._runner.shapes.kv
+        return PAGE * kv.slot_bytes // kv.layers
 
     def reset(self) -> None:
         """What the device held is gone."""
@@ -90,9 +98,13 @@ class Compactor:
             self._found.pop(answer, None)
 
     def advance(self) -> abc.Iterator[Results]:
-        """Launches what can be launched; yields what is to be read of it."""
-        for answer in list(self._scheduler.decoding):
-            if not (isinstance(answer, Generation) and answer.awaits_compression and answer.token_ids):
+        """Launches what can be launched; yields what is to be read of it. Nobody overtakes who lacks pages."""
+        answers = (one for one in self._scheduler.decoding if isinstance(one, Generation))
+        lacking = [one for one in answers if one.is_aside or (one.awaits_compression and one.token_ids)]
+        for answer in sorted(lacking, key=order):
+            if (lease := answer.progress.compressed) is not None:
+                if not self._bring_back(lease):
+                    return
                 continue
             if answer not in self._found and len(self._found) < _AT_ONCE:
                 yield from self._look(answer)
@@ -100,7 +112,7 @@ class Compactor:
             if found is None or found.compression is None or answer.end.error is not None:
                 continue
             if not self._has_pages(answer, found.compression):
-                return  # nobody overtakes
+                return
             yield self._settle(answer, found, found.compression)
 
     # Observing.
@@ -120,10 +132,11 @@ class Compactor:
                 answer.fail(str(error))
 
         if found.rows:
-            try:
-                zeros = self._observe(answer, found)
-            except ValueError as error:  # a picture that was known cannot be decoded
-                answer.fail(str(error))
+            zeros = self._observe(answer, found)
+            if zeros is None:
+                del self._found[answer]
+                self._scheduler.stays_whole(answer)
+                self._count(uncompressed=1)
                 return
             if compressor.p is not None:
                 yield Observed(answer, zeros, decide)
@@ -150,8 +163,8 @@ class Compactor:
                 f"{compression.policy} needs {needed}"
             )
 
-    def _observe(self, answer: Generation, found: _Observation) -> jax.Array:
-        """Launches it; returns how often attention is next to nothing."""
+    def _observe(self, answer: Generation, found: _Observation) -> jax.Array | None:
+        """Launches it; returns how often attention is next to nothing. None: it lacks pixels."""
         lease, layout, layers = answer.progress.lease, answer.layout, self._runner.shapes.kv.layers
         assert lease is not None
         assert answer.compress is not None
@@ -161,6 +174,9 @@ class Compactor:
         prefill = Prefill(answer, layout, plan, lease.table, shared=len(lease.table), links=False)
         turn = self._prefiller.begin([prefill])
         turn.kept = {image: record for image, record in turn.kept.items() if record.is_ready}
+        looked_at = {span.image for span in layout.images if plan.depth[span.tokens].any()}
+        if not _are_readable(looked_at - turn.kept.keys() - turn.here.keys()):
+            return None
         pages = self._rung(lease.table)
         sums, threshold = self._runner.run(EmptySums(pages)), np.float32(answer.compress.p or 0)
         for step in prefill_steps([prefill], self._ladder, self._runner.num_slots, layers):
@@ -196,7 +212,7 @@ class Compactor:
         else:
             self._compact(answer, found, compression)
             self._scheduler.compacted(answer)
-            self._count += 1
+            self._count(compressed=1)
         return Compressed(answer, compression, found.took)
 
     def _compact(self, answer: Generation, found: _Observation, compression: Compression) -> None:
@@ -216,6 +232,55 @@ class Compactor:
                     program, arrays, pool[layer], received, numbers, seed[layer], table, target
                 )
         found.took.append(self._clock.mark([tokens]))
+
+    # Where pages are short.
+
+    def put_aside(self) -> None:
+        """Lets others have the pages of the last of those that are compressed. All that was launched has been read.
+
+        Raises:
+          RuntimeError: no others have any.
+        """
+        having = [one for one in self._scheduler.decoding if one.progress.compressed is not None and not one.is_aside]
+        lease, kept, held = max(having, key=order).progress.compressed, self._runner.compressed, []
+        assert lease is not None
+        if len(having) == 1:
+            raise RuntimeError(f"{lease.most} pages must fit in the compressed KV pool")
+        for some in _parts(lease.pages):
+            source = _table(some, round_up(len(some), MOVED_PAGES))
+            held.append(np.asarray(self._runner.run(ReadPages(len(source)), kept.make(), source)))
+        self._scheduler.compressed.put_aside(lease, held)
+        self._count(put_aside=1, moved_bytes=lease.count * self._page_bytes)
+
+    def _bring_back(self, lease: CompressedLease) -> bool:
+        """Whether there is room for it; then it has its pages as they were."""
+        held = self._scheduler.compressed.bring_back(lease)
+        if held is None:
+            return False
+        for some, own in zip(_parts(lease.pages), held, strict=True):
+            target = np.full(own.shape[1], self._runner.shapes.compressed_slots // PAGE, np.int32)
+            target[: len(some)] = some
+            with self._runner.compressed.taken() as arrays:
+                arrays[:] = self._runner.run(WritePages(len(target)), arrays, own, target)
+        self._count(brought_back=1, moved_bytes=lease.count * self._page_bytes)
+        return True
+
+    def _count(self, **more: int) -> None:
+        for name, value in more.items():
+            self._counts[name] += value
+
+
+def _are_readable(pictures: abc.Iterable[ImageRef]) -> bool:
+    """Whether pictures can be decoded; then they are."""
+    try:
+        return all(picture.patches for picture in pictures)
+    except Exception:  # they were known, and a file may be gone since
+        return False
+
+
+def _parts(pages: np.ndarray) -> list[np.ndarray]:
+    """Of some pages those that one program moves, one after the other."""
+    return [pages[first : first + MOVED_PAGES[-1]] for first in range(0, len(pages), MOVED_PAGES[-1])]
 
 
 def _table(table: np.ndarray, pages: int) -> np.ndarray:

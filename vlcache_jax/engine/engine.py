@@ -53,6 +53,10 @@ class EngineStats(PageStats):
       compressed_kv_bytes, compressed_pages, compressed_in_use: of the pool for compressed prompts: its bytes, its
         pages, each of 128 tokens in one layer, and those of answers that run.
       compressed: answers that went on with a part of their prompts.
+      uncompressed: answers that were to, and could not be: they went on with the whole.
+      put_aside, brought_back: how often one of them gave its pages to others, and had as many again.
+      aside_bytes: of host memory that what these pages held takes now.
+      moved_bytes: that were copied there and back.
       waiting, running: requests now, each answer counted.
       steps: passes of the loop.
       prefill_steps: steps that computed prompts, or many tokens of answers that a grammar forces.
@@ -72,6 +76,11 @@ class EngineStats(PageStats):
     compressed_pages: int = 0
     compressed_in_use: int = 0
     compressed: int = 0
+    uncompressed: int = 0
+    put_aside: int = 0
+    brought_back: int = 0
+    aside_bytes: int = 0
+    moved_bytes: int = 0
     waiting: int = 0
     running: int = 0
     steps: int = 0
@@ -314,6 +323,8 @@ class Engine:
                 break
             if self._flying:
                 self._read_all()  # some may have ended; and who is put back must know its tokens
+            elif compressed:
+                self._compactor.put_aside()
             elif not self.scheduler.preempt([p.sequence for p in self._turn.prefills] if self._turn else ()):
                 return False
         if self.trace is not None:
@@ -337,12 +348,13 @@ class Engine:
         if self._turn is not None:
             self._turn.upload.wait()
             return
-        for sequence in self.scheduler.prefilling:
-            if sequence.progress.lease is not None and self._readiness.wait(sequence):
+        # What one lacked may have come since it was looked at, and then it may lack something else: a record, what its
+        # grammar allows, a picture.
+        for _ in range(3):
+            if any(one.progress.lease and self._readiness.wait(one) for one in self.scheduler.prefilling):
                 return
-        # What one lacked may have come since it was looked at.
-        if any(self._is_ready(one) or one.end.error is not None for one in self.scheduler.prefilling):
-            return
+            if any(self._is_ready(one) or one.end.error is not None for one in self.scheduler.prefilling):
+                return
         if held(self.scheduler.decoding):
             return
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)

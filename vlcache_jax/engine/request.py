@@ -211,7 +211,7 @@ class Progress:
       arrived: its place among all that arrived.
       lease: its pages while it runs, until it is compressed.
       compressed: its pages from then on.
-      is_whole: it was to be compressed, but nothing of it is dropped.
+      is_whole: it was to be compressed, but nothing of it is dropped, or it could not be.
       lane: its number among those that run.
       prefilled: how many of its prefills have been launched.
       scheduled: tokens, the prompt's included, that it will have when everything launched so far has been read.
@@ -373,6 +373,11 @@ class Sequence:
         """Whether it can be put back: computed again, it goes on as it would have."""
         return self.progress.compressed is None
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether it is compressed, and has no pages until there is room."""
+        return self.progress.compressed is not None and self.progress.compressed.aside is not None
+
     # Doors for all threads.
 
     def fail(self, error: str) -> None:
@@ -502,7 +507,8 @@ class Generation(Sequence):
     @property
     def can_grow(self) -> bool:
         """Whether its prompt's last row has been launched, and more tokens may be."""
-        return 0 < self.progress.scheduled < self.most and not self.awaits_compression
+        has_pages = not (self.awaits_compression or self.is_aside)
+        return 0 < self.progress.scheduled < self.most and has_pages
 
     @property
     def awaits_compression(self) -> bool:

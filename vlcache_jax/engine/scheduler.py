@@ -3,7 +3,8 @@
 Sequences are admitted in the order of their priority, then of their arrival, as long as there are lanes and pages for
 their prompts. What one links or shares of another, it waits for; others go first. Pages are taken as answers grow;
 where there are none left, the last in that order gives its own back and waits, to go on where it was. One that is
-compressed changes into pages of another pool, and has all that it will need.
+compressed changes into pages of another pool. Where there are none left there, the last of these is put aside: it keeps
+its lane, and what its pages held comes back.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Scheduler:
         for use in sequence.progress.images:
             if use.captured is not None:
                 self._fillers[id(use.captured)] = sequence
-        bisect.insort(self.waiting, sequence, key=_order)
+        bisect.insort(self.waiting, sequence, key=order)
         self._hurry(sequence)
 
     def _hurry(self, sequence: Sequence) -> None:
@@ -81,7 +82,7 @@ class Scheduler:
                 self.waiting.remove(filler)
             filler.progress.priority = sequence.progress.priority
             if is_waiting:
-                bisect.insort(self.waiting, filler, key=_order)
+                bisect.insort(self.waiting, filler, key=order)
             self._hurry(filler)
 
     def admit(self) -> list[Sequence]:
@@ -230,18 +231,19 @@ class Scheduler:
         )
 
     def grow(self, sequences: Listed[Sequence], count: int) -> int:
-        """Gives each the pages that its next `count` tokens need, or as many tokens as there are pages for.
+        """Gives each the pages that its next `count` tokens need, or as many tokens as there are pages for; either all
+        are compressed or none.
 
         Returns:
           For how many tokens there are, at most `count`; 0: not for one.
         """
         leases = [sequence.progress.lease for sequence in sequences if sequence.progress.lease is not None]
-        if not leases:  # they are compressed, and have all pages that they will need
-            return count
+        compressed = [one.progress.compressed for one in sequences if one.progress.compressed is not None]
         while count:
             # The last token of an answer has no slot: nobody sees it.
             lengths = [min(sequence.progress.scheduled + count - 1, sequence.most - 1) for sequence in sequences]
-            if self.pages.grow(leases, lengths):
+            behind = [length - len(one.layout) for length, one in zip(lengths, sequences, strict=True)]
+            if self.compressed.grow(compressed, behind) if compressed else self.pages.grow(leases, lengths):
                 break
             count //= 2
         return count
@@ -261,7 +263,7 @@ class Scheduler:
         if not others:
             return False
         self.pages.count_preemption()
-        self.put_back(max(others, key=_order))
+        self.put_back(max(others, key=order))
         return True
 
     def put_back(self, sequence: Sequence, *, failed: bool = False) -> None:
@@ -274,11 +276,11 @@ class Scheduler:
         sequence.progress.prefilled = sequence.progress.scheduled = 0
         sequence.progress.attempt += 1
         sequence.restart()
-        bisect.insort(self.waiting, sequence, key=_order)
+        bisect.insort(self.waiting, sequence, key=order)
 
     def compress(self, sequence: Sequence, counts: Listed[int]) -> bool:
-        """Takes pages for so many tokens of the prompt in each layer, and for the answer; False: there are not enough.
-        What it has of the others, it keeps until `compacted`."""
+        """Takes pages for so many tokens of the prompt in each layer; False: there is no room. What it has of the
+        others, it keeps until `compacted`."""
         sequence.progress.compressed = self.compressed.take(counts, sequence.new_slots - 1)
         return sequence.progress.compressed is not None
 
@@ -287,7 +289,7 @@ class Scheduler:
         self._give_up_pages(sequence, failed=False)
 
     def stays_whole(self, sequence: Sequence) -> None:
-        """It was to be compressed, but nothing of it is dropped."""
+        """It was to be compressed, but nothing of it is dropped, or it could not be."""
         sequence.progress.is_whole = True
 
     def release(self, sequence: Sequence, *, failed: bool) -> None:
@@ -321,7 +323,8 @@ class Scheduler:
                 del self._fillers[id(use.captured)]
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def order(sequence: Sequence) -> tuple[int, int]:
+    """Who comes first: by priority, then by arrival."""
     return sequence.progress.priority, sequence.progress.arrived
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import prometheus_client
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vlcache_jax.async_llm import AsyncLLM
@@ -99,11 +99,27 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        for name, about, value in (
+        gauges = [
             ("num_requests_running", "Answers that run", stats.running),
             ("num_requests_waiting", "Answers that wait for room", stats.waiting),
             ("kv_cache_usage_perc", "Share of the KV pool that requests use, 1 is all", stats.in_use / stats.pages),
-        ):
-            gauge = GaugeMetricFamily(f"vlcache:{name}", about, labels=("model_name",))
-            gauge.add_metric((self._model,), value)
-            yield gauge
+        ]
+        counters: list[tuple[str, str, float]] = []
+        if stats.compressed_pages:
+            share = stats.compressed_in_use / stats.compressed_pages
+            gauges += [
+                ("compressed_kv_cache_usage_perc", "The same of the pool for compressed prompts", share),
+                ("compressed_aside_bytes", "Of compressed answers that wait in host memory", stats.aside_bytes),
+            ]
+            counters = [
+                ("compressed", "Answers that went on with a part of their prompts", stats.compressed),
+                ("uncompressed", "Answers that were to, and went on with the whole", stats.uncompressed),
+                ("compressed_put_aside", "Times that one gave up its pages", stats.put_aside),
+                ("compressed_brought_back", "Times that one had them again", stats.brought_back),
+                ("compressed_moved_bytes", "That were copied there and back", stats.moved_bytes),
+            ]
+        for family, told in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, about, value in told:
+                metric = family(f"vlcache:{name}", about, labels=("model_name",))
+                metric.add_metric((self._model,), value)
+                yield metric

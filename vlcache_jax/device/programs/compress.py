@@ -3,7 +3,7 @@
 `Observe` says what some of its rows look at, in every layer; they stand in the pool already, and write nothing.
 `Compact` copies what a layer keeps of its K, V into pages of the compressed pool, which are pages of any layer; a page
 holds of each KV head the tokens that this head keeps. Keys carry their rotation, so that it does not matter where they
-lie.
+lie. `ReadPages` and `WritePages` take such pages to the host and back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from vlcache_jax.compress.scores import Received, Scores, Seen, kept_tokens
 from vlcache_jax.device.packed import unpack
 from vlcache_jax.device.programs.base import Demand, Program
-from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
+from vlcache_jax.device.programs.shapes import MOVED_PAGES, Halves, Params, Shapes, ints
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.pallas_kernels import PAGE, Work, attention_statistics, paged_attention
 
@@ -196,3 +196,49 @@ class Compact(Program[tuple[Halves, jax.Array]]):
 
         [kept] = compressed
         return [[moved(half, own) for half, own in zip(kept, halves, strict=True)]], token
+
+
+@dataclass(frozen=True)
+class ReadPages(Program[jax.Array]):
+    """What stands in `count` pages of the compressed pool: K and V, [2, count, 128, K, D]."""
+
+    name = "read_pages"
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return map(cls, MOVED_PAGES if shapes.compressed_slots else ())
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return [[shapes.compressed] * 2], ints(self.count)
+
+    def compute(self, shapes: Shapes, compressed: Halves, source: jax.Array) -> jax.Array:
+        [kept] = compressed
+        return jnp.stack([_by_page(half)[source] for half in kept])
+
+
+@dataclass(frozen=True)
+class WritePages(Program[Halves]):
+    """The compressed pool with that in `count` pages; targets beyond it are nobody's."""
+
+    name = "write_pages"
+    donates = (0,)
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return map(cls, MOVED_PAGES if shapes.compressed_slots else ())
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        half = shapes.compressed
+        held = jax.ShapeDtypeStruct((2, self.count, PAGE, *half.shape[1:]), half.dtype)
+        return [[half] * 2], held, ints(self.count)
+
+    def compute(self, shapes: Shapes, compressed: Halves, held: jax.Array, target: jax.Array) -> Halves:
+        [kept] = compressed
+        written = (_by_page(half).at[target].set(own, mode="drop") for half, own in zip(kept, held, strict=True))
+        return [[half.reshape(shapes.compressed.shape) for half in written]]
+
+
+def _by_page(half: jax.Array) -> jax.Array:
+    return half.reshape(-1, PAGE, *half.shape[1:])

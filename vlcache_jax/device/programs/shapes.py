@@ -31,6 +31,7 @@ LINK_GROUPS = 4  # in which the layers' K, V are linked one after the other, so 
 LINKED = (16, 4, 1)  # images that one program links
 LINKED_TOKENS = 16384  # of these images together, where they are several
 PAGE_RUNGS = (16, 64, 256)  # of programs for compressed prompts, and as many pages as a request can have
+MOVED_PAGES = (16, 64)  # of what is kept of prompts, that one program takes to the host or back
 
 
 class Shapes:

@@ -31,6 +31,7 @@ PROGRAMS: tuple[type[Program[Any]], ...] = (
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
     answer.OutputHead, answer.SampleFirst, answer.ScoreTokens, window.Window,
     compress.EmptyCompressed, compress.EmptySums, compress.Observe, compress.Compact, window.CompressedWindow,
+    compress.ReadPages, compress.WritePages,
     choose.ScoreRows, choose.Choose, choose.Narrow, choose.Take,
     encode.Encode, encode.Stage, link.Link, link.Recall, link.Code,
     keep.EmptyTier, keep.KeepLayer, keep.KeepRows, keep.Restage,
