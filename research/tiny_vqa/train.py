@@ -632,10 +632,6 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         for name in _KEPT:
             setattr(self, name, state[name])
-        # What is logged again was not kept.
-        log = self.run / "log.jsonl"
-        lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
-        log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step), encoding="utf-8")
 
 
 _KEPT = ("step", "stage", "seconds", "processor_seconds", "finish", "right")
@@ -744,9 +740,14 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
     if trainer.finish is not None:
         last = min(last, trainer.finish[1])
     stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    if not dist.is_initialized():  # else one process would wait for the others
+        signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     saved = trainer.seconds
-    with open(args.out / "log.jsonl", "a", encoding="utf-8") as log:
+    path = args.out / "log.jsonl"
+    if leads and path.exists():  # steps behind the one that was kept come again
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= trainer.step), encoding="utf-8")
+    with open(path, "a", encoding="utf-8") as log:
         while trainer.step < last and not stopped.is_set():
             report = trainer.train_step(args.tokens, args.turns, args.groups)
             if not leads:
