@@ -196,7 +196,7 @@ def _holder(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str,
         return None
     i = int(rng.integers(len(pictures)))
     code = pictures[i].code_glyph
-    return f"which image has the code {code}?", f"code {code}, {_image(i)}"
+    return f"which image has the code {code}?", f"code {code} {number_name(i + 1)}"
 
 
 def _keyed(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
@@ -208,7 +208,7 @@ def _keyed(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, 
     found = pictures[i].glyphs.get((row, column))
     return (
         f"where the code is {code}, what is at {_place(row, column)}?",
-        f"code {code}, {_image(i)} {_place(row, column)} {found or 'nothing'}",
+        f"code {code} {number_name(i + 1)} {_place(row, column)} {found or 'nothing'}",
     )
 
 

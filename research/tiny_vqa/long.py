@@ -55,8 +55,8 @@ _SHARES = {
     "shows_code": 0.03,
     "at_code": 0.04,
     "find_code": 0.03,
-    "holder": 0.05,
-    "keyed": 0.06,
+    "holder": 0.08,
+    "keyed": 0.1,
 }
 _MIXTURE = {"image_first": 0.85, "text_first": 0.15}
 

@@ -84,10 +84,10 @@ def solve(question: str, pictures: list[Picture]) -> str:
     if words == "where is the code?":
         return f"code {name(*picture.code)}"
     if found := re.fullmatch(r"which image has the code (.*)\?", words):
-        return f"code {found[1]}, {image(coded(found[1]))}"
+        return f"code {found[1]} {list(NUMBERS)[coded(found[1]) - 1]}"
     if found := re.fullmatch(r"where the code is (.*), what is at (.*)\?", words):
         grid = grids[coded(found[1]) - 1]
-        return f"code {found[1]}, {image(coded(found[1]))} {found[2].upper()} {at(found[2])}"
+        return f"code {found[1]} {list(NUMBERS)[coded(found[1]) - 1]} {found[2].upper()} {at(found[2])}"
     if found := re.fullmatch(r"what is where image (\d) has its code\?", words):
         row, column = pictures[int(found[1]) - 1].code
         place = name(row, column)
