@@ -34,12 +34,13 @@ def ask(rng: np.random.Generator, pictures: Sequence[Picture], kinds: Sequence[s
     """A question of one of the kinds about the pictures, or None if these pictures allow none.
 
     Raises:
-      ValueError: one of `kinds` is none of `KINDS`.
+      ValueError: one of `kinds` is none of `KINDS` and `SEARCHES`.
     """
-    if unknown := set(kinds) - set(KINDS):
-        raise ValueError(f"kinds must be of {tuple(KINDS)}, got {sorted(unknown)}")
+    known = KINDS | SEARCHES
+    if unknown := set(kinds) - set(known):
+        raise ValueError(f"kinds must be of {tuple(known)}, got {sorted(unknown)}")
     for kind in rng.permutation(list(kinds)):
-        asked = KINDS[kind](rng, pictures)
+        asked = known[kind](rng, pictures)
         if asked is not None:
             text, answer = asked
             return Question(str(kind), text[0].upper() + text[1:], answer)
@@ -190,7 +191,29 @@ def _at_code(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str
     )
 
 
-KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, str] | None]] = {
+def _holder(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    if len(pictures) < 2:
+        return None
+    i = int(rng.integers(len(pictures)))
+    code = pictures[i].code_glyph
+    return f"which image has the code {code}?", f"code {code} {number_name(i + 1)}"
+
+
+def _keyed(rng: np.random.Generator, pictures: Sequence[Picture]) -> tuple[str, str] | None:
+    if len(pictures) < 2:
+        return None
+    i = int(rng.integers(len(pictures)))
+    size, code = pictures[i].size, pictures[i].code_glyph
+    row, column = int(rng.integers(size.rows)), int(rng.integers(size.columns))
+    found = pictures[i].glyphs.get((row, column))
+    return (
+        f"where the code is {code}, what is at {_place(row, column)}?",
+        f"code {code} {number_name(i + 1)} {_place(row, column)} {found or 'nothing'}",
+    )
+
+
+_Kinds = dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, str] | None]]
+KINDS: _Kinds = {
     "what": _what,
     "colour": _colour,
     "where": _where,
@@ -206,6 +229,8 @@ KINDS: dict[str, Callable[[np.random.Generator, Sequence[Picture]], tuple[str, s
     "at_code": _at_code,
     "find_code": _find_code,
 }
+# What tells of many pictures the one to look at by what stands in it. Of no task: the shipped model never learnt them.
+SEARCHES: _Kinds = {"holder": _holder, "keyed": _keyed}
 TASKS = {
     "grid": ("what", "colour", "where", "attribute", "code"),
     "list": ("contents", "places", "colours"),

@@ -13,7 +13,7 @@ from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
 
 
 def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
-    """One panel a run: the share of right answers in training, by task, and where the grids grow."""
+    """One panel a run: right answers in training by task, those of what is held out, and where stages change."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -27,6 +27,13 @@ def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
                 np.mean([line["right"][kind] for kind in kinds if kind in line["right"]] or [np.nan]) for line in lines
             ]
             axis.plot([line["step"] for line in lines], 100 * np.array(means), label=task, linewidth=1)
+        held_out = [line for line in lines if "held_out" in line]
+        for images in held_out[-1]["held_out"] if held_out else ():
+            sums = [np.sum(list(line["held_out"][images].values()), axis=0) for line in held_out]
+            shares = [100 * right / asked for right, asked in sums]
+            axis.plot(
+                [line["step"] for line in held_out], shares, "o-", label=f"held out, {images} images", markersize=3
+            )
         for before, after in itertools.pairwise(lines):
             if after["stage"] != before["stage"]:
                 axis.axvline(after["step"], color="gray", linewidth=0.5)

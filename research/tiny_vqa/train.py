@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +28,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from research.tiny_vqa.conversations import MIXTURE, converse
 from vlcache_jax.benchmarks.tiny_vqa.pictures import COLOURS, SHAPES, Picture, Size, draw_pictures, render
-from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, ask
+from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, SEARCHES, Question, ask
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.study.questions import number_name
 from vlcache_jax.testing import TOKEN_IDS, make_checkpoint
@@ -69,7 +72,7 @@ _WORDS = (
     [f" {c}" for c in "ABCDE"],
 )
 _FLAGS = (" code", " nothing")
-_NUMBERS = [f" {number_name(i + 1)}" for i in range(4)]  # of images
+NUMBERS = [f" {number_name(i + 1)}" for i in range(16)]  # of images
 _BOUND_AT = 2  # the layer by which image tokens are drawn to the number of their image
 # How often each kind of question is asked; those about several images only where there are several.
 SHARES = {
@@ -90,11 +93,12 @@ SHARES = {
 }
 # Questions about several things at once hold more lookups a token, and the key stands right before each answer.
 _EARLY_SHARES = SHARES | {"contents": 0.3, "places": 0.3, "colours": 0.2}
-_ABOUT_SEVERAL = ("more", "shows_code", "at_code", "find_code")
+_ABOUT_SEVERAL = ("more", "shows_code", "at_code", "find_code", *SEARCHES)
 # What is at a place, where something is, one and several at once: the rest follows from these.
 _LEADING = ("what", "where", "contents", "places")
 _EARLY_MIXTURE = {"image_first": 0.8, "text_first": 0.1, "question_first": 0.1}
 _VISION = {"patch_size": 8}
+_SAVED_EVERY = 120  # seconds of training
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 400 * 16 * 16
 
 
@@ -142,6 +146,25 @@ CURRICULUM = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A row of a group.
+
+    Attributes:
+      pictures: that it shows.
+      ids: its tokens.
+      answers: number of the answer that each token belongs to, -1 for none.
+      kinds: of the answers' questions, "" for other talk.
+      asked_about: for each answer the image that its question is about, or -1.
+    """
+
+    pictures: list[Picture]
+    ids: list[int]
+    answers: list[int]
+    kinds: list[str]
+    asked_about: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
     """Conversations with pictures of the same sizes.
 
@@ -178,7 +201,9 @@ class Sampler:
         self.processor = ImageProcessor.from_pretrained(checkpoint)
         self.rng = np.random.default_rng(0)
         self._ids: dict[str, list[int]] = {}
-        self.numbers = self.word_ids(_NUMBERS).tolist()
+        encoded = [self._tokenizer.encode(number, add_special_tokens=False) for number in NUMBERS]
+        # Names of more tokens than one are of images that this tokenizer has not seen.
+        self.numbers = [ids[0] for ids in itertools.takewhile(lambda ids: len(ids) == 1, encoded)]
 
     def pictures(self, stage: Stage, tokens: int) -> list[Picture]:
         """Pictures of about so many tokens."""
@@ -189,38 +214,41 @@ class Sampler:
 
     def group(self, stage: Stage, tokens: int, turns: int) -> Group:
         """Conversations of `turns` questions, in all about `tokens` tokens."""
-        rng = self.rng
-        count = 1 + int(rng.choice(len(stage.images), p=stage.images))
-        sizes = [stage.sizes[i] for i in rng.integers(len(stage.sizes), size=count)]
+        sizes = self.sizes(stage)
         # All conversations of a group show pictures of the same sizes, so that they pad little.
         batch = max(2, round(tokens / (sum(size.tokens for size in sizes) + 18 * turns)))
-        rows, numbers = [], []
-        shown: list[Picture] = []
-        kinds: list[str] = []
-        for _ in range(batch):
-            pictures = draw_pictures(rng, sizes)
-            kinds_asked = [*self._kinds(stage, count, turns), "what"]  # the last is always possible
-            arrangement = str(rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
-            if arrangement == "question_first":
-                # Every kind stands before pictures equally often. By their shares, places were not learnt there.
-                kinds_asked.insert(0, str(rng.choice(_possible(stage, count))))
-            questions = [q for kind in kinds_asked if (q := ask(rng, pictures, [kind]))][:turns]
-            shown += pictures
-            images = [picture.size.tokens for picture in pictures]
-            numbers += [torch.full((size,), i if count > 1 else -1) for i, size in enumerate(images)]
-            messages = converse(rng, images, questions, arrangement)
-            row, answers = self._encode(messages, first_answer=len(kinds))
-            spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
-            asked_about = [-1] * spoken + [_asked_about(question.text) for question in questions]
-            rows.append((row, answers, self._about(row, [a - len(kinds) for a in answers], asked_about)))
-            kinds += [""] * spoken + [question.kind for question in questions]
-        # Padded to one length; -1 is where nothing is learnt.
-        length = max(len(row) for row, *_ in rows)
+        return self.grouped([self._conversation(stage, sizes, turns) for _ in range(batch)])
+
+    def sizes(self, stage: Stage) -> list[Size]:
+        """Of the pictures that a conversation shows."""
+        count = 1 + int(self.rng.choice(len(stage.images), p=stage.images))
+        return [stage.sizes[i] for i in self.rng.integers(len(stage.sizes), size=count)]
+
+    def asked(self, pictures: Sequence[Picture], kinds: Sequence[str], count: int) -> list[Question]:
+        """The first so many questions that these pictures allow, of these kinds."""
+        questions = [ask(self.rng, pictures, [kind]) for kind in [*kinds, "what"]]  # the last is always possible
+        return [question for question in questions if question is not None][:count]
+
+    def arrangement(self, stage: Stage) -> str:
+        return str(self.rng.choice(list(stage.mixture), p=list(stage.mixture.values())))
+
+    def grouped(self, conversations: Sequence[Conversation]) -> Group:
+        """Conversations with pictures of the same sizes as tensors, padded to one length."""
+        batch, length = len(conversations), max(len(row.ids) for row in conversations)
+        # -1 is where nothing is learnt.
         ids = np.full((batch, length), TOKEN_IDS["<|endoftext|>"])
         answer, about = np.full((2, batch, length), -1)
-        for i, fields in enumerate(rows):
-            for array, values in zip((ids, answer, about), fields, strict=True):
-                array[i, : len(values)] = values
+        numbers: list[torch.Tensor] = []
+        kinds: list[str] = []
+        for i, row in enumerate(conversations):
+            here = np.array(row.answers)
+            ids[i, : len(here)] = row.ids
+            answer[i, : len(here)] = np.where(here < 0, -1, here + len(kinds))
+            about[i, : len(here)] = self._about(row.ids, row.answers, row.asked_about)
+            several = len(row.pictures) > 1
+            numbers += [torch.full((p.size.tokens,), k if several else -1) for k, p in enumerate(row.pictures)]
+            kinds += row.kinds
+        shown = [picture for row in conversations for picture in row.pictures]
         encoded = encoder_inputs(self.processor, shown)
         inputs = {
             "input_ids": torch.from_numpy(ids),
@@ -228,13 +256,26 @@ class Sampler:
             "image_grid_thw": encoded["grid_thw"],
             "mm_token_type_ids": torch.from_numpy((ids == TOKEN_IDS["<|image_pad|>"]).astype(np.int32)),
         }
-        return Group(
-            inputs,
-            torch.from_numpy(answer),
-            kinds,
-            torch.cat([_labels(picture) for picture in shown]),
-            torch.cat(numbers),
-            torch.from_numpy(about),
+        labels = torch.cat([_labels(picture) for picture in shown])
+        return Group(inputs, torch.from_numpy(answer), kinds, labels, torch.cat(numbers), torch.from_numpy(about))
+
+    def _conversation(self, stage: Stage, sizes: list[Size], turns: int) -> Conversation:
+        pictures = draw_pictures(self.rng, sizes)
+        kinds = self.kinds(stage, len(sizes), turns)
+        arrangement = self.arrangement(stage)
+        if arrangement == "question_first":
+            # Every kind stands before pictures equally often. By their shares, places were not learnt there.
+            kinds.insert(0, str(self.rng.choice(_possible(stage, len(sizes)))))
+        questions = self.asked(pictures, kinds, turns)
+        messages = converse(self.rng, [size.tokens for size in sizes], questions, arrangement)
+        ids, answers = self.encode(messages)
+        spoken = sum(message["role"] == "assistant" for message in messages) - len(questions)
+        return Conversation(
+            pictures,
+            ids,
+            answers,
+            [""] * spoken + [question.kind for question in questions],
+            [-1] * spoken + [asked_about(question.text) for question in questions],
         )
 
     def _about(self, ids: list[int], answers: list[int], asked: list[int]) -> list[int]:
@@ -261,16 +302,16 @@ class Sampler:
         ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in words]
         return torch.tensor([token for [token] in ids])
 
-    def _kinds(self, stage: Stage, images: int, turns: int) -> list[str]:
+    def kinds(self, stage: Stage, images: int, turns: int) -> list[str]:
         kinds = _possible(stage, images)
         total = sum(stage.shares[kind] for kind in kinds)
         return [str(k) for k in self.rng.choice(kinds, size=turns, p=[stage.shares[kind] / total for kind in kinds])]
 
-    def _encode(self, messages: list[dict[str, Any]], first_answer: int) -> tuple[list[int], list[int]]:
+    def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Token ids, and the number of the answer that each belongs to. An image is its number of tokens."""
         ids: list[int] = []
         answers: list[int] = []
-        answer = first_answer
+        answer = 0
         for message in messages:
             self._append(ids, f"<|im_start|>{message['role']}\n")
             start = len(ids)
@@ -302,9 +343,9 @@ def _possible(stage: Stage, images: int) -> list[str]:
     return [kind for kind in stage.shares if images > 1 or kind not in _ABOUT_SEVERAL]
 
 
-def _asked_about(question: str) -> int:
+def asked_about(question: str) -> int:
     """Number of the image that a question is about, from 0; -1 if it names none or several."""
-    named = [i for i, number in enumerate(_NUMBERS) if f"image{number}" in question.lower()]
+    named = [i for i, number in enumerate(NUMBERS) if f"image{number}" in question.lower()]
     return named[0] if len(named) == 1 else -1
 
 
@@ -370,6 +411,7 @@ class Trainer:
       learning_rate: before its descent.
       image_numbers: whether image tokens are drawn to the word that numbers their image.
       curriculum: what is shown, in this order.
+      sampler: makes conversations of it, given the checkpoint's folder.
     """
 
     def __init__(
@@ -381,6 +423,7 @@ class Trainer:
         learning_rate: float,
         image_numbers: bool = True,
         curriculum: Sequence[Stage] = CURRICULUM,
+        sampler: Callable[[pathlib.Path], Sampler] = Sampler,
     ) -> None:
         self.run = run
         self.curriculum = curriculum
@@ -388,12 +431,12 @@ class Trainer:
         run.mkdir(parents=True, exist_ok=True)
         checkpoint = run / "checkpoint"
         if not checkpoint.exists():
-            new_checkpoint(checkpoint, variant)
+            self.write_checkpoint(checkpoint, variant)
         torch.manual_seed(seed)
         config = AutoConfig.from_pretrained(checkpoint)
         self.model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         self.seed = seed
-        self.sampler = Sampler(checkpoint)
+        self.sampler = sampler(checkpoint)
         self._encoded: list[list[torch.Tensor]] = []  # image tokens, and DeepStack's features
         self.model.model.visual.register_forward_hook(
             lambda *call: self._encoded.append([call[2].pooler_output, *getattr(call[2], "deepstack_features", [])])
@@ -414,7 +457,8 @@ class Trainer:
             fused=True,
         )
         self.learning_rate = learning_rate
-        self.step, self.stage, self.seconds = 0, 0, 0.0
+        self.step, self.stage = 0, 0
+        self.seconds, self.processor_seconds = 0.0, 0.0  # the latter of this process alone
         self.finish: tuple[int, int] | None = None  # first and last step of the learning rate's descent
         self.right: list[dict[str, list[float]]] = []  # of the stage's last steps
         if (run / "state.pt").exists():
@@ -422,12 +466,16 @@ class Trainer:
         else:
             self.begin()
 
+    def write_checkpoint(self, directory: pathlib.Path, variant: str) -> None:
+        """Writes all of a new run's checkpoint but the weights."""
+        new_checkpoint(directory, variant)
+
     def begin(self) -> None:
         """Draws the weights of a new run."""
         _initialize(self.model)
 
     def train_step(self, tokens: int, turns: int, groups: int) -> dict[str, Any]:
-        start = time.perf_counter()
+        start, start_processor = time.perf_counter(), time.process_time()
         rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.sampler.rng = np.random.default_rng([self.seed, self.step, rank])
         rate = self.learning_rate * min(1.0, (self.step + 1) / 200)
@@ -456,13 +504,15 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         self.seconds += time.perf_counter() - start
+        self.processor_seconds += time.process_time() - start_processor
         self.right = [*self.right[-29:], right]
         accuracy = self.accuracy()
         stage = self.stage
         leading = [accuracy[kind] for kind in (*_LEADING, "sight") if kind in accuracy]
         if len(self.right) == 30 and min(leading) >= self.curriculum[stage].promote:
             self.stage, self.right = stage + 1, []
-        return {"step": self.step, "stage": stage, "loss": total, "seconds": self.seconds, "right": accuracy}
+        spent = {name: round(getattr(self, name), 1) for name in ("seconds", "processor_seconds")}
+        return {"step": self.step, "stage": stage, "loss": total, **spent, "right": accuracy}
 
     def look(self, tokens: int) -> tuple[torch.Tensor, dict[str, list[float]]]:
         """The encoder's loss on pictures alone, and how many tokens show what they are."""
@@ -553,7 +603,9 @@ class Trainer:
         for right in self.right:
             for kind, found in right.items():
                 values.setdefault(kind, []).extend(found)
-        return {kind: float(np.mean(values[kind])) for kind in (*KINDS, "sight", "number") if values.get(kind)}
+        return {
+            kind: float(np.mean(values[kind])) for kind in (*KINDS, *SEARCHES, "sight", "number") if values.get(kind)
+        }
 
     def save(self) -> None:
         state = {
@@ -582,7 +634,7 @@ class Trainer:
             setattr(self, name, state[name])
 
 
-_KEPT = ("step", "stage", "seconds", "finish", "right")
+_KEPT = ("step", "stage", "seconds", "processor_seconds", "finish", "right")
 
 
 def _initialize(model: Any) -> None:
@@ -687,16 +739,25 @@ def main(make: Callable[..., Trainer] = Trainer, description: str | None = __doc
     last = math.inf if args.steps is None else trainer.step + args.steps
     if trainer.finish is not None:
         last = min(last, trainer.finish[1])
-    with open(args.out / "log.jsonl", "a", encoding="utf-8") as log:
-        while trainer.step < last:
+    stopped = threading.Event()
+    if not dist.is_initialized():  # else one process would wait for the others
+        signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    saved = trainer.seconds
+    path = args.out / "log.jsonl"
+    if leads and path.exists():  # steps behind the one that was kept come again
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= trainer.step), encoding="utf-8")
+    with open(path, "a", encoding="utf-8") as log:
+        while trainer.step < last and not stopped.is_set():
             report = trainer.train_step(args.tokens, args.turns, args.groups)
             if not leads:
                 continue
             if trainer.step % 20 == 0:
                 log.write(json.dumps(report) + "\n")
                 log.flush()
-            if trainer.step % 200 == 0 or trainer.stage != report["stage"]:
+            if trainer.seconds - saved > _SAVED_EVERY or trainer.stage != report["stage"]:
                 trainer.save()
+                saved = trainer.seconds
     if leads:
         trainer.save()
 

@@ -17,7 +17,7 @@ from research.tiny_vqa.conversations import converse
 from vlcache_jax.benchmarks.tiny_vqa import splits
 from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_splits
-from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, RELATED, TASKS, ask
+from vlcache_jax.benchmarks.tiny_vqa.tasks import KINDS, RELATED, SEARCHES, TASKS, ask
 from vlcache_jax.study.questions import ARRANGEMENTS, read_tsv
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
@@ -63,6 +63,7 @@ def solve(question: str, pictures: list[Picture]) -> str:
     count = lambda grid, kind: sum(kind in cell.split() for row in grid for cell in row)  # noqa: E731
     kind_of = lambda text: {"crosses": "cross"}.get(text, text.removesuffix(" shapes").removesuffix("s"))  # noqa: E731
     image = lambda number: f"image {list(NUMBERS)[number - 1]}"  # noqa: E731
+    coded = lambda code: 1 + [str(p.code_glyph) for p in pictures].index(code)  # noqa: E731
     listed = lambda text: re.split(", | and ", text)  # noqa: E731
     if found := re.fullmatch(r"what is at (.* and .*)\?", words):
         return ", ".join(f"{place.upper()} {at(place)}" for place in listed(found[1]))
@@ -82,6 +83,11 @@ def solve(question: str, pictures: list[Picture]) -> str:
         return f"code {picture.code_glyph}"
     if words == "where is the code?":
         return f"code {name(*picture.code)}"
+    if found := re.fullmatch(r"which image has the code (.*)\?", words):
+        return f"code {found[1]} {list(NUMBERS)[coded(found[1]) - 1]}"
+    if found := re.fullmatch(r"where the code is (.*), what is at (.*)\?", words):
+        grid = grids[coded(found[1]) - 1]
+        return f"code {found[1]} {list(NUMBERS)[coded(found[1]) - 1]} {found[2].upper()} {at(found[2])}"
     if found := re.fullmatch(r"what is where image (\d) has its code\?", words):
         row, column = pictures[int(found[1]) - 1].code
         place = name(row, column)
@@ -107,9 +113,9 @@ def solve(question: str, pictures: list[Picture]) -> str:
     return f"{image(i)} code {code}, {image(j)} {code} {shown}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SEARCHES])
 def test_answers(kind):
-    rng = np.random.default_rng(list(KINDS).index(kind))
+    rng = np.random.default_rng([*KINDS, *SEARCHES].index(kind))
     small = SIZES["small"]
     asked = []
     for _ in range(400):
@@ -249,7 +255,7 @@ def test_training_reads_what_the_chat_template_writes(training, unfinished, arra
         questions = [question for kind in KINDS if (question := ask(rng, pictures, [kind]))]
         tokens = [picture.size.tokens for picture in pictures]
         messages = converse(rng, tokens, questions, arrangement)
-        ids, answers = sampler._encode(messages, first_answer=0)
+        ids, answers = sampler.encode(messages)
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         for count in tokens:
             text = text.replace("<|image_pad|>", "<|pad|>" * count, 1)
@@ -269,7 +275,7 @@ def test_training_reads_what_the_chat_template_writes(training, unfinished, arra
     ],
 )
 def test_which_image_a_question_is_about(training, question, image):
-    assert training._asked_about(question) == image
+    assert training.asked_about(question) == image
 
 
 def test_which_image_a_token_of_an_answer_is_about(training, unfinished):
@@ -280,7 +286,7 @@ def test_which_image_a_token_of_an_answer_is_about(training, unfinished):
         {"role": "user", "content": "In image two, what is at A1?"},
         {"role": "assistant", "content": "nothing"},
     ]
-    ids, answers = sampler._encode(messages, first_answer=0)
+    ids, answers = sampler.encode(messages)
     about = sampler._about(ids, answers, [-1, 1])
     one, two = (ids.index(token, answers.index(0)) for token in sampler.numbers[:2])
     first, second = answers.index(0), answers.index(1)
