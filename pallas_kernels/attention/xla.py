@@ -177,12 +177,7 @@ def _paged_attention(
         row = jnp.where((place < item[BOXES] * config.box) & (row < N), row, N + place)
         mine, first, last = (x.at[row].get(mode="fill", fill_value=0) for x in (q, start, end))
         total, largest, weight = (x.at[row].get(mode="clip") for x in sums)
-        if places == 1:
-            add = functools.partial(_add_row, _block_diagonal(mine[0]))
-            state = _block_diagonal(total[0]), largest.reshape(H), weight.reshape(H)
-        else:
-            add = functools.partial(_add_block, mine.transpose(1, 2, 0, 3))
-            state = total.transpose(1, 2, 0, 3), largest.transpose(1, 2, 0), weight.transpose(1, 2, 0)
+        add = functools.partial(_add_block, mine.transpose(1, 2, 0, 3))
 
         def visit(i: jax.Array, state: State) -> State:
             page = item[FROM] + i * span
@@ -196,20 +191,37 @@ def _paged_attention(
                 seen_to = jnp.minimum(last, item[TO] * PAGE)
                 return add(keys, values, (slot >= first[:, None]) & (slot < seen_to[:, None]), state, scale)
 
-            if places == 1:  # masking is cheap, and this needs to be compiled once
-                return partly(state)
             whole = functools.partial(add, keys, values, None, scale=scale)
             is_whole = (item[INNER_FROM] <= page) & (page + span <= jnp.minimum(item[INNER_TO], item[TO]))
             return lax.cond(is_whole, whole, partly, state)
 
-        visits = (item[TO] - item[FROM] + span - 1) // span
-        total, largest, weight = lax.fori_loop(0, visits, visit, state)
-        if places == 1:
-            done = _own_blocks(total, K)[None], largest.reshape(1, K, -1), weight.reshape(1, K, -1)
-        else:
-            done = total.transpose(2, 0, 1, 3), largest.transpose(2, 0, 1), weight.transpose(2, 0, 1)
+        state = total.transpose(1, 2, 0, 3), largest.transpose(1, 2, 0), weight.transpose(1, 2, 0)
+        total, largest, weight = lax.fori_loop(0, (item[TO] - item[FROM] + span - 1) // span, visit, state)
+        done = total.transpose(2, 0, 1, 3), largest.transpose(2, 0, 1), weight.transpose(2, 0, 1)
         sum_total, sum_largest, sum_weight = (
             x.at[row].set(new, mode="drop", unique_indices=True) for x, new in zip(sums, done, strict=True)
+        )
+        return sum_total, sum_largest, sum_weight
+
+    def add_row(i: jax.Array, sums: State) -> State:
+        """The same of an item of one row. Masking is cheap there, so that every page is masked."""
+        item = parts.items[i]
+        row = parts.rows[item[BOX0]]
+        mine, first, last, total, largest, weight = (
+            lax.dynamic_index_in_dim(x, row, keepdims=False) for x in (q, start, end, *sums)
+        )
+        own, seen_to = _block_diagonal(mine), jnp.minimum(last, item[TO] * PAGE)
+
+        def visit(page: jax.Array, state: State) -> State:
+            keys, values = _block(k, v, parts.tables[item[TABLE], page] * PAGE, PAGE, compute)
+            slot = page * PAGE + jnp.arange(PAGE)
+            return _add_row(own, keys, values, (slot >= first) & (slot < seen_to), state, scale)
+
+        state = _block_diagonal(total), largest.reshape(H), weight.reshape(H)
+        total, largest, weight = lax.fori_loop(item[FROM], item[TO], visit, state)
+        done = _own_blocks(total, K), largest.reshape(K, -1), weight.reshape(K, -1)
+        sum_total, sum_largest, sum_weight = (
+            lax.dynamic_update_index_in_dim(x, new, row, 0) for x, new in zip(sums, done, strict=True)
         )
         return sum_total, sum_largest, sum_weight
 
@@ -217,7 +229,8 @@ def _paged_attention(
     sums = _empty_state((N, K, H // K), D)
     if config.tile > config.small:
         sums = lax.fori_loop(0, large, functools.partial(add_item, config.tile), sums)
-    total, _, weight = lax.fori_loop(large, parts.ctas[-1], functools.partial(add_item, config.small), sums)
+    add_small = add_row if config.small * config.box == 1 else functools.partial(add_item, config.small)
+    total, _, weight = lax.fori_loop(large, parts.ctas[-1], add_small, sums)
     is_empty = (weight == 0) | (start >= end)[:, None, None]  # an item may have added pages that others see whole
     return jnp.where(is_empty[..., None], 0, total / weight[..., None]).reshape(N, H, D).astype(k.dtype)
 

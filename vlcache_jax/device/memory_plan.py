@@ -21,9 +21,10 @@ from vlcache_jax.models.config import TextConfig
 from vlcache_jax.pallas_kernels import PAGE
 
 GIB = 2**30
-# A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more. These rungs are
-# filled well by prompts of a few images of 1024 tokens of which a tenth is computed.
-CPU_ROWS = (48, 80, 144, 240, 352, 544, 1024, 4096)
+# A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more. The first rung
+# holds a prompt that is there but for its end. The others are filled well by prompts of a few images of 1024 tokens of
+# which a tenth is computed.
+CPU_ROWS = (16, 48, 80, 144, 240, 352, 544, 1024, 4096)
 # A row of a window costs as much where nobody is in it: 32 answers took 1.6 times as long in a window of 64. A rung of
 # 24 would save little more in batches, and costs as many programs as the others.
 CPU_SEQUENCES = (1, 4, 8, 16, 32, 48, 64)
