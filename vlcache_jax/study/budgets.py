@@ -1,0 +1,269 @@
+"""Answers that go on with a part of their prompt's K, V: every method at every budget, on the same questions.
+
+Answers and the memory that they go on with are the engine's. Looked into is each question's run with the whole cache:
+from it follows what a method keeps, how much of what the first decoded row looks at most that is (CacheHitRate), and
+what the answer's logits become, given the answer with the whole cache. After VL-Cache's evaluation, arXiv:2410.23317.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlcache_jax.compress.parse import parse_compressor
+from vlcache_jax.compress.policies import Compressor, Random, VLCache
+from vlcache_jax.progress import Progress
+from vlcache_jax.study.accuracy import Protocol, identity
+from vlcache_jax.study.masked import Look, MaskedAnswers
+from vlcache_jax.study.probe import Probe
+from vlcache_jax.study.questions import Sample
+from vlcache_jax.study.retention import cache_hit_rate, contribution, coverage, mean_of_rows
+from vlcache_jax.study.worklog import WorkLog
+
+if TYPE_CHECKING:
+    from vlcache_jax.llm import LLM
+
+WHOLE = "whole"
+METHODS = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", "streaming", "random")
+_LAYERS = "layers"
+_P = 0.01  # below this part of a row's maximum nothing counts, for what layers tell
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A method at a budget.
+
+    Attributes:
+      method: its name, the same at all budgets.
+      budget: share of the prompt's K, V, above 0 and at most 1.
+      ways: what runs; of a method that draws one for each seed.
+    """
+
+    method: str
+    budget: float
+    ways: tuple[Compressor, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.budget:g}"
+
+
+def settings_of(
+    methods: Sequence[str], budgets: Sequence[float], *, ps: Sequence[float] = (), seeds: int = 1
+) -> list[Setting]:
+    """Every method at every budget.
+
+    Args:
+      methods: of `METHODS`.
+      ps: vl-cache runs with each of these thresholds, too.
+      seeds: of what is drawn.
+
+    Raises:
+      ValueError: there is no such method, or budget.
+    """
+    found: list[Setting] = []
+    for method in dict.fromkeys(methods):
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        for budget in dict.fromkeys(budgets):
+            found.append(Setting(method, budget, _ways(method, budget, seeds)))
+    for p in dict.fromkeys(ps):
+        found += [Setting(f"vl-cache, p = {p:g}", budget, (VLCache(budget, p=p),)) for budget in dict.fromkeys(budgets)]
+    return found
+
+
+def _ways(method: str, budget: float, seeds: int) -> tuple[Compressor, ...]:
+    if method == Random.word:
+        return tuple(Random(budget, seed=seed) for seed in range(seeds))
+    return (parse_compressor(f"{method}-{budget}"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One question answered in one way.
+
+    Attributes:
+      sample: number of the sample.
+      text: the answer.
+      score: how right it is, from 0 to 1.
+      memory: bytes of K, V that the answer goes on with, over those of the prompt.
+      same: whether its tokens are those with the whole cache.
+      agree, tokens: positions behind the first token of the answer with the whole cache at which the most likely token
+        is the same, and all of them.
+      squared_error: mean over these and the vocabulary of the squared difference of logits.
+      hit_rate: CacheHitRate, the mean of layers and heads; None: nothing was decoded.
+    """
+
+    sample: int
+    text: str
+    score: float
+    memory: float
+    same: bool
+    agree: int
+    tokens: int
+    squared_error: float
+    hit_rate: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """What the rows of a decoded answer look at, layer by layer.
+
+    Attributes:
+      prompt_tokens, image_tokens: of the prompt.
+      sparsity: of the rows behind the last image [L].
+      contribution: of the images to attention to the prompt [L].
+      coverage: share of the images in the tokens looked at most, by budget: [budgets, L].
+    """
+
+    prompt_tokens: int
+    image_tokens: int
+    sparsity: list[float]
+    contribution: list[float]
+    coverage: list[list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """All that was found.
+
+    Attributes:
+      whole: with the whole cache, one result a sample.
+      results: by setting, [ways][samples].
+      layers: of each sample of which something was decoded.
+    """
+
+    whole: list[Result]
+    results: dict[Setting, list[list[Result]]]
+    layers: list[Layers]
+
+
+def run(
+    llm: LLM,
+    samples: Sequence[Sample],
+    settings: Sequence[Setting],
+    *,
+    arrangement: str = "image_first",
+    max_tokens: int = 32,
+    batch: int = 8,
+    work: pathlib.Path | None = None,
+) -> Answers:
+    """Answers all samples under every setting; what the file `work` has is not run again.
+
+    Args:
+      llm: with a pool for what is kept of prompts.
+      batch: questions that are answered together. What is finished of them is written at their end.
+
+    Raises:
+      ValueError: there is no pool for what is kept, or `work` is another kind of file.
+    """
+    from vlcache_jax.sampling import SamplingParams
+
+    log = WorkLog(work, identity(llm, samples, max_tokens))
+    ways = list(dict.fromkeys(way for setting in settings for way in setting.ways))
+    budgets = sorted({setting.budget for setting in settings})
+    study = _Study(llm, SamplingParams(max_tokens=max_tokens, temperature=0), Protocol(arrangement), budgets)
+    found: dict[Any, list[Any]] = {part: [] for part in (WHOLE, _LAYERS, *ways)}
+    with Progress("questions", len(samples)) as bar:
+        for chosen in itertools.batched(range(len(samples)), batch):
+            keys = {part: json.dumps([arrangement, chosen, repr(part)]) for part in found}
+            keys[_LAYERS] = json.dumps([arrangement, chosen, _LAYERS, budgets])
+            if missing := [part for part, key in keys.items() if log.get(key) is None]:
+                for part, rows in study.evaluate(samples, chosen, missing).items():
+                    log.add(keys[part], rows)
+            # From the file, so that a run that goes on gives what an unbroken one does.
+            for part, key in keys.items():
+                found[part] += log.get(key)
+            bar.update(len(chosen))
+    by_way = {way: [Result(*row) for row in found[way]] for way in (WHOLE, *ways)}
+    results = {setting: [by_way[way] for way in setting.ways] for setting in settings}
+    return Answers(by_way[WHOLE], results, [Layers(*row) for row in found[_LAYERS]])
+
+
+class _Study:
+    """Evaluates batches of questions.
+
+    Args:
+      llm: answers.
+      params: of answers.
+      protocol: how questions are asked.
+      budgets: that coverage is told for.
+    """
+
+    def __init__(self, llm: LLM, params: Any, protocol: Protocol, budgets: Sequence[float]):
+        self._llm, self._params, self._protocol, self._budgets = llm, params, protocol, budgets
+        self._masked = MaskedAnswers(Probe(llm), params.max_tokens)
+
+    def evaluate(self, samples: Sequence[Sample], chosen: Sequence[int], parts: Sequence[Any]) -> dict[Any, list[Any]]:
+        """Rows of each part: of a way those of `Result`, one a question."""
+        conversations = [self._protocol.formal(samples, i) for i in chosen]
+        whole = [output.outputs[0] for output in self._llm.chat(conversations, self._params)]
+        ways = [part for part in parts if part not in (WHOLE, _LAYERS)]
+        rows: dict[Any, list[Any]] = {part: [] for part in parts}
+        inside: dict[Any, list[tuple[Any, ...]]] = {way: [] for way in ways}
+        # Inside, question by question.
+        for i, conversation, answer in zip(chosen, conversations, whole, strict=True):
+            count = len(answer.token_ids)
+            if WHOLE in rows:
+                score = samples[i].score(answer.text)
+                rows[WHOLE].append((i, answer.text, score, 1.0, True, count - 1, count - 1, 0.0, None))
+            look = self._masked.look(conversation, answer.token_ids)
+            if _LAYERS in rows and count > 1:
+                rows[_LAYERS].append(dataclasses.astuple(self._layers(look)))
+            for way in ways:
+                inside[way].append(self._inside(look, way))
+        # Answers, way by way.
+        for way in ways:
+            outputs = self._llm.chat(conversations, self._params, compress=way)
+            for i, output, before, told in zip(chosen, outputs, whole, inside[way], strict=True):
+                [answer] = output.outputs
+                kept = output.compression
+                # Of an answer of one token nothing is kept.
+                memory = way.alpha if kept is None else kept.bytes / kept.bytes_full
+                same = answer.token_ids == before.token_ids
+                rows[way].append((i, answer.text, samples[i].score(answer.text), memory, same, *told))
+        return rows
+
+    def _inside(self, look: Look, way: Compressor) -> tuple[int, int, float, float | None]:
+        """The rest of a result: from `agree` on."""
+        decoded = look.answer[:-1]
+        if not decoded:
+            return 0, 0, 0.0, None
+        n, kept = len(look.prompt), self._masked.kept(look, way)
+        seen = np.zeros((*kept.scores.shape[:2], 1, look.k.shape[1]), bool)
+        seen[:, :, 0, :n] = kept.mask
+        logits, _ = self._masked.run(look, decoded, seen)
+        group = look.q.shape[2] // look.k.shape[2]
+        rates = [
+            cache_hit_rate(scores.repeat(group, 0), attention, count)
+            for scores, attention, count in zip(kept.scores, look.first_decoded, kept.counts, strict=True)
+        ]
+        return *compared(logits, look.trace.logits[1:]), float(np.mean(rates))
+
+    def _layers(self, look: Look) -> Layers:
+        n, is_image = len(look.prompt), look.placed.is_image[: len(look.prompt)]
+        decoded = [look.attention(n + i) for i in range(len(look.answer) - 1)]
+        gamma = self._masked.kept(look, VLCache(0.5, p=_P)).sparsity
+        assert gamma is not None
+        return Layers(
+            n,
+            int(is_image.sum()),
+            gamma.tolist(),
+            mean_of_rows([[contribution(layer, is_image, _P) for layer in row] for row in decoded]),
+            [
+                mean_of_rows([[coverage(layer, is_image, budget) for layer in row] for row in decoded])
+                for budget in self._budgets
+            ],
+        )
+
+
+def compared(logits: np.ndarray, whole: np.ndarray) -> tuple[int, int, float]:
+    """(positions of the same most likely token, all positions, mean squared difference)."""
+    same = int((logits.argmax(-1) == whole.argmax(-1)).sum())
+    return same, len(whole), float(np.mean(np.square(logits.astype(np.float64) - whole)))
