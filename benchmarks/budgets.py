@@ -41,6 +41,7 @@ def measure(
     budgets: Sequence[float],
     ps: Sequence[float],
     seeds: int,
+    every: int,
     against: str,
     arrangement: str,
     questions: int | None,
@@ -60,6 +61,7 @@ def measure(
       methods: None is all.
       ps: thresholds that vl-cache runs with, beside its own.
       seeds: of the random method.
+      every: tokens that h2o-stream decodes before it drops some.
       against: the method that all are compared with, at the same memory.
       questions: of each file at most.
       work: file of finished parts.
@@ -83,7 +85,7 @@ def measure(
     from vlcache_jax import LLM
     from vlcache_jax.study.budgets import METHODS, run, settings_of
 
-    settings = settings_of(methods or METHODS, sorted(budgets), ps=ps, seeds=seeds)
+    settings = settings_of(methods or METHODS, sorted(budgets), ps=ps, seeds=seeds, every=every)
     if against not in (known := dict.fromkeys(setting.method for setting in settings)):
         raise ValueError(f"against must be one of {', '.join(known)}, got {against!r}")
     with Progress("reading questions"):
@@ -101,6 +103,7 @@ def measure(
         "max_tokens": max_tokens,
         "dtype": dtype,
         "seeds": seeds,
+        "every": every,
         "against": against,
         **layers,
     }

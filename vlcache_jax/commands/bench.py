@@ -452,7 +452,8 @@ _Methods = Annotated[
     list[str] | None,
     typer.Option(
         metavar="<str>",
-        help="vl-cache, postvision, snapkv, pyramidkv, h2o, zipcache, streaming, random; may be repeated.",
+        help="vl-cache, postvision, snapkv, pyramidkv, h2o, zipcache, streaming, random, fastv, h2o-stream; "
+        "may be repeated.",
         show_default="all",
     ),
 ]
@@ -479,6 +480,7 @@ def budgets_command(
                      show_default=False),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of random, whose mean counts.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Tokens that h2o-stream decodes before it drops some.")] = 8,
     against: Annotated[str, typer.Option(help="The method that all are compared with, at the same memory.")] = "random",
     arrangement: Annotated[str, typer.Option(help="image_first, text_first, question_first.")] = "image_first",
     questions: Annotated[
@@ -510,6 +512,7 @@ def budgets_command(
             budgets=budget or budgets.BUDGETS,
             ps=p or (),
             seeds=seeds,
+            every=every,
             against=against,
             arrangement=arrangement,
             questions=questions,

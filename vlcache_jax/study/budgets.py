@@ -1,8 +1,9 @@
 """Answers that go on with a part of their prompt's K, V: every method at every budget, on the same questions.
 
-Answers and the memory that they go on with are the engine's. Looked into is each question's run with the whole cache:
-from it follows what a method keeps, how much of what the first decoded row looks at most that is (CacheHitRate), and
-what the answer's logits become, given the answer with the whole cache. After VL-Cache's evaluation, arXiv:2410.23317.
+Answers and the memory that they go on with are the engine's, but for methods that it has not (`baselines`). Looked into
+is each question's run with the whole cache: from it follows what a method keeps, how much of what the first decoded row
+looks at most that is (CacheHitRate), and what the answer's logits become, given the answer with the whole cache. After
+VL-Cache's evaluation, arXiv:2410.23317.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import Compressor, Random, VLCache
 from vlcache_jax.progress import Progress
 from vlcache_jax.study.accuracy import Protocol, identity
+from vlcache_jax.study.baselines import FastV, Follow, StreamingH2O
 from vlcache_jax.study.masked import Look, MaskedAnswers
 from vlcache_jax.study.probe import Probe
 from vlcache_jax.study.questions import Sample
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
 
 WHOLE = "whole"
-METHODS = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", "streaming", "random")
+POLICIES = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", "streaming", "random")
+METHODS = (*POLICIES, "fastv", "h2o-stream")
+Way = Compressor | FastV | StreamingH2O  # of the engine, or computed through masks
 _LAYERS = "layers"
 _P = 0.01  # below this part of a row's maximum nothing counts, for what layers tell
 
@@ -41,13 +45,13 @@ class Setting:
 
     Attributes:
       method: its name, the same at all budgets.
-      budget: share of the prompt's K, V, above 0 and at most 1.
+      budget: share of the prompt's K, V, above 0 and at most 1; of fastv, of the image tokens.
       ways: what runs; of a method that draws one for each seed.
     """
 
     method: str
     budget: float
-    ways: tuple[Compressor, ...]
+    ways: tuple[Way, ...]
 
     @property
     def name(self) -> str:
@@ -55,7 +59,7 @@ class Setting:
 
 
 def settings_of(
-    methods: Sequence[str], budgets: Sequence[float], *, ps: Sequence[float] = (), seeds: int = 1
+    methods: Sequence[str], budgets: Sequence[float], *, ps: Sequence[float] = (), seeds: int = 1, every: int = 8
 ) -> list[Setting]:
     """Every method at every budget.
 
@@ -63,6 +67,7 @@ def settings_of(
       methods: of `METHODS`.
       ps: vl-cache runs with each of these thresholds, too.
       seeds: of what is drawn.
+      every: tokens that h2o-stream decodes before it drops some.
 
     Raises:
       ValueError: there is no such method, or budget.
@@ -72,15 +77,20 @@ def settings_of(
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         for budget in dict.fromkeys(budgets):
-            found.append(Setting(method, budget, _ways(method, budget, seeds)))
+            found.append(Setting(method, budget, _ways(method, budget, seeds, every)))
     for p in dict.fromkeys(ps):
         found += [Setting(f"vl-cache, p = {p:g}", budget, (VLCache(budget, p=p),)) for budget in dict.fromkeys(budgets)]
     return found
 
 
-def _ways(method: str, budget: float, seeds: int) -> tuple[Compressor, ...]:
-    if method == Random.word:
-        return tuple(Random(budget, seed=seed) for seed in range(seeds))
+def _ways(method: str, budget: float, seeds: int, every: int) -> tuple[Way, ...]:
+    match method:
+        case Random.word:
+            return tuple(Random(budget, seed=seed) for seed in range(seeds))
+        case "fastv":
+            return (FastV(budget),)
+        case "h2o-stream":
+            return (StreamingH2O(budget, every),)
     return (parse_compressor(f"{method}-{budget}"),)
 
 
@@ -97,7 +107,7 @@ class Result:
       agree, tokens: positions behind the first token of the answer with the whole cache at which the most likely token
         is the same, and all of them.
       squared_error: mean over these and the vocabulary of the squared difference of logits.
-      hit_rate: CacheHitRate, the mean of layers and heads; None: nothing was decoded.
+      hit_rate: CacheHitRate, the mean of layers and heads; None: nothing was decoded, or the engine does not do this.
     """
 
     sample: int
@@ -204,9 +214,9 @@ class _Study:
         """Rows of each part: of a way those of `Result`, one a question."""
         conversations = [self._protocol.formal(samples, i) for i in chosen]
         whole = [output.outputs[0] for output in self._llm.chat(conversations, self._params)]
-        ways = [part for part in parts if part not in (WHOLE, _LAYERS)]
         rows: dict[Any, list[Any]] = {part: [] for part in parts}
-        inside: dict[Any, list[tuple[Any, ...]]] = {way: [] for way in ways}
+        ways = [part for part in parts if part not in (WHOLE, _LAYERS)]
+        inside: dict[Any, list[tuple[Any, ...]]] = {way: [] for way in ways if isinstance(way, Compressor)}
         # Inside, question by question.
         for i, conversation, answer in zip(chosen, conversations, whole, strict=True):
             count = len(answer.token_ids)
@@ -217,11 +227,14 @@ class _Study:
             if _LAYERS in rows and count > 1:
                 rows[_LAYERS].append(dataclasses.astuple(self._layers(look)))
             for way in ways:
-                inside[way].append(self._inside(look, way))
-        # Answers, way by way.
-        for way in ways:
+                if isinstance(way, Compressor):
+                    inside[way].append(self._inside(look, way))
+                else:
+                    rows[way].append((i, *self._beside(look, way, samples[i], answer.text)))
+        # The engine's answers, way by way.
+        for way, of_questions in inside.items():
             outputs = self._llm.chat(conversations, self._params, compress=way)
-            for i, output, before, told in zip(chosen, outputs, whole, inside[way], strict=True):
+            for i, output, before, told in zip(chosen, outputs, whole, of_questions, strict=True):
                 [answer] = output.outputs
                 kept = output.compression
                 # Of an answer of one token nothing is kept.
@@ -246,6 +259,20 @@ class _Study:
         ]
         return *compared(logits, look.trace.logits[1:]), float(np.mean(rates))
 
+    def _beside(self, look: Look, way: FastV | StreamingH2O, sample: Sample, text: str) -> tuple[Any, ...]:
+        """A result but for its sample, of a method that the engine has not; `text` is the whole cache's answer."""
+        answer = list(look.answer)
+        if len(answer) == 1:
+            return text, sample.score(text), way.alpha, True, 0, 0, 0.0, None
+        follow, memory = way.begin(self._masked, look)
+        tokenizer = self._llm.get_tokenizer()
+        forced = follow(answer[:-1])
+        tokens = greedy(follow, forced, answer, tokenizer.eos_token_id, self._params.max_tokens)
+        if tokens != answer:
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+        told = compared(forced[1:], look.trace.logits[1:])
+        return text, sample.score(text), memory, tokens == answer, *told, None
+
     def _layers(self, look: Look) -> Layers:
         n, is_image = len(look.prompt), look.placed.is_image[: len(look.prompt)]
         decoded = [look.attention(n + i) for i in range(len(look.answer) - 1)]
@@ -267,3 +294,22 @@ def compared(logits: np.ndarray, whole: np.ndarray) -> tuple[int, int, float]:
     """(positions of the same most likely token, all positions, mean squared difference)."""
     same = int((logits.argmax(-1) == whole.argmax(-1)).sum())
     return same, len(whole), float(np.mean(np.square(logits.astype(np.float64) - whole)))
+
+
+def greedy(follow: Follow, forced: np.ndarray, whole: list[int], end: int, most: int) -> list[int]:
+    """A greedy answer, which begins as that with the whole cache as far as they agree.
+
+    Args:
+      follow: gives logits behind its tokens.
+      forced: logits of the whole cache's answer, [c, V].
+      whole: its tokens.
+      end: the token that ends an answer.
+      most: tokens of an answer at most.
+    """
+    differs = np.flatnonzero(forced.argmax(-1) != whole)
+    if not len(differs):
+        return whole
+    tokens = [*whole[: differs[0]], int(forced[differs[0]].argmax())]
+    while tokens[-1] != end and len(tokens) < most:
+        tokens.append(int(follow(tokens)[-1].argmax()))
+    return tokens

@@ -97,6 +97,7 @@ class MaskedAnswers:
         self.probe, self.most = probe, most
         self._rows = jax.jit(self._compute)
         self._observed = jax.jit(self._observe)
+        self._rest = jax.jit(self._layers)
         self._scores = jax.jit(lambda scores, seen: scores(seen), static_argnums=0)
 
     def look(self, conversation: Any, answer: Sequence[int]) -> Look:
@@ -172,6 +173,30 @@ class MaskedAnswers:
         hidden, weights = self._rows(self.probe.runner.text, ids, position, k, v, seen)
         return self.probe.logits(hidden)[:count], np.asarray(weights)[:, :, :count, : slots + count]
 
+    def behind(
+        self, look: Look, layer: int, rows: npt.NDArray[np.integer]
+    ) -> tuple[jax.Array, jax.Array, npt.NDArray[np.float32]]:
+        """Takes some of a prompt's rows through the layers behind one; the others are absent there.
+
+        Args:
+          rows: rising; the last one is the prompt's.
+
+        Returns:
+          (keys and values as a look has them, the rows' one after the other behind that layer; logits of the first
+          token, [1, V]).
+        """
+        probe, count = self.probe, len(rows)
+        index = np.zeros(round_up(count, probe.runner.ladder.rows), np.int32)
+        index[:count] = rows
+        text, first = probe.runner.text, layer + 1
+        layers = [text["layers"][i] for i in range(first, probe.num_layers)]
+        k, v, x = self._rest(
+            layers, look.trace.inputs[first][index], look.placed.deepstack[first:, index],
+            look.placed.layout.positions[:, index], look.k[first:], look.v[first:], np.int32(count),
+        )  # fmt: skip
+        k, v = (jnp.concatenate([mine[:first], more]) for mine, more in ((look.k, k), (look.v, v)))
+        return k, v, probe.logits(x[count - 1 : count])
+
     # Programs.
 
     def _observe(self, q: jax.Array, k: jax.Array, place: jax.Array, p: jax.Array) -> Any:
@@ -183,6 +208,22 @@ class MaskedAnswers:
             return attention_statistics(rows, own[1], table, place, p, implementation=implementation)
 
         return jax.lax.map(layer, (q, k))
+
+    def _layers(
+        self, layers: Any, x: jax.Array, deepstack: jax.Array, position: jax.Array, k: jax.Array, v: jax.Array, n: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The first n of N rows through layers, into the first slots of their K and V, [L, S, K, D]."""
+        index = jnp.arange(len(x), dtype=jnp.int32)
+        end = jnp.where(index < n, index + 1, 0)
+        rows = Rows(jnp.where(end > 0, index, k.shape[1] + index), position, jnp.zeros_like(index), end, index)
+        halves = []
+        for i, params in enumerate(layers):
+            more = deepstack[i] if i < len(deepstack) else None
+            layer, implementation = self.probe.runner.shapes.bind_layer(params), self.probe.runner.implementation
+            x, own_k, own_v, _ = layer(x, k[i], v[i], rows, more, keep=len(x), implementation=implementation)
+            halves.append((own_k, own_v))
+        own_k, own_v = (jnp.stack(half) for half in zip(*halves, strict=True))
+        return own_k, own_v, x
 
     def _compute(
         self, text: Any, token: jax.Array, position: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
