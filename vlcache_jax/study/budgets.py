@@ -9,10 +9,11 @@ VL-Cache's evaluation, arXiv:2410.23317.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import itertools
-import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
     from vlcache_jax.llm import LLM
+    from vlcache_jax.outputs import RequestOutput
+    from vlcache_jax.sampling import SamplingParams
 
 WHOLE = "whole"
 POLICIES = ("vl-cache", "postvision", "snapkv", "pyramidkv", "h2o", "zipcache", "streaming", "random")
@@ -161,39 +164,57 @@ def run(
     *,
     arrangement: str = "image_first",
     max_tokens: int = 32,
-    batch: int = 8,
+    batch: int = 16,
     work: pathlib.Path | None = None,
 ) -> Answers:
     """Answers all samples under every setting; what the file `work` has is not run again.
 
     Args:
       llm: with a pool for what is kept of prompts.
-      batch: questions that are answered together. What is finished of them is written at their end.
+      batch: questions that are answered together.
 
     Raises:
       ValueError: there is no pool for what is kept, or `work` is another kind of file.
     """
     from vlcache_jax.sampling import SamplingParams
 
-    log = WorkLog(work, identity(llm, samples, max_tokens))
+    log = WorkLog(work, identity(llm, (), max_tokens))
     ways = list(dict.fromkeys(way for setting in settings for way in setting.ways))
     budgets = sorted({setting.budget for setting in settings})
-    study = _Study(llm, SamplingParams(max_tokens=max_tokens, temperature=0), Protocol(arrangement), budgets)
-    found: dict[Any, list[Any]] = {part: [] for part in (WHOLE, _LAYERS, *ways)}
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    study = _Study(llm, MaskedAnswers(Probe(llm), max_tokens), params, budgets)
+    protocol = Protocol(arrangement)
+    # What each question is asked for: all that is to be found, by the name under which the file has it.
+    asked = [_Asked(i, sample, protocol.formal(samples, i)) for i, sample in enumerate(samples)]
+    parts = {part: f"{part!r} {budgets}" if part == _LAYERS else repr(part) for part in (WHOLE, _LAYERS, *ways)}
     with Progress("questions", len(samples)) as bar:
-        for chosen in itertools.batched(range(len(samples)), batch):
-            keys = {part: json.dumps([arrangement, chosen, repr(part)]) for part in found}
-            keys[_LAYERS] = json.dumps([arrangement, chosen, _LAYERS, budgets])
-            if missing := [part for part, key in keys.items() if log.get(key) is None]:
-                for part, rows in study.evaluate(samples, chosen, missing).items():
-                    log.add(keys[part], rows)
-            # From the file, so that a run that goes on gives what an unbroken one does.
-            for part, key in keys.items():
-                found[part] += log.get(key)
-            bar.update(len(chosen))
-    by_way = {way: [Result(*row) for row in found[way]] for way in (WHOLE, *ways)}
+        for some in itertools.batched(asked, batch):
+            keys = {(one, part): f"{one.digest} {name}" for one in some for part, name in parts.items()}
+            for case, row in study.evaluate([case for case, key in keys.items() if log.get(key) is None]):
+                log.add(keys[case], row)
+            bar.update(len(some))
+    # From the file, so that a run that goes on gives what an unbroken one does.
+    found = {part: [log.get(f"{one.digest} {name}") for one in asked] for part, name in parts.items()}
+    by_way = {way: [Result(i, *row) for i, row in enumerate(found[way])] for way in (WHOLE, *ways)}
     results = {setting: [by_way[way] for way in setting.ways] for setting in settings}
-    return Answers(by_way[WHOLE], results, [Layers(*row) for row in found[_LAYERS]])
+    return Answers(by_way[WHOLE], results, [Layers(*row) for row in found[_LAYERS] if row])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Asked:
+    """A question as it is asked."""
+
+    number: int
+    sample: Sample
+    conversation: Any
+
+    @functools.cached_property
+    def digest(self) -> str:
+        told = repr((self.conversation, dataclasses.astuple(self.sample)))
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+_Case = tuple[_Asked, Any]  # a question and what is to be found of it
 
 
 class _Study:
@@ -201,47 +222,46 @@ class _Study:
 
     Args:
       llm: answers.
+      masked: looks inside.
       params: of answers.
-      protocol: how questions are asked.
       budgets: that coverage is told for.
     """
 
-    def __init__(self, llm: LLM, params: Any, protocol: Protocol, budgets: Sequence[float]):
-        self._llm, self._params, self._protocol, self._budgets = llm, params, protocol, budgets
-        self._masked = MaskedAnswers(Probe(llm), params.max_tokens)
+    def __init__(self, llm: LLM, masked: MaskedAnswers, params: SamplingParams, budgets: Sequence[float]):
+        self._llm, self._masked, self._params, self._budgets = llm, masked, params, budgets
 
-    def evaluate(self, samples: Sequence[Sample], chosen: Sequence[int], parts: Sequence[Any]) -> dict[Any, list[Any]]:
-        """Rows of each part: of a way those of `Result`, one a question."""
-        conversations = [self._protocol.formal(samples, i) for i in chosen]
-        whole = [output.outputs[0] for output in self._llm.chat(conversations, self._params)]
-        rows: dict[Any, list[Any]] = {part: [] for part in parts}
-        ways = [part for part in parts if part not in (WHOLE, _LAYERS)]
-        inside: dict[Any, list[tuple[Any, ...]]] = {way: [] for way in ways if isinstance(way, Compressor)}
-        # Inside, question by question.
-        for i, conversation, answer in zip(chosen, conversations, whole, strict=True):
-            count = len(answer.token_ids)
-            if WHOLE in rows:
-                score = samples[i].score(answer.text)
-                rows[WHOLE].append((i, answer.text, score, 1.0, True, count - 1, count - 1, 0.0, None))
-            look = self._masked.look(conversation, answer.token_ids)
-            if _LAYERS in rows and count > 1:
-                rows[_LAYERS].append(dataclasses.astuple(self._layers(look)))
-            for way in ways:
-                if isinstance(way, Compressor):
-                    inside[way].append(self._inside(look, way))
+    def evaluate(self, cases: Sequence[_Case]) -> Iterator[tuple[_Case, list[Any]]]:
+        """What is to be found, as it is found: of a way `Result` without the sample, of layers `Layers` or nothing."""
+        questions = list(dict.fromkeys(one for one, _ in cases))
+        whole = self._answer(questions)
+        # Inside, question by question; there also the methods that the engine has not.
+        inside: dict[Compressor, dict[_Asked, tuple[Any, ...]]] = {}
+        for one, before in whole.items():
+            look = self._masked.look(one.conversation, before.outputs[0].token_ids)
+            text, count = before.outputs[0].text, len(look.answer) - 1
+            for part in (part for own, part in cases if own is one):
+                if part == WHOLE:
+                    yield (one, part), [text, one.sample.score(text), 1.0, True, count, count, 0.0, None]
+                elif part == _LAYERS:
+                    yield (one, part), list(dataclasses.astuple(self._layers(look))) if count else []
+                elif isinstance(part, Compressor):
+                    inside.setdefault(part, {})[one] = self._inside(look, part)
                 else:
-                    rows[way].append((i, *self._beside(look, way, samples[i], answer.text)))
+                    yield (one, part), self._beside(look, part, one.sample, text)
         # The engine's answers, way by way.
-        for way, of_questions in inside.items():
-            outputs = self._llm.chat(conversations, self._params, compress=way)
-            for i, output, before, told in zip(chosen, outputs, whole, of_questions, strict=True):
-                [answer] = output.outputs
-                kept = output.compression
+        for way, told in inside.items():
+            for one, output in self._answer(list(told), way).items():
+                [answer], kept = output.outputs, output.compression
                 # Of an answer of one token nothing is kept.
                 memory = way.alpha if kept is None else kept.bytes / kept.bytes_full
-                same = answer.token_ids == before.token_ids
-                rows[way].append((i, answer.text, samples[i].score(answer.text), memory, same, *told))
-        return rows
+                same = answer.token_ids == whole[one].outputs[0].token_ids
+                yield (one, way), [answer.text, one.sample.score(answer.text), memory, same, *told[one]]
+
+    def _answer(self, questions: Sequence[_Asked], way: Compressor | None = None) -> dict[_Asked, RequestOutput]:
+        if not questions:
+            return {}
+        outputs = self._llm.chat([one.conversation for one in questions], self._params, compress=way)
+        return dict(zip(questions, outputs, strict=True))
 
     def _inside(self, look: Look, way: Compressor) -> tuple[int, int, float, float | None]:
         """The rest of a result: from `agree` on."""
@@ -259,19 +279,19 @@ class _Study:
         ]
         return *compared(logits, look.trace.logits[1:]), float(np.mean(rates))
 
-    def _beside(self, look: Look, way: FastV | StreamingH2O, sample: Sample, text: str) -> tuple[Any, ...]:
+    def _beside(self, look: Look, way: FastV | StreamingH2O, sample: Sample, text: str) -> list[Any]:
         """A result but for its sample, of a method that the engine has not; `text` is the whole cache's answer."""
         answer = list(look.answer)
         if len(answer) == 1:
-            return text, sample.score(text), way.alpha, True, 0, 0, 0.0, None
+            return [text, sample.score(text), way.alpha, True, 0, 0, 0.0, None]
         follow, memory = way.begin(self._masked, look)
         tokenizer = self._llm.get_tokenizer()
         forced = follow(answer[:-1])
-        tokens = greedy(follow, forced, answer, tokenizer.eos_token_id, self._params.max_tokens)
+        tokens = greedy(follow, forced, answer, tokenizer.eos_token_id, self._masked.most)
         if tokens != answer:
             text = tokenizer.decode(tokens, skip_special_tokens=True)
         told = compared(forced[1:], look.trace.logits[1:])
-        return text, sample.score(text), memory, tokens == answer, *told, None
+        return [text, sample.score(text), memory, tokens == answer, *told, None]
 
     def _layers(self, look: Look) -> Layers:
         n, is_image = len(look.prompt), look.placed.is_image[: len(look.prompt)]
