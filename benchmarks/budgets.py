@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,14 @@ from vlcache_jax.study.report import environment, show, write
 from vlcache_jax.study.retention import mean_of_rows
 from vlcache_jax.study.worklog import WorkLog
 
+if TYPE_CHECKING:
+    from vlcache_jax.study.budgets import Answers, Result
+
 BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 QUESTIONS = 30  # of each task, where none are given
 
 Array = npt.NDArray[np.float64]
+Ways = Sequence[Sequence["Result"]]  # of a setting: [ways][samples]
 
 
 def measure(
@@ -71,12 +75,7 @@ def measure(
       ValueError: an argument is wrong.
     """
     # Wrong arguments and files are told before JAX is imported and a model loaded.
-    if not all(0 < budget <= 1 for budget in budgets):
-        raise ValueError(f"budget must be above 0 and at most 1, got {', '.join(f'{one:g}' for one in budgets)}")
-    if not all(0 < p <= 1 for p in ps):
-        raise ValueError(f"p must be above 0 and at most 1, got {', '.join(f'{one:g}' for one in ps)}")
-    if arrangement not in ARRANGEMENTS:
-        raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
+    _check(arrangement, budget=budgets, p=ps)
     check_writable("out", out)
     check_writable("picture", picture, PICTURES)
     check_all_readable("data", data)
@@ -93,9 +92,8 @@ def measure(
     pools: dict[str, Any] = {"kv_cache_bytes": kv_cache_bytes, "compressed_kv_bytes": compressed_kv_bytes}
     with LLM(model or TINY_VQA, dtype=dtype, **pools) as llm:
         answers = run(llm, samples, settings, arrangement=arrangement, max_tokens=max_tokens, work=work)
-    rows = table(samples, answers, against)
-    show("Answers that go on with a part of their prompt", [pairs.printed(row) for row in rows])
-    layers = layers_of(answers, sorted(set(budgets)))
+    title, rows = "Answers that go on with a part of their prompt", table(samples, answers, against)
+    show(title, [pairs.printed(row) for row in rows])
     head = environment("jax") | {
         "model": str(model or "tiny_vqa, shipped with the package"),
         "data": [path.name for path in data] or "drawn for the shipped model",
@@ -105,97 +103,92 @@ def measure(
         "seeds": seeds,
         "every": every,
         "against": against,
-        **layers,
+        **layers_of(answers, sorted(set(budgets))),
     }
     if out is not None:
-        write("Answers that go on with a part of their prompt", rows, head, out)
+        write(title, rows, head, out)
     if picture is not None:
         draw(rows, picture)
         print(f"written to {picture}")
 
 
-def table(samples: Sequence[Sample], answers: Any, against: str) -> list[dict[str, Any]]:
+def _check(arrangement: str, **shares: Sequence[float]) -> None:
+    for name, values in shares.items():
+        if not all(0 < value <= 1 for value in values):
+            raise ValueError(f"{name} must be above 0 and at most 1, got {', '.join(f'{one:g}' for one in values)}")
+    if arrangement not in ARRANGEMENTS:
+        raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
+
+
+def table(samples: Sequence[Sample], answers: Answers, against: str) -> list[dict[str, Any]]:
     """One row for the whole cache, and one for each setting.
 
     Args:
-      answers: `study.budgets.Answers`.
       against: the method that settings are compared with, at their memory.
     """
-    by_task = _Questions(samples)
-    whole = by_task.scores([answers.whole])
-    own = [results for setting, results in answers.results.items() if setting.method == against]
-    reference = [by_task.at(results) for results in ([answers.whole], *own)]
-    rows = [_row(by_task, "whole", 1.0, [answers.whole], whole, reference, against)]
-    for setting, results in answers.results.items():
-        rows.append(_row(by_task, setting.method, setting.budget, results, whole, reference, against))
-    return rows
+    compared = _Compared(samples, answers, against)
+    rows = [compared.row("whole", 1.0, [answers.whole])]
+    return rows + [compared.row(one.method, one.budget, results) for one, results in answers.results.items()]
 
 
-class _Questions:
-    """The questions of each task: several rows may be one, which is right if all of them are."""
+class _Compared:
+    """Compares settings with the whole cache, and with a method at the same memory, task by task.
 
-    def __init__(self, samples: Sequence[Sample]):
-        self.by_task: dict[str, list[list[int]]] = {}
+    Several rows of a file may be one question, which is right if all of them are.
+
+    Args:
+      samples, answers, against: see `table`.
+    """
+
+    def __init__(self, samples: Sequence[Sample], answers: Answers, against: str):
+        self._tasks: dict[str, list[list[int]]] = {}
         for numbers in rows_of_questions(samples):
-            self.by_task.setdefault(samples[numbers[0]].task, []).append(numbers)
+            self._tasks.setdefault(samples[numbers[0]].task, []).append(numbers)
+        own = [results for setting, results in answers.results.items() if setting.method == against]
+        self._against, self._references = against, [[answers.whole], *own]
 
-    def scores(self, results: Sequence[Sequence[Any]]) -> dict[str, Array]:
-        """[ways, questions] of each task."""
+    def row(self, method: str, budget: float, results: Ways) -> dict[str, Any]:
+        """The row of a setting."""
+        every = [one for way in results for one in way]
+        rates = [one.hit_rate for one in every if one.hit_rate is not None]
+        ahead = [pairs.paired(self._reference(task, results), self._scores(task, results)) for task in self._tasks]
         return {
-            task: np.array([[min(way[i].score for i in numbers) for numbers in questions] for way in results])
-            for task, questions in self.by_task.items()
+            "method": method,
+            "budget %": 100 * budget,
+            "memory %": 100 * float(np.mean([one.memory for one in every])),
+            **pairs.overall([self._detail(task, results) for task in self._tasks]),
+            **{f"over {self._against} {name}": value for name, value in pairs.mean_of(ahead).items()},
+            "same answer %": 100 * float(np.mean([one.same for one in every])),
+            "hit rate": float(np.mean(rates)) if rates else None,
         }
 
-    def memory(self, results: Sequence[Sequence[Any]]) -> dict[str, Array]:
-        """Share of the prompt's K, V that was kept, [ways, questions] of each task."""
-        return {
-            task: np.array([[np.mean([way[i].memory for i in numbers]) for numbers in questions] for way in results])
-            for task, questions in self.by_task.items()
-        }
-
-    def at(self, results: Sequence[Sequence[Any]]) -> dict[str, tuple[Array, Array]]:
-        """Of each task memory and scores, the mean of all ways, each [questions]."""
-        memory, scores = self.memory(results), self.scores(results)
-        return {task: (memory[task].mean(0), scores[task].mean(0)) for task in self.by_task}
-
-
-def _row(
-    by_task: _Questions,
-    method: str,
-    budget: float,
-    results: Sequence[Sequence[Any]],
-    whole: dict[str, Array],
-    reference: Sequence[dict[str, tuple[Array, Array]]],
-    against: str,
-) -> dict[str, Any]:
-    scores, memory = by_task.scores(results), by_task.memory(results)
-    every = [one for way in results for one in way]
-    rates = [one.hit_rate for one in every if one.hit_rate is not None]
-    details, ahead = [], []
-    for task, questions in by_task.by_task.items():
-        own = [way[i] for way in results for numbers in questions for i in numbers]
+    def _detail(self, task: str, results: Ways) -> dict[str, Any]:
+        """See `pairs.overall`."""
+        scores = self._scores(task, results)
+        own = [way[i] for way in results for numbers in self._tasks[task] for i in numbers]
         decoded = [one for one in own if one.tokens]
-        details.append(
-            {
-                "task": task,
-                "questions": len(questions),
-                "accuracy": 100 * float(scores[task].mean()),
-                **pairs.paired(whole[task], scores[task]),
-                "logit MSE": float(np.mean([one.squared_error for one in decoded])) if decoded else 0.0,
-                "agreement": 100 * sum(one.agree for one in own) / max(1, sum(one.tokens for one in own)),
-            }
-        )
-        other = interpolated([at[task] for at in reference], memory[task].mean(0))
-        ahead.append(pairs.paired(other, scores[task]))
-    return {
-        "method": method,
-        "budget %": 100 * budget,
-        "memory %": 100 * float(np.mean([one.memory for one in every])),
-        **pairs.overall(details),
-        **{f"over {against} {name}": value for name, value in pairs.mean_of(ahead).items()},
-        "same answer %": 100 * float(np.mean([one.same for one in every])),
-        "hit rate": float(np.mean(rates)) if rates else None,
-    }
+        return {
+            "task": task,
+            "questions": scores.shape[1],
+            "accuracy": 100 * float(scores.mean()),
+            **pairs.paired(self._scores(task, self._references[0]), scores),
+            "logit MSE": float(np.mean([one.squared_error for one in decoded])) if decoded else 0.0,
+            "agreement": 100 * sum(one.agree for one in own) / max(1, sum(one.tokens for one in own)),
+        }
+
+    def _scores(self, task: str, results: Ways) -> Array:
+        """[ways, questions]."""
+        return np.array([[min(way[i].score for i in numbers) for numbers in self._tasks[task]] for way in results])
+
+    def _memory(self, task: str, results: Ways) -> Array:
+        """What of the prompt's K, V was kept, the mean of all ways, [questions]."""
+        kept = [[np.mean([way[i].memory for i in numbers]) for numbers in self._tasks[task]] for way in results]
+        return np.mean(kept, axis=0)
+
+    def _reference(self, task: str, results: Ways) -> Array:
+        """Scores of the method that all are compared with, at the memory of these results, [questions]."""
+        known = [(self._memory(task, one), self._scores(task, one).mean(0)) for one in self._references]
+        return interpolated(known, self._memory(task, results))
 
 
 def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Array:
@@ -211,7 +204,7 @@ def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Arr
     return np.array([np.interp(*one) for one in zip(memory, at, right, strict=True)])
 
 
-def layers_of(answers: Any, budgets: Sequence[float]) -> dict[str, Any]:
+def layers_of(answers: Answers, budgets: Sequence[float]) -> dict[str, Any]:
     """What decoded rows look at, the mean of questions."""
     if not answers.layers:
         return {}
