@@ -28,6 +28,7 @@ from vlcache_jax.study.retention import mean_of_rows
 from vlcache_jax.study.worklog import WorkLog
 
 if TYPE_CHECKING:
+    from vlcache_jax.config import EngineOptions
     from vlcache_jax.study.budgets import Answers, Result
 
 BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
@@ -50,9 +51,7 @@ def measure(
     arrangement: str,
     questions: int | None,
     max_tokens: int,
-    dtype: str,
-    kv_cache_bytes: int | None,
-    compressed_kv_bytes: str,
+    options: EngineOptions,
     work: pathlib.Path | None,
     out: pathlib.Path | None,
     picture: pathlib.Path | None,
@@ -68,6 +67,7 @@ def measure(
       every: tokens that h2o-stream decodes before it drops some.
       against: the method that all are compared with, at the same memory.
       questions: of each file at most.
+      options: of the engine. A prompt and its answer must fit `max_rows`.
       work: file of finished parts.
       out, picture: JSON and picture to write.
 
@@ -89,8 +89,7 @@ def measure(
         raise ValueError(f"against must be one of {', '.join(known)}, got {against!r}")
     with Progress("reading questions"):
         samples = load_samples(data, questions=questions or (None if data else QUESTIONS))
-    pools: dict[str, Any] = {"kv_cache_bytes": kv_cache_bytes, "compressed_kv_bytes": compressed_kv_bytes}
-    with LLM(model or TINY_VQA, dtype=dtype, **pools) as llm:
+    with LLM(model or TINY_VQA, **options) as llm:
         answers = run(llm, samples, settings, arrangement=arrangement, max_tokens=max_tokens, work=work)
     title, rows = "Answers that go on with a part of their prompt", table(samples, answers, against)
     show(title, [pairs.printed(row) for row in rows])
@@ -99,7 +98,7 @@ def measure(
         "data": [path.name for path in data] or "drawn for the shipped model",
         "arrangement": arrangement,
         "max_tokens": max_tokens,
-        "dtype": dtype,
+        "dtype": options.get("dtype", "auto"),
         "seeds": seeds,
         "every": every,
         "against": against,

@@ -488,6 +488,7 @@ def budgets_command(
     ] = None,
     max_tokens: opt.MaxTokens = 32,
     dtype: opt.Dtype = "auto",
+    max_rows: opt.MaxRows = None,
     kv_cache_bytes: opt.KvCacheBytes = None,
     compressed_kv_bytes: opt.CompressedKvBytes = "256MiB",
     work: _Work = None,
@@ -498,7 +499,8 @@ def budgets_command(
 
     Printed are the accuracy of each task and, in pairs with 95 % intervals, the differences to the whole cache and to
     random at the same memory; how often the most likely token agrees with the whole cache's, and the error of the
-    logits, given its answer; and how many of the tokens that the first decoded row looks at most were kept.
+    logits, given its answer; and how many of the tokens that the first decoded row looks at most were kept. Prompt and
+    answer must fit one step (--max-rows).
 
     Example: vlcache bench budgets --budget 0.1 --budget 0.5 --work budgets.work --out budgets.json
     """
@@ -517,9 +519,12 @@ def budgets_command(
             arrangement=arrangement,
             questions=questions,
             max_tokens=max_tokens,
-            dtype=dtype,
-            kv_cache_bytes=opt.pool_bytes(kv_cache_bytes),
-            compressed_kv_bytes=compressed_kv_bytes,
+            options={
+                "dtype": dtype,
+                "max_rows": max_rows,
+                "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
+                "compressed_kv_bytes": compressed_kv_bytes,
+            },
             work=work,
             out=out,
             picture=picture,
