@@ -499,6 +499,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "server cost": functools.partial(_of, server_cost, "server_cpu.json"),
     "attention by model": functools.partial(_of, modelled, "attention_model.json"),
     "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
+    "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),
     "budgets ahead": functools.partial(_of, ahead, "budgets_tiny_vqa.json"),
     "budgets by task": functools.partial(_of, by_task, "budgets_tiny_vqa.json"),
     "budgets inside": functools.partial(looked_at, "budgets_tiny_vqa.json"),
