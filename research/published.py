@@ -372,6 +372,64 @@ def slowest_refusal() -> str:
     return f"{max(row['ms'] for row in _rows('refusals_cpu.json')) / 1000:.1f}"
 
 
+def budgets(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Right answers of 100 by method and budget (`vlcache bench budgets`); memory where it is not the budget."""
+    [whole, *rest] = rows
+    shares = list(dict.fromkeys(row["budget %"] for row in rest))
+    yield ["`compress`", *(f"{share:g} %" for share in shares)]
+    for method in dict.fromkeys(row["method"] for row in rest):
+        cells = []
+        for row in (row for row in rest if row["method"] == method):
+            differs = abs(row["memory %"] - row["budget %"]) >= 1
+            cells.append(f"{row['mean']:.1f}" + f" (at {row['memory %']:.0f} %)" * differs)
+        yield [f"`{method}`", *cells]
+    yield ["the whole cache", *[""] * (len(shares) - 1), f"{whole['mean']:.1f}"]
+
+
+def ahead(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What methods gain over random at the same memory, and how near they are to the whole cache, at two budgets."""
+    shares = (10.0, 50.0)
+    yield [
+        "`compress`", *(f"over random, at {share:g} %" for share in shares),
+        *(f"same most likely token, % at {share:g} %" for share in shares),
+        *(f"hit rate at {share:g} %" for share in shares),
+    ]  # fmt: skip
+    for method in dict.fromkeys(row["method"] for row in rows[1:]):
+        own = [row for share in shares for row in rows[1:] if (row["method"], row["budget %"]) == (method, share)]
+        cells = [interval(row, "over random ") for row in own] + [f"{row['agreement']:.1f}" for row in own]
+        rates = ["" if row["hit rate"] is None else f"{row['hit rate']:.2f}" for row in own]
+        yield [f"`{method}`", *cells, *rates]
+
+
+def by_task(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Right answers of 100, task by task, at half of the memory."""
+    names = list(rows[0])
+    tasks = names[names.index("memory %") + 1 : names.index("questions")]
+    yield ["`compress`", *tasks]
+    for row in rows:
+        if row["method"] == "whole" or row["budget %"] == 50:
+            title = "the whole cache" if row["method"] == "whole" else f"`{row['method']}-0.5`"
+            yield [title, *(f"{row[task]:.0f}" for task in tasks)]
+
+
+def budget_lengths() -> str:
+    """Tokens of prompts: "81 to 323"."""
+    least, most = _file("budgets_tiny_vqa.json")["prompt tokens"]
+    return f"{least} to {most}"
+
+
+def looked_at(name: str) -> Iterator[list[str]]:
+    """How sparse attention is, and what decoded rows look at, layer by layer (`vlcache bench budgets`)."""
+    found = _file(name)
+    lines = {"sparsity behind the last image": found["sparsity by layer"]}
+    lines["of the attention, on images"] = found["contribution of images by layer"]
+    for share in ("0.1", "0.5"):
+        lines[f"of the {100 * float(share):g} % looked at most, images'"] = found["coverage of images by layer"][share]
+    yield ["%", *(f"layer {layer}" for layer in range(len(found["sparsity by layer"])))]
+    for title, values in lines.items():
+        yield [title, *(f"{100 * value:.0f}" for value in values)]
+
+
 def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Milliseconds to write and load records, and of a load its share of reading the same bytes alone."""
     yield ["", "into memory", "write, bfloat16", "load, bfloat16", "load, int8", "load, int4"]
@@ -521,6 +579,11 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "compression counted": functools.partial(_of, compressed_counted, "compression_h200_counted.json"),
     "compression memory": compressed_memory,
     "attention by model": functools.partial(_of, modelled, "attention_model.json"),
+    "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
+    "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),
+    "budgets ahead": functools.partial(_of, ahead, "budgets_tiny_vqa.json"),
+    "budgets by task": functools.partial(_of, by_task, "budgets_tiny_vqa.json"),
+    "budgets inside": functools.partial(looked_at, "budgets_tiny_vqa.json"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:
@@ -541,6 +604,8 @@ def _apart(reused: bool) -> str:
 # Figures within a line.
 FIGURES: dict[str, Callable[[], str]] = {
     "refusals": slowest_refusal,
+    "budgets questions": lambda: str(_rows("budgets_tiny_vqa.json")[0]["questions"]),
+    "budgets lengths": budget_lengths,
     "torch float32": functools.partial(torch_speed, "float32"),
     "torch bfloat16": functools.partial(torch_speed, "bfloat16"),
     "apart cold": functools.partial(_apart, False),

@@ -178,6 +178,7 @@ def test_what_is_wrong_is_said_before_heavy_imports(tmp_path):
         "bench compression": ["--lengths", "many"],
         "bench accuracy": ["--data", missing],
         "bench policies": ["--ratio", "2"],
+        "bench budgets": ["--budget", "2"],
         "schedule profile": ["--out", out, "--data", missing],
         "schedule times": ["--out", str(tmp_path)],
         "analyze errors": ["--out", f"{out}.png", "--data", missing],

@@ -57,6 +57,28 @@ def test_goals_have_a_line_for_each_case_and_setting():
     assert one[3:6] == ["99.00", "-3.96 [-6.00, -2.00]", "-8.00 [-12.00, -4.00] count"]
 
 
+def test_budgets_tell_memory_where_it_is_another():
+    whole = {"method": "whole", "budget %": 100.0, "memory %": 100.0, "grid": 90.0, "questions": 5, "mean": 90.0}
+    over = {"over random difference": 3.0, "over random low": 1.0, "over random high": 5.0}
+    told = over | {"agreement": 71.0, "hit rate": None}
+    rows = [whole] + [
+        whole | told | {"method": method, "budget %": budget, "memory %": memory, "mean": mean}
+        for method, budget, memory, mean in (
+            ("snapkv", 10.0, 9.8, 20.0), ("snapkv", 50.0, 50.0, 40.0),
+            ("fastv", 10.0, 60.2, 30.0), ("fastv", 50.0, 75.0, 50.0),
+        )
+    ]  # fmt: skip
+    assert list(published.budgets(rows))[1:] == [
+        ["`snapkv`", "20.0", "40.0"],
+        ["`fastv`", "30.0 (at 60 %)", "50.0 (at 75 %)"],
+        ["the whole cache", "", "90.0"],
+    ]
+    assert list(published.ahead(rows))[1] == ["`snapkv`", *["+3.0 [+1.0, +5.0]"] * 2, "71.0", "71.0", "", ""]
+    assert list(published.by_task(rows)) == [
+        ["`compress`", "grid"], ["the whole cache", "90"], ["`snapkv-0.5`", "90"], ["`fastv-0.5`", "90"]
+    ]  # fmt: skip
+
+
 def test_lengths_have_a_line_for_each_case(tmp_path, monkeypatch):
     case = {"arrangement": "text_first", "donors": "apart", "images": "several", "reuse": published.APPROXIMATE}
     row = case | {"kept MSE": 0.0941, "free MSE": 0.2394, "gain difference": 4.0, "gain low": -2.04, "gain high": 9.3}

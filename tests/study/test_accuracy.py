@@ -130,7 +130,7 @@ def test_finished_parts_of_another_dtype_are_others(checkpoints, tsv, tmp_path):
     identities = set()
     for dtype in ("float32", "bfloat16"):
         with LLM(checkpoints("qwen3_vl"), **SIZES | {"dtype": dtype}) as engine:
-            identities.add(accuracy._identity(engine, read_tsv(tsv), 4))
+            identities.add(accuracy.identity(engine, read_tsv(tsv), 4))
     assert len(identities) == 2
 
 

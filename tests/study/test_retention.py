@@ -44,3 +44,14 @@ def test_stream():
     assert kept.tolist() == [0, 1, 2]
     kept, _ = stream(np.arange(3), np.zeros(3), np.zeros(4), 2, 1)
     assert kept.tolist() == [0, 1, 3]  # of equal ones the earlier stays
+
+
+def test_stream_by_and_by():
+    """Nothing is dropped until three are too many, then all of them at once."""
+    kept, sums = np.arange(3), np.array([3.0, 1, 2])
+    for new in (3, 4):
+        kept, sums = stream(kept, sums, np.full(len(kept) + 1, 0.1), 2, 1, every=3)
+        assert kept.tolist() == list(range(new + 1))
+    kept, sums = stream(kept, sums, np.array([0, 0, 0, 0, 0.5, 0.5]), 2, 1, every=3)
+    assert kept.tolist() == [0, 2, 5]
+    assert sums == pytest.approx([3.2, 2.2, 0.5])

@@ -504,3 +504,87 @@ def policies_command(
             work=work,
             out=out,
         )
+
+
+# Of `bench budgets`.
+_Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="<str>",
+        help="vl-cache, postvision, snapkv, pyramidkv, h2o, zipcache, streaming, random, fastv, h2o-stream; "
+        "may be repeated.",
+        show_default="all",
+    ),
+]
+_Budgets = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="<float>",
+        help="Share of a prompt's K, V to be kept; may be repeated.",
+        show_default="0.05, 0.1, 0.2, 0.3, 0.5, 1",
+    ),
+]
+
+
+@app.command("budgets")
+def budgets_command(
+    model: opt.ModelArgument = None,
+    same_model: opt.SameModel = None,
+    data: opt.Data = None,
+    method: _Methods = None,
+    budget: _Budgets = None,
+    p: Annotated[
+        list[float] | None,
+        typer.Option(metavar="<float>", help="Threshold that vl-cache runs with, beside its own 0.01; may be repeated.",
+                     show_default=False),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of random, whose mean counts.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Tokens that h2o-stream decodes before it drops some.")] = 8,
+    against: Annotated[str, typer.Option(help="The method that all are compared with, at the same memory.")] = "random",
+    arrangement: Annotated[str, typer.Option(help="image_first, text_first, question_first.")] = "image_first",
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Questions of each file at most.", show_default="all; drawn ones: 30")
+    ] = None,
+    max_tokens: opt.MaxTokens = 32,
+    dtype: opt.Dtype = "auto",
+    max_rows: opt.MaxRows = None,
+    kv_cache_bytes: opt.KvCacheBytes = None,
+    compressed_kv_bytes: opt.CompressedKvBytes = "256MiB",
+    work: _Work = None,
+    out: opt.Out = None,
+    picture: opt.Picture = None,
+) -> None:  # fmt: skip
+    """Measures how right answers are that go on with a part of their prompt, by method and budget.
+
+    Printed are the accuracy of each task and, in pairs with 95 % intervals, the differences to the whole cache and to
+    random at the same memory; how often the most likely token agrees with the whole cache's, and the error of the
+    logits, given its answer; and how many of the tokens that the first decoded row looks at most were kept. Prompt and
+    answer must fit one step (--max-rows).
+
+    Example: vlcache bench budgets --budget 0.1 --budget 0.5 --work budgets.work --out budgets.json
+    """
+    from vlcache_jax.benchmarks import budgets
+
+    with say_errors():
+        budgets.measure(
+            opt.one_model(model, same_model),
+            data or [],
+            methods=method,
+            budgets=budget or budgets.BUDGETS,
+            ps=p or (),
+            seeds=seeds,
+            every=every,
+            against=against,
+            arrangement=arrangement,
+            questions=questions,
+            max_tokens=max_tokens,
+            options={
+                "dtype": dtype,
+                "max_rows": max_rows,
+                "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
+                "compressed_kv_bytes": compressed_kv_bytes,
+            },
+            work=work,
+            out=out,
+            picture=picture,
+        )

@@ -228,13 +228,22 @@ class Streaming(_Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Random(_Policy):
-    """By chance, the same tokens for the same prompt."""
+    """By chance, the same tokens for the same prompt.
 
+    Attributes:
+      seed: another one draws others.
+    """
+
+    seed: int = 0
     word: ClassVar[str] = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("seed of compress", self.seed, 0, 2**32 - 1)
 
     @property
     def scores(self) -> Scores:
-        return Drawn(self.granularity)
+        return Drawn(self.granularity, self.seed)
 
 
 def make_counts(

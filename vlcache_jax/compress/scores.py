@@ -93,11 +93,17 @@ class Earliest(Received):
 
 @dataclass(frozen=True)
 class Drawn(Received):
-    """By chance; a token's draw depends on the seed, its head and its place alone."""
+    """By chance; a token's draw depends on the seeds, its head and its place alone.
+
+    Attributes:
+      seed: another one draws otherwise.
+    """
+
+    seed: int = 0
 
     def by_head(self, seen: Seen) -> jax.Array:
         K, W = seen.received.shape
-        keys = jax.random.split(jax.random.key(seen.seed), K)
+        keys = jax.random.split(jax.random.key(seen.seed ^ np.uint32(self.seed)), K)
         return jax.vmap(functools.partial(jax.random.uniform, shape=(W,)))(keys)
 
 

@@ -371,7 +371,7 @@ def run(
     for policy in settings.values():
         llm.service.policy_of(policy)
     # What a former run has finished is read from the file.
-    log = WorkLog(work, _identity(llm, samples, max_tokens))
+    log = WorkLog(work, identity(llm, samples, max_tokens))
     several = [i for i, sample in enumerate(samples) if len(sample.images) > 1]
     if not several and any(protocol.donors == "apart" for protocol in protocols):
         raise ValueError("donors must be together where every question shows one image, got apart")
@@ -410,7 +410,8 @@ def run(
     }
 
 
-def _identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
+def identity(llm: LLM, samples: Sequence[Sample], max_tokens: int) -> str:
+    """What finished parts of work belong to: the weights, their dtype, and the questions."""
     digest = hashlib.sha256(repr((llm.fingerprint, str(llm.service.device.runner.dtype), max_tokens)).encode())
     for sample in samples:
         digest.update(repr(dataclasses.astuple(sample)).encode())

@@ -182,28 +182,38 @@ def _detail(case: PairCase, setting: str, task: str) -> dict[str, Any]:
     }
 
 
-def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a setting's details come to."""
+def overall(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How right a setting's answers are: task by task, in the mean and in the worst one.
 
-    def mean(name: str) -> float:
-        return float(np.mean([row[name] for row in rows]))
-
+    Args:
+      rows: one a task: its name, questions, accuracy, `paired`, logit MSE and agreement.
+    """
     worst = min(rows, key=lambda row: row["difference"])
     return {
         **{column(row["task"]): row["accuracy"] for row in rows},
         "questions": sum(row["questions"] for row in rows),
-        "mean": mean("accuracy"),
+        "mean": _mean(rows, "accuracy"),
         **mean_of(rows),
         "worst task": worst["task"],
         **{f"worst {name}": worst[name] for name in ("difference", "low", "high")},
         "at most": max(0.0, *(-row["low"] for row in rows)),
-        "logit MSE": mean("logit MSE"),
-        "agreement": mean("agreement"),
-        "rows %": 100 * float(np.max(np.mean([row["image rows by layer"] for row in rows], axis=0))),
-        "rows x layers %": 100 * mean("image rows"),
-        "MB read": mean("bytes read") / 1e6,
-        "ms": 1e3 * mean("seconds"),
+        "logit MSE": _mean(rows, "logit MSE"),
+        "agreement": _mean(rows, "agreement"),
     }
+
+
+def total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a setting's details come to."""
+    return overall(rows) | {
+        "rows %": 100 * float(np.max(np.mean([row["image rows by layer"] for row in rows], axis=0))),
+        "rows x layers %": 100 * _mean(rows, "image rows"),
+        "MB read": _mean(rows, "bytes read") / 1e6,
+        "ms": 1e3 * _mean(rows, "seconds"),
+    }
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return float(np.mean([row[name] for row in rows]))
 
 
 def column(task: str) -> str:

@@ -6,6 +6,9 @@ results are means over all rows, be they of heads, layers or tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -59,16 +62,22 @@ def coverage(attention: Array, modality: Mask, alpha: float) -> float:
 
 
 def _share(weights: Array, modality: Mask) -> float:
-    """What a modality has of the weights in the prompt; rows in which the prompt has none do not count."""
+    """What a modality has of the weights in the prompt; rows in which the prompt has none do not count, NaN: all."""
     prompt = weights[..., : len(modality)]
     total = prompt.sum(-1)
-    return float((prompt[..., modality].sum(-1)[total > 0] / total[total > 0]).mean())
+    shares = prompt[..., modality].sum(-1)[total > 0] / total[total > 0]
+    return float(shares.mean()) if len(shares) else np.nan
+
+
+def mean_of_rows(rows: Sequence[Any]) -> Any:
+    """The mean of the first axis, of what is not NaN, as lists."""
+    return np.ma.masked_invalid(rows).mean(0).filled(np.nan).tolist()
 
 
 def stream(
-    kept: npt.NDArray[np.integer], sums: Array, row: Array, heavy: int, recent: int
+    kept: npt.NDArray[np.integer], sums: Array, row: Array, heavy: int, recent: int, every: int = 1
 ) -> tuple[npt.NDArray[np.integer], Array]:
-    """One decoded token of H2O's original method, which drops a token a step once heavy + recent are kept.
+    """One decoded token of H2O's original method, which goes on dropping tokens while it decodes.
 
     Args:
       kept: tokens that are kept, rising [c].
@@ -76,13 +85,14 @@ def stream(
       row: the attention of the new token to them and to itself, [c + 1].
       heavy: tokens that are kept for their sums.
       recent: the last tokens, which are kept whatever they received.
+      every: tokens that are decoded before some are dropped again; 1: each drops one.
 
     Returns:
-      `kept` and `sums` with the new token; without that of the lowest sum that is not recent, where they are too many.
+      `kept` and `sums` with the new token; where there are `every` too many, of those that are not recent the `heavy`
+      ones of the highest sums alone.
     """
-    kept = np.append(kept, kept[-1] + 1)
-    sums = np.append(sums, 0) + row
-    if len(kept) <= heavy + recent:
+    kept, sums = np.append(kept, kept[-1] + 1), np.append(sums, 0) + row
+    if len(kept) < heavy + recent + every:
         return kept, sums
-    lowest = len(kept) - recent - 1 - np.argmin(sums[: len(kept) - recent][::-1])  # of equal ones the latest
-    return np.delete(kept, lowest), np.delete(sums, lowest)
+    stays = np.append(top(sums[: len(kept) - recent], heavy), np.ones(recent, bool))
+    return kept[stays], sums[stays]

@@ -1,0 +1,248 @@
+"""Answers that go on with a part of their prompt, by method and budget: `vlcache bench budgets`.
+
+    vlcache bench budgets                                   # the shipped model, on questions drawn for it
+    vlcache bench budgets Qwen/Qwen3-VL-2B-Instruct --data DocVQA_VAL.tsv --questions 100 --work budgets.work
+
+What is run stands in `vlcache_jax.study.budgets`. Methods are compared at the memory that they use: bounds on what a
+layer keeps may leave some of a budget. The one that all are compared with is taken between two of its budgets where
+theirs fall between.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.assets import TINY_VQA
+from vlcache_jax.benchmarks.tiny_vqa.splits import load_samples
+from vlcache_jax.files import PICTURES, check_all_readable, check_writable
+from vlcache_jax.progress import Progress, say
+from vlcache_jax.study import pairs
+from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions
+from vlcache_jax.study.report import environment, show, write
+from vlcache_jax.study.retention import mean_of_rows
+from vlcache_jax.study.worklog import WorkLog
+
+if TYPE_CHECKING:
+    from vlcache_jax.config import EngineOptions
+    from vlcache_jax.study.budgets import Answers, Result
+
+BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+QUESTIONS = 30  # of each task, where none are given
+
+Array = npt.NDArray[np.float64]
+Ways = Sequence[Sequence["Result"]]  # of a setting: [ways][samples]
+
+
+def measure(
+    model: str | None,
+    data: Sequence[pathlib.Path],
+    *,
+    methods: Sequence[str] | None,
+    budgets: Sequence[float],
+    ps: Sequence[float],
+    seeds: int,
+    every: int,
+    against: str,
+    arrangement: str,
+    questions: int | None,
+    max_tokens: int,
+    options: EngineOptions,
+    work: pathlib.Path | None,
+    out: pathlib.Path | None,
+    picture: pathlib.Path | None,
+) -> None:
+    """Runs every method at every budget, prints the tables and writes them.
+
+    Args:
+      model: checkpoint; None is the shipped one.
+      data: files of VLMEvalKit; none are questions drawn for the shipped model.
+      methods: None is all.
+      ps: thresholds that vl-cache runs with, beside its own.
+      seeds: of the random method.
+      every: tokens that h2o-stream decodes before it drops some.
+      against: the method that all are compared with, at the same memory.
+      questions: of each file at most.
+      options: of the engine. A prompt and its answer must fit `max_rows`.
+      work: file of finished parts.
+      out, picture: JSON and picture to write.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    # Wrong arguments and files are told before JAX is imported and a model loaded.
+    _check(arrangement, budget=budgets, p=ps)
+    check_writable("out", out)
+    check_writable("picture", picture, PICTURES)
+    check_all_readable("data", data)
+    WorkLog(work, "")  # refuses another kind of file before the work
+    say("importing JAX")
+    from vlcache_jax import LLM
+    from vlcache_jax.study.budgets import METHODS, run, settings_of
+
+    settings = settings_of(methods or METHODS, sorted(budgets), ps=ps, seeds=seeds, every=every)
+    if against not in (known := dict.fromkeys(setting.method for setting in settings)):
+        raise ValueError(f"against must be one of {', '.join(known)}, got {against!r}")
+    with Progress("reading questions"):
+        samples = load_samples(data, questions=questions or (None if data else QUESTIONS))
+    with LLM(model or TINY_VQA, **options) as llm:
+        answers = run(llm, samples, settings, arrangement=arrangement, max_tokens=max_tokens, work=work)
+    title, rows = "Answers that go on with a part of their prompt", table(samples, answers, against)
+    show(title, [pairs.printed(row) for row in rows])
+    head = environment("jax") | {
+        "model": str(model or "tiny_vqa, shipped with the package"),
+        "data": [path.name for path in data] or "drawn for the shipped model",
+        "arrangement": arrangement,
+        "max_tokens": max_tokens,
+        "dtype": options.get("dtype", "auto"),
+        "seeds": seeds,
+        "every": every,
+        "against": against,
+        **layers_of(answers, sorted(set(budgets))),
+    }
+    if out is not None:
+        write(title, rows, head, out)
+    if picture is not None:
+        draw(rows, picture)
+        print(f"written to {picture}")
+
+
+def _check(arrangement: str, **shares: Sequence[float]) -> None:
+    for name, values in shares.items():
+        if not all(0 < value <= 1 for value in values):
+            raise ValueError(f"{name} must be above 0 and at most 1, got {', '.join(f'{one:g}' for one in values)}")
+    if arrangement not in ARRANGEMENTS:
+        raise ValueError(f"arrangement must be one of {', '.join(ARRANGEMENTS)}, got {arrangement!r}")
+
+
+def table(samples: Sequence[Sample], answers: Answers, against: str) -> list[dict[str, Any]]:
+    """One row for the whole cache, and one for each setting.
+
+    Args:
+      against: the method that settings are compared with, at their memory.
+    """
+    compared = _Compared(samples, answers, against)
+    rows = [compared.row("whole", 1.0, [answers.whole])]
+    return rows + [compared.row(one.method, one.budget, results) for one, results in answers.results.items()]
+
+
+class _Compared:
+    """Compares settings with the whole cache, and with a method at the same memory, task by task.
+
+    Several rows of a file may be one question, which is right if all of them are.
+
+    Args:
+      samples, answers, against: see `table`.
+    """
+
+    def __init__(self, samples: Sequence[Sample], answers: Answers, against: str):
+        self._tasks: dict[str, list[list[int]]] = {}
+        for numbers in rows_of_questions(samples):
+            self._tasks.setdefault(samples[numbers[0]].task, []).append(numbers)
+        own = [results for setting, results in answers.results.items() if setting.method == against]
+        self._against, self._references = against, [[answers.whole], *own]
+
+    def row(self, method: str, budget: float, results: Ways) -> dict[str, Any]:
+        """The row of a setting."""
+        every = [one for way in results for one in way]
+        rates = [one.hit_rate for one in every if one.hit_rate is not None]
+        ahead = [pairs.paired(self._reference(task, results), self._scores(task, results)) for task in self._tasks]
+        return {
+            "method": method,
+            "budget %": 100 * budget,
+            "memory %": 100 * float(np.mean([one.memory for one in every])),
+            **pairs.overall([self._detail(task, results) for task in self._tasks]),
+            **{f"over {self._against} {name}": value for name, value in pairs.mean_of(ahead).items()},
+            "same answer %": 100 * float(np.mean([one.same for one in every])),
+            "hit rate": float(np.mean(rates)) if rates else None,
+        }
+
+    def _detail(self, task: str, results: Ways) -> dict[str, Any]:
+        """See `pairs.overall`."""
+        scores = self._scores(task, results)
+        own = [way[i] for way in results for numbers in self._tasks[task] for i in numbers]
+        decoded = [one for one in own if one.tokens]
+        return {
+            "task": task,
+            "questions": scores.shape[1],
+            "accuracy": 100 * float(scores.mean()),
+            **pairs.paired(self._scores(task, self._references[0]), scores),
+            "logit MSE": float(np.mean([one.squared_error for one in decoded])) if decoded else 0.0,
+            "agreement": 100 * sum(one.agree for one in own) / max(1, sum(one.tokens for one in own)),
+        }
+
+    def _scores(self, task: str, results: Ways) -> Array:
+        """[ways, questions]."""
+        return np.array([[min(way[i].score for i in numbers) for numbers in self._tasks[task]] for way in results])
+
+    def _memory(self, task: str, results: Ways) -> Array:
+        """What of the prompt's K, V was kept, the mean of all ways, [questions]."""
+        kept = [[np.mean([way[i].memory for i in numbers]) for numbers in self._tasks[task]] for way in results]
+        return np.mean(kept, axis=0)
+
+    def _reference(self, task: str, results: Ways) -> Array:
+        """Scores of the method that all are compared with, at the memory of these results, [questions]."""
+        known = [(self._memory(task, one), self._scores(task, one).mean(0)) for one in self._references]
+        return interpolated(known, self._memory(task, results))
+
+
+def interpolated(reference: Sequence[tuple[Array, Array]], memory: Array) -> Array:
+    """Scores of a method at other memory, question by question; below its least budget those of the least.
+
+    Args:
+      reference: memory and scores at each of its budgets, each [questions].
+      memory: where they are wanted, [questions].
+    """
+    at, right = (np.array(part).T for part in zip(*reference, strict=True))
+    order = np.argsort(at, axis=1, kind="stable")
+    at, right = np.take_along_axis(at, order, 1), np.take_along_axis(right, order, 1)
+    return np.array([np.interp(*one) for one in zip(memory, at, right, strict=True)])
+
+
+def layers_of(answers: Answers, budgets: Sequence[float]) -> dict[str, Any]:
+    """What decoded rows look at, the mean of questions."""
+    if not answers.layers:
+        return {}
+    coverage = mean_of_rows([one.coverage for one in answers.layers])
+    lengths = [one.prompt_tokens for one in answers.layers]
+    return {
+        "prompt tokens": [min(lengths), max(lengths)],
+        "image tokens": float(np.mean([one.image_tokens for one in answers.layers])),
+        "sparsity by layer": mean_of_rows([one.sparsity for one in answers.layers]),
+        "contribution of images by layer": mean_of_rows([one.contribution for one in answers.layers]),
+        "coverage of images by layer": {f"{budget:g}": own for budget, own in zip(budgets, coverage, strict=True)},
+    }
+
+
+def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws right answers, and how often the most likely token agrees, against memory, a line for each method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
+
+    [whole, *rest] = rows
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.4), sharex=True)
+    for number, method in enumerate(dict.fromkeys(row["method"] for row in rest)):
+        own = sorted((row for row in rest if row["method"] == method), key=lambda row: row["memory %"])
+        memory = [row["memory %"] for row in own]
+        look: dict[str, Any] = {"color": f"C{number % 10}", "marker": "osv^D*Px"[number % 8], "markersize": 4}
+        if method == "random":
+            look |= {"color": "black", "linestyle": "--"}
+        left.plot(memory, [row["mean"] for row in own], label=method, **look)
+        right.plot(memory, [row["agreement"] for row in own], **look)
+    left.axhline(whole["mean"], color="grey", linewidth=0.8, label="whole cache")
+    ticks = sorted({row["budget %"] for row in rest})
+    for axis, label in ((left, "right answers, %, mean of tasks"), (right, "most likely token agrees, %")):
+        axis.set(xscale="log", xlabel="K, V kept, % of the prompt's", ylabel=label, xticks=ticks)
+        axis.set_xticklabels([f"{tick:g}" for tick in ticks])
+        axis.xaxis.set_minor_locator(NullLocator())
+    left.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
