@@ -327,12 +327,12 @@ class Fences:
         return array.ctypes.data
 
     def _read(self, data):
-        self._reading[self._place(data)] = self._llm.service.engine._launched + 1
+        self._reading[self._place(data)] = self._llm.service.engine._flight.launched + 1
 
     def _released(self, record):
         if self._users[record] or "planes" not in record.__dict__:
             return
-        self.early += self._reading.get(self._place(record.data), 0) > self._llm.service.engine._read
+        self.early += self._reading.get(self._place(record.data), 0) > self._llm.service.engine._flight.read
         self._gone(record)
 
     def _gone(self, record):
@@ -512,27 +512,23 @@ def agrees(k, was_aborted, outputs, worlds, memory):
 
 def at_once(llm, monkeypatch):
     """A request that ends leaves at once, whatever of it is still to be read."""
-    end = llm.service.engine._end
-
-    def ended(sequence, **options):
-        end(sequence, **options)
-        while llm.service.engine._leaving:
-            llm.service.engine._leave(llm.service.engine._leaving.popleft()[1])
-
-    monkeypatch.setattr(llm.service.engine, "_end", ended)
+    flight = llm.service.engine._flight
+    leave = flight.leave
+    monkeypatch.setattr(flight, "leave", lambda sequence, now: leave(sequence, now=True))
 
 
 def at_launch(llm, monkeypatch):
     """A request leaves when its prompt has been launched."""
-    launched, leave = llm.service.engine.scheduler.launched, llm.service.engine._leave
+    flight = llm.service.engine._flight
+    launched, leave = llm.service.engine.scheduler.launched, flight.leave
 
     def leaving(turn):
         launched(turn)
         for prefill in turn:
-            leave(prefill.sequence)
+            leave(prefill.sequence, now=True)
 
     monkeypatch.setattr(llm.service.engine.scheduler, "launched", leaving)
-    monkeypatch.setattr(llm.service.engine, "_leave", lambda sequence: None)
+    monkeypatch.setattr(flight, "leave", lambda sequence, now: None)
 
 
 @pytest.mark.parametrize("broken", [None, at_once, at_launch])
@@ -634,7 +630,7 @@ class Windows:
             return results
 
         def noted_read():
-            results = llm.service.engine._flying[0]
+            results = llm.service.engine._flight.oldest
             reading[:] = [number.get(id(results))]
             before = {sequence: len(sequence.generated) for row in self.rows for sequence in row}
             read()

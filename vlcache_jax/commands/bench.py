@@ -168,26 +168,30 @@ def batch_command(
         )
 
 
+_BaseUrl = Annotated[
+    str | None,
+    typer.Option(help="Any server of OpenAI's API.",
+                 show_default="http://127.0.0.1:8000; with --policies a server of its own"),
+]  # fmt: skip
+_ServedModel = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="As the server calls it; for a server of its own, what that opens.",
+                 show_default="its first one; random weights, 12 layers x 768"),
+]  # fmt: skip
+_ApiKey = Annotated[str | None, typer.Option(envvar="VLCACHE_API_KEY", help="Of the server.", show_default=False)]
+_Policies = Annotated[
+    str | None,
+    typer.Option(help='Ways to reuse that take turns beside "off", such as full,mpic-32; all: ' + _ALL,
+                 show_default=False),
+]  # fmt: skip
+
+
 @app.command("serve")
 def serve_command(
-    base_url: Annotated[
-        str | None,
-        typer.Option(help="Any server of OpenAI's API.",
-                     show_default="http://127.0.0.1:8000; with --policies a server of its own"),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="As the server calls it; for a server of its own, what that opens.",
-                     show_default="its first one; random weights, 12 layers x 768"),
-    ] = None,
-    policies: Annotated[
-        str | None,
-        typer.Option(help='Ways to reuse that take turns beside "off", such as full,mpic-32; all: ' + _ALL,
-                     show_default=False),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="VLCACHE_API_KEY", help="Of the server.", show_default=False)
-    ] = None,
+    base_url: _BaseUrl = None,
+    model: _ServedModel = None,
+    policies: _Policies = None,
+    api_key: _ApiKey = None,
     rates: Annotated[str, typer.Option(help="Requests a second, one after the other: 1,2,4.")] = "1",
     arrivals: Annotated[str, typer.Option(help="poisson, or fixed: one as long after the other.")] = "poisson",
     concurrency: Annotated[
@@ -246,21 +250,12 @@ def serve_command(
 
         more: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
         load = Load(
-            requests=requests,
-            kinds=tuple(one.strip() for one in kinds.split(",")),
-            pictures=pictures,
-            known=known,
-            zipf=zipf,
-            window=window,
-            turns=turns,
-            side=side,
-            max_tokens=max_tokens,
-            arrivals=arrivals,
-            seed=seed,
-        )
+            requests=requests, kinds=tuple(one.strip() for one in kinds.split(",")), pictures=pictures, known=known,
+            zipf=zipf, window=window, turns=turns, side=side, max_tokens=max_tokens, arrivals=arrivals, seed=seed,
+        )  # fmt: skip
         options: dict[str, Any] = {"rates": parse_rates(rates, "rates"), "repeats": repeats, "warmup": warmup}
-        options |= {"concurrency": concurrency, "goal": serving.Goal(goal_ttft, goal_per_token)}
-        options |= {"out": out, "picture": picture}
+        goal = serving.Goal(goal_ttft, goal_per_token)
+        options |= {"concurrency": concurrency, "goal": goal, "out": out, "picture": picture}
         names = serving.policy_names(policies)
         if base_url is None and names:
             from vlcache_jax.benchmarks.random_models import LETTERS

@@ -182,10 +182,7 @@ def run_command(
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most, where a row does not say.")] = 256,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of what is drawn at random: another one, other answers.", show_default=False),
-    ] = None,
+    seed: opt.Seed = None,
     max_pixels: opt.MaxPixels = None,
     dtype: opt.Dtype = "auto",
     max_rows: opt.MaxRows = None,

@@ -41,6 +41,9 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_def
 TopP = Annotated[
     float | None, typer.Option(help="Share of the likeliest tokens to draw from.", show_default="the checkpoint's own")
 ]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Of what is drawn at random: another one, other answers.", show_default=False)
+]
 System = Annotated[str | None, typer.Option(help="System message, where a conversation has none.", show_default=False)]
 
 # Sizes.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import abc, deque
+from collections import abc
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from vlcache_jax.engine.prefilling import Prefiller, Turn
 from vlcache_jax.engine.readiness import PATIENCE, Readiness
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import (
-    Results,
+    Flight,
     after_prefill,
     decode,
     free,
@@ -126,9 +126,7 @@ class Engine:
         self._readiness = Readiness(layers, runner.shapes.link_groups[0].stop, threads)
         self._counts = EngineStats(pages.count)
         self._turn: Turn | None = None  # whose steps are being launched
-        self._flying: deque[Results] = deque()
-        self._launched = self._read = 0  # of all results, so many
-        self._leaving: deque[tuple[int, Sequence]] = deque()  # and how many must have been read before it may leave
+        self._flight = Flight()
 
     # From the thread that drives it.
 
@@ -139,7 +137,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
-        return not (self.has_requests or self._flying or self._leaving)
+        return not (self.has_requests or self._flight.is_under_way)
 
     @property
     def has_requests(self) -> bool:
@@ -153,15 +151,15 @@ class Engine:
           RuntimeError: there is something to do, but nothing of it can be done.
         """
         self._count(steps=1)
-        launched, unread = self._launched, len(self._flying)
+        launched, unread = self._flight.launched, self._flight.unread
         self._sweep()
         self._admit()
         put_back = self._prefill()
         for results in self._compactor.advance():
-            self._fly(results)
+            self._flight.add(results)
         window = self.runner.ladder.window
         self._decode(free, window)
-        while self._read < launched:  # `_decode` may have read some of these already
+        while self._flight.read < launched:  # `_decode` may have read some of these already
             self._read_next()
         # Behind the others' window, which runs while the host finds out what may come next. Forced tokens follow. The
         # host looks once: how an answer goes on must not hang on the time.
@@ -169,9 +167,8 @@ class Engine:
         self._run_on(known)
         while window and self._decode(lambda decoding: [one for one in held(decoding) if one in known], 1):
             window -= 1
-        while self._leaving and self._leaving[0][0] <= self._read:
-            self._leave(self._leaving.popleft()[1])
-        if not (unread or self._launched > launched or put_back or self.is_idle):
+        self._flight.let_leave()
+        if not (unread or self._flight.launched > launched or put_back or self.is_idle):
             self._wait()
 
     def fail(self, error: BaseException) -> None:
@@ -183,13 +180,10 @@ class Engine:
         if self._turn is not None:
             self._turn.upload.cancel()
         self._turn = None
-        self._flying.clear()
-        self._read = self._launched
         for sequence in [*self.scheduler.running] or self.scheduler.waiting[:1]:
             sequence.end.fault = error
             self._end(sequence, failed=True)
-        while self._leaving:
-            self._leave(self._leaving.popleft()[1])
+        self._flight.clear()
 
     # From any thread.
 
@@ -266,7 +260,7 @@ class Engine:
         if not turn.steps:
             self.scheduler.launched(turn.prefills)
             self._turn = None
-        self._fly(after_prefill(self.runner, self._lanes, launched))
+        self._flight.add(after_prefill(self.runner, self._lanes, launched))
         self._count_step(launched.step, start)
         return False
 
@@ -275,7 +269,7 @@ class Engine:
         start = time.thread_time()
         for step, tokens in run_on(self.runner, self._lanes, self.scheduler.runs(answers)):
             if tokens is not None:
-                self._fly(tokens)
+                self._flight.add(tokens)
             self._count_step(step, start)
             start = time.thread_time()
 
@@ -321,15 +315,16 @@ class Engine:
             tokens = self.scheduler.grow(active, min(most, longest))
             if tokens:
                 break
-            if self._flying:
-                self._read_all()  # some may have ended; and who is put back must know its tokens
+            if self._flight.unread:
+                while self._flight.unread:
+                    self._read_next()  # some may have ended; and who is put back must know its tokens
             elif compressed:
                 self._compactor.put_aside()
             elif not self.scheduler.preempt([p.sequence for p in self._turn.prefills] if self._turn else ()):
                 return False
         if self.trace is not None:
             self.trace.append((len(active), sum(sequence.progress.scheduled for sequence in active), tokens))
-        self._fly(decode(self.runner, self._lanes, active, tokens))
+        self._flight.add(decode(self.runner, self._lanes, active, tokens))
         self.scheduler.decoded(active, tokens)
         rows = round_up(len(active), self.runner.ladder.sequences)
         self._count(
@@ -362,24 +357,15 @@ class Engine:
 
     # Results.
 
-    def _fly(self, results: Results) -> None:
-        self._launched += 1
-        self._flying.append(results)
-
-    def _read_all(self) -> None:
-        while self._flying:
-            self._read_next()
-
     def _read_next(self) -> None:
-        for sequence in self._flying[0].read():
+        for sequence in self._flight.oldest.read():
             lease = sequence.progress.lease
             if sequence.end.error is None and lease is not None and (sequence.generated or sequence.is_done):
                 self.pages.proven(lease)
             self._end_if_done(sequence)
             if not sequence.end.is_finished:
                 sequence.tell()
-        self._flying.popleft()
-        self._read += 1
+        self._flight.pass_oldest()
 
     def _end_if_done(self, sequence: Sequence) -> None:
         is_over = sequence.end.is_aborted and not self.scheduler.is_needed(sequence)
@@ -402,16 +388,9 @@ class Engine:
         if failed and sequence.hold is not None:
             sequence.hold.fail()  # before anyone is told
         sequence.finish()
-        if is_settled:
-            self._leave(sequence)
-        else:
-            self._leaving.append((self._launched, sequence))
+        self._flight.leave(sequence, now=is_settled)
         sequence.tell()
         sequence.end.listener = None  # no circle keeps its records' memory
-
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.hold is not None:
-            sequence.hold.leave()
 
     def _count(self, **more: float) -> None:
         self._counts = dataclasses.replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections import abc
+from collections import abc, deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -44,6 +44,69 @@ class Results:
         lease = sequence.progress.lease
         is_sound = sequence.progress.compressed is not None or (lease is not None and not lease.is_lost)
         return is_sound and self._attempts[sequence] == sequence.progress.attempt and not sequence.end.is_finished
+
+
+class Flight:
+    """Results under way, read in the order in which they were launched, and who leaves behind them.
+
+    What lies outside the pool may be given back when everything launched until then has been read.
+
+    Attributes:
+      launched, read: of all results, so many.
+    """
+
+    def __init__(self) -> None:
+        self.launched = self.read = 0
+        self._results: deque[Results] = deque()
+        self._leaving: deque[tuple[int, Sequence]] = deque()  # and how many must have been read before it may leave
+
+    @property
+    def unread(self) -> int:
+        """How many there are."""
+        return len(self._results)
+
+    @property
+    def oldest(self) -> Results:
+        """What is to be read next."""
+        return self._results[0]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether anything is, or anybody has not left."""
+        return bool(self._results or self._leaving)
+
+    def add(self, results: Results) -> None:
+        """These have been launched."""
+        self.launched += 1
+        self._results.append(results)
+
+    def pass_oldest(self) -> None:
+        """It has been read."""
+        self._results.popleft()
+        self.read += 1
+
+    def leave(self, sequence: Sequence, *, now: bool) -> None:
+        """A sequence lets go of what it holds, now or when all that has been launched has been read."""
+        if now:
+            _leave(sequence)
+        else:
+            self._leaving.append((self.launched, sequence))
+
+    def let_leave(self) -> None:
+        """Those leave behind whom everything has been read."""
+        while self._leaving and self._leaving[0][0] <= self.read:
+            _leave(self._leaving.popleft()[1])
+
+    def clear(self) -> None:
+        """Nothing of it will be read."""
+        self._results.clear()
+        self.read = self.launched
+        self.let_leave()
+
+
+def _leave(sequence: Sequence) -> None:
+    if sequence.hold is not None:
+        sequence.hold.leave()
 
 
 class Tokens(Results):

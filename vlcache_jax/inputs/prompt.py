@@ -366,7 +366,7 @@ class PromptRenderer:
                         one = {"video": one[0], "video_metadata": one[1]}
                     part = one if isinstance(one, Mapping) else {"video": one}
                     found.append((self.video({"type": "video", **part}, where, settings.of_video(i)), uuid))
-        given = cast(str, text) if ids is None else self._token_ids(ids, f"{name} prompt_token_ids")
+        given = cast(str, text) if ids is None else _token_ids(ids, len(self.tokenizer), f"{name} prompt_token_ids")
         return self._prompt(given, found, settings, name)
 
     def _add(
@@ -390,22 +390,6 @@ class PromptRenderer:
             value, limits = image_value(part, where)
             source = replace(self.image(value, shown.format("image", number)), limits=limits)
         found.append((source, part.get("uuid")))
-
-    def _token_ids(self, given: Any, name: str) -> npt.NDArray[np.int32]:
-        """Ids of a prompt as they came.
-
-        Raises:
-            ValueError: they are not token ids of the vocabulary.
-        """
-        try:
-            ids = np.asarray(given)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"{name} must be token ids, got {short(given)}") from error
-        if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
-            raise ValueError(f"{name} must be a non-empty list of token ids, got {short(given)}")
-        if ids.min() < 0 or ids.max() >= len(self.tokenizer):
-            raise ValueError(f"{name} must be from 0 to {len(self.tokenizer) - 1}, got {short(given)}")
-        return ids.astype(np.int32)
 
     def _prompt(
         self,
@@ -462,6 +446,23 @@ class PromptRenderer:
     def _longest_token(self) -> int:
         """Characters that a token can stand for; added tokens may be longer than all others."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+
+def _token_ids(given: Any, known: int, name: str) -> npt.NDArray[np.int32]:
+    """Ids of a prompt as they came, of a vocabulary of `known`.
+
+    Raises:
+        ValueError: they are not token ids of the vocabulary.
+    """
+    try:
+        ids = np.asarray(given)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be token ids, got {short(given)}") from error
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be a non-empty list of token ids, got {short(given)}")
+    if ids.min() < 0 or ids.max() >= known:
+        raise ValueError(f"{name} must be from 0 to {known - 1}, got {short(given)}")
+    return ids.astype(np.int32)
 
 
 def _parts(messages: Sequence[Any]) -> int:
