@@ -462,6 +462,15 @@ def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [row["what"], f"{row['ms']:.3g}", f"{row['least ms']:.3g}"]
 
 
+def shares(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Percent of what a cold prompt keeps threads busy with (`python -m research.shares`)."""
+    kinds = [(part, what) for part in ("encoder", "decoder") for what in ("products", "attention", "rest")]
+    yield ["dtype", *(f"{part}'s {what}" for part, what in kinds)]
+    for dtype, own in itertools.groupby(rows, lambda row: row["dtype"]):
+        found = {(row["part"], row["what"]): row["share, %"] for row in own}
+        yield [dtype, *(f"{found[kind]:.0f}" for kind in kinds)]
+
+
 def host(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Milliseconds that the host takes for a step (`python -m research.host`)."""
     yield ["", "rows", "work lists", "handing over", "together", "of it before the first layer"]
@@ -565,6 +574,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "ttft shipped": functools.partial(_of, ttft, "ttft_tiny_vqa_cpu.json"),
     "ttft 8b": functools.partial(_of, ttft, "ttft_8b_cpu.json"),
     "ttft sizes": functools.partial(_of, ttft_sizes, "ttft_sizes_cpu.json"),
+    "shares": functools.partial(_of, shares, "shares_cpu.json"),
     "host": functools.partial(_of, host, "host.json"),
     "launched": functools.partial(_of, launched, "launched_cpu.json"),
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
