@@ -6,7 +6,9 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from vlcache_jax import Ladder
 from vlcache_jax.engine.passage import Passage
@@ -75,6 +77,20 @@ def user(*parts):
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return [{"role": "user", "content": content}]
+
+
+def drawn(make):
+    """The module that `make` makes, of numpy's weights: to draw its own, nnx compiles a program for each shape."""
+    rng = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if "scale" in name or "bias" in name:  # as nnx has them at first
+            return jax.device_put(np.full(leaf.shape, "scale" in name, leaf.dtype))
+        return jax.device_put((rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5).astype(leaf.dtype))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, state))
 
 
 @contextlib.contextmanager
