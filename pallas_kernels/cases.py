@@ -14,12 +14,23 @@ import numpy as np
 
 from vlcache_jax.pallas_kernels.flaws import carry_flaws
 from vlcache_jax.pallas_kernels.link import link
-from vlcache_jax.pallas_kernels.link.codec import CODECS
+from vlcache_jax.pallas_kernels.link.codec import CODECS, Codec
 
 TOLERANCE = {"bfloat16": 0.04, "float16": 0.01}  # of `relative_error` where weights, too, are rounded to the dtype
 
 Intervals = tuple[np.ndarray, np.ndarray]
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def array(x: Any, dtype: Any) -> jax.Array:
+    """What numpy rounds to the dtype. (`jnp.asarray` would compile a program for each shape.)"""
+    return jax.device_put(np.asarray(x, jnp.dtype(dtype)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encode(codec: Codec, x: Any, bias: Any = None, weight: Any = None) -> tuple[jax.Array, jax.Array]:
+    """`codec.encode`, compiled once for each shape."""
+    return codec.encode(x, bias, weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +64,8 @@ class Case:
             v[~seen] = rng.choice([largest, -largest], v[~seen].shape)
         if flaw:
             k[np.flatnonzero(seen)[seen.sum() // 2], 0, 0] = np.nan
-        bounds = jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)
-        return jnp.asarray(q, dtype), jnp.asarray(k, dtype), jnp.asarray(v, dtype), *bounds
+        bounds = array(start, jnp.int32), array(end, jnp.int32)
+        return array(q, dtype), array(k, dtype), array(v, dtype), *bounds
 
 
 def causal(rng: np.random.Generator, n: int, s: int) -> Intervals:
@@ -214,9 +225,7 @@ class LinkCase:
         rng = np.random.default_rng(self.K)
         bias, weight = rng.normal(0, 50, (self.K, self.D)), rng.standard_normal(self.D) * (rng.random(self.D) < 0.9)
         constants = {
-            name: jnp.asarray(x, "bfloat16")
-            for name, x in (("bias", bias), ("weight", weight))
-            if name == self.constant
+            name: array(x, "bfloat16") for name, x in (("bias", bias), ("weight", weight)) if name == self.constant
         }
         return {"layer": self.layer, "codec": self.codec, **constants}
 
@@ -232,15 +241,15 @@ class LinkCase:
         angle = rng.uniform(0, 6, (self.T, 1, self.D // 2))
         layers = rng.standard_normal((self.layers, 2, self.T, self.K, self.D))
         layers[self.layer] = stored
-        k_pool, v_pool, data, cos, sin = (jnp.asarray(x, dtype) for x in (*pools, layers, np.cos(angle), np.sin(angle)))
+        k_pool, v_pool, data, cos, sin = (array(x, dtype) for x in (*pools, layers, np.cos(angle), np.sin(angle)))
         planes = [data]
         if self.codec is not None:
             coded = [[self._coded(k, self.options()), self._coded(v, {})] for k, v in layers.astype(np.float32)]
             planes = [jnp.asarray(np.stack([[half[i] for half in layer] for layer in coded])) for i in range(2)]
-        return k_pool, v_pool, [planes], jnp.asarray(slot, jnp.int32), cos, sin
+        return k_pool, v_pool, [planes], array(slot, jnp.int32), cos, sin
 
     def _coded(self, x: np.ndarray, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        return jax.jit(CODECS[self.codec or ""].encode)(x, options.get("bias"), options.get("weight"))
+        return encode(CODECS[self.codec or ""], x, options.get("bias"), options.get("weight"))
 
     def run(self, args: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
         """Links what `inputs` gave."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vlcache_jax.pallas_kernels.attention import PAGE
+from vlcache_jax.pallas_kernels.cases import array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class StatisticsCase:
         k[unseen] = np.nan
         if flaw:
             k[slots[len(slots) // 2], 0, 0] = np.nan
-        indices = jnp.asarray(table, jnp.int32), jnp.asarray(place, jnp.int32)
-        return jnp.asarray(q, dtype), jnp.asarray(k, dtype), *indices, jnp.float32(self.p)
+        indices = array(table, jnp.int32), array(place, jnp.int32)
+        return array(q, dtype), array(k, dtype), *indices, jnp.float32(self.p)
 
 
 def last_rows(rng: np.random.Generator, n: int, slots: int) -> np.ndarray:

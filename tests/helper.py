@@ -1,20 +1,22 @@
 """What several tests of the engine need."""
 
 import contextlib
+import dataclasses
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from vlcache_jax import Ladder
 from vlcache_jax.engine.passage import Passage
 from vlcache_jax.pallas_kernels import PAGE
 
 # Programs are compiled for the sizes of an engine, and compiling is most of what tests take: whoever needs no sizes of
-# its own opens an engine of these, whose programs are compiled once for all.
-LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(1, 8))
+# its own opens an engine of these, whose programs are compiled once for all. One answer takes the programs of eight.
+LADDER = Ladder(rows=(16, 64, 512), patches=(64, 256, 1024), sequences=(8,))
 SIZES = {"ladder": LADDER, "max_model_len": 8 * PAGE, "kv_cache_bytes": 2**24, "dtype": "float32"}
 # The same for answers that come bit by bit: short windows, and one rung of each ladder.
 SHORT = {
@@ -23,6 +25,10 @@ SHORT = {
     "kv_cache_bytes": 2**23,
     "dtype": "float32",
 }
+# An answer that is alone has programs of its own, as by default: for tests that compare it with answers together.
+ALONE = dataclasses.replace(LADDER, sequences=(1, 8))
+# For a model that nothing else opens: prompts take several steps, and one program of a kind does for all.
+FEW = Ladder(rows=(64,), patches=(256,), sequences=(4,))
 WORDS = (
     *("--max-model-len", str(SIZES["max_model_len"]), "--kv-cache-bytes", str(SIZES["kv_cache_bytes"])),
     *("--dtype", SIZES["dtype"]),
@@ -78,6 +84,20 @@ def user(*parts):
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return [{"role": "user", "content": content}]
+
+
+def drawn(make):
+    """The module that `make` makes, of numpy's weights: to draw its own, nnx compiles a program for each shape."""
+    rng = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if "scale" in name or "bias" in name:  # as nnx has them at first
+            return jax.device_put(np.full(leaf.shape, "scale" in name, leaf.dtype))
+        return jax.device_put((rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5).astype(leaf.dtype))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, state))
 
 
 @contextlib.contextmanager

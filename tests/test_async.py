@@ -44,10 +44,11 @@ def directory(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def shared(directory):
-    """An engine that all tests use; what is compiled for it is used by all others, too."""
+def shared(directory, pictures):
+    """An engine that all tests use, whichever comes first; what is compiled for it is used by all others, too."""
     engine = AsyncLLM(directory, use_tqdm=False, **SHORT)
     give_lanes(engine, LANES)
+    LLM(engine.service).chat(user("a", pictures[0]), SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     yield engine
     engine.service.close()
 

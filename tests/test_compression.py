@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compress.example import kept_of
 from tests.helper import (
+    ALONE,
     SIZES,
     assert_nothing_left,
     each_family,
@@ -25,7 +27,7 @@ from vlcache_jax.cache.record import Why
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.parse import parse_compressor
 from vlcache_jax.compress.policies import VLCache, make_counts
-from vlcache_jax.compress.scores import Seen, kept_tokens, seeds
+from vlcache_jax.compress.scores import Seen, seeds
 from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, WritePages
 from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.programs.window import CompressedWindow
@@ -34,7 +36,7 @@ from vlcache_jax.models import Rows
 from vlcache_jax.pallas_kernels import PAGE
 from vlcache_jax.study.probe import Probe
 
-SETTINGS = SIZES | {"compressed_kv_bytes": 2**22, "use_tqdm": False}
+SETTINGS = SIZES | {"ladder": ALONE, "compressed_kv_bytes": 2**22, "use_tqdm": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TOLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
@@ -88,30 +90,27 @@ class Reference:
     def __init__(self, llm):
         self.probe = Probe(llm)
         self.runner = self.probe.runner
-        self._run = jax.jit(self._dense)
+        self._layer = jax.jit(self._through)
 
-    def _dense(self, text, x, deepstack, position, masks):
-        config, shapes = self.runner.config.text, self.runner.shapes
-        heads, N = config.num_kv_heads, len(x)
-        rows, weights = Rows(None, position, None, None, None), []
-        for i, seen in enumerate(masks):  # [K, N, N]
-            layer = shapes.bind_layer(text["layers"][i])
-            q, k, _, v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=N)
-            q = q.reshape(N, heads, -1, q.shape[-1])
-            score = jnp.einsum("nkgd,skd->kgns", q, k, precision="highest") * config.head_dim**-0.5
-            weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
-            out = jnp.einsum("kgns,skd->nkgd", weight, v, precision="highest")
-            x = layer.transform(x + layer.self_attn.o_proj(out.reshape(N, -1)), jnp.ones(N, bool))
-            x = x + deepstack[i] if i < len(deepstack) else x
-            weights.append(weight)
-        return jnp.stack(weights), x
+    def _through(self, params, i, x, deepstack, position, seen):  # [K, N, N]
+        config = self.runner.config.text
+        layer, rows = self.runner.shapes.bind_layer(params), Rows(None, position, None, None, None)
+        q, k, _, v = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
+        q = q.reshape(len(x), config.num_kv_heads, -1, q.shape[-1])
+        score = jnp.einsum("nkgd,skd->kgns", q, k, precision="highest") * config.head_dim**-0.5
+        weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
+        out = jnp.einsum("kgns,skd->nkgd", weight, v, precision="highest")
+        x = layer.transform(x + layer.self_attn.o_proj(out.reshape(len(x), -1)), jnp.ones(len(x), bool))
+        return (x + jnp.where(i < len(deepstack), deepstack[i], 0) if len(deepstack) else x), weight
 
     def run(self, placed, masks):
-        N, n = len(placed.x), len(placed.layout)
-        position = np.zeros((3, N), np.int32)
+        n, x, weights = len(placed.layout), placed.x, []
+        position = np.zeros((3, len(x)), np.int32)
         position[:, :n] = placed.layout.positions
-        weights, x = self._run(self.runner.text, placed.x, placed.deepstack, position, masks)
-        return np.asarray(weights, np.float64), self.probe.logits(x[placed.prompt_length - 1 : n - 1])
+        for i, seen in enumerate(masks):
+            x, weight = self._layer(self.runner.text["layers"][i], i, x, placed.deepstack, position, seen)
+            weights.append(np.asarray(weight, np.float64))
+        return np.stack(weights), self.probe.logits(np.asarray(x)[placed.prompt_length - 1 : n - 1])
 
     def answer(self, conversation, answer, compressor):
         """What is kept, sparsity, and log-probabilities of an answer's tokens [c, V]."""
@@ -129,9 +128,9 @@ class Reference:
             gamma = sparsity(small.sum((3, 4)).reshape(text.num_layers, -1), n, observed)
         counts = make_counts(compressor, n, gamma, text.num_layers)
         for layer, count in enumerate(counts):
-            length, window = jnp.int32(n), jnp.int32(compressor.window(count))
-            seen = Seen(jnp.asarray(received[layer], jnp.float32), length, window, seeds(layout, len(counts))[layer])
-            kept = np.asarray(kept_tokens(compressor.scores(seen), length, jnp.int32(count), window, most=N))
+            window = np.int32(compressor.window(count))
+            seen = Seen(received[layer].astype(np.float32), np.int32(n), window, seeds(layout, len(counts))[layer])
+            kept = np.asarray(kept_of(compressor.scores, seen, np.int32(count), most=N))
             for head, mask in enumerate(masks[layer]):
                 mask[n:, :n] = False
                 mask[n:, kept[head, :count]] = True

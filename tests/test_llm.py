@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import LADDER, SHORT, SIZES, compilations, each_decoder, each_family, give_pages, user
+from tests.helper import ALONE, FEW, SHORT, SIZES, compilations, each_decoder, each_family, give_pages, user
 from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
 from vlcache_jax.device.kv_shape import KVShape
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ladder_for("qwen2_5_vl-flat-tied")  # in short, one fam
 
 
 def open_llm(directory, **changes):
-    return LLM(directory, **SIZES | {"reuse": "off"} | changes)
+    return LLM(directory, **SIZES | {"ladder": ALONE, "reuse": "off"} | changes)
 
 
 def page_bytes(directory):
@@ -105,7 +105,8 @@ class Oracle:
 @pytest.mark.ladder_for("qwen3_vl_moe", "qwen2_5_vl-library-names")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
-    with open_llm(checkpoint) as llm:
+    shared = checkpoint.name in ("qwen3_vl", "qwen3_vl-tied")  # by other tests
+    with open_llm(checkpoint, ladder=ALONE if shared else FEW) as llm:
         outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
         oracle = Oracle(load_oracle(checkpoint), llm)
         answers = [oracle.answer(conversation, GREEDY.max_tokens) for conversation in conversations]
@@ -120,7 +121,7 @@ def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations)
 @pytest.mark.parametrize(
     ("rows", "sequences"),
     [
-        (LADDER.rows, LADDER.sequences),
+        (ALONE.rows, ALONE.sequences),
         pytest.param((32, 96, 256), (2, 8), marks=pytest.mark.ladder),
         pytest.param((48,), (3,), marks=pytest.mark.ladder),
     ],
@@ -133,7 +134,7 @@ def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversat
 
     alone = [logits(llm, [conversation])[0] for conversation in conversations]
     eight = conversations * 2
-    ladder = Ladder(rows=rows, patches=LADDER.patches, sequences=sequences)
+    ladder = Ladder(rows=rows, patches=ALONE.patches, sequences=sequences)
     with open_llm(family_checkpoint, ladder=ladder) as engine:
         for got, expected in zip(logits(engine, eight), alone * 2, strict=True):
             # 1e-5 at a scale of 4; these logits reach 9.
@@ -265,7 +266,7 @@ def test_nearly_equal_pools_have_the_same_programs(family_checkpoint):
 def test_bf16(llm, family_checkpoint, conversations):
     """Any tokens are as likely as float32 says, but for bfloat16's rounding (test_bfloat16.py has the numerics)."""
     params = SamplingParams(temperature=5, seed=0, max_tokens=4, ignore_eos=True, logprobs=1)
-    with open_llm(family_checkpoint, dtype="bfloat16") as narrow:
+    with open_llm(family_checkpoint, dtype="bfloat16", ladder=FEW) as narrow:
         outputs = narrow.chat(conversations, params, use_tqdm=False)
         assert narrow.service.device.runner.pool.arrays[0][0].dtype == "bfloat16"
     answers = [output.outputs[0] for output in outputs]
@@ -614,19 +615,25 @@ def test_images_are_read_as_the_arguments_say(family_checkpoint, tmp_path):
 
 
 def test_the_core_needs_little(checkpoints):
-    """Machines with a GPU may lack the rest."""
+    """Machines with a GPU may lack the rest. Neither templates nor images need torch."""
     code = f"""
 import sys
 for name in ("torch", "torchvision", "orbax", "typer", "matplotlib", "psutil"):
     sys.modules[name] = None
+import numpy as np
 from vlcache_jax import LLM, Ladder, SamplingParams
 with LLM({str(checkpoints("qwen3_vl-tied"))!r}, **{SHORT}) as llm:
-    [output] = llm.generate(["abc"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
-    print(len(output.outputs[0].token_ids))
+    image = np.zeros((64, 96, 3), np.uint8)
+    content = [{{"type": "image", "image": image}}, {{"type": "text", "text": "Hi"}}]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    [output] = llm.chat([{{"role": "user", "content": content}}], params, use_tqdm=False)
+    print(len(output.outputs[0].token_ids), output.cache.images[0].tokens)
+    processor = llm.service.intake.processor
+    print(processor.pixel_values(processor.patches(image)).shape)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "2"
+    assert done.stdout == "2 6\n(24, 1536)\n"
 
 
 @pytest.mark.parametrize(

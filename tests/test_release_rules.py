@@ -171,21 +171,21 @@ def test_tied_embeddings_where_the_levels_disagree(tmp_path, name, has_head, top
 
 def test_learned_positions_in_bfloat16(directory):
     config = load_config(directory("qwen3_vl")).vision
-    tower = VisionTower(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    tower = nnx.eval_shape(lambda: VisionTower(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    learned = jnp.asarray(rng.standard_normal((config.num_position_embeddings, config.hidden_size)), jnp.bfloat16)
+    learned = rng.standard_normal((config.num_position_embeddings, config.hidden_size)).astype(jnp.bfloat16)
     tables = encoder_tables(config, [(1, 14, 10)], 140)
     taps, weights = np.asarray(learned, np.float64)[tables["tap"]], tables["tap_weight"][:, :, None]
     exact = (taps * weights).sum(axis=1)
 
     def rounded(values):
-        return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float64)
+        return np.asarray(values, jnp.bfloat16).astype(np.float64)
 
     at_release = 0.0
     for i in range(4):
         at_release = rounded(at_release + rounded(taps[:, i] * rounded(weights[:, i])))
-    tower.pos_embed.embedding[...] = learned
-    tower.patch_embed = lambda *_: jnp.zeros((140, config.hidden_size), jnp.bfloat16)
+    tower.pos_embed.embedding = nnx.Param(jnp.asarray(learned))
+    tower.patch_embed = lambda *_: np.zeros((140, config.hidden_size), jnp.bfloat16)
     tower.blocks, tower.merger = nnx.List([]), lambda x: x
     ours = np.asarray(tower(None, None, {**tables, "start": None, "end": None})[0], np.float64)
     assert np.abs(ours - exact).max() <= 2.0**-8 * np.abs(exact).max()

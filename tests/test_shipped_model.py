@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.benchmarks.test_tiny_vqa import solve
-from tests.helper import LADDER
+from tests.helper import ALONE
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.assets import PICTURES, SCHEDULES, TINY_VQA
 from vlcache_jax.benchmarks.tiny_vqa.pictures import render, shipped_pictures
@@ -43,7 +43,7 @@ def test_opening_imports_no_torch_and_says_what_is_done():
     code = f"""
 import sys
 from vlcache_jax import LLM, Ladder, SamplingParams
-with LLM({str(TINY_VQA)!r}, ladder={LADDER}) as llm:
+with LLM({str(TINY_VQA)!r}, ladder={ALONE}) as llm:
     [output] = llm.chat([{{"role": "user", "content": "Hello"}}], SamplingParams(max_tokens=2, ignore_eos=True))
     print(len(output.outputs[0].token_ids), "torch" in sys.modules)
 from transformers import is_torch_available

@@ -250,7 +250,7 @@ def test_demo(run, tmp_path, compiled, monkeypatch):
 def test_ask(run, family_checkpoint, tmp_path, textured_image):
     Image.fromarray(textured_image(60, 90)).save(tmp_path / "a.png")
     arguments = ("-m", family_checkpoint, "--max-tokens", "3", "--temperature", "0")
-    arguments += (*WORDS, "--max-pixels", "8000", "--max-rows", "64")
+    arguments += (*WORDS, "--max-pixels", "8000")
     result = run("ask", *arguments, tmp_path / "a.png", "What is it?")
     assert result.exit_code == 0, result.output
     assert re.search(r"prompt tokens, \d+ of images; first token after .* s, [1-3] tokens", result.stderr)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import numpy as np
+
+from vlcache_jax.compress.scores import Scores, Seen, kept_tokens
 
 ATTENTION = np.array(
     [
@@ -17,3 +22,9 @@ ATTENTION = np.array(
 POST_VISION = [0.5, 0.06, 0.9, 0.003, 0.337, 0.2]
 ACCUMULATED = [2.8, 1.06, 1.4, 0.203, 0.337, 0.2]
 NORMALIZED = [0.4667, 0.212, 0.35, 0.0677, 0.1685, 0.2]
+
+
+@functools.partial(jax.jit, static_argnames=("scores", "most"))
+def kept_of(scores: Scores, seen: Seen, count: int, most: int) -> jax.Array:
+    """The tokens that each KV head keeps by these scores, as one program."""
+    return kept_tokens(scores(seen), seen.length, count, seen.window, most=most)

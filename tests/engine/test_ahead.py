@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 
 import pytest
 
-from tests import helper
+from tests.helper import LADDER, SIZES
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.device.programs import table
 from vlcache_jax.device.programs.link import Link
 from vlcache_jax.device.programs.state import EmptyLanes
 
-# Requests of one size together and alone: those that were answered apart may come again together.
-LADDER = dataclasses.replace(helper.LADDER, sequences=(8,))
 LINK = Link(16, 1, 1)  # of the images here
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, **helper.SIZES | {"ladder": LADDER}) as engine:
+    """One answer has the programs of eight: requests that were answered apart may come again together."""
+    with LLM(checkpoints("qwen3_vl"), use_tqdm=False, **SIZES) as engine:
         engine.service.ahead._stopped = False
         yield engine
 

@@ -5,8 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -859,24 +857,6 @@ def test_loading_refuses_broken_files(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message.format(path=tmp_path / name, folder=tmp_path)):
         PromptRenderer.from_pretrained(tmp_path)
-
-
-def test_torch_is_not_needed(tmp_path):
-    make_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(QWEN2_5_TEMPLATE)
-    script = f"""
-import sys
-sys.modules["torch"] = sys.modules["torchvision"] = None
-import numpy as np
-from vlcache_jax.inputs.prompt import PromptRenderer
-renderer = PromptRenderer.from_pretrained({str(tmp_path)!r})
-content = [{{"type": "image", "image": np.zeros((4, 5), np.uint8)}}, {{"type": "text", "text": "Hi"}}]
-prompt = renderer.from_conversation([{{"role": "user", "content": content}}])
-print(len(renderer.expander.expand(prompt.token_ids, [5])[0]) - len(prompt.token_ids))
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "4\n"
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

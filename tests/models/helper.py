@@ -69,7 +69,7 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
             parameter = parameter.turned()
         value = from_tensor(parameter, tensor)
         assert value.shape == parameter.shape
-        node[parameter.path[-1]] = jnp.asarray(value.astype(jnp.dtype(dtype)))
+        node[parameter.path[-1]] = jax.device_put(value.astype(jnp.dtype(dtype)))
     assert not tensors
     model = abstract_model(config, jnp.dtype(dtype))
     return Model(config, nnx.graphdef(model), layer_graphs(model), params, jnp.dtype(dtype))

@@ -178,7 +178,7 @@ def test_chunks_in_slot_order_equal_one_prefill(case):
 
 def test_capture_is_optional(case):
     layer = bind_layer(case.model.layer_graphs, case.model.params["language_model"]["layers"][0])
-    x = jnp.zeros((case.length, case.model.config.text.hidden_size))
+    x = jnp.asarray(np.zeros((case.length, case.model.config.text.hidden_size), np.float32))
     pool = map(jnp.asarray, helper.empty_pool(case.model, SLOTS)[0])
     step = functools.partial(layer, x, *pool, case.rows, keep=5)
     *without, nothing = jax.eval_shape(step)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.helper import drawn
 from tests.models import helper, parity
 from vlcache_jax.models import experts
 from vlcache_jax.models.config import ExpertsConfig
@@ -78,8 +79,9 @@ def test_few_rows_change_their_experts_in_bfloat16(name, checkpoints, load_oracl
 
 def test_the_router_chooses_and_weighs_in_float32():
     """In bfloat16 the probabilities of logits that differ by less than a hundredth would be the same."""
-    logits = jnp.asarray(np.random.default_rng(0).permuted(np.tile(np.arange(1, 129) / 2**14, (50, 1)), axis=1))
-    logits = jnp.concatenate([logits, 3 * jax.random.normal(jax.random.key(0), (200, 128))]).astype(jnp.bfloat16)
+    rng = np.random.default_rng(0)
+    near = rng.permuted(np.tile(np.arange(1, 129) / 2**14, (50, 1)), axis=1)
+    logits = jnp.asarray(np.concatenate([near, 3 * rng.standard_normal((200, 128))]).astype(jnp.bfloat16))
     weight, expert = route(logits, 8)
     exact = np.asarray(logits, np.float64)
     best = np.argsort(-exact, axis=1, kind="stable")[:, :8]
@@ -93,11 +95,13 @@ def test_the_router_chooses_and_weighs_in_float32():
 @pytest.fixture(scope="module")
 def mlp():
     """Of ten experts; rows that begin with a 1 choose among the first four."""
-    module = SparseMLP(8, ExpertsConfig(10, 3, 5, (0,)), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    module = drawn(lambda: SparseMLP(8, ExpertsConfig(10, 3, 5, (0,)), dtype=jnp.float32, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     for stack in (module.experts.gate_up_proj, module.experts.down_proj):
         stack[...] = jnp.asarray(rng.standard_normal(stack.shape, np.float32))
-    module.gate.kernel[...] = module.gate.kernel[...].at[0].set(jnp.where(jnp.arange(10) < 4, 50.0, 0.0))
+    kernel = np.array(module.gate.kernel[...])
+    kernel[0] = np.where(np.arange(10) < 4, 50, 0)
+    module.gate.kernel[...] = jnp.asarray(kernel)
     return module
 
 

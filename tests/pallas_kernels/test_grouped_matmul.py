@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vlcache_jax.pallas_kernels import grouped_matmul
+from vlcache_jax.pallas_kernels.cases import array
 
 SIZES = [
     (3, 0, 17, 1, 0),
@@ -31,12 +32,12 @@ def test_each_row_meets_the_matrix_of_its_group(sizes, dtype):
     weights[np.array(sizes) == 0] = np.nan
     x = rng.standard_normal((rows, 24), np.float32)
     x[sum(sizes) :] = np.nan
-    x, weights = jnp.asarray(x, dtype), jnp.asarray(weights, dtype)
+    x, weights = array(x, dtype), array(weights, dtype)
     expected = np.zeros((len(x), 40))
     group = np.repeat(np.arange(len(sizes)), sizes)
     exact = np.einsum("rk,rkn->rn", np.asarray(x[: len(group)], np.float64), np.asarray(weights, np.float64)[group])
     expected[: len(group)] = exact
-    found = jitted(x, weights, jnp.asarray(sizes, jnp.int32))
+    found = jitted(x, weights, array(sizes, jnp.int32))
     assert found.dtype == dtype
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=2e-5 if dtype == jnp.float32 else 0.1)
 
@@ -76,4 +77,4 @@ def test_only_one_matrix_at_a_time_is_read():
 )
 def test_shapes_must_go_together(x, weights, sizes, message):
     with pytest.raises(ValueError, match=message):
-        grouped_matmul(jnp.zeros(x), jnp.zeros(weights), jnp.zeros(sizes, jnp.int32))
+        grouped_matmul(np.zeros(x, np.float32), np.zeros(weights, np.float32), np.zeros(sizes, np.int32))

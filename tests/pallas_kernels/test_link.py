@@ -11,7 +11,7 @@ import pytest
 
 from vlcache_jax.models.rope import text_rotation
 from vlcache_jax.pallas_kernels import CODECS, link
-from vlcache_jax.pallas_kernels.cases import CODED_LINK_CASES, LINK_CASES
+from vlcache_jax.pallas_kernels.cases import CODED_LINK_CASES, LINK_CASES, array, encode
 from vlcache_jax.pallas_kernels.link import xla
 from vlcache_jax.pallas_kernels.link.codec import find
 
@@ -25,10 +25,10 @@ def zeros(*shape, dtype=np.float32):
 
 def arrays(tokens, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
-    pool = [jnp.asarray(rng.normal(size=(S, K, D)), dtype) for _ in "kv"]
-    stored = jnp.asarray(rng.normal(size=(1, 2, tokens, K, D)), dtype)
+    pool = [array(rng.normal(size=(S, K, D)), dtype) for _ in "kv"]
+    stored = array(rng.normal(size=(1, 2, tokens, K, D)), dtype)
     angle = rng.uniform(0, 6, (tokens, 1, D // 2))
-    return *pool, [[stored]], jnp.asarray(np.cos(angle), dtype), jnp.asarray(np.sin(angle), dtype)
+    return *pool, [[stored]], array(np.cos(angle), dtype), array(np.sin(angle), dtype)
 
 
 @pytest.mark.parametrize("size", [xla.LARGE // 2, xla.LARGE])
@@ -94,7 +94,7 @@ def coded_arrays(codec, tokens, heads, width, dtype, bias=None, weight=None, see
     The slots are those of a pool of 64, every fifth of them beyond it.
     """
     rng = np.random.default_rng(seed)
-    pool = [jnp.asarray(rng.normal(size=(64, heads, width)), dtype) for _ in "kv"]
+    pool = [array(rng.normal(size=(64, heads, width)), dtype) for _ in "kv"]
     stored = rng.normal(size=(2, tokens, heads, width)).astype(np.float32)
     if weight is not None:
         stored[0] *= np.asarray(weight, np.float32)
@@ -107,7 +107,7 @@ def places(rng, tokens, width, dtype):
     slot = rng.permutation(64)[:tokens]
     slot[::5] += 64
     angle = rng.uniform(0, 6, (tokens, 1, width // 2))
-    return jnp.asarray(slot, jnp.int32), *(jnp.asarray(f(angle), dtype) for f in (np.cos, np.sin))
+    return array(slot, jnp.int32), *(array(f(angle), dtype) for f in (np.cos, np.sin))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -119,20 +119,22 @@ def data_of(codec, stored, bias=None, weight=None):
 def constant(kind, heads, width, seed=1):
     rng = np.random.default_rng(seed)
     if kind == "bias":
-        return {"bias": jnp.asarray(rng.normal(0, 20, (heads, width)), jnp.float32)}
+        return {"bias": array(rng.normal(0, 20, (heads, width)), jnp.float32)}
     weight = rng.normal(1, 0.3, width) * (np.arange(width) % 7 > 0)
-    return {"weight": jnp.asarray(weight, jnp.float32)} if kind == "weight" else {}
+    return {"weight": array(weight, jnp.float32)} if kind == "weight" else {}
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def decoded(codec, pool, planes, bias=None, weight=None):
-    return codec.decode(*planes, bias, weight).astype(pool.dtype)
+def decode(codec, planes, bias=None, weight=None):
+    return codec.decode(*planes, bias, weight)
 
 
 def wanted(codec, pool, data, slot, cos, sin, bias=None, weight=None):
     """In float64, from decoded keys and values rounded to the pool's dtype."""
     k, v = (
-        np.asarray(decoded(codec, pool[0], [plane[1, half] for plane in data[0]], *c), np.float64)
+        np.asarray(decode(codec, [np.asarray(plane)[1, half] for plane in data[0]], *c))
+        .astype(pool[0].dtype)
+        .astype(np.float64)
         for half, c in enumerate(((bias, weight), ()))
     )
     (a, b), c, s = np.split(k, 2, -1), *(np.asarray(x, np.float64) for x in (cos, sin))
@@ -208,9 +210,9 @@ def test_the_error_of_a_code_is_half_a_step(codec, width):
     x = (rng.normal(size=(60, 3, width)) * 10 ** rng.uniform(-5, 3, (60, 3, 1))).astype(np.float32)
     x[:4] = np.array([600.3, 600, 0, -1e-9], np.float32)[:, None, None]  # constant, far from 0
     x[4] = 600 + rng.uniform(0, 0.1, (3, width))
-    coded = jax.jit(codec.encode)(x)
+    coded = encode(codec, x)
     assert [3 * plane.shape[2] for plane in coded] == [*codec.planes(3, width)]
-    decoded = np.asarray(jax.jit(codec.decode)(*coded), np.float64)
+    decoded = np.asarray(decode(codec, coded), np.float64)
     group = min(width, codec.shares or width)
     grouped, error = (y.reshape(60, 3, -1, group) for y in (x.astype(np.float64), np.abs(decoded - x)))
     low = grouped.min(-1, keepdims=True)
@@ -227,9 +229,8 @@ def test_what_a_code_takes():
     assert {name: sum(codec.planes(8, 128)) * 8 / 1024 for name, codec in CODECS.items()} == {"int8": 8.25, "int4": 5}
     low, high = np.zeros((1, 1, 64), np.float32), np.zeros((1, 1, 64), np.float32)
     low[0, 0, 3], high[0, 0, 3 + 32] = 15, 15  # paired by rotation: one byte
-    encode = jax.jit(CODECS["int4"].encode)
-    assert np.asarray(encode(low)[0])[0, 0, 3] == 15
-    assert np.asarray(encode(high)[0])[0, 0, 3] == 15 << 4
+    assert np.asarray(encode(CODECS["int4"], low)[0])[0, 0, 3] == 15
+    assert np.asarray(encode(CODECS["int4"], high)[0])[0, 0, 3] == 15 << 4
     for name, width in (("int4", 48), ("int4", 15), ("int8", 7)):
         with pytest.raises(ValueError, match=f"head width must be even for codec '{name}'.*, got {width}"):
             CODECS[name].planes(1, width)
@@ -243,7 +244,7 @@ def test_what_a_code_does_not_hold_decodes_to_what_is_not_finite(codec, value):
     x = np.random.default_rng(0).normal(size=(2, 2, 64)).astype(np.float32)
     x[1, 1, 40] = value
     for weight in (None, zeros(64)):
-        decoded = np.asarray(jax.jit(codec.decode)(*jax.jit(codec.encode)(x, None, weight), None, weight))
+        decoded = np.asarray(decode(codec, encode(codec, x, None, weight), None, weight))
         if weight is not None and np.isfinite(value):
             np.testing.assert_array_equal(decoded, 0)  # as the channel is
         else:

@@ -29,6 +29,7 @@ from vlcache_jax.pallas_kernels.cases import (
     Case,
     LinkCase,
     all_empty,
+    array,
     causal,
     link_reference,
     packed,
@@ -90,12 +91,15 @@ def test_keys_that_nobody_sees_may_be_anything() -> None:
 @not_a_number
 def test_nan_reaches_exactly_the_rows_that_see_it() -> None:
     q, k, v, start, end = Case("", 32, 160, 2, 1, 64, whole).inputs("bfloat16")
-    start, end = start.at[3].set(0), (128 + jnp.arange(32, dtype=jnp.int32)).at[3].set(0)  # row 3 is empty
+    start, end = np.array(start), np.arange(128, 160, dtype=np.int32)
+    start[3] = end[3] = 0  # row 3 is empty
     want = plain((q, k, v, start, end), config=SMALL)
     # Slot 140 only some rows see; slot 70 all but the empty one.
     for slot in (140, 70):
-        sees = np.asarray(end) > slot
-        for broken in ((k.at[slot].set(jnp.nan), v), carry_flaws(k, v.at[slot, 0, 3].set(jnp.inf))):
+        sees = end > slot
+        of_k, of_v = np.array(k), np.array(v)
+        of_k[slot], of_v[slot, 0, 3] = np.nan, np.inf
+        for broken in ((of_k, v), jax.jit(carry_flaws)(k, of_v)):
             out = plain((q, *broken, start, end), config=SMALL)
             np.testing.assert_array_equal(out[~sees], want[~sees])
             assert not np.isfinite(out[sees]).any()
@@ -152,7 +156,7 @@ def test_items_of_the_plain_contract(group: int, intervals) -> None:
 
 def paged(rows, arrays, cut, *, end=None, least=None, **settings):
     """The kernel's results for q [N, H, D] and pools, whose work `cut` says how to cut."""
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays)
+    q, k, v = (array(x, jnp.bfloat16) for x in arrays)
     work = rows.work(cut, least)
     scale = q.shape[2] ** -0.5
     out = mosaic_gpu.paged_attention(q, k, v, work, end, scale=scale, interpret=RACES, **settings)
@@ -164,7 +168,7 @@ def paged_inputs(case, count, heads, kv_heads, width, *, decode=False, pages=60,
     rows = case(np.random.default_rng(0))
     q, *pools = paged_cases.arrays(rows, count, heads, kv_heads, width, **settings)
     pools = [np.pad(pool, ((0, pages * PAGE - len(pool)), (0, 0), (0, 0))) for pool in pools]
-    arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (q, *pools)]
+    arrays = [np.asarray(array(x, jnp.bfloat16), np.float32) for x in (q, *pools)]
     shared = bool(rows.shared)
     cut = mosaic_gpu.work_config(count, 20, 40, heads, kv_heads, width, decode=decode, shared=shared, programs=programs)
     return rows, arrays, cut
@@ -242,7 +246,7 @@ def test_rows_are_copied_whole_or_merged_head_by_head(monkeypatch: pytest.Monkey
     packed, there = (rng.standard_normal((n, heads, 128)).astype(np.float32) for n in (cut.octets * 8, 12))
     lines = cut.partial_boxes * 8
     total, largest, weight = (rng.random(shape).astype(np.float32) for shape in ((lines, 128), lines, lines))
-    half = (jnp.asarray(x, jnp.float16) for x in (there, packed))
+    half = (array(x, jnp.float16) for x in (there, packed))
     results = merge(*half, (total, largest, weight), work, RACES)
     kinds = set()
     for n, of_row in enumerate(np.asarray(results, np.float32)):
@@ -418,7 +422,7 @@ def test_toolchains_that_miscompile_masks_are_refused(version: int, refused: boo
 
 def test_too_few_threads_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", "2")
-    x, index = jnp.zeros((4, 2, 64), jnp.bfloat16), jnp.zeros(4, jnp.int32)
+    x, index = np.zeros((4, 2, 64), jnp.bfloat16), np.zeros(4, np.int32)
     with pytest.raises(NotImplementedError, match="set NPROC=16"):
         attention(x, x, x, index, index, implementation="mosaic_gpu_interpreted")
 
@@ -477,6 +481,6 @@ def test_settings_that_do_not_fit_into_shared_memory_are_refused() -> None:
     assert Config(stages=2).queries(128) == 2
     assert Config(stages=3).queries(128) == 1
     assert Config(tile=8, stages=3).queries(128) == 2
-    x, index = jnp.zeros((4, 2, 128), jnp.bfloat16), jnp.zeros(4, jnp.int32)
+    x, index = np.zeros((4, 2, 128), jnp.bfloat16), np.zeros(4, np.int32)
     with pytest.raises(ValueError, match="config must fit into 232448 bytes of shared memory at D = 128, got Config"):
         plain((x, x, x, index, index), config=Config(block=128, stages=4))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helper import ATOL
 from vlcache_jax.pallas_kernels import PAGE, Shared, make_work, paged_attention, paged_cases, work_config
+from vlcache_jax.pallas_kernels.cases import array
 from vlcache_jax.pallas_kernels.paged_cases import CASES, arrays, reference
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -33,7 +34,7 @@ def padded(*pools):
 @pytest.mark.parametrize("dtype", ATOL)
 def test_agrees_with_the_reference(case, dtype):
     rows = case(np.random.default_rng(0))
-    q, k, v = (jnp.asarray(x, dtype) for x in arrays(rows, COUNT, HEADS, KV_HEADS, WIDTH))
+    q, k, v = (array(x, dtype) for x in arrays(rows, COUNT, HEADS, KV_HEADS, WIDTH))
     out = jitted(q, *padded(k, v), rows.work(config(dtype=dtype)))
     assert out.dtype == q.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), reference(rows, q, k, v), atol=ATOL[dtype], rtol=0)
@@ -85,7 +86,7 @@ def test_ends_that_the_device_decides(least):
     end = np.maximum(np.random.default_rng(1).integers(0, rows.end + 1), least(rows.end))
     end[[2, 20]] = 0
     less = paged_cases.PagedRows(rows.table, rows.start, end, rows.tables)
-    out = jitted(q, *padded(k, v), work, end=jnp.asarray(np.pad(end, (0, COUNT - len(end))), jnp.int32))
+    out = jitted(q, *padded(k, v), work, end=array(np.pad(end, (0, COUNT - len(end))), jnp.int32))
     np.testing.assert_allclose(out, reference(less, q, k, v), atol=ATOL["float32"], rtol=0)
     assert not np.asarray(out[2]).any()
 
@@ -126,7 +127,7 @@ def test_wrong_arguments_are_named():
         ({"k": pool[:200], "v": pool[:200]}, "k must have whole pages of 128 slots"),
         ({"v": pool[:128]}, "v must have the shape of k"),
         ({"work": None}, "work must be a Work as made by make_work, got NoneType"),
-        ({"end": jnp.zeros(7, jnp.int32)}, r"end must be int32 of shape \[8\], got int32 \[7\]"),
+        ({"end": np.zeros(7, np.int32)}, r"end must be int32 of shape \[8\], got int32 \[7\]"),
         ({"scale": 0.0}, "scale must be a positive number"),
         ({"implementation": "cudnn"}, "implementation must be None or one of"),
     ):
@@ -134,7 +135,7 @@ def test_wrong_arguments_are_named():
             paged_attention(**right | change)
     with pytest.raises(ValueError, match="work must be made for mosaic_gpu_interpreted"):
         paged_attention(
-            **{name: jnp.asarray(x, jnp.bfloat16) for name, x in right.items() if name != "work"},
+            **{name: array(x, jnp.bfloat16) for name, x in right.items() if name != "work"},
             work=work,
             implementation="mosaic_gpu_interpreted",
         )

@@ -39,10 +39,10 @@ def test_agrees_with_float64(case: StatisticsCase, dtype: str, flaw: bool) -> No
 def test_a_weight_on_the_threshold_is_kept() -> None:
     """Equality is kept (ThresholdFilter), and a row's largest is never below; masked slots count in neither."""
     weights = np.array([0.5, 0.25, 0.25])
-    q = jnp.ones((2, 1, 1))
-    k = jnp.zeros((PAGE, 1, 1)).at[:3, 0, 0].set(jnp.asarray(np.log2(weights) * np.log(2), jnp.float32))
+    q, k = np.ones((2, 1, 1), np.float32), np.zeros((PAGE, 1, 1), np.float32)
+    k[:3, 0, 0] = np.log2(weights) * np.log(2)
     for p, zeros in ((0.4, 0), (0.6, 3), (1.0, 3)):  # of rows of two slots and of three
-        received, found = jitted(q, k, jnp.zeros(1, jnp.int32), jnp.array([1, 2], jnp.int32), p, scale=1.0)
+        received, found = jitted(q, k, np.zeros(1, np.int32), np.array([1, 2], np.int32), p, scale=1.0)
         assert found.tolist() == [zeros]
     np.testing.assert_allclose(received[0, :4], [2 / 3 + 0.5, 1 / 3 + 0.25, 0.25, 0], rtol=1e-6)
 
@@ -62,23 +62,23 @@ def test_nothing_of_rows_times_keys_is_held() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": jnp.zeros((5, 4, 8))}, "q must have a multiple of k's 3 heads, got 4"),
-        ({"k": jnp.zeros((200, 3, 8))}, r"k must have whole pages of 128 slots, got \[200, 3, 8\]"),
-        ({"k": jnp.zeros((256, 3, 8), jnp.bfloat16)}, "k must have the dtype of q, float32, got bfloat16"),
-        ({"table": jnp.zeros(2)}, r"table must be int32 of shape \[B\] .* got float32 \[2\]"),
-        ({"table": jnp.zeros(0, jnp.int32)}, r"table must be int32 .* got int32 \[0\]"),
-        ({"place": jnp.zeros(4, jnp.int32)}, r"place must be int32 of shape \[5\], got int32 \[4\]"),
-        ({"p": jnp.zeros(2)}, r"p must be one number, got shape \[2\]"),
+        ({"q": np.zeros((5, 4, 8), np.float32)}, "q must have a multiple of k's 3 heads, got 4"),
+        ({"k": np.zeros((200, 3, 8), np.float32)}, r"k must have whole pages of 128 slots, got \[200, 3, 8\]"),
+        ({"k": np.zeros((256, 3, 8), jnp.bfloat16)}, "k must have the dtype of q, float32, got bfloat16"),
+        ({"table": np.zeros(2, np.float32)}, r"table must be int32 of shape \[B\] .* got float32 \[2\]"),
+        ({"table": np.zeros(0, np.int32)}, r"table must be int32 .* got int32 \[0\]"),
+        ({"place": np.zeros(4, np.int32)}, r"place must be int32 of shape \[5\], got int32 \[4\]"),
+        ({"p": np.zeros(2, np.float32)}, r"p must be one number, got shape \[2\]"),
         ({"scale": 0.0}, "scale must be a positive number, got 0.0"),
         ({"implementation": "cudnn"}, r"implementation must be None or one of \('xla', .*\), got 'cudnn'"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:
     right = {
-        "q": jnp.zeros((5, 6, 8)),
-        "k": jnp.zeros((256, 3, 8)),
-        "table": jnp.zeros(2, jnp.int32),
-        "place": jnp.zeros(5, jnp.int32),
+        "q": np.zeros((5, 6, 8), np.float32),
+        "k": np.zeros((256, 3, 8), np.float32),
+        "table": np.zeros(2, np.int32),
+        "place": np.zeros(5, np.int32),
         "p": 0.01,
     }
     with pytest.raises(ValueError, match=message):

@@ -40,6 +40,16 @@ def case(llm, textured_image):
     )
 
 
+@pytest.fixture(scope="module")
+def probe(llm):
+    return Probe(llm)
+
+
+@pytest.fixture(scope="module")
+def runs(probe, case):
+    return prepare(probe, case)
+
+
 def full_attention(q, k, length):
     """Weights of each row over the rows before it and itself, [H, n, n]."""
     heads = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
@@ -100,10 +110,8 @@ def logits_by_hand(probe, runs, check, chosen):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("ratio", ["0.15", "0.6"])
-def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, name, ratio):
+def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, probe, runs, name, ratio):
     policy = parse_policy(f"{name}-{ratio}")
-    probe = Probe(llm)
-    runs = prepare(probe, case)
     layers, check = probe.num_layers, policy.check_layer
     keep = int(Fraction(ratio) * runs.placed.is_image.sum())
     chosen = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")[:keep]
@@ -123,11 +131,9 @@ def test_the_rows_and_the_logits_are_those_chosen_by_hand(llm, case, name, ratio
     assert np.abs(found.logits - again.logits).max() > 1e-4
 
 
-def test_sizes_of_a_schedule_with_chosen_members(llm, case):
+def test_sizes_of_a_schedule_with_chosen_members(llm, case, probe, runs):
     schedule = Schedule((400, 400, 250, 60), "any", "", allow_other_model=True)
     policy = Asked(schedule=schedule)
-    probe = Probe(llm)
-    runs = prepare(probe, case)
     ranked = np.argsort(-scores_by_hand(policy, probe, runs), kind="stable")
     total = runs.placed.is_image.sum()
     counts = [total * level // 500 for level in (250, 60)]
@@ -142,10 +148,8 @@ def test_sizes_of_a_schedule_with_chosen_members(llm, case):
     assert [sum(image.recomputed[i] for image in found.cache.images) for i in range(4)] == [total, total, *counts]
 
 
-def test_two_passes_are_a_prompt_in_another_order(llm, case):
+def test_two_passes_are_a_prompt_in_another_order(llm, case, probe, runs):
     """Text, images, last token: where each row sees what stands before it, positions as ever."""
-    probe = Probe(llm)
-    runs = prepare(probe, case)
     placed, is_image = runs.placed, runs.placed.is_image
     last = placed.prompt_length - 1
     prompt = np.arange(last)
@@ -241,7 +245,7 @@ def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_imag
 
 def projected(**fields):
     empty = dict.fromkeys(
-        ("q", "k", "v", "linked_k", "linked_v", "window", "place", "end", "asks"), jnp.zeros((1, 1, 1))
+        ("q", "k", "v", "linked_k", "linked_v", "window", "place", "end", "asks"), np.zeros((1, 1, 1), np.float32)
     )
     return Projected(**{**empty, **fields})
 
@@ -249,40 +253,43 @@ def projected(**fields):
 def test_the_worked_examples_of_the_specification():
     # A.7: the two largest deviations of six.
     deviation = np.sqrt([0, 0.1, 0.9, 0.3, 0.8, 0.2])
-    v = jnp.asarray(deviation, jnp.float32)[:, None, None]
+    v = deviation.astype(np.float32)[:, None, None]
     policy = CacheBlend(Fraction(2, 5), "proto")
-    score = policy.score(projected(k=v, linked_k=v, v=v, linked_v=np.zeros_like(v)))
+    rows = projected(k=v, linked_k=v, v=v, linked_v=np.zeros_like(v))
+    score = jax.jit(lambda: policy.score(rows))()
     np.testing.assert_allclose(score, [0, 0.1, 0.9, 0.3, 0.8, 0.2], rtol=1e-6)
     image = ImageRef("a", (1, 4, 6), 6, lambda: None)
     [keep] = policy.keep(make_layout(np.zeros(8, np.int32), [1], [image], 2, ["approximate"]), 3)
     assert keep == 2  # floor(0.4 x 6)
     # Two rows must go on, six are candidates, and one is padding.
-    order = choose(jnp.concatenate([jnp.full(2, 9.0), score, jnp.full(1, 99.0)]), 2, 6)
+    order = np.asarray(jax.jit(choose)(np.float32([9, 9, *np.asarray(score), 99]), 2, 6))
     assert order.tolist() == [0, 1, 4, 6, 5, 7, 3, 2, 8]  # S = {2, 4} of the candidates, the higher score first
-    index = jnp.arange(9, dtype=jnp.int32)[order]
-    rows = narrow(Rows(index, jnp.tile(index, (3, 1)), index, index + 1, index), 2 + keep, size=6, slots=100)
+    index = np.arange(9, dtype=np.int32)[order]
+    wide = Rows(index, np.tile(index, (3, 1)), index, index + 1, index)
+    rows = jax.jit(narrow, static_argnames=("size", "slots"))(wide, 2 + keep, size=6, slots=100)
     assert rows.slot.tolist() == [0, 1, 4, 6, 104, 105]
     assert rows.k_end.tolist() == [1, 2, 5, 7, 0, 0]
-    assert choose(jnp.ones(8), 1, 5).tolist() == list(range(8))  # ties: the earlier row
+    assert jax.jit(choose)(np.ones(8, np.float32), 1, 5).tolist() == list(range(8))  # ties: the earlier row
 
 
 def test_attention_times_deviation():
     """A.8: two rows look at three keys; what each key receives, or how far that changes, and how far values are."""
     new, old = [[0.2, 0.5, 0.3], [0.1, 0.6, 0.3]], [[0.5, 0.3, 0.2], [0.1, 0.7, 0.2]]
     # Queries are unit vectors, so that scores are a key's entries; a third row, of padding, sees nothing.
-    q = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[:, None]
-    window = tuple(jnp.log(jnp.array(weights)).T[:, None] * 2**0.5 for weights in (new, old))
+    q = np.float32([[1, 0], [0, 1], [1, 1]])[:, None]
+    window = tuple(np.log(np.float32(weights)).T[:, None] * np.float32(2**0.5) for weights in (new, old))
     rows = projected(
         q=q,
-        v=jnp.array([2.0, -0.5, 1.5])[:, None, None],
-        linked_v=jnp.zeros((3, 1, 1)),
+        v=np.float32([2, -0.5, 1.5])[:, None, None],
+        linked_v=np.zeros((3, 1, 1), np.float32),
         window=window,
-        place=jnp.arange(3),
-        end=jnp.array([3, 3, 0]),
+        place=np.arange(3, dtype=np.int32),
+        end=np.int32([3, 3, 0]),
     )
+    scored = lambda policy: jax.jit(lambda: policy.score(rows))()  # noqa: E731
     # dhd: alpha = [.3, 1.1, .6] and distances [2, .5, 1.5].
-    np.testing.assert_allclose(KVShare(Fraction(1, 3)).score(rows), [0.6, 0.55, 0.9], rtol=1e-5)
-    np.testing.assert_allclose(KVShare(Fraction(1, 3), "attn_dist").score(rows), [0.3, 0.3, 0.2], rtol=1e-5)
+    np.testing.assert_allclose(scored(KVShare(Fraction(1, 3))), [0.6, 0.55, 0.9], rtol=1e-5)
+    np.testing.assert_allclose(scored(KVShare(Fraction(1, 3), "attn_dist")), [0.3, 0.3, 0.2], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

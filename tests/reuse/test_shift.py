@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.helper import SIZES
+from tests.helper import SIZES, drawn
 from vlcache_jax import LLM
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.models import load_config, rope
@@ -22,10 +22,10 @@ SLOTS = 12
 
 def make_attention(directory, weight=None):
     """A layer's attention, with a bias where its family has one; `weight` is that of its key norm."""
-    attention = SelfAttention(load_config(directory).text, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    attention = drawn(lambda: SelfAttention(load_config(directory).text, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     if attention.config.qkv_bias:
-        bias = attention.k_proj.bias
-        bias[...] = 20 * jax.random.normal(jax.random.key(1), bias.shape)  # longer than all the rest, as it may be
+        bias = attention.k_proj.bias  # longer than all the rest, as it may be
+        bias[...] = jnp.asarray(20 * np.random.default_rng(1).standard_normal(bias.shape, np.float32))
     if weight is not None:
         attention.k_norm.scale[...] = jnp.asarray(weight)
     return attention

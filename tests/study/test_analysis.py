@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import vlcache_jax.llm
 from tests.helper import SIZES
 from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.commands import analyze
@@ -128,7 +130,8 @@ def test_images_that_were_cached_apart(llm, probe, textured_image):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The lines of each panel that a command draws, by label; filled when it ends."""
+    """The lines of each panel that a command draws, by label; filled when it ends. It opens the tests' own engine."""
+    monkeypatch.setattr(vlcache_jax.llm, "LLM", functools.partial(LLM, **SIZES))
     panels = []
     save = analyze._save
 

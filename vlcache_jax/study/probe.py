@@ -82,7 +82,9 @@ class Probe:
         self._llm = llm
         self.runner = llm.service.device.runner
         self.config = llm.service.device.runner.config
-        self._run = jax.jit(self._dense)
+        self._layer = jax.jit(self._through)
+        self._stack = jax.jit(lambda *layers: [jnp.stack(part) for part in zip(*layers, strict=True)])
+        self._move = jax.jit(_moved)
         self._embed = jax.jit(self._embedded)
         self._project = jax.jit(self._projected)
         self._head = jax.jit(lambda norm, head, x: self.runner.shapes.logits(norm, head, x))
@@ -133,12 +135,14 @@ class Probe:
             donor = (zeros, zeros)
         position = np.zeros((3, size), np.int32)
         position[:, :n] = placed.layout.positions
-        runner = self.runner
-        inputs, raw_k, v, attended, hidden = self._run(
-            runner.text, placed.x, placed.deepstack, position, masks, donor, np.int32(n)
-        )
+        weights, x, layers = self.runner.text["layers"], placed.x, []
+        for i in range(self.num_layers):  # one program for all that are alike
+            inputs = x
+            x, *found = self._layer(weights[i], np.int32(i), x, placed.deepstack, position, masks, donor, np.int32(n))
+            layers.append((inputs, *found))
+        inputs, raw_k, v, attended = self._stack(*layers)
         wanted = np.arange(placed.prompt_length - 1, n - 1)
-        return Trace(inputs, (raw_k, v), attended, self.logits(np.asarray(hidden)[wanted]))
+        return Trace(inputs, (raw_k, v), attended, self.logits(np.asarray(x)[wanted]))
 
     def logits(self, hidden: jax.Array | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Logits of hidden states that left the last layer."""
@@ -168,10 +172,9 @@ class Probe:
             raise ValueError(f"donor must show the target's images in their order, got {found}")
         k = v = self._zeros(len(target.x))
         for mine, (span, trace) in zip(target.images, images, strict=True):
-            k, v = (
-                whole.at[:, mine.tokens].set(part[:, span.tokens])
-                for whole, part in zip((k, v), trace.values, strict=True)
-            )
+            source = np.full(len(target.x), -1, np.int32)
+            source[mine.tokens] = np.arange(span.start, span.stop)
+            k, v = (self._move(whole, part, source) for whole, part in zip((k, v), trace.values, strict=True))
         return k, v
 
     def text_only(self, placed: Placed) -> npt.NDArray[np.bool_]:
@@ -200,36 +203,37 @@ class Probe:
         projected: tuple[jax.Array, ...] = layer.self_attn.project(layer.input_layernorm(x), rows, keep=len(x))
         return projected
 
-    def _dense(
+    def _through(
         self,
-        text: Any,
+        params: Any,
+        i: jax.Array,
         x: jax.Array,
         deepstack: jax.Array,
         position: jax.Array,
         write: jax.Array,
         donor: Values,
         n: jax.Array,
-    ) -> Any:
+    ) -> tuple[jax.Array, ...]:
+        """All rows through layer `i`: what leaves it, their keys before rotation and values, and attention's output."""
         config, size = self.config.text, len(x)
         index = jnp.arange(size, dtype=jnp.int32)
         cos, sin = rope.text_rotation(
             position, config.rope_theta, config.mrope_section, config.mrope_interleaved, x.dtype
         )
-        inputs, keys, values, outputs = [], [], [], []
-        for i in range(self.num_layers):
-            layer = self.runner.shapes.bind_layer(text["layers"][i])
-            # K, V of rows that do not write go nowhere: their slots are beyond the pool.
-            slot = jnp.where(write[i] & (index < n), index, size + index)
-            rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
-            k, v = rope.rotate(donor[0][i], cos, sin), donor[1][i]
-            inputs.append(x)
-            out, _, _, (raw_k, new_v) = layer.self_attn(
-                layer.input_layernorm(x), k, v, rows, keep=size, implementation=self.runner.implementation
-            )
-            x = layer.transform(x + out, index < n)
-            if i < len(deepstack):
-                x = x + deepstack[i]
-            keys.append(raw_k)
-            values.append(new_v)
-            outputs.append(out)
-        return *(jnp.stack(part) for part in (inputs, keys, values, outputs)), x
+        layer = self.runner.shapes.bind_layer(params)
+        # K, V of rows that do not write go nowhere: their slots are beyond the pool.
+        slot = jnp.where(write[i] & (index < n), index, size + index)
+        rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
+        k, v = rope.rotate(donor[0][i], cos, sin), donor[1][i]
+        out, _, _, (raw_k, new_v) = layer.self_attn(
+            layer.input_layernorm(x), k, v, rows, keep=size, implementation=self.runner.implementation
+        )
+        x = layer.transform(x + out, index < n)
+        if len(deepstack):
+            x = x + jnp.where(i < len(deepstack), deepstack[i], 0)
+        return x, raw_k, new_v, out
+
+
+def _moved(whole: jax.Array, part: jax.Array, source: jax.Array) -> jax.Array:
+    """[L, N, ...] with rows of another, those `source` [N] names; -1 leaves a row as it is."""
+    return jnp.where((source >= 0)[:, None, None], part[:, source], whole)
