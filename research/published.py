@@ -297,6 +297,28 @@ def torch_speed(dtype: str) -> str:
     return f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
+def peer(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Beside vLLM's build for CPUs (`python -m benchmarks.peer`)."""
+    yield ["dtype", "", "image tokens, answers", "unit", "ours", "vLLM", "ours over vLLM", "CPU s", "vLLM's"]
+    for row in rows:
+        cells = (row[name] for name in ("ours", "vllm", "ours over vllm", "ours: CPU s", "vllm: CPU s"))
+        figures = ("" if isinstance(cell, str) else f"{cell:.3g}" for cell in cells)
+        yield [row["dtype"], row["case"], str(row["size"]).replace("-", ""), row["unit"], *figures]
+
+
+def peer_speed(dtype: str, ours: str, theirs: str = "") -> str:
+    """How many times as fast as vLLM in a case, over its sizes: "0.72 to 0.75"; of another case of vLLM's, if named."""
+    found: dict[str, dict[Any, Row]] = {ours: {}, theirs or ours: {}}
+    for row in _rows("peer_cpu.json"):
+        if row["dtype"] == dtype and row["case"] in found:
+            found[row["case"]][row["size"]] = row
+    own, others = found[ours], found[theirs or ours]
+    rises = next(iter(own.values()))["unit"] == "tokens/s"
+    ratios = sorted(own[size]["ours"] / others[size]["vllm"] for size in own)
+    least, most = (f"{ratio:.2g}" for ratio in ((ratios[0], ratios[-1]) if rises else (1 / ratios[-1], 1 / ratios[0])))
+    return least if least == most else f"{least} to {most}"
+
+
 def variants() -> Iterator[list[str]]:
     """Throughput of 96 requests under ways to reuse, and beside transformers (`vlcache bench batch`)."""
     yield ["", "tokens/s", "spread", "runs", "decode steps", "launches a token", "same answers, %"]
@@ -422,6 +444,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "host": functools.partial(_of, host, "host.json"),
     "launched": functools.partial(_of, launched, "launched_cpu.json"),
     "prefill": functools.partial(_of, prefill, "prefill_cpu.json"),
+    "peer": functools.partial(_of, peer, "peer_cpu.json"),
     "stores": functools.partial(_of, stores, "stores_cpu.json"),
     "throughput": variants,
     "policies": functools.partial(_of, policies, "serve_policies_cpu.json"),
@@ -452,6 +475,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "apart cold": functools.partial(_apart, False),
     "apart approximate": functools.partial(_apart, True),
 }
+for _dtype in ("float32", "bfloat16"):
+    for _name, _cases in {
+        "cold": ("cold",), "repeat": ("repeat",), "decode": ("decode",), "batch": ("batch",), "exact": ("new prefix",),
+        "approximate": ("new prefix, approximate", "new prefix"),
+    }.items():  # fmt: skip
+        FIGURES[f"vllm {_name} {_dtype}"] = functools.partial(peer_speed, _dtype, *_cases)
 
 
 def rewrite(text: str) -> str:

@@ -176,7 +176,25 @@ def test_pages_are_rewritten_between_their_marks(monkeypatch):
 def test_the_readmes_times_are_of_files():
     readme = (published.ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- table ttft first -->\n|  | cold |" in readme
-    assert re.search(r"torch is\n?<!-- figure torch float32 -->", readme)
+    for case in ("cold", "repeat", "decode", "batch", "exact", "approximate"):
+        assert f"<!-- figure vllm {case} float32 -->" in readme
+        assert f"(<!-- figure vllm {case} bfloat16 -->" in readme
+    measured = (published.ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
+    assert re.search(r"torch is\s<!-- figure torch float32 -->", measured)
+
+
+def test_speed_beside_vllm_is_by_sizes_and_may_be_of_another_case(monkeypatch):
+    def row(case, size, unit, ours, vllm):
+        return {"dtype": "float32", "case": case, "size": size, "unit": unit, "ours": ours, "vllm": vllm}
+
+    rows = [
+        row("cold", 1024, "s", 2.0, 1.0), row("cold", 2048, "s", 2.0, 2.5), row("decode", 1, "tokens/s", 3.0, 4.0),
+        row("known, linked", 1024, "s", 0.1, "-"), row("known", 1024, "s", 1.0, 0.8),
+    ]  # fmt: skip
+    monkeypatch.setattr(published, "_rows", lambda name: rows)
+    assert published.peer_speed("float32", "cold") == "0.5 to 1.2"
+    assert published.peer_speed("float32", "decode") == "0.75"
+    assert published.peer_speed("float32", "known, linked", "known") == "8"
 
 
 def test_what_is_told_of_stores_leaves_no_load_out():
