@@ -340,6 +340,7 @@ def load_oracle() -> Callable[..., Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    torch.set_num_threads(1)  # models are so small that a second thread would only wait, which takes time, too
 
     @functools.cache
     def load(directory: pathlib.Path, dtype: str = "float32") -> Any:
