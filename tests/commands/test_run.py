@@ -263,7 +263,7 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     assert out.read_bytes() == b"".join(lines)
     for last, count in ((lines[0][:20], 8), (lines[0][:-1], 9), (lines[1][:5], 8)):
         out.write_bytes(b"".join(lines[9:] + lines[4:7]) + last)
-        result = run(source, out, "--max-rows", 512, "--host-bytes", "1MiB")  # no answer depends on these
+        result = run(source, out, "--max-rows", 64, "--host-bytes", "1MiB")  # no answer depends on these
         assert result.exit_code == 0, result.output
         assert result.stderr.startswith(f"{count} of 14 rows are answered\n")
         assert answers(out) == whole
