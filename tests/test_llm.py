@@ -102,7 +102,7 @@ class Oracle:
         return tuple(tokens), np.stack(logits)
 
 
-@pytest.mark.ladder_for("qwen3_vl_moe", "qwen2_5_vl-library-names")
+@pytest.mark.ladder_for("qwen3_vl_moe", "qwen2_5_vl-library-names", "qwen3_vl-sharded")
 def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations):
     """Prefill in steps, packed, decoded together: the tokens of transformers, which runs each alone from the start."""
     shared = checkpoint.name in ("qwen3_vl", "qwen3_vl-tied")  # by other tests
