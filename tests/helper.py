@@ -34,7 +34,7 @@ WORDS = (
     *("--dtype", SIZES["dtype"]),
 )
 """`SIZES` but for the ladder, as commands take them."""
-WITHIN = 60  # seconds, for what would hang otherwise
+WITHIN = 180  # seconds, for what would hang otherwise
 ATOL = {"float32": 2e-6, "bfloat16": 1e-2}  # of attention, against float64
 
 
