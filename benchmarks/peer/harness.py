@@ -81,7 +81,9 @@ def run(module: Any, task: dict[str, Any]) -> dict[str, Any]:
     end = {"memory": memory(), "processes": len(processes())}
     engine.close()
     versions = {name: importlib.metadata.version(name) for name in module.PACKAGES}
-    told = {"versions": versions, "python": sys.version.split()[0], "preloaded": os.environ.get("LD_PRELOAD", "")}
+    # By name: where they lie is this machine's.
+    preloaded = [os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
+    told = {"versions": versions, "python": sys.version.split()[0], "preloaded": preloaded}
     return told | {"start": start, "end": end, "others": others, "steps": found}
 
 

@@ -269,3 +269,11 @@ def test_pages_say_what_their_files_say():
     for page in published.PAGES:
         text = page.read_text(encoding="utf-8")
         assert published.rewrite(text) == text, f"{page}: run python -m research.published"
+
+
+def test_results_name_no_path_of_a_machine():
+    """Lists of libraries and folders of work are told by name."""
+    files = list(published.RESULTS.rglob("*.json"))
+    assert files
+    named = {file.name: re.findall(r'"(?:[^"]*[\s:=])?/\w+/[^"]*"', file.read_text("utf-8")) for file in files}
+    assert not {name: paths for name, paths in named.items() if paths}
