@@ -23,7 +23,7 @@ from vlcache_jax.files import PICTURES, check_all_readable, check_writable
 from vlcache_jax.progress import Progress, say
 from vlcache_jax.study import pairs
 from vlcache_jax.study.questions import ARRANGEMENTS, Sample, rows_of_questions
-from vlcache_jax.study.report import environment, show, write
+from vlcache_jax.study.report import environment, figures, show, write
 from vlcache_jax.study.retention import mean_of_rows
 from vlcache_jax.study.worklog import WorkLog
 
@@ -220,12 +220,9 @@ def layers_of(answers: Answers, budgets: Sequence[float]) -> dict[str, Any]:
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     """Draws right answers, and how often the most likely token agrees, against memory, a line for each method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import NullLocator
 
+    pyplot = figures()
     [whole, *rest] = rows
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.4), sharex=True)
     for number, method in enumerate(dict.fromkeys(row["method"] for row in rest)):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vlcache_jax.benchmarks.compression_filled import Run
-from vlcache_jax.study.report import show, write
+from vlcache_jax.study.report import figures, show, write
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestOutput
@@ -165,11 +165,7 @@ def publish(
 
 def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path) -> None:
     """Draws tokens a second by the length of prompts, for each number of answers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = figures()
     counts = sorted({row["answers"] for row in rows})
     size = 3.5 * len(counts), 3.5
     figure, all_axes = pyplot.subplots(1, len(counts), squeeze=False, figsize=size, layout="constrained")

@@ -18,7 +18,7 @@ from vlcache_jax.benchmarks import POLICIES
 from vlcache_jax.benchmarks.serving_client import Answer, Client
 from vlcache_jax.benchmarks.serving_load import Chat, Load
 from vlcache_jax.progress import say
-from vlcache_jax.study.report import environment, show, write
+from vlcache_jax.study.report import environment, figures, show, write
 
 PERCENTILES = (50, 90, 99)
 COLD = "off"
@@ -254,11 +254,7 @@ def _printed(row: dict[str, Any]) -> dict[str, Any]:
 def draw(rows: Sequence[dict[str, Any]], picture: pathlib.Path) -> None:
     """Draws times and what is served by the rate: of each policy, or where there are none more of it. Behind a line
     lies what its runs spread over."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = figures()
     figure, (times, served) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     times.set(xlabel="requests a second", ylabel="time to the first token, ms", xscale="log", yscale="log")
     served.set(xlabel="requests a second", ylabel="answers a second", xscale="log")

@@ -12,7 +12,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks.floor import DeviceRates, Floor
 from vlcache_jax.outputs import Metrics
-from vlcache_jax.study.report import show, write
+from vlcache_jax.study.report import figures, show, write
 
 TITLE = "Time to the first token"
 STEPS = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
@@ -123,11 +123,7 @@ def publish(
 
 def draw(rows: Sequence[dict[str, Any]], head: dict[str, Any], picture: pathlib.Path) -> None:
     """Draws the rows as stacked bars of their steps, the rows of each number of image tokens beside each other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = figures()
     sizes = sorted({row["image tokens"] for row in rows})
     shown = [step for step in STEPS if any(row[f"{step} ms"] > 0.01 * row["TTFT ms"] for row in rows)]
     height = 0.4 * len(rows) + 0.8 * len(sizes) + 0.8

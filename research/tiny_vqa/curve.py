@@ -10,15 +10,12 @@ import pathlib
 import numpy as np
 
 from vlcache_jax.benchmarks.tiny_vqa.tasks import TASKS
+from vlcache_jax.study.report import figures
 
 
 def draw(runs: list[pathlib.Path], out: pathlib.Path) -> None:
     """One panel a run: right answers in training by task, those of what is held out, and where stages change."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = figures()
     figure, axes = pyplot.subplots(1, len(runs), figsize=(5.5 * len(runs), 3.6), squeeze=False, sharey=True)
     for axis, run in zip(axes[0], runs, strict=True):
         lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -295,11 +295,9 @@ def _cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _figure(panels: int) -> Any:
-    import matplotlib
+    from vlcache_jax.study.report import figures
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = figures()
     figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 3.8), squeeze=False)
     return figure, axes[0]
 

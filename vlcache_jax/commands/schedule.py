@@ -204,12 +204,11 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
 
 
 def _draw(scores: LayerScores, schedule: Schedule, path: pathlib.Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
     import numpy as np
-    from matplotlib import pyplot
 
+    from vlcache_jax.study.report import figures
+
+    pyplot = figures()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
     draw_scores(left, scores)
     right.bar(np.arange(scores.num_layers), [level / 500 for level in schedule.levels], color="tab:green")

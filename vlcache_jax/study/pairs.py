@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from vlcache_jax.study.accuracy import COLD, Protocol, Result
 from vlcache_jax.study.questions import Sample, rows_of_questions
+from vlcache_jax.study.report import figures
 
 # What else a table of totals has.
 _COLUMNS = (
@@ -244,11 +245,7 @@ def printed(row: dict[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
 
 def draw(details: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     """Draws accuracy and agreement against the share of image rows that are recomputed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = figures()
     names = ("arrangement", "donors", "images")
     cases = list(dict.fromkeys(tuple(row[name] for name in names) for row in details))
     size = 4.2 * len(cases), 6.4

@@ -36,6 +36,16 @@ def _version(package: str) -> str | None:
         return None
 
 
+def figures() -> Any:
+    """pyplot, which draws into files and needs no screen; imported only where something is drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Prints the rows as a table.
 
