@@ -279,7 +279,7 @@ def attention(
 
     start, end = of_boxes(k_start), of_boxes(k_end)
     programs = min(config.programs, tiles * K)
-    ctas, items = _items(start, end, K, config.tile, programs)
+    ctas, items = _items(start, end, K, len(q) // BOX * (H // K), config.tile, programs)
     lists = _Lists(0, len(ctas), None, 0, H // K, K, programs)
     seen = jnp.stack([start.reshape(-1), end.reshape(-1)])
     outputs = _Outputs(len(q), q.shape[2], 0, 0)
@@ -288,8 +288,13 @@ def attention(
     return out[:N, :, :D]
 
 
-def _items(start: jax.Array, end: jax.Array, heads: int, boxes: int, programs: int) -> tuple[np.ndarray, jax.Array]:
+def _items(
+    start: jax.Array, end: jax.Array, heads: int, boxes: int, tile: int, programs: int
+) -> tuple[np.ndarray, jax.Array]:
     """Items of tiles of rows [tiles, rows], longest first, dealt to the programs: (ctas, items) as in `work.Parts`.
+
+    The last tile may be longer than what is left of a head's `boxes`, and its items name no others. What is copied to a
+    place beyond an array is lost, but a compiled copy of eight rows to an array of eight goes there from any place.
 
     A tile visits all pages from the first to the last that its rows see; one without any visits one page in vain.
     """
@@ -306,9 +311,11 @@ def _items(start: jax.Array, end: jax.Array, heads: int, boxes: int, programs: i
     of_programs = rank.transpose()
     there = of_programs < count
     rank = of_programs[there]
-    tile = order[rank // heads]
-    columns: dict[int, Any] = {HEAD: rank % heads, BOX0: tile * boxes, BOXES: boxes, FROM: first[tile], TO: last[tile]}
-    columns |= {INNER_FROM: inner_from[tile], INNER_TO: inner_to[tile], PARTIAL: -1, DIRECT: -1}
+    chosen = order[rank // heads]
+    box0 = chosen * tile
+    columns: dict[int, Any] = {HEAD: rank % heads, BOX0: box0, BOXES: jnp.minimum(boxes - box0, tile)}
+    columns |= {FROM: first[chosen], TO: last[chosen]}
+    columns |= {INNER_FROM: inner_from[chosen], INNER_TO: inner_to[chosen], PARTIAL: -1, DIRECT: -1}
     items = [jnp.broadcast_to(columns.get(i, 0), count) for i in range(COLUMNS)]
     return np.cumsum([0, *there.sum(1)]).astype(np.int32), jnp.stack(items, 1).astype(jnp.int32)
 
