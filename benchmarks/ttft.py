@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vlcache_jax.benchmarks.floor import FALLING, DeviceRates, floor, pairs
@@ -47,6 +47,8 @@ class Setup:
       layers: of a decoder with random weights; None: all.
       dtype: of the model.
       sizes: of the prompts: (images, tokens of each).
+      ratios: of image tokens that are computed anew in every layer, each a configuration.
+      max_model_len: that engines are opened with; None is what the longest prompt needs.
       text_before: tokens before the images, new in each prompt.
       repeats: of each configuration, after one that warms up and is checked.
       schedule: path of a schedule file; None: one that falls from 0.08 to 0, in the mean 0.025.
@@ -64,6 +66,8 @@ class Setup:
     layers: int | None = None
     dtype: str = "auto"
     sizes: tuple[tuple[int, int], ...] = ((4, 1024),)
+    ratios: tuple[str, ...] = ("0.3", "0.2", "0.1")
+    max_model_len: int | None = None
     text_before: int = 20
     repeats: int = 5
     schedule: str | None = None
@@ -90,7 +94,7 @@ class Setup:
                 yield place, make_cache(codec, self.host_bytes, **tier)
 
     @property
-    def max_model_len(self) -> int:
+    def longest(self) -> int:
         """Tokens of the longest prompt and its answer."""
         longest = max(images * (tokens + MARKS) for images, tokens in self.sizes)
         return longest + self.text_before + TEXT_AFTER + 8
@@ -135,8 +139,8 @@ def measure(
     with setup.opened() as (model, name):
         for place, cache in setup.caches():
             with LLM(
-                model, dtype=setup.dtype, max_model_len=setup.max_model_len, enable_prefix_caching=False, cache=cache,
-                **settings,
+                model, dtype=setup.dtype, max_model_len=setup.max_model_len or setup.longest, cache=cache,
+                enable_prefix_caching=False, **settings,
             ) as llm:  # fmt: skip
                 # The first runs compile what they call for, which is far less than `warmup` does for any request.
                 llm.service.ahead.stop()
@@ -176,7 +180,9 @@ class _Measuring:
 
     def cases(self, *, with_baselines: bool) -> list[MeasuredCase]:
         """All configurations at all sizes; those that use no stored K, V only where `with_baselines`."""
-        reuses = make_configurations(self._config.model_type, self._config.text.num_layers, self._setup.schedule)
+        reuses = make_configurations(
+            self._config.model_type, self._config.text.num_layers, self._setup.schedule, self._setup.ratios
+        )
         if not with_baselines:
             del reuses[COLD], reuses[ENCODER_CACHED]
         cases: list[MeasuredCase] = []
@@ -255,13 +261,15 @@ class _Measuring:
         )
 
 
-def make_configurations(model_type: str, layers: int, schedule: str | None = None) -> dict[str, Any]:
+def make_configurations(
+    model_type: str, layers: int, schedule: str | None = None, ratios: Sequence[str] = ("0.3", "0.2", "0.1")
+) -> dict[str, Any]:
     """Names of the configurations, and what each is as `reuse=`."""
     falling = falling_schedule(model_type, layers) if schedule is None else Schedule.load(schedule)
     return {
         COLD: "off",
         ENCODER_CACHED: "exact",
-        **{f"r = {ratio}": ratio for ratio in ("0.3", "0.2", "0.1")},
+        **{f"r = {ratio}": ratio for ratio in ratios},
         "r = 0": "full",
         f"schedule, mean {falling.mean_text}": falling,
         SHIFT: "approximate",

@@ -4,9 +4,11 @@
 (`vlcache_jax.first_contact`), which runs some of them; `benchmarks.gpu check` runs all.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,6 +39,8 @@ from vlcache_jax.pallas_kernels.cases import (
     relative_error,
     scattered,
 )
+
+TOGETHER = 8  # checks of a first contact
 
 
 class Check(NamedTuple):
@@ -215,13 +219,16 @@ def check_kernel(kernel: str) -> str:
     Raises:
       ValueError: it is wrong; the message has the case.
     """
+    first = [check for check in CHECKS[kernel] if check.first]
+    # Most of their time is compiling, for which a core each is used where there are some.
+    with concurrent.futures.ThreadPoolExecutor(min(TOGETHER, os.cpu_count() or 1)) as pool:
+        runs = [pool.submit(check.error, "mosaic_gpu") for check in first]
     errors = []
-    for check in CHECKS[kernel]:
-        if check.first:
-            try:
-                errors.append(check.error("mosaic_gpu"))
-            except Exception as error:
-                raise ValueError(f"{check.name}: {error if isinstance(error, ValueError) else repr(error)}") from error
+    for check, run in zip(first, runs, strict=True):
+        try:
+            errors.append(run.result())
+        except Exception as error:
+            raise ValueError(f"{check.name}: {error if isinstance(error, ValueError) else repr(error)}") from error
     return f"{len(errors)} cases, largest error {max(errors):.2g}"
 
 

@@ -447,12 +447,36 @@ def stores(rows: Sequence[Row]) -> Iterator[list[str]]:
             yield [title, where, written.get(store, "") if is_first else "", *cells]
 
 
-def modelled(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Time of attention of Qwen3-VL-8B by a model of the chip, of the kernel's before the work list."""
-    yield ["attention", "of the kernel before"]
+def gpu_attention() -> Iterator[list[str]]:
+    """Attention of Qwen3-VL-8B on an H200, beside the model of the chip and XLA (`python -m benchmarks.gpu`)."""
+    cases = _file("gpu_h200.json")["cases"]
+    yield ["attention", "ms", "TFLOP/s", "TB/s", "by the model, ms", "XLA, ms"]
+    for row in _rows("attention_model.json"):
+        if row["measured us"] is not None:
+            key = f"speed: attention, {row['case']}, D 128"
+            own, xla = cases[key], cases.get(f"{key}, XLA")
+            rates = [f"{own['TFLOP/s']:.0f}", f"{own['TB/s']:.2g}"]
+            yield [row["case"], f"{own['ms']:.3g}", *rates, f"{row['us'] / 1e3:.3g}", f"{xla['ms']:.3g}" if xla else ""]
+
+
+def gpu_causal() -> Iterator[list[str]]:
+    """Causal attention, 32 and 8 heads of 128, bfloat16, beside other kernels (`python -m benchmarks.gpu`)."""
+    cases = _file("gpu_h200.json")["cases"]
+    jaxs = "jax.experimental.pallas.ops.gpu.attention_mgpu, float16"
+    others = {"cuDNN": "cuDNN", "torch": "torch", "jax's Pallas kernel, float16": jaxs}
+    yield ["tokens", "ours, ms", *(f"{name}, ms" for name in others), "ours, TFLOP/s"]
+    for tokens in (4096, 20480):
+        own = cases[f"speed: causal {tokens}"]
+        found = [cases[f"speed: causal {tokens}, {name}"]["ms"] for name in others.values()]
+        yield [str(tokens), *(f"{ms:.3g}" for ms in (own["ms"], *found)), f"{own['TFLOP/s']:.0f}"]
+
+
+def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Times to the first token on an H200 (`python -m benchmarks.gpu`)."""
+    yield ["", "first token, ms", "times as fast as cold", "spread, ms"]
     for row in rows:
-        if row["model"] == "Qwen3-VL-8B":
-            yield [row["case"], f"{row['ratio']:.2f}"]
+        cells = [f"{row[name]:.3g}" for name in ("TTFT ms", "over cold", "spread ms")]
+        yield [row["configuration"], *cells]
 
 
 def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -588,7 +612,9 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "compression first tokens": functools.partial(_of, first_tokens, "compression_cpu.json", "first tokens"),
     "compression counted": functools.partial(_of, compressed_counted, "compression_h200_counted.json"),
     "compression memory": compressed_memory,
-    "attention by model": functools.partial(_of, modelled, "attention_model.json"),
+    "gpu attention": gpu_attention,
+    "gpu causal": gpu_causal,
+    "gpu first tokens": functools.partial(_of, gpu_first_tokens, "ttft_h200.json"),
     "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
     "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),
     "budgets ahead": functools.partial(_of, ahead, "budgets_tiny_vqa.json"),

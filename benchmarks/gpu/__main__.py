@@ -1,3 +1,4 @@
-from vlcache_jax.benchmarks.gpu import main
+from vlcache_jax.benchmarks.gpu.running import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
+import time
 
 import numpy as np
 import pytest
 
-from vlcache_jax.benchmarks import gpu
+from vlcache_jax.benchmarks.gpu import Case, Plan, run, running
+from vlcache_jax.benchmarks.gpu import plan as plans
+from vlcache_jax.benchmarks.gpu.tracing import _occupation, graphs
+from vlcache_jax.benchmarks.gpu.workers import Worker
 from vlcache_jax.pallas_kernels.shapes import ATTENTION
 
 SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
@@ -19,12 +25,12 @@ SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
     "sections",
     [
         pytest.param(("check", "ceiling"), marks=pytest.mark.interpreted),
-        pytest.param(("ttft", "decode"), marks=pytest.mark.ladder),
+        pytest.param(("answers", "ttft", "decode"), marks=pytest.mark.ladder),
     ],
 )
 def test_rehearsal(tmp_path, sections, monkeypatch):
-    plan = gpu.Plan(rehearse=True, out=tmp_path)
-    rows = gpu.run(plan, minutes=9, only=sections)
+    plan = Plan(rehearse=True, out=tmp_path)
+    rows = run(plan, minutes=9, only=sections)
     assert {row["case"].split(":")[0] for row in rows} == set(sections)
     assert not [row for row in rows if row["result"].startswith(("failed", "not measured"))]
     content = json.loads((tmp_path / "gpu.json").read_text())
@@ -32,12 +38,12 @@ def test_rehearsal(tmp_path, sections, monkeypatch):
     assert content["head"]["versions"]["jax"]
     assert set(content["cases"]) == {row["case"] for row in rows}
     # A second run has nothing left to do.
-    for name in ("_check_attention", "_check_corner", "_matrix_rate", "_ttft", "_decode", "_in_process"):
-        monkeypatch.setattr(gpu, name, lambda *args: pytest.fail("it is done"))
-    assert gpu.run(plan, minutes=0, only=sections) == rows
+    monkeypatch.setattr(Worker, "run", lambda *_: pytest.fail("it is done"))
+    assert run(plan, minutes=0, only=sections) == rows
 
 
 def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
+    from vlcache_jax.benchmarks.gpu import tuning
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
     def took(plan, shape, implementation, config):
@@ -46,11 +52,17 @@ def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
         return {"ms": 1.0 + config.take_turns}
 
     usual = mosaic_gpu.default_config(2048, 32, 8, 128)
-    monkeypatch.setattr(gpu, "_time_attention", took)
-    monkeypatch.setattr(gpu, "SHAPES", tuple(s for s in SHAPES.values() if s.N in (64, 2048)))
-    rows = gpu.run(gpu.Plan(rehearse=False, out=tmp_path), minutes=9, only=("tune",))
+    monkeypatch.setattr(tuning, "time_attention", took)
+    monkeypatch.setattr(plans, "SHAPES", tuple(s for s in SHAPES.values() if s.N in (64, 2048)))
+    cases = list(tuning.tune(Plan(rehearse=False, out=tmp_path)))
+    assert [case.name.split()[:2] for case in cases] == [["N", "64,"], ["N", "64,"], ["N", "2048,"]]
     # Decoding of 64 looks alike, with one prefix or apart; its usual way is three stages here.
-    assert [row["result"].split()[0] for row in rows] == ["N", "failed:", "N"]
+    with pytest.raises(ValueError, match="too much shared memory"):
+        cases[1].measure()
+    results = running.Results(Plan(rehearse=True, out=tmp_path))
+    for case in (cases[0], cases[2]):
+        results.keep(f"tune: {case.name}", row=case.measure())
+    results.write_tuned()
     monkeypatch.setattr(mosaic_gpu, "TUNED", tmp_path / "tuned.json")
     mosaic_gpu._tuned.cache_clear()
     try:
@@ -61,91 +73,81 @@ def test_tuning_writes_the_table_that_the_kernel_reads(tmp_path, monkeypatch):
 
 
 def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkeypatch):
-    def section(*cases):
-        return lambda plan: iter(cases)
+    outcomes = {"a": "attention: error 3", "b": "", "c": ""}
 
-    def fail():
-        raise ValueError("attention: error 3")
+    class Here(Worker):
+        def run(self, name, limit):
+            if outcomes[name]:
+                raise RuntimeError(outcomes[name])
+            return {"error": 0.0}
 
-    monkeypatch.setattr(gpu, "check", section(("a", fail), ("b", lambda: {"error": 0.0})))
-    monkeypatch.setattr(gpu, "speed", section(("a", lambda: {"ms": 1.0})))
-    plan = gpu.Plan(rehearse=True, out=tmp_path)
-    rows = gpu.run(plan, minutes=9, only=("check", "speed"))
-    assert [row["result"] for row in rows] == [
-        "failed: ValueError: attention: error 3",
-        "error 0",
-        "not measured: a kernel is wrong",
-    ]
-    monkeypatch.setattr(gpu, "check", section(("a", lambda: {"error": 0.0})))
-    assert gpu.run(plan, minutes=9, only=("check", "speed"))[-1] == {"case": "speed: a", "result": "ms 1"}
-    monkeypatch.setattr(gpu, "speed", section(("c", lambda: {"ms": 1.0})))
-    assert gpu.run(plan, minutes=0, only=("speed",))[-1]["result"] == "not measured: out of time"
+    checks = [Case("a", dict, ("attention",)), Case("b", dict, ("link",))]
+    speeds = [Case("b", dict, ("link",)), Case("a", dict, ("attention",)), Case("c", dict)]
+    cases = {"check": running.Section(lambda _: checks, 9, together=2), "speed": running.Section(lambda _: speeds, 9)}
+    monkeypatch.setattr(running, "Worker", Here)
+    monkeypatch.setattr(running, "sections", lambda: cases)
+    plan = Plan(rehearse=True, out=tmp_path)
 
+    def results():
+        return [row["result"].split("  case")[0] for row in run(plan, minutes=9, only=("check", "speed"))]
 
-@pytest.mark.ladder
-def test_lost_slots_are_found(tmp_path, monkeypatch):
-    """Results of long intervals are small, and so are such faults."""
-    right, shape = gpu.paged_attention, SHAPES["decode 1 x 20480"].in_small()
-
-    def lossy(q, k, v, work, **options):
-        return right(q, k, v, work, end=work.parts().end - 16, **options)
-
-    monkeypatch.setattr(gpu.Plan, "shapes", lambda plan: (shape,))
-    monkeypatch.setattr(gpu.Plan, "implementation", "xla")
-    assert gpu.run(gpu.Plan(rehearse=True, out=tmp_path / "a"), 9, ("check",))[0]["result"].startswith("error")
-    monkeypatch.setattr(gpu, "paged_attention", lossy)
-    rows = gpu.run(gpu.Plan(rehearse=True, out=tmp_path / "b"), 9, ("check",))
-    assert rows[0]["result"].startswith("failed: ValueError: decode 1")
+    wrong = "not measured: attention is wrong"
+    assert results() == ["failed: attention: error 3", "error 0", "error 0", wrong, "error 0"]
+    outcomes["a"] = ""
+    assert results() == ["error 0"] * 5
 
 
-def test_a_folder_belongs_to_one_chip_and_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "ceiling", lambda plan: iter([("a", lambda: {"ms": 1.0})]))
-    gpu.run(gpu.Plan(rehearse=True, out=tmp_path), 9, ("ceiling",))
-    with pytest.raises(ValueError, match=r"out must have no results of .*'rehearsed': True"):
-        gpu.run(gpu.Plan(rehearse=False, out=tmp_path), 9, ("ceiling",))
+def test_a_case_that_hangs_or_takes_its_process_along_costs_no_other():
+    cases = {
+        "well": functools.partial(dict, pid=1),
+        "wrong": functools.partial(int, "three"),
+        "hangs": functools.partial(time.sleep, 1000),
+        "dies": functools.partial(os._exit, 3),
+        "variable": functools.partial(eval, "{'set': __import__('os').environ['OF_THE_WORKER']}"),
+    }
+    with Worker(functools.partial(dict, cases), {"OF_THE_WORKER": "x"}) as worker:
+        assert worker.run("well", 60) == {"pid": 1}
+        with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+            worker.run("wrong", 60)
+        with pytest.raises(RuntimeError, match="did not end within 0 s, and its process was killed"):
+            worker.run("hangs", 0.1)
+        with pytest.raises(RuntimeError, match="took its process along, which ended with status 3"):
+            worker.run("dies", 60)
+        assert worker.run("well", 60) == {"pid": 1}
+        assert worker.run("variable", 60) == {"set": "x"}
+    assert "OF_THE_WORKER" not in os.environ
 
 
-def test_a_case_that_was_killed_comes_last_the_next_time(tmp_path, monkeypatch):
-    order = []
+THUNKS = """\
+000: kCommandBuffer [source       | next=016 (1)]
+    001: kCopy         [source | sink] kCopy
+016: kWhile         [prev=000 (1) | sink        ]
+condition:
+    017: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source       | next=965 (1)]
+        018: kCustomKernel [source       | sink         ] input_reduce_fusion_237 grid: [1, 1, 1]
+        019: kConditional  [source       | next=932 (1)]
+          false_branch:
+            020: kCustomKernel [source | sink] loop_select_fusion_42 grid: [2, 1, 1]
+          true_branch:
+            No thunks.
+    965: kConditional   [prev=000 (1) | next=966 (1)]
+      false_branch:
+        000: kCommandBuffer [source       | next=958 (1)]
+            926: kCustomKernel [source       | next=935 (4)] wrapped_concatenate grid: [2, 1, 1]
+        927: kCustomCall    [prev=000 (1) | sink        ] kCustomCall
+      true_branch:
+        962: kCopy         [source       | sink        ] kCopy
+    966: kCustomKernel  [prev=965 (1) | sink        ] input_reduce_fusion_91 grid: [1, 1, 1]
+"""
 
-    def case(name):
-        def measure():
-            order.append(name)
-            if name == "long" and len(order) == 1:
-                raise KeyboardInterrupt
-            return {"ms": 1.0}
 
-        return name, measure
-
-    monkeypatch.setattr(gpu, "ceiling", lambda plan: iter([case("long"), case("short")]))
-    plan = gpu.Plan(rehearse=True, out=tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        gpu.run(plan, 9, ("ceiling",))
-    gpu.run(plan, 9, ("ceiling",))
-    assert order == ["long", "short", "long"]
+def test_graphs_are_counted_in_the_loop_of_a_window():
+    counts = {"graphs": 2, "kernels inside": 3, "kernels outside": 3, "conditionals outside": 1}
+    assert graphs(THUNKS) == counts
 
 
-def test_without_a_hopper_gpu_it_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path)])
-    with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got cpu"):
-        gpu.main()
-
-
-def test_every_turn_reads_other_pages(tmp_path, monkeypatch):
-    """And finds the same there."""
-    used = []
-
-    def two_turns(step, carry, *pools, **options):
-        q, count, lists = carry
-        used.extend(lists)
-        first, count, lists = step(carry, *pools)
-        again, *_ = step((q, count, lists), *pools)
-        assert (first == again).all()
-        return 1.0
-
-    shape = SHAPES["decode 64 over one prefix of 16384"].in_small()
-    monkeypatch.setattr(gpu, "seconds", two_turns)
-    gpu._time_attention(gpu.Plan(rehearse=True, out=tmp_path), shape, "xla")
-    place, _ = shape.work("xla").config.places["tables"]
-    first, again = (set(np.asarray(lists[place]).tolist()) for lists in used)
-    assert not first & again
+def test_a_trace_tells_when_something_ran():
+    busy, gaps, span = _occupation([(5e6, 6e6), (0, 2e6), (1e6, 3e6), (7e6, 7.5e6)])
+    np.testing.assert_allclose([busy, *gaps, span], [4.5, 2, 1, 7.5])

@@ -126,23 +126,24 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("intervals", [causal, scattered, packed, windows, some_empty, all_empty])
 def test_items_of_the_plain_contract(group: int, intervals) -> None:
     """Each tile has one item a head, from the first to the last page that its rows see, and programs do their share."""
-    heads, boxes, programs, pages = 2, 8, 5, 20
+    heads, length, programs, pages = 2, 8, 5, 20
+    boxes = 9 * group  # a head's; the last tile has fewer than the others
     start, end = (np.clip(x, 0, 2500) for x in intervals(np.random.default_rng(0), 70, 2500))
     start, end = (np.repeat(np.pad(x, (0, 2)).reshape(-1, 1, 8), group, 1).ravel() for x in (start, end))
-    start, end = (np.pad(x, (0, -len(x) % (boxes * 8))).reshape(-1, boxes * 8) for x in (start, end))
-    cut = jax.jit(mosaic_gpu._items, static_argnums=(2, 3, 4))
-    ctas, items = map(np.asarray, cut(*(x.astype(np.int32) for x in (start, end)), heads, boxes, programs))
+    start, end = (np.pad(x, (0, -len(x) % (length * 8))).reshape(-1, length * 8) for x in (start, end))
+    cut = jax.jit(mosaic_gpu._items, static_argnums=(2, 3, 4, 5))
+    ctas, items = map(np.asarray, cut(*(x.astype(np.int32) for x in (start, end)), heads, boxes, length, programs))
     assert ctas[0] == 0
     assert ctas[-1] == len(items) == heads * len(start)
     assert {(head, box) for head, box in items[:, [HEAD, BOX0]].tolist()} == {
-        (head, boxes * tile) for head in range(heads) for tile in range(len(start))
+        (head, length * tile) for head in range(heads) for tile in range(len(start))
     }
     for item in items:
-        tile = item[BOX0] // boxes
+        tile = item[BOX0] // length
         first, last = start[tile][:, None] // PAGE, -(-end[tile][:, None] // PAGE)
         page, some = np.arange(pages + 1), (start[tile] < end[tile])[:, None]
         seen = (some & (first <= page) & (page < last)).any(0)
-        assert (item[BOXES], item[PARTIAL]) == (boxes, -1)
+        assert (item[BOXES], item[PARTIAL]) == (min(length, boxes - item[BOX0]), -1)
         assert item[TO] - item[FROM] >= 1
         if seen.any():
             assert (item[FROM], item[TO]) == (seen.argmax(), seen.nonzero()[0][-1] + 1)

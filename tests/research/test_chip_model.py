@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -9,30 +11,6 @@ from research import chip_model
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, PAGE
 
 SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
-
-
-def test_programs_begin_where_one_ends_first():
-    assert chip_model.schedule([3.0, 1.0, 1.0, 2.0], processors=2) == 4.0
-    assert chip_model.schedule([1.0, 1.0, 2.0, 3.0], processors=2) == 4.0
-    assert chip_model.schedule([3.0, 2.0, 1.0, 1.0], processors=2) == 4.0
-    assert chip_model.schedule([5.0] * 132) == 5.0
-
-
-@pytest.mark.parametrize(
-    ("case", "microseconds"),
-    [
-        ("cold 4096", 223),
-        ("cold, last chunk of 20480", 2894),
-        ("stage 2048 of 20480", 664),
-        ("stage 512 of 20480", 202),
-        ("stage 128 of 20480", 81),
-        ("8 requests x 20 rows x 20480", 279),
-        ("decode 8 x 20480", 142),
-        ("decode 64 x 4096", 225),
-    ],
-)
-def test_tiles_as_the_review_of_the_kernels_had_them(case, microseconds):
-    assert round(chip_model.tiles(SHAPES[case]).programs) == microseconds
 
 
 @pytest.mark.parametrize(
@@ -65,18 +43,21 @@ def test_what_is_shared_is_read_once():
     assert 16384 < shape.seen_slots() < 16384 + 64 * 256
 
 
-def test_what_the_work_list_saves():
-    def ratio(case):
-        return chip_model.work_list(SHAPES[case]).time / chip_model.tiles(SHAPES[case]).time
+def test_the_model_is_near_what_was_measured():
+    measured = json.loads(chip_model.MEASURED.read_text())["cases"]
+    cases = [shape for shape in SHAPES.values() if shape.has_pages]
+    assert len(cases) == 13
+    for shape in cases:
+        took = 1e3 * measured[f"speed: attention, {shape.name}, D {shape.D}"]["ms"]
+        assert chip_model.work_list(shape).time == pytest.approx(took, rel=0.13), shape.name
 
-    assert ratio("stage 512 of 20480") < 0.75
-    assert ratio("decode 64 over one prefix of 16384") < 0.1
-    # Requests apart are read no faster than their bytes, which is half of what the tiles took.
+
+def test_shares_are_equal():
+    # Requests apart are read no faster than their bytes.
     apart = chip_model.work_list(SHAPES["8 requests x 20 rows x 20480"])
-    assert apart.time < 1.05 * apart.read
+    assert max(apart.programs, apart.read) < 1.05 * apart.read
     cold = chip_model.work_list(SHAPES["cold 4096"])
     assert cold.combine == chip_model.COMBINE  # items write their results to their places
-    assert ratio("cold 4096") < 0.9
     for estimate in (cold, apart):
         assert estimate.imbalance < 1.015
 
@@ -87,5 +68,5 @@ def test_the_model_counts_items():
     assert estimate.slots == 144 * PAGE
     assert estimate.items == estimate.partials == 8 * 17  # 132 programs share 8 heads, and begin within some
     pages = 8 * 144 / 132
-    assert estimate.mean == pytest.approx(5 + 1.4 * pages + estimate.items / 132, rel=1e-9)
+    assert estimate.mean == pytest.approx(5 + 1.9 * pages + 1.5 * estimate.items / 132, rel=1e-9)
     assert estimate.combine == pytest.approx(3 + (17 * 32 * 130 * 4 + 32 * 128 * 2) / 4e6)

@@ -1,0 +1,104 @@
+"""Steps of decoding: their times, their kernels, and what of them is a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from vlcache_jax import LLM, SamplingParams
+from vlcache_jax.benchmarks.floor import H200
+from vlcache_jax.benchmarks.floor import decode as decoded
+from vlcache_jax.benchmarks.gpu.engines import checkpoint, settings
+from vlcache_jax.benchmarks.gpu.plan import KERNELS, Case, Plan, Row
+from vlcache_jax.benchmarks.gpu.tracing import dump_folder, graphs, traced
+from vlcache_jax.benchmarks.random_models import drawn_weights
+from vlcache_jax.outputs import RequestOutput
+
+PROMPT, ANSWER = 2048, 257  # tokens of each sequence: the last of 64 begins before the first ends
+
+
+def decode(plan: Plan) -> Iterator[Case]:
+    for sequences in (1, 2) if plan.rehearse else (1, 16, 64):
+        yield Case(f"{sequences} sequences", functools.partial(_decode, plan, sequences), KERNELS)
+    if not plan.rehearse:
+        for sequences in (1, 16, 64):
+            yield Case(f"{sequences} sequences, traced", functools.partial(_traced_decode, plan, sequences), KERNELS)
+        yield Case("1 prompt read, traced", functools.partial(_traced_read, plan), KERNELS)
+        yield Case("graphs", functools.partial(_graphs, plan), KERNELS)
+
+
+@functools.cache
+def _decoder(plan: Plan) -> LLM:
+    """An engine that the cases of a process share."""
+    stack = contextlib.ExitStack()
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    stack.enter_context(drawn_weights())
+    checkpoint(plan, folder)
+    length, answer = (20, 3) if plan.rehearse else (PROMPT, ANSWER)
+    return LLM(folder, max_model_len=length + answer + 8, reuse="off", **settings(plan))
+
+
+def _generate(plan: Plan, sequences: int, answer: int, length: int) -> list[RequestOutput]:
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(97, 123, length).tolist()} for _ in range(sequences)]
+    params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
+    outputs = _decoder(plan).generate(prompts, params, use_tqdm=False)
+    if [len(output.outputs[0].token_ids) for output in outputs] != [answer] * sequences:
+        raise ValueError(f"every sequence must get {answer} tokens")
+    return outputs
+
+
+def _decode(plan: Plan, sequences: int) -> Row:
+    """A step while all sequences decode: of the one that began last, from its first windows."""
+    answer, length = (9, 20) if plan.rehearse else (ANSWER, PROMPT)
+    start = time.monotonic()
+    llm = _decoder(plan)
+    opened = time.monotonic()
+    _generate(plan, sequences, answer, length)
+    compiled = time.monotonic()
+    outputs = _generate(plan, sequences, answer, length)
+    last = max(outputs, key=lambda output: output.metrics.ttft).metrics
+    window = llm.service.device.runner.shapes.ladder.window
+    step = statistics.median(last.inter_token[1 : 1 + max(1, len(last.inter_token) // 3)]) / window
+    least = sum(
+        max(operator.operations / H200.matrix, operator.bytes / H200.memory)
+        for operator in decoded(llm.service.checkpoint.config, sequences, sequences * (length + answer // 3))
+    )
+    return {
+        "step ms": 1e3 * step, "tokens/s": sequences / step, "floor ms": 1e3 * least, "of floor": least / step,
+        "prompts read, s": last.ttft, "opened, s": opened - start, "first run, s": compiled - opened,
+    }  # fmt: skip
+
+
+def _traced_decode(plan: Plan, sequences: int) -> Row:
+    """Short prompts, which are read in one step, and two windows."""
+
+    def run() -> None:
+        _generate(plan, sequences, 17, 100)
+
+    run()
+    return traced(plan.out / f"trace_decode_{sequences}.json", run)
+
+
+def _traced_read(plan: Plan) -> Row:
+    def run() -> None:
+        _generate(plan, 1, 1, PROMPT)
+
+    run()
+    return traced(plan.out / "trace_read.json", run)
+
+
+def _graphs(plan: Plan) -> Row:
+    """Of the windows that this process compiled (not read from a disk), what stands inside CUDA graphs."""
+    files = sorted(pathlib.Path(dump_folder(plan)).glob("*thunk_sequence_after_thunk_passes*"))
+    if not files:
+        raise ValueError("the compiler has dumped no thunks: programs came from a disk")
+    found = [graphs(file.read_text(errors="replace")) for file in files]
+    return {name: [row[name] for row in found] for name in found[0]}

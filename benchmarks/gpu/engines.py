@@ -1,0 +1,45 @@
+"""Engines on models of a published shape with random weights, and processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+from vlcache_jax import Ladder
+from vlcache_jax.benchmarks.gpu.plan import MODEL, Plan, Row
+from vlcache_jax.benchmarks.random_models import make_random_model
+from vlcache_jax.testing import make_checkpoint
+
+
+def checkpoint(plan: Plan, directory: str, layers: int | None = None) -> None:
+    """Configuration, tokenizer and processor; weights are drawn on the device."""
+    if plan.rehearse:
+        make_checkpoint(directory, "qwen3_vl", weights=False)
+    else:
+        make_random_model(directory, MODEL, layers or plan.layers)
+
+
+def settings(plan: Plan) -> Row:
+    if plan.rehearse:
+        return {"ladder": Ladder(rows=(64,), patches=(64,), sequences=(1, 2)), "max_rows": 64, "dtype": "float32"}
+    return {
+        "dtype": "bfloat16",
+        "kv_cache_bytes": 24 * 2**30 * (plan.layers or 36) // 36,  # which leaves room for the library's model
+        "implementation": plan.implementation,  # not XLA in its place, whatever a first contact has found
+    }
+
+
+def in_process(function: Callable[..., Any], *args: Any, platform: str | None = None) -> Any:
+    """In a process of its own, which gives its memory back; on another platform of jax, where one is named."""
+    before = os.environ.get("JAX_PLATFORMS")
+    if platform is not None:
+        os.environ["JAX_PLATFORMS"] = platform
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(function, args)
+    finally:
+        os.environ.pop("JAX_PLATFORMS", None)
+        if before is not None:
+            os.environ["JAX_PLATFORMS"] = before

@@ -1,0 +1,84 @@
+"""Times to the first token of prompts with pictures, beside the library that the weights come from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+
+from vlcache_jax.benchmarks import ttft as time_to_first
+from vlcache_jax.benchmarks.gpu.engines import checkpoint, in_process, settings
+from vlcache_jax.benchmarks.gpu.plan import KERNELS, MODEL, Case, Plan, Row
+from vlcache_jax.testing import make_checkpoint
+
+SIZES = ((1, 4096), (5, 4096), (1, 1024))  # of prompts: images, tokens of each
+
+
+def ttft(plan: Plan) -> Iterator[Case]:
+    sizes = ((1, 16),) if plan.rehearse else SIZES
+    for count, tokens in sizes:
+        yield Case(f"{count} x {tokens} image tokens", functools.partial(_ttft, plan, count, tokens), KERNELS)
+    for count, tokens in sizes:
+        library = functools.partial(in_process, _transformers_ttft, plan, count, tokens)
+        yield Case(f"{count} x {tokens} image tokens, transformers", library)
+
+
+def _ttft(plan: Plan, count: int, tokens: int) -> Row:
+    options = settings(plan)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        out = plan.out / f"ttft_{count}x{tokens}.json"
+        setup = time_to_first.Setup(
+            model=str(make_checkpoint(directory, "qwen3_vl")) if plan.rehearse else None,
+            random_weights=None if plan.rehearse else MODEL,
+            layers=plan.layers,
+            dtype=options.pop("dtype"),
+            sizes=((count, tokens),),
+            ratios=(),
+            repeats=1 if plan.rehearse else 3,
+            max_model_len=None if plan.rehearse else 20992,  # the same programs for all sizes
+            host_bytes="40GiB",
+        )
+        time_to_first.measure(setup, out=out, **options)
+    rows = json.loads(out.read_text())["rows"]
+    measured = {row["configuration"] + " ms": row["TTFT ms"] for row in rows}
+    floors = {row["configuration"] + " floor ms": row["floor ms"] for row in rows}
+    return measured | floors | {"seconds": time.monotonic() - start}
+
+
+def _transformers_ttft(plan: Plan, count: int, tokens: int) -> Row:
+    """From pixels on the device to the logits of the first token; the library's preprocessing is not counted."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    device = "cpu" if plan.rehearse else "cuda"
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint(plan, directory)
+        config = AutoConfig.from_pretrained(directory)
+    with torch.device(device):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    rows = int(tokens**0.5)
+    while tokens % rows:
+        rows -= 1
+    grid = torch.tensor([[1, 2 * rows, 2 * tokens // rows]] * count, device=device)
+    vision = config.vision_config
+    pixels = torch.randn(
+        count * 4 * tokens, 3 * vision.temporal_patch_size * vision.patch_size**2, dtype=torch.bfloat16, device=device
+    )
+    one = [config.vision_start_token_id] + [config.image_token_id] * tokens + [config.vision_end_token_id]
+    ids = torch.tensor([[5] * 20 + one * count + [7] * 6], device=device)
+    marks = (ids == config.image_token_id).int()
+    measured = []
+    with torch.inference_mode():
+        for _ in range(2 if plan.rehearse else 4):
+            start = time.perf_counter()
+            logits = model(
+                input_ids=ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=marks, logits_to_keep=1
+            ).logits
+            if not torch.isfinite(logits).all():  # waits for the device, too
+                raise ValueError("the library's logits must be finite")
+            measured.append(time.perf_counter() - start)
+    return {"transformers ms": 1e3 * statistics.median(measured[1:])}

@@ -1,0 +1,64 @@
+"""What is run, in what order, and with what in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, AttentionShape, LinkShape
+
+Row = dict[str, Any]
+SHAPES = ATTENTION["Qwen3-VL-8B"] + tuple(s for s in ATTENTION["Qwen2.5-VL-7B"] if s.H != 28)
+REHEARSED = ("stage 512 of 20480", "decode 64 over one prefix of 16384")
+MODEL = "qwen3-vl-8b"  # whose shape the models have, with random weights
+KERNELS = ("paged_attention", "attention", "link")  # that a model runs on
+
+
+class Case(NamedTuple):
+    """What is checked or measured.
+
+    Attributes:
+      name: within its section.
+      measure: returns a row, or raises.
+      kernels: that it checks, or without which what it measures is worth nothing.
+    """
+
+    name: str
+    measure: Callable[[], Row]
+    kernels: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is run, and how.
+
+    Attributes:
+      rehearse: on a CPU, in small.
+      out: folder of the results.
+      layers: of the models' decoders; None is all.
+    """
+
+    rehearse: bool
+    out: pathlib.Path
+    layers: int | None = None
+
+    @property
+    def repeats(self) -> int:
+        return 1 if self.rehearse else 5
+
+    @property
+    def implementation(self) -> str:
+        return "mosaic_gpu_interpreted" if self.rehearse else "mosaic_gpu"
+
+    def shapes(self) -> tuple[AttentionShape, ...]:
+        return tuple(s.in_small() for s in SHAPES if s.name in REHEARSED) if self.rehearse else SHAPES
+
+    def links(self) -> tuple[LinkShape, ...]:
+        return (LinkShape(16, 40, 8, 128),) if self.rehearse else LINK["Qwen3-VL-8B"]
+
+
+def kernel_of(shape: AttentionShape) -> str:
+    """The kernel that a case of attention runs on."""
+    return "paged_attention" if shape.has_pages else "attention"

@@ -1,0 +1,254 @@
+"""Runs the cases that are not done yet, and keeps what they found."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+
+from vlcache_jax.benchmarks import gpu
+from vlcache_jax.benchmarks.gpu.plan import Case, Plan, Row
+from vlcache_jax.benchmarks.gpu.workers import Worker
+from vlcache_jax.files import write_whole
+from vlcache_jax.first_contact.chip import find_chip
+from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.study import report
+
+
+class Section(NamedTuple):
+    """Cases of one kind.
+
+    Attributes:
+      cases: of a plan.
+      limit: seconds that one may take.
+      together: how many run at a time; 1 where they are timed.
+    """
+
+    cases: Callable[[Plan], Iterable[Case]]
+    limit: float
+    together: int = 1
+
+
+def sections() -> dict[str, Section]:
+    """By name, in their order."""
+    from vlcache_jax.benchmarks.gpu import answers, checks, decoding, first_tokens, speeds, tuning
+
+    return {
+        "contact": Section(answers.contact, 300),
+        "check": Section(checks.check, 90, together=4),
+        "answers": Section(answers.answers, 150, together=2),
+        "ceiling": Section(speeds.ceiling, 60),
+        "decode": Section(decoding.decode, 240),
+        "ttft": Section(first_tokens.ttft, 240),
+        "speed": Section(speeds.speed, 60),
+        "tune": Section(tuning.tune, 120),
+    }
+
+
+SECTIONS = ("contact", "check", "answers", "ceiling", "decode", "ttft", "speed", "tune")
+
+
+def measures(plan: Plan, section: str) -> dict[str, Callable[[], Row]]:
+    """What measures each case of a section, by name."""
+    return {case.name: case.measure for case in sections()[section].cases(plan)}
+
+
+def device_head(plan: Plan) -> Row:
+    """Chip, driver and versions."""
+    head = report.environment("jax", "jaxlib", "flax", "torch", "transformers")
+    driver = ""
+    if not plan.rehearse:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return head | {"chip": chip_name(plan), "driver": driver}
+
+
+def chip_name(plan: Plan) -> str:
+    """Of the GPU, which this process does not touch.
+
+    Raises:
+      RuntimeError: there is none.
+    """
+    if plan.rehearse:
+        return "cpu"
+    chip = find_chip()
+    if chip is None or not chip.is_hopper:
+        raise RuntimeError(f"this needs a Hopper GPU, found {chip}; --rehearse goes through it on a CPU")
+    return chip.name
+
+
+def identity(plan: Plan) -> Row:
+    """What results of one folder have in common."""
+    kernels = pathlib.Path(dispatch.__file__).parent
+    sources = b"".join(path.read_bytes() for path in sorted(kernels.rglob("*.py")))
+    return {
+        "rehearsed": plan.rehearse,
+        "chip": chip_name(plan),
+        "jax": jax.__version__,
+        "kernels": hashlib.sha256(sources).hexdigest()[:16],
+        "layers": plan.layers,
+    }
+
+
+class Results:
+    """What stands in `gpu.json`.
+
+    Args:
+      plan: whose folder it is in.
+
+    Raises:
+      ValueError: the folder has results of another chip, jax, number of layers or state of the kernels.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan, self._file, self._lock = plan, plan.out / "gpu.json", threading.Lock()
+        self._head, self._identity = device_head(plan), identity(plan)
+        self.done: dict[str, Row] = {}
+        self.tried: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+        plan.out.mkdir(parents=True, exist_ok=True)
+        if self._file.exists():
+            before = json.loads(self._file.read_text())
+            if before["identity"] != self._identity:
+                raise ValueError(
+                    f"out must have no results of {before['identity']}; {self._identity} needs another folder"
+                )
+            self.done, self.tried = before["cases"], before["tried"]
+
+    def keep(self, key: str, *, row: Row | None = None, failed: str = "") -> None:
+        """That a case begins, or what it found."""
+        with self._lock:
+            if row is not None:
+                self.done[key] = row
+                print(key, row, flush=True)
+            elif failed:
+                self.failed[key] = f"failed: {failed}"
+                print(key, self.failed[key], flush=True)
+            else:
+                self.tried[key] = self.tried.get(key, 0) + 1  # a case that is killed is not the first one next time
+            content = {"head": self._head, "identity": self._identity, "tried": self.tried}
+            text = json.dumps({**content, "failed": self.failed, "cases": self.done}, indent=1)
+            write_whole(self._file, text + "\n")
+
+    def shown(self, key: str) -> str:
+        """For a table."""
+        if key not in self.done:
+            return self.failed.get(key, "not measured: out of time")[:300]
+        return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.done[key].items())
+
+    def write_tuned(self) -> None:
+        """The table that the kernel reads."""
+        entries = [row for key, row in self.done.items() if key.startswith("tune: ")]
+        if entries:
+            report.write("Fastest ways to cut attention", entries, self._head, self._plan.out / "tuned.json")
+
+
+def run(plan: Plan, minutes: float, only: tuple[str, ...] = SECTIONS) -> list[Row]:
+    """Runs the cases that are not done yet; returns a row for every case.
+
+    Raises:
+      ValueError: see `Results`.
+      RuntimeError: there is no Hopper GPU.
+    """
+    results = Results(plan)
+    deadline = time.monotonic() + 60 * minutes
+    wrong: set[str] = set()  # kernels
+    shown = []
+    for name in only:
+        section = sections()[name]
+        cases = {f"{name}: {case.name}": case for case in section.cases(plan)}
+        shown += list(cases)
+        left = iter(
+            sorted((key for key in cases if key not in results.done), key=lambda key: results.tried.get(key, 0))
+        )
+        lock = threading.Lock()
+        with concurrent.futures.ThreadPoolExecutor(section.together) as pool:
+            turns = [
+                pool.submit(_take_turns, plan, name, cases, _shared(left, lock), results, deadline, wrong)
+                for _ in range(section.together)
+            ]
+        for turn in turns:
+            turn.result()
+    results.write_tuned()
+    return [{"case": key, "result": results.shown(key)} for key in shown]
+
+
+def _shared(items: Iterator[str], lock: threading.Lock) -> Iterator[str]:
+    """Of several threads each gets the next one."""
+    while True:
+        with lock:
+            item = next(items, None)
+        if item is None:
+            return
+        yield item
+
+
+def _take_turns(
+    plan: Plan,
+    name: str,
+    cases: dict[str, Case],
+    keys: Iterator[str],
+    results: Results,
+    deadline: float,
+    wrong: set[str],
+) -> None:
+    """Runs cases of a section in a process, until there are none."""
+    section = sections()[name]
+    with Worker(functools.partial(measures, plan, name), environment(plan, name)) as worker:
+        for key in keys:
+            case, left = cases[key], deadline - time.monotonic()
+            if left < 0:
+                continue
+            if name != "check" and (missing := wrong.intersection(case.kernels)):
+                # Speeds of a wrong kernel are worth nothing.
+                results.failed[key] = f"not measured: {', '.join(sorted(missing))} is wrong"
+                continue
+            results.keep(key)
+            start = time.monotonic()
+            try:
+                row = worker.run(case.name, max(20.0, min(section.limit, left)))
+            except RuntimeError as error:  # the other cases are worth having
+                if name == "check":
+                    wrong.update(case.kernels)
+                results.keep(key, failed=str(error))
+                continue
+            results.keep(key, row=row | {"case, s": time.monotonic() - start})
+
+
+def environment(plan: Plan, section: str) -> dict[str, str]:
+    """Variables of the processes of a section."""
+    changed = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch measures on the same chip
+    if section == "decode" and not plan.rehearse:
+        from vlcache_jax.benchmarks.gpu.tracing import dump_folder
+
+        dump = f"--xla_dump_to={dump_folder(plan)} --xla_dump_hlo_module_re=.*unnamed.* --xla_dump_hlo_pass_re=thunk.*"
+        changed["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {dump}".strip()
+    return changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu", description=gpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no case later than this")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--layers", type=int, help="of the models' decoders; all by default")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, in small")
+    arguments = parser.parse_args()
+    plan = Plan(arguments.rehearse, arguments.out, arguments.layers)
+    rows = run(plan, arguments.minutes, tuple(arguments.only))
+    report.show(f"{chip_name(plan)}, jax {jax.__version__}", rows)
+    if any(row["result"].startswith("failed") for row in rows):
+        raise SystemExit(1)

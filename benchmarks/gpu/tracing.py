@@ -1,0 +1,105 @@
+"""What the device and the host did while something ran, and what of a program is a CUDA graph."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from vlcache_jax.benchmarks.gpu.plan import Plan, Row
+
+_HOST = 60  # names of host events that are kept
+
+
+def traced(out: pathlib.Path, run: Callable[[], object]) -> Row:
+    """Kernels by their names, the longest first; all of them, and what the host did, stand in a file.
+
+    Raises:
+      ValueError: the trace has no events of a GPU.
+    """
+    from jax.profiler import ProfileData
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        [file] = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = list(ProfileData.from_file(str(file)).planes)
+        device = [
+            event
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if "Stream" in line.name
+            for event in line.events
+        ]
+        host = [event for plane in planes if "host" in plane.name for line in plane.lines for event in line.events]
+        if not device:
+            raise ValueError(f"the trace has no events of a GPU, only of {[plane.name for plane in planes]}")
+        kernels = _by_name((event.name, event.duration_ns) for event in device)
+        calls = _by_name((event.name, event.duration_ns) for event in host)[:_HOST]
+        busy, gaps, span = _occupation([(event.start_ns, event.start_ns + event.duration_ns) for event in device])
+    content = {"busy ms": busy, "span ms": span, "longest gaps ms": gaps[:40], "kernels": kernels, "host": calls}
+    out.write_text(json.dumps(content, indent=1) + "\n")
+    kinds: collections.Counter[str] = collections.Counter()
+    for kernel in kernels:
+        kinds[re.sub(r"[_.]?\d+", "", kernel["name"])] += kernel["ms"]
+    return {"busy ms": busy, "span ms": span, "events": len(device), **dict(kinds.most_common(8))}
+
+
+def _by_name(events: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
+    count: collections.Counter[str] = collections.Counter()
+    took: collections.Counter[str] = collections.Counter()
+    for name, ns in events:
+        count[name] += 1
+        took[name] += ns  # type: ignore[assignment]
+    return [{"name": name, "count": count[name], "ms": ns / 1e6} for name, ns in took.most_common()]
+
+
+def _occupation(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float], float]:
+    """Milliseconds in which something ran, pauses (the longest first), and from the first to the last; of ns."""
+    ordered = sorted(spans)
+    begin = until = ordered[0][0]
+    busy, gaps = 0.0, []
+    for start, end in ordered:
+        if start > until:
+            gaps.append((start - until) / 1e6)
+        busy += max(0.0, end - max(start, until)) / 1e6
+        until = max(until, end)
+    return busy, sorted(gaps, reverse=True), (until - begin) / 1e6
+
+
+def graphs(text: str) -> dict[str, int]:
+    """What of a window's loop over tokens stands inside CUDA graphs ("command buffers"), and what outside.
+
+    Args:
+      text: XLA's thunks of a window, after all passes, indented by what contains them.
+
+    Returns:
+      Counts in the loop's body: graphs that no other graph contains; kernels (and copies, library calls) inside and
+      outside of graphs; conditionals outside, whose predicate the host reads.
+    """
+    found = dict.fromkeys(("graphs", "kernels inside", "kernels outside", "conditionals outside"), 0)
+    around: list[tuple[int, str]] = []  # indentation and kind of what contains a line
+    for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", text.partition("\n  body:\n")[2], re.MULTILINE):
+        while around and around[-1][0] >= len(spaces):
+            around.pop()
+        inside = any(outer == "kCommandBuffer" for _, outer in around)
+        if kind == "kCommandBuffer":
+            found["graphs"] += not inside
+        elif kind == "kConditional":
+            found["conditionals outside"] += not inside
+        else:
+            found["kernels inside" if inside else "kernels outside"] += 1
+        around.append((len(spaces), kind))
+    return found
+
+
+def dump_folder(plan: Plan) -> str:
+    """Where the compiler writes what became of the windows."""
+    return str(plan.out.resolve() / "dump")
