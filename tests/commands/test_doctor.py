@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -147,6 +148,9 @@ def test_a_chip_that_jax_does_not_use(run, on_a_chip, monkeypatch):
         assert "to do: jax does not use NVIDIA H200: install with `--extra cuda13`." in result.stdout
         on_a_chip(PASSED, used=False)
         assert "who uses it, and set JAX_PLATFORMS=cuda to be told why." in run().stdout
+        monkeypatch.setattr(doctor, "find_chip", lambda: dataclasses.replace(CHIP, driver="570.86.15"))
+        found = " ".join(run().stdout.split())
+        assert "CUDA 13 needs driver 580 or later, and 570.86.15 is installed: update it or install with" in found
     finally:
         jax.config.update("jax_platforms", platforms)
 

@@ -68,3 +68,23 @@ def test_what_is_refused(version, refused, monkeypatch):
 def test_without_cuda_nothing_is_refused(monkeypatch):
     monkeypatch.setattr("jax._src.lib.cuda_versions", None)
     assert refusal() is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "packages", "told"),
+    [
+        ("570.86.15", ["jax", "jax-cuda13-plugin"], "CUDA 13 needs driver 580 or later, and 570.86.15 is installed"),
+        (
+            "520.61.05",
+            ["jax-cuda12-plugin"],
+            "CUDA 12 needs driver 525 or later, and 520.61.05 is installed: update it",
+        ),
+        ("580.65.06", ["jax-cuda13-plugin"], None),
+        ("570.86.15", ["jax-cuda12-plugin"], None),
+        ("of CUDA 12.4", ["jax-cuda13-plugin"], None),
+        ("570.86.15", ["jax"], None),
+    ],
+)
+def test_a_driver_that_is_too_old(driver, packages, told):
+    found = toolchain.old_driver(driver, packages)
+    assert found is None if told is None else found is not None and found.startswith(told)

@@ -12,7 +12,7 @@ from vlcache_jax.fields import read_object
 from vlcache_jax.files import cache_home
 from vlcache_jax.first_contact import Verdict, meet
 from vlcache_jax.first_contact.chip import Chip, find_chip, memory
-from vlcache_jax.first_contact.toolchain import find_ptxas, refusal
+from vlcache_jax.first_contact.toolchain import find_ptxas, old_driver, refusal
 from vlcache_jax.first_contact.verdicts import identity, place, versions
 from vlcache_jax.intake import costs
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
@@ -58,6 +58,8 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             how = "see with `nvidia-smi` who uses it, and set JAX_PLATFORMS=cuda to be told why"
             if not any(name.endswith("-plugin") for name in named):
                 how = "install with `--extra cuda13`"
+            elif (old := old_driver(chip.driver, named)) is not None:
+                how = old
             problems.append(f"jax does not use {chip.name}: {how}.")
     # Which kernels are used, and why not.
     refused = refusal() if verdicts else None

@@ -7,8 +7,11 @@ import os
 import pathlib
 import re
 import subprocess
+from collections.abc import Collection
 from typing import NamedTuple
 
+# The least driver of what jax was installed with, by CUDA's release notes: every 12.x, or 13.x, runs on it.
+_DRIVERS = {"jax-cuda13-plugin": (580, "CUDA 13"), "jax-cuda12-plugin": (525, "CUDA 12")}
 _ROOTS = ("/usr/local/cuda", "/opt/cuda")
 _OF_WHEELS = ("cu13", "cuda_nvcc")  # folders of nvidia-cuda-nvcc and nvidia-cuda-nvcc-cu12
 _LIMIT = 10.0  # seconds for an answer that takes 6 ms
@@ -63,3 +66,18 @@ def refusal() -> str | None:
         "mosaic_gpu needs a CUDA before 12.8 or after 12.9, as the ptxas of those miscompiles masks, "
         f"got {version // 1000}.{version % 1000 // 10}"
     )
+
+
+def old_driver(driver: str, packages: Collection[str]) -> str | None:
+    """What to do about a GPU's driver that is too old for jax's plugin; None where it is not, or nobody can tell.
+
+    Args:
+      driver: its version, as the driver tells it.
+      packages: names of what is installed.
+    """
+    major = re.match(r"(\d+)\.", driver)
+    for name, (least, cuda) in _DRIVERS.items():
+        if name in packages and major is not None and int(major[1]) < least:
+            other = " or install with `--extra cuda12`" if name == "jax-cuda13-plugin" else ""
+            return f"{cuda} needs driver {least} or later, and {driver} is installed: update it{other}"
+    return None
