@@ -27,10 +27,10 @@ PROMPT, ANSWER = 2048, 257  # tokens of each sequence: the last of 64 begins bef
 def decode(plan: Plan) -> Iterator[Case]:
     for sequences in (1, 2) if plan.rehearse else (1, 16, 64):
         yield Case(f"{sequences} sequences", functools.partial(_decode, plan, sequences), KERNELS)
+        traced_decode = functools.partial(_traced_decode, plan, sequences)
+        yield Case(f"{sequences} sequences, traced", traced_decode, KERNELS)
+    yield Case("1 prompt read, traced", functools.partial(_traced_read, plan), KERNELS)
     if not plan.rehearse:
-        for sequences in (1, 16, 64):
-            yield Case(f"{sequences} sequences, traced", functools.partial(_traced_decode, plan, sequences), KERNELS)
-        yield Case("1 prompt read, traced", functools.partial(_traced_read, plan), KERNELS)
         yield Case("graphs", functools.partial(_graphs, plan), KERNELS)
 
 
@@ -41,8 +41,13 @@ def _decoder(plan: Plan) -> LLM:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     stack.enter_context(drawn_weights())
     checkpoint(plan, folder)
-    length, answer = (20, 3) if plan.rehearse else (PROMPT, ANSWER)
+    length, answer = _lengths(plan)
     return LLM(folder, max_model_len=length + answer + 8, reuse="off", **settings(plan))
+
+
+def _lengths(plan: Plan) -> tuple[int, int]:
+    """Tokens of each prompt and answer."""
+    return (20, 25) if plan.rehearse else (PROMPT, ANSWER)
 
 
 def _generate(plan: Plan, sequences: int, answer: int, length: int) -> list[RequestOutput]:
@@ -57,7 +62,7 @@ def _generate(plan: Plan, sequences: int, answer: int, length: int) -> list[Requ
 
 def _decode(plan: Plan, sequences: int) -> Row:
     """A step while all sequences decode: of the one that began last, from its first windows."""
-    answer, length = (9, 20) if plan.rehearse else (ANSWER, PROMPT)
+    length, answer = _lengths(plan)
     start = time.monotonic()
     llm = _decoder(plan)
     opened = time.monotonic()
@@ -66,7 +71,7 @@ def _decode(plan: Plan, sequences: int) -> Row:
     outputs = _generate(plan, sequences, answer, length)
     last = max(outputs, key=lambda output: output.metrics.ttft).metrics
     window = llm.service.device.runner.shapes.ladder.window
-    step = statistics.median(last.inter_token[1 : 1 + max(1, len(last.inter_token) // 3)]) / window
+    step = statistics.median(last.inter_token[1 : 1 + len(last.inter_token) // 3]) / window
     least = sum(
         max(operator.operations / H200.matrix, operator.bytes / H200.memory)
         for operator in decoded(llm.service.checkpoint.config, sequences, sequences * (length + answer // 3))
@@ -81,18 +86,18 @@ def _traced_decode(plan: Plan, sequences: int) -> Row:
     """Short prompts, which are read in one step, and two windows."""
 
     def run() -> None:
-        _generate(plan, sequences, 17, 100)
+        _generate(plan, sequences, *((3, 20) if plan.rehearse else (17, 100)))
 
     run()
-    return traced(plan.out / f"trace_decode_{sequences}.json", run)
+    return traced(plan, f"decode_{sequences}", run)
 
 
 def _traced_read(plan: Plan) -> Row:
     def run() -> None:
-        _generate(plan, 1, 1, PROMPT)
+        _generate(plan, 1, 1, 20 if plan.rehearse else PROMPT)
 
     run()
-    return traced(plan.out / "trace_read.json", run)
+    return traced(plan, "read", run)
 
 
 def _graphs(plan: Plan) -> Row:

@@ -8,10 +8,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
+from vlcache_jax import LLM, SamplingParams
 from vlcache_jax.benchmarks import ttft as time_to_first
 from vlcache_jax.benchmarks.gpu.engines import checkpoint, in_process, settings
 from vlcache_jax.benchmarks.gpu.plan import KERNELS, MODEL, Case, Plan, Row
+from vlcache_jax.benchmarks.gpu.tracing import traced
+from vlcache_jax.benchmarks.known_images import KnownImages
+from vlcache_jax.benchmarks.random_models import drawn_weights
 from vlcache_jax.testing import make_checkpoint
 
 SIZES = ((1, 4096), (5, 4096), (1, 1024))  # of prompts: images, tokens of each
@@ -21,6 +26,9 @@ def ttft(plan: Plan) -> Iterator[Case]:
     sizes = ((1, 16),) if plan.rehearse else SIZES
     for count, tokens in sizes:
         yield Case(f"{count} x {tokens} image tokens", functools.partial(_ttft, plan, count, tokens), KERNELS)
+    yield Case(
+        f"{sizes[0][1]} image tokens, traced", functools.partial(_traced_first_tokens, plan, sizes[0][1]), KERNELS
+    )
     for count, tokens in sizes:
         library = functools.partial(in_process, _transformers_ttft, plan, count, tokens)
         yield Case(f"{count} x {tokens} image tokens, transformers", library)
@@ -47,6 +55,31 @@ def _ttft(plan: Plan, count: int, tokens: int) -> Row:
     measured = {row["configuration"] + " ms": row["TTFT ms"] for row in rows}
     floors = {row["configuration"] + " floor ms": row["floor ms"] for row in rows}
     return measured | floors | {"seconds": time.monotonic() - start}
+
+
+def _traced_first_tokens(plan: Plan, tokens: int) -> Row:
+    """Of a picture that is computed, one that is computed and stored, and one that is found."""
+    options = settings(plan)
+    row: Row = {}
+    one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as directory, drawn_weights():
+        checkpoint(plan, directory)
+        cache = time_to_first.make_cache("auto", "40GiB")
+        with LLM(directory, max_model_len=tokens + 64, enable_prefix_caching=False, cache=cache, **options) as llm:
+            config = llm.service.checkpoint.config
+            known = KnownImages(config, llm.get_tokenizer(), images=1, tokens=tokens, text_before=20)
+            found = time_to_first.falling_schedule(config.model_type, config.text.num_layers)
+
+            def ask(reuse: Any) -> None:
+                llm.generate(known.draw(), one, use_tqdm=False, reuse=reuse)
+                llm.cache.flush()
+
+            for name, reuse in (("computed", "off"), ("stored", "exact"), ("found", found)):
+                for _ in range(2):  # the first one compiles
+                    ask(reuse)
+                part = traced(plan, f"first_token_{name}", functools.partial(ask, reuse))
+                row |= {f"{name}, {what}": part[what] for what in ("busy ms", "span ms", "events")}
+    return row
 
 
 def _transformers_ttft(plan: Plan, count: int, tokens: int) -> Row:

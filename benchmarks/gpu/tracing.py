@@ -17,11 +17,11 @@ from vlcache_jax.benchmarks.gpu.plan import Plan, Row
 _HOST = 60  # names of host events that are kept
 
 
-def traced(out: pathlib.Path, run: Callable[[], object]) -> Row:
-    """Kernels by their names, the longest first; all of them, and what the host did, stand in a file.
+def traced(plan: Plan, name: str, run: Callable[[], object]) -> Row:
+    """Kernels by their names, the longest first; all of them, and what the host did, stand in `trace_NAME.json`.
 
     Raises:
-      ValueError: the trace has no events of a GPU.
+      ValueError: the trace has no events of a device.
     """
     from jax.profiler import ProfileData
 
@@ -33,19 +33,19 @@ def traced(out: pathlib.Path, run: Callable[[], object]) -> Row:
         device = [
             event
             for plane in planes
-            if plane.name.startswith("/device:GPU")
+            if plane.name.startswith("/host:CPU" if plan.rehearse else "/device:GPU")
             for line in plane.lines
-            if "Stream" in line.name
+            if plan.rehearse or "Stream" in line.name
             for event in line.events
         ]
         host = [event for plane in planes if "host" in plane.name for line in plane.lines for event in line.events]
         if not device:
-            raise ValueError(f"the trace has no events of a GPU, only of {[plane.name for plane in planes]}")
+            raise ValueError(f"the trace has no events of a device, only of {[plane.name for plane in planes]}")
         kernels = _by_name((event.name, event.duration_ns) for event in device)
         calls = _by_name((event.name, event.duration_ns) for event in host)[:_HOST]
         busy, gaps, span = _occupation([(event.start_ns, event.start_ns + event.duration_ns) for event in device])
     content = {"busy ms": busy, "span ms": span, "longest gaps ms": gaps[:40], "kernels": kernels, "host": calls}
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    (plan.out / f"trace_{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     kinds: collections.Counter[str] = collections.Counter()
     for kernel in kernels:
         kinds[re.sub(r"[_.]?\d+", "", kernel["name"])] += kernel["ms"]
