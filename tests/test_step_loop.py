@@ -616,6 +616,24 @@ def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictur
     assert driver.output(job).cache.images[0].encoder == "host"
 
 
+@pytest.mark.parametrize(("is_host", "known"), [(True, [0, 0]), (False, [1, 9])])
+def test_a_gpu_is_asked_for_a_window_when_what_is_there_has_been_told(engine, monkeypatch, is_host, known):
+    """Its call returns when the window has ended, and first tokens would wait for two of them."""
+    renew(engine)
+    monkeypatch.setitem(vars(engine.service.device.runner), "is_host", is_host)
+    driver, decode, told = Driver(engine), engine_module.decode, []
+
+    def noting(*given):
+        told.append(len(job.sequences[0].generated))
+        return decode(*given)
+
+    monkeypatch.setattr(engine_module, "decode", noting)
+    job = driver.arrive(Asked(user("What is it?"), dataclasses.replace(GREEDY, max_tokens=12), "exact"))
+    driver.finish()
+    assert told == known
+    assert len(driver.output(job).outputs[0].token_ids) == 12
+
+
 # What a pass may cost.
 
 MANY = Ladder(rows=(128,), patches=(256,), sequences=(4, 64))
