@@ -29,6 +29,7 @@ from vlcache_jax.engine.readiness import PATIENCE, Readiness
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import (
     Flight,
+    Recorded,
     after_prefill,
     decode,
     free,
@@ -180,6 +181,7 @@ class Engine:
         if self._turn is not None:
             self._turn.upload.cancel()
         self._turn = None
+        self.writer.begin()
         for sequence in [*self.scheduler.running] or self.scheduler.waiting[:1]:
             sequence.end.fault = error
             self._end(sequence, failed=True)
@@ -219,9 +221,8 @@ class Engine:
             if group is not None and group.has_failed and sequence.progress.attempt == 0:
                 sequence.abort()
         # The last ones first: they may be the only ones that count on earlier ones.
-        everyone = [*self.scheduler.waiting, *self.scheduler.running]
-        for sequence in sorted(everyone, key=lambda sequence: -sequence.progress.arrived):
-            self._end_if_done(sequence)
+        for one in sorted([*self.scheduler.waiting, *self.scheduler.running], key=lambda one: -one.progress.arrived):
+            self._end_if_done(one)
 
     def _is_in_turn(self, sequence: Sequence) -> bool:
         return self._turn is not None and any(prefill.sequence is sequence for prefill in self._turn.prefills)
@@ -248,6 +249,7 @@ class Engine:
         except TierError:  # what it was to link is computed
             turn.upload.cancel()
             self._turn = None
+            self.writer.begin()
             for sequence in {prefill.sequence: None for prefill in turn.prefills}:
                 self.scheduler.put_back(sequence, failed=True)
             return True
@@ -257,10 +259,11 @@ class Engine:
         if launched is None:
             self._count(host_prefill_seconds=time.thread_time() - start)
             return False
+        self._flight.add(after_prefill(self.runner, self._lanes, launched))
         if not turn.steps:
             self.scheduler.launched(turn.prefills)
             self._turn = None
-        self._flight.add(after_prefill(self.runner, self._lanes, launched))
+            self._flight.add(Recorded(self.writer))
         self._count_step(launched.step, start)
         return False
 
@@ -312,8 +315,9 @@ class Engine:
             left = [sequence.most - sequence.progress.scheduled for sequence in active]
             # A CPU computes padding as slowly as rows, so that a window ends where fewer rows will do.
             longest = self.runner.ladder.until_fewer(left) if self.runner.is_host else max(left)
-            tokens = self.scheduler.grow(active, min(most, longest))
-            if tokens:
+            # A GPU's holds up its caller, as XLA asks the host at each token: what has been launched is told before.
+            is_next = self.runner.is_host or most == 1 or not self._flight.unread
+            if is_next and (tokens := self.scheduler.grow(active, min(most, longest))):
                 break
             if self._flight.unread:
                 while self._flight.unread:
