@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from vlcache_jax import LLM, AsyncLLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.record import Why
 from vlcache_jax.compress.budgets import sparsity
 from vlcache_jax.compress.parse import parse_compressor
-from vlcache_jax.compress.policies import VLCache, make_counts
+from vlcache_jax.compress.policies import PostVision, VLCache, make_counts
 from vlcache_jax.compress.scores import Seen, seeds
 from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, WritePages
 from vlcache_jax.device.programs.shapes import MOVED_PAGES
@@ -335,12 +336,41 @@ def test_without_room_it_waits_and_what_never_fits_is_an_error(llm, conversation
     finally:
         give_pages(llm, have)
     wrong = dataclasses.replace(GREEDY, max_tokens=800)
-    message = (
-        rf"conversations\[0\]: max_tokens must be .* compressed_kv_bytes, which holds {pages.count} pages .* "
-        r"got 800, for which vl-cache-0.3 needs \d+$"
-    )
-    with pytest.raises(ValueError, match=message):
-        ask(llm, conversations[0], params=[wrong], compress="vl-cache-0.3")
+    for compress in ("vl-cache-0.3", "snapkv-0.3"):  # what is kept is known with the observation, and before it
+        message = (
+            rf"conversations\[0\]: max_tokens must be .* compressed_kv_bytes, which holds {pages.count} pages .* "
+            rf"got 800, for which {compress} needs \d+$"
+        )
+        with pytest.raises(ValueError, match=message):
+            ask(llm, conversations[0], params=[wrong], compress=compress)
+
+
+@ONE
+def test_a_compressor_of_ones_own_fails_its_own_requests(llm, conversations):
+    class Own(PostVision):
+        def counts(self, length, gamma, layers):
+            return {1: super().counts, 2: lambda *_: 1 / 0, 3: lambda *_: [length + 1]}[self.way](length, gamma, layers)
+
+    class NotSeen(Own):
+        def observed(self, layout):
+            raise KeyError("rows")
+
+    class NoWindow(Own):
+        def window(self, count):
+            return count + 1
+
+    def one(kind, way=1):
+        return type("One", (kind,), {"way": way})(0.3)
+
+    wrong = [one(Own, 2), one(Own, 3), one(NotSeen), one(NoWindow)]
+    rows, params = [conversations[0]] * 6, dataclasses.replace(GREEDY, max_tokens=40)
+    got = dict(llm.chat_iter(rows, params, False, compress=[None, *wrong, one(Own)], on_error="return"))
+    assert [tokens([got[0]]), tokens([got[5]])] == [
+        tokens(ask(llm, conversations[0], params=params, compress=compress)) for compress in (None, "postvision-0.3")
+    ]
+    said = "counts of .* raised Zero", "counts of .* must be", "observed of .* raised KeyError", "window of .* must be"
+    for row, message in enumerate(said, 1):
+        assert re.match(rf"conversations\[{row}\]: {message}", got[row].error)
 
 
 LONG = SamplingParams(temperature=1, seed=4, max_tokens=290, ignore_eos=True, logprobs=0)

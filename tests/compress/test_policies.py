@@ -19,6 +19,9 @@ from vlcache_jax.compress.policies import (
     Streaming,
     VLCache,
     ZipCache,
+    make_counts,
+    make_observed,
+    make_windows,
 )
 from vlcache_jax.compress.scores import Drawn, Pooled, Received, Seen, kept_tokens, seeds
 from vlcache_jax.inputs.layout import ImageRef, make_layout
@@ -116,6 +119,14 @@ def test_kept_tokens_no_more_than_there_are():
     assert ranked(np.zeros((1, 4), np.float32), 4, 2, 1, most=9).tolist() == [[0, 3, 4, 4]]
 
 
+def test_a_score_of_no_number_chooses_nothing_behind_the_prompt():
+    """0 / 0 is -nan on x86, and sorted behind -inf."""
+    score = np.copysign(np.full((1, 8), np.nan, np.float32), -1)
+    assert ranked(score, 4, 3, 1, most=8).tolist() == [[0, 1, 3, *[8] * 5]]
+    score[0, 2] = -5
+    assert ranked(score, 4, 2, 1, most=8).tolist() == [[2, 3, *[8] * 6]]
+
+
 def test_observed_rows():
     for policy, expected in (
         (VLCache(0.1), (55, 1, 50, 7)),
@@ -196,3 +207,62 @@ def test_not_a_compressor(wrong, message):
 def test_wrong_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def own(**parts):
+    """A compressor of somebody's own."""
+    return type("Own", (Streaming,), {"name": "own"} | parts)(0.5)
+
+
+class Same:
+    """Scores of the function's."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, seen):
+        return self.make(seen)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"name": 3}, "name of compress must be a string, got 3"),
+        ({"alpha": property(lambda _: 2, lambda *_: None)}, "alpha of compress must be a number above 0 .*, got 2"),
+        ({"p": "x"}, "p of compress must be a number above 0 and at most 1, got 'x'"),
+        ({"scores": 3}, "scores of compress must be Scores, .* got 3"),
+        ({"scores": [].append}, r"scores of compress must be \[K, W\] .* got None"),
+        ({"scores": Same(lambda seen: seen.received[:, :3])}, r"scores of compress must be .* got \(2, 3\)"),
+    ],
+)
+def test_a_compressor_of_ones_own_is_looked_at_before_it_is_used(parts, message):
+    assert parse_compressor(own()).name == "own"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        parse_compressor(own(**parts))
+
+
+def test_what_a_compressor_of_ones_own_says_is_checked():
+    prompt = layout(9)
+
+    def ask(**parts):
+        compressor = own(**parts)
+        counts = make_counts(compressor, 9, None, 2)
+        return make_observed(compressor, prompt), counts, make_windows(compressor, counts)
+
+    numpy = ask(counts=lambda *_: np.full(2, 3), observed=lambda *_: np.int64(5), window=lambda *_: np.int32(0))
+    assert numpy == (5, (3, 3), (0, 0))
+    assert {type(number) for number in (numpy[0], *numpy[1], *numpy[2])} == {int}
+    for parts, message in (
+        ({"counts": lambda *_: 1 / 0}, r"counts of own raised ZeroDivisionError\('division by zero'\)"),
+        ({"counts": lambda *_: None}, "counts of own raised TypeError"),
+        ({"counts": lambda *_: [3]}, r"counts of own must be 2 integers from 1 to 9, got \(3,\)"),
+        ({"counts": lambda *_: [0, 10]}, "counts of own must be 2 integers from 1 to 9, got"),
+        ({"observed": lambda *_: 1 / 0}, "observed of own raised"),
+        ({"observed": lambda *_: 10}, "observed of own must be an integer from 0 to 9, got 10"),
+        ({"observed": lambda *_: 2.0}, "observed of own must be .* got 2.0"),
+        ({"window": lambda *_: 1 / 0}, "window of own raised"),
+        ({"window": lambda *_: 5}, "window of own must be an integer from 0 to 4, got 5"),
+        ({"window": lambda *_: None}, "window of own must be .* got None"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            ask(**parts)

@@ -11,7 +11,7 @@ import zlib
 import openai
 import pytest
 
-from tests.helper import assert_nothing_left
+from tests.helper import assert_nothing_left, give_compressed_pages
 from tests.server.helper import data_url, running, shows
 from vlcache_jax import SamplingParams
 from vlcache_jax.inputs import access
@@ -433,7 +433,7 @@ def test_requests_choose_what_the_server_lets_them(serve, picture):
         serve(allow_reuse=["most"])
 
 
-def test_requests_are_compressed_as_the_server_lets_them(serve, picture):
+def test_requests_are_compressed_as_the_server_lets_them(serve, engine, picture):
     served = serve(allow_compress=["vl-cache-0.5", "random-0.5"])
     body = {"messages": shows(picture), "max_tokens": 3, "ignore_eos": True, "return_cache_report": True}
     for compress in ("vl-cache-0.5", None):
@@ -449,6 +449,13 @@ def test_requests_are_compressed_as_the_server_lets_them(serve, picture):
         assert (status, found["cache"]["compression"]["policy"]) == (200, "random-0.5")
     with pytest.raises(ValueError, match="compress"):
         serve(allow_compress=["most"])
+    give_compressed_pages(engine, 1)
+    try:
+        status, found = served.json("POST", "/v1/chat/completions", body | {"compress": "random-0.5"})
+        assert (status, found["error"]["param"]) == (400, "max_tokens")
+        assert found["error"]["message"].startswith("max_tokens must be such that what is kept of the prompt")
+    finally:
+        give_compressed_pages(engine)
 
 
 def test_models(served, client, engine):

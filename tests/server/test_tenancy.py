@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 
 import pytest
@@ -241,6 +242,11 @@ def test_a_tenant_may_compress_as_it_is_let(serve, keys):
     for key, allowed in (("a", "vl-cache-0.5"), ("b", "random-0.5"), ("c", None)):
         for compress in ("vl-cache-0.5", "random-0.5"):
             assert ask(served, key, compress=compress)[0] == (200 if compress == allowed else 400), (key, compress)
+    for way in ("reuse", "compress"):
+        wrong = written(keys, f'[tenants.alice]\n{way} = ["most"]\n', a="alice")
+        told = rf"^api_keys {re.escape(str(wrong))}: tenants.alice {way} must be .*'most'"
+        with pytest.raises(ValueError, match=told):
+            serve(api_keys=wrong)
 
 
 def test_answers_of_all_prompts_count(serve):

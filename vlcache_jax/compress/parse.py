@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
+from collections.abc import Hashable
 from typing import Any
 
-from vlcache_jax.checks import short
+import jax
+import numpy as np
+
+from vlcache_jax.checks import check_text, is_a, short
 from vlcache_jax.compress.policies import (
     H2O,
     Compressor,
@@ -18,10 +23,12 @@ from vlcache_jax.compress.policies import (
     VLCache,
     ZipCache,
 )
+from vlcache_jax.compress.scores import Scores, Seen
 
 _POLICIES = {
     policy.word: policy for policy in (VLCache, PostVision, SnapKV, PyramidKV, H2O, ZipCache, Streaming, Random)
 }
+_SHAPE = 2, 256
 _NAMED = re.compile(rf"({'|'.join(_POLICIES)})-((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
 
 
@@ -33,9 +40,10 @@ def parse_compressor(compress: Any) -> Compressor:
         "random-A", where A is the share of the prompt's K, V to be kept, above 0 and at most 1; or a `Compressor`.
 
     Raises:
-      ValueError: something else.
+      ValueError: something else, or an attribute of the `Compressor` is not as it should be.
     """
     if isinstance(compress, Compressor) and not isinstance(compress, type):
+        _check(compress)
         return compress
     if isinstance(compress, str) and (match := _NAMED.fullmatch(compress)):
         word, alpha = match[1], float(match[2])
@@ -49,3 +57,27 @@ def parse_compressor(compress: Any) -> Compressor:
         f"compress must be one of {names}, where A is the share of the K, V to be kept (0 < A <= 1), or a Compressor, "
         f"got {short(compress)}{f'; is it {close[0]!r}?' if close else ''}"
     )
+
+
+def _check(compressor: Compressor) -> None:
+    """Sees that attributes are as they should be, before an engine works with them."""
+    check_text(compressor.name, "name of compress")
+    for name, share in (("alpha", compressor.alpha), ("p", 1 if compressor.p is None else compressor.p)):
+        if not is_a(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"{name} of compress must be a number above 0 and at most 1, got {short(share)}")
+    scores = compressor.scores
+    if not isinstance(scores, Hashable) or not callable(scores):
+        raise ValueError(f"scores of compress must be Scores, which are called and can be hashed, got {short(scores)}")
+    shape = _score_shape(scores)
+    if shape != _SHAPE:
+        raise ValueError(f"scores of compress must be [K, W] as `received` is, {_SHAPE}, got {short(shape)}")
+
+
+@functools.lru_cache(256)
+def _score_shape(scores: Scores) -> Any:
+    """Of what it makes of `_SHAPE`."""
+    received, number, seed = (
+        jax.ShapeDtypeStruct(*one) for one in ((_SHAPE, np.float32), ((), np.int32), ((), np.uint32))
+    )
+    told = jax.eval_shape(lambda *seen: scores(Seen(*seen)), received, number, number, seed)
+    return getattr(told, "shape", told)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +17,16 @@ from vlcache_jax.compress.budgets import layer_shares, pyramid, whole
 from vlcache_jax.compress.scores import Drawn, Earliest, Normalized, Pooled, Received, Scores
 from vlcache_jax.inputs.layout import Layout
 
+_log = logging.getLogger(__name__)
+_WHOLE = int, np.integer
 _ROWS = 50  # observed of a prompt without images, as in VL-Cache's benchmarks
 
 
 @runtime_checkable
 class Compressor(Protocol):
     """How a prompt's K, V are compressed before its answer is decoded.
+
+    What its methods raise, or give that is not as it should be, is the error of the one request.
 
     Attributes:
       name: in reports; as `parse.parse_compressor` takes it, where there is such a word.
@@ -44,14 +51,14 @@ class Compressor(Protocol):
         """How many of the prompt's last rows are observed, 0 to all."""
 
     def counts(self, length: int, gamma: npt.NDArray[np.float64] | None, layers: int) -> tuple[int, ...]:
-        """Tokens that each layer keeps of `length`, the same number for all its heads.
+        """Tokens that each layer keeps of `length`, the same number for all its heads, 1 to all.
 
         Gamma is `budgets.sparsity`. Where it is not known yet, None, the counts are an estimate, unless `p` is None or
         alpha is 1.
         """
 
     def window(self, count: int) -> int:
-        """How many of `count` kept tokens are the prompt's last ones."""
+        """How many of `count` kept tokens are the prompt's last ones, 0 to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,11 +259,45 @@ def make_counts(
     """The compressor's counts, checked.
 
     Raises:
-      ValueError: they are no integers from 1 to `length`, one a layer.
+      ValueError: they are no integers from 1 to `length`, one a layer, or it raised something.
     """
-    counts = compressor.counts(length, gamma, layers)
-    if len(counts) != layers or not all(is_a(count, int) and 1 <= count <= length for count in counts):
+    counts = _told(compressor, lambda: tuple(compressor.counts(length, gamma, layers)), "counts")
+    if len(counts) != layers or not all(is_a(count, _WHOLE) and 1 <= count <= length for count in counts):
         raise ValueError(
             f"counts of {compressor.name} must be {layers} integers from 1 to {length}, got {short(counts)}"
         )
-    return counts
+    return tuple(map(int, counts))
+
+
+def make_observed(compressor: Compressor, layout: Layout) -> int:
+    """How many rows the compressor observes, checked.
+
+    Raises:
+      ValueError: no integer from 0 to all, or it raised something.
+    """
+    return _number(compressor, lambda: compressor.observed(layout), "observed", len(layout))
+
+
+def make_windows(compressor: Compressor, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The compressor's window in each layer, of which `counts` are kept, checked.
+
+    Raises:
+      ValueError: no integer from 0 to the count, or it raised something.
+    """
+    return tuple(_number(compressor, functools.partial(compressor.window, n), "window", n) for n in counts)
+
+
+def _number(compressor: Compressor, ask: Callable[[], Any], what: str, most: int) -> int:
+    number = _told(compressor, ask, what)
+    if not is_a(number, _WHOLE) or not 0 <= number <= most:
+        raise ValueError(f"{what} of {compressor.name} must be an integer from 0 to {most}, got {short(number)}")
+    return int(number)
+
+
+def _told(compressor: Compressor, ask: Callable[[], Any], what: str) -> Any:
+    """What a method of somebody's own says, on a thread that serves others, too."""
+    try:
+        return ask()
+    except Exception as error:
+        _log.warning("%s of %s failed", what, compressor.name, exc_info=True)
+        raise ValueError(f"{what} of {compressor.name} raised {error!r}") from error

@@ -113,7 +113,7 @@ def kept_tokens(score: jax.Array, length: jax.Array, count: jax.Array, window: j
     Of equal scores the earlier token is kept.
 
     Args:
-      score: [K, W].
+      score: [K, W]; nan is as -inf.
       length: of the prompt.
       count: tokens that are kept, the window's among them; at most `length` and `most`.
       most: static.
@@ -123,6 +123,8 @@ def kept_tokens(score: jax.Array, length: jax.Array, count: jax.Array, window: j
     """
     W = score.shape[1]
     token = jnp.arange(W)
+    # What lies behind the prompt is somebody else's: nothing may be ranked after it, as -nan would be.
+    score = jnp.where(jnp.isnan(score), -jnp.inf, score)
     score = jnp.where(token >= length, -jnp.inf, jnp.where(token >= length - window, jnp.inf, score))
     _, best = jax.lax.top_k(score, min(most, W))
     return jnp.sort(jnp.where(jnp.arange(best.shape[1]) < count, best, W), axis=1)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from vlcache_jax.compress.budgets import sparsity
-from vlcache_jax.compress.policies import Compressor, make_counts
+from vlcache_jax.compress.policies import Compressor, make_counts, make_observed, make_windows
 from vlcache_jax.compress.scores import seeds
 from vlcache_jax.device.clock import Clock
 from vlcache_jax.device.ladder import Ladder, round_up
@@ -47,12 +47,14 @@ class _Observation:
       sums: what the keys received, see `Observe`; None: nothing was observed.
       took: seconds of the device.
       compression: what is kept; None: it is not known yet.
+      windows: of each layer, how many of these tokens are the prompt's last ones.
     """
 
     rows: int
     sums: jax.Array | None = None
     took: list[Future[float]] = field(default_factory=list)
     compression: Compression | None = None
+    windows: tuple[int, ...] = ()
 
 
 class Compactor:
@@ -121,17 +123,23 @@ class Compactor:
         """Finds out what is kept of a prompt, or lets it be found out."""
         compressor, layout = answer.compress, answer.layout
         assert compressor is not None
-        found = self._found[answer] = _Observation(0 if compressor.alpha == 1 else compressor.observed(layout))
+        try:
+            rows = 0 if compressor.alpha == 1 else make_observed(compressor, layout)
+        except ValueError as error:
+            answer.fail(str(error))
+            return
+        found = self._found[answer] = _Observation(rows)
 
         def decide(zeros: np.ndarray | None) -> None:
-            gamma = None if zeros is None else sparsity(zeros, len(layout), found.rows)
+            gamma = None if zeros is None else sparsity(zeros, len(layout), rows)
             try:
-                found.compression = self._compression(compressor, len(layout), gamma)
-                self._check(answer, found.compression)
+                compression = self._compression(compressor, len(layout), gamma)
+                self._check(answer, compression)
+                found.compression, found.windows = compression, make_windows(compressor, compression.kept)
             except ValueError as error:
                 answer.fail(str(error))
 
-        if found.rows:
+        if rows:
             zeros = self._observe(answer, found)
             if zeros is None:
                 del self._found[answer]
@@ -224,8 +232,8 @@ class Compactor:
         received = self._runner.run(EmptySums(pages))[0] if found.sums is None else found.sums
         program, table = Compact(pages, compressor.scores), _table(lease.table, pages)
         seed, pool = seeds(answer.layout, len(compression.kept)), self._runner.pool.make()
-        for layer, count in enumerate(compression.kept):
-            numbers = np.array([layer, compression.prompt_tokens, count, compressor.window(count)], np.int32)
+        for layer, (count, window) in enumerate(zip(compression.kept, found.windows, strict=True)):
+            numbers = np.array([layer, compression.prompt_tokens, count, window], np.int32)
             target = _table(compressed.tables[layer][:pages], pages)
             with self._runner.compressed.taken() as arrays:
                 arrays[:], tokens = self._runner.run(

@@ -342,7 +342,7 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something that others do for those that run."""
-        if not all(sequence.may_go_on(PATIENCE) for sequence in self.scheduler.decoding):
+        if not all(one.end.error is None and one.may_go_on(PATIENCE) for one in self.scheduler.decoding):
             return
         if self._turn is not None:
             self._turn.upload.wait()

@@ -27,7 +27,7 @@ from vlcache_jax.protocol.fields import DETOKENIZE, check_fields
 from vlcache_jax.protocol.requests import TokenizeRequest
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
-from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.config import ServerConfig, check_allowed
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.http_checks import HttpChecks
@@ -68,9 +68,9 @@ class Server:
     def __init__(self, engine: AsyncLLM, config: ServerConfig):
         self.engine, self.config = engine, config
         for reuse in config.allow_reuse:
-            engine.service.policy_of(reuse)
+            check_allowed("allow_reuse", engine.service.policy_of, reuse)
         for compress in config.allow_compress:
-            engine.service.compressor_of(compress)
+            check_allowed("allow_compress", engine.service.compressor_of, compress)
         opened = os.fspath(engine.service.config.model)
         self.models: tuple[str, ...] = tuple(config.served_model_name) or (_name_of(opened),)
         self.entrance = Entrance(config)
@@ -123,10 +123,13 @@ class Server:
         """Sees that tenants can be served, and gives them their shares of the cache."""
         shares = {}
         for name, tenant in tenants.all().items():
-            for reuse in tenant.reuse or ():
-                self.engine.service.policy_of(reuse)
-            for compress in tenant.compress or ():
-                self.engine.service.compressor_of(compress)
+            try:
+                for reuse in tenant.reuse or ():
+                    self.engine.service.policy_of(reuse)
+                for compress in tenant.compress or ():
+                    self.engine.service.compressor_of(compress)
+            except ValueError as error:
+                raise ValueError(f"api_keys {self.config.api_keys}: tenants.{name} {error}") from error
             if tenant.cache_bytes is not None:
                 shares[payer(owner_key(salts.salt(name)))] = tenant.cache_bytes
         self.engine.service.cache.store.shares.set(shares)

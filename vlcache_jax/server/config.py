@@ -97,9 +97,9 @@ class ServerConfig:
             if set(one) & set(":/"):
                 raise ValueError(f"allowed_hosts must be names without scheme and port, got {short(one)}")
         for one in self.allow_reuse:
-            _check_allowed("allow_reuse", parse_policy, one)
+            check_allowed("allow_reuse", parse_policy, one)
         for one in self.allow_compress:
-            _check_allowed("allow_compress", parse_compressor, one)
+            check_allowed("allow_compress", parse_compressor, one)
         if self.chat_template is not None:
             _check_template(self.chat_template)
         if self.admin_key is not None and self.admin_key in self.api_key:
@@ -148,7 +148,7 @@ def _check_template(given: str) -> None:
         raise ValueError(f"chat_template must be Jinja: {error}") from error
 
 
-def _check_allowed(name: str, parse: Callable[[str], object], text: str) -> None:
+def check_allowed(name: str, parse: Callable[[str], object], text: str) -> None:
     """Errors of a parser, told of the option."""
     try:
         parse(text)

@@ -38,7 +38,7 @@ def _told(message: str, field: str, form: str) -> str:
     """An error of the engine with the names of fields at its beginning."""
     for pattern, own in (
         # What is not about the prompt, though it came up with it.
-        (r"prompt: (?=sampling_params |structured_outputs|reuse |compress )", ""),
+        (r"prompt: (?=sampling_params |structured_outputs|reuse |compress |max_tokens )", ""),
         (r"sampling_params (?=must leave a token)", "allowed_token_ids, bad_words and logit_bias "),
         (r"sampling_params ", ""),
         (r"structured_outputs(\.\w+)?", r"\g<0>" if form == "structured_outputs" else form),
