@@ -442,6 +442,7 @@ def test_refused_pictures_take_little_memory():
     assert max(map(int, peaks)) <= 200
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_is_not_lost_in_the_garbage_collector(llm, monkeypatch):
     """jax has a callback there, and what is raised in such a callback is dropped."""
     expected = tokens(chat(llm, [user("a")]))

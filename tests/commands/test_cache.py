@@ -153,6 +153,7 @@ def test_what_cannot_be_imported(tmp_path):
     assert (result.exit_code, "remote must be a URL" in result.stderr, "secret" in result.stderr) == (1, True, False)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_serve(directory):
     """Another engine's tier reads what the command serves."""
     program = "from vlcache_jax.commands.cli import main; main()"
