@@ -215,10 +215,10 @@ def same_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def few_rungs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is not told of a ladder has that of other tests, so that few programs are compiled for it."""
-    from tests.helper import ALONE
+    from tests.helper import LADDER
     from vlcache_jax.device import memory_plan
 
-    monkeypatch.setattr(memory_plan, "default_ladder", lambda *_: ALONE)
+    monkeypatch.setattr(memory_plan, "default_ladder", lambda *_: LADDER)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -227,7 +227,7 @@ def programs_made_once() -> Iterator[None]:
 
     What an engine says that it has compiled stays its own, and so does what it launches.
     """
-    from vlcache_jax.device.programs import compress, table, window
+    from vlcache_jax.device.programs import compress, keep, link, table, window
     from vlcache_jax.device.programs.base import Program
     from vlcache_jax.device.programs.shapes import Shapes, abstract
     from vlcache_jax.reuse import shift
@@ -236,12 +236,14 @@ def programs_made_once() -> Iterator[None]:
     of_compressed = (
         compress.EmptyCompressed, compress.Compact, window.CompressedWindow, compress.ReadPages, compress.WritePages,
     )  # fmt: skip
+    of_records = tuple(kind for kind in table.PROGRAMS if kind.__module__ in (keep.__name__, link.__name__))
     init, lower, check = Shapes.__init__, table.Programs._lower, table.check_maps
 
     def noted(self: Shapes, config: Any, params: Any, normalization: Any, **sizes: Any) -> None:
         init(self, config, params, normalization, **sizes)
         leaves, tree = jax.tree.flatten(abstract((params, normalization)))
-        sizes.pop("compressed_slots", None)  # most programs do not know of them
+        for name in ("compressed_slots", "codec", "kept_tokens"):  # most programs do not know of them
+            sizes.pop(name, None)
         ladder = sizes["ladder"]  # a program has its own number of sequences
         sizes["ladder"] = dataclasses.replace(ladder, sequences=ladder.sequences[-1:])
         self.told = (config, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(sizes.items()))  # type: ignore[attr-defined]
@@ -253,9 +255,11 @@ def programs_made_once() -> Iterator[None]:
             self.own, self.program = own, program
             told: Any = own.shapes
             patched = (Shapes, type(program), shift)  # in some tests
-            rules = (one for where in patched for one in vars(where).values())
-            slots = told.compressed_slots if isinstance(program, of_compressed) else 0
-            self.place = told.told, slots, tuple(map(repr, jax.config.values.items())), tuple(map(id, rules)), program
+            rules = tuple(id(one) for where in patched for one in vars(where).values())
+            compressed = told.compressed_slots if isinstance(program, of_compressed) else None
+            records = (told.kv.codec, told.kept_tokens) if isinstance(program, of_records) else None
+            settings = tuple(map(repr, jax.config.values.items()))
+            self.place = told.told, compressed, records, settings, rules, program
             self.found = known.pop(self.place, None)
             if self.found is not None:
                 known[self.place] = self.found  # the last to leave
