@@ -13,6 +13,7 @@ from PIL import Image
 import vlcache_jax.engine.prefilling as prefilling
 import vlcache_jax.inputs.layout as layout
 from tests import release
+from tests.helper import LADDER
 from tests.inputs.test_videos import encoded
 from tests.test_llm import open_llm as open_plain_llm
 from tests.test_reuse import FORCED, GREEDY, assert_close, chat, falling, kv_records, logits, open_llm, tokens
@@ -108,7 +109,7 @@ def test_answers_are_the_librarys(name, checkpoints, load_oracle, film, picture)
     config = model.config
     other = [frame[:60, :58] for frame in film[:6]]
     conversation = user("See ", video(other, 0.3), picture, " and ", video(film[:5], 3.0), "? Tell.")
-    with open_plain_llm(checkpoints(name)) as llm:
+    with open_plain_llm(checkpoints(name), ladder=LADDER) as llm:
         [output] = chat(llm, conversation, reuse="off", params=GREEDY)
         answer = output.outputs[0].token_ids
         [score] = llm.score([conversation], [answer], reuse="off", keep_logits=True, use_tqdm=False)

@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.progress as progress
-from tests.helper import WORDS
+from tests.helper import SIZES, WORDS
 from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
@@ -263,7 +263,8 @@ def test_a_file_is_answered(run, tmp_path, textured_image):
     assert out.read_bytes() == b"".join(lines)
     for last, count in ((lines[0][:20], 8), (lines[0][:-1], 9), (lines[1][:5], 8)):
         out.write_bytes(b"".join(lines[9:] + lines[4:7]) + last)
-        result = run(source, out, "--max-rows", 64, "--host-bytes", "1MiB")  # no answer depends on these
+        # No answer depends on these; rows of the same step, so that the programs are those of the first run.
+        result = run(source, out, "--max-rows", SIZES["ladder"].max_rows, "--host-bytes", "1MiB")
         assert result.exit_code == 0, result.output
         assert result.stderr.startswith(f"{count} of 14 rows are answered\n")
         assert answers(out) == whole

@@ -234,11 +234,11 @@ def test_nothing_compiles_after_warm_up_and_the_check_layer_lets_chosen_rows_att
 
 def test_a_prompt_that_needs_several_steps_is_refused(checkpoints, textured_image):
     image, one = textured_image(64, 64), SamplingParams(max_tokens=1)
-    with LLM(checkpoints("qwen3_vl"), **SHORT) as engine:
+    with LLM(checkpoints("qwen3_vl-tied"), **SHORT) as engine:
         engine.chat(user("See ", image), one, use_tqdm=False)
         long = user("What is there to be seen, and who may have seen it? ", image, "Say it.")
         with pytest.raises(ValueError, match="at most max_rows = 64"):
-            engine.chat(long, one, reuse="cacheblend-0.2", use_tqdm=False)
+            engine.chat(long, one, reuse="asked-0.2", use_tqdm=False)
         [after] = engine.chat(long, one, reuse="0.2", use_tqdm=False)
         assert after.cache.images[0].match == "approximate"
 
