@@ -204,8 +204,8 @@ def test_a_stream_ends_with_what_chat_returns(engine, pictures, kind, monkeypatc
         told_of.clear()
         outputs = run(stream(engine, prompt, params))
         assert_streams(outputs)
-        assert len(told_of) > 5  # who reads late, on busy cores, gets several of these at once
-        assert len(outputs) > 1
+        assert len(told_of) > 5  # who reads late, on busy cores, gets several of these at once, or all
+        assert outputs
         assert {output.request_id for output in outputs} == {outputs[0].request_id}
         assert outputs[0].request_id
     known = told(outputs[-1])
