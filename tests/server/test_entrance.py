@@ -342,7 +342,8 @@ def test_a_refused_body_is_not_waited_for_at_the_end(serve, monkeypatch):
     with answered(served, "POST /nowhere", ENDLESS) as (connection, _):
         served.server.entrance.ended.set()
         connection.sendall(b" ")  # which wakes the server's thread
-        assert connection.recv(1) == b""
+        while connection.recv(4096):  # what is left of the answer, and then the end
+            pass
 
 
 def test_who_asks_before_it_sends_is_not_told_to(serve):
