@@ -418,6 +418,18 @@ def budget_lengths() -> str:
     return f"{least} to {most}"
 
 
+def held_out(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Right answers of 100 of the model of long prompts, by what a prompt shows (`research.tiny_vqa.held_out`)."""
+    tasks = [name for name in rows[0] if name not in ("images", "image tokens", "asked")]
+    yield ["pictures", "image tokens", *tasks, "questions"]
+    for row in rows:
+        yield [
+            *(str(row[name]) for name in ("images", "image tokens")),
+            *(f"{row[name]:.0f}" for name in tasks),
+            str(row["asked"]),
+        ]
+
+
 def looked_at(name: str) -> Iterator[list[str]]:
     """How sparse attention is, and what decoded rows look at, layer by layer (`vlcache bench budgets`)."""
     found = _file(name)
@@ -620,6 +632,10 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "budgets ahead": functools.partial(_of, ahead, "budgets_tiny_vqa.json"),
     "budgets by task": functools.partial(_of, by_task, "budgets_tiny_vqa.json"),
     "budgets inside": functools.partial(looked_at, "budgets_tiny_vqa.json"),
+    "budgets long": functools.partial(_of, budgets, "budgets_long.json"),
+    "budgets long ahead": functools.partial(_of, ahead, "budgets_long.json"),
+    "budgets long by task": functools.partial(_of, by_task, "budgets_long.json"),
+    "held out": functools.partial(_of, held_out, "tiny_vqa_long/held_out.json"),
     "goal": lambda: goals([row for name in GOALS for row in _rows(name)], (APPROXIMATE,), digits=2),
 }
 for _model in MODELS:
