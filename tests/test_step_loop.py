@@ -16,7 +16,7 @@ import pytest
 
 from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, spoil, spoil_compressed, user
 from vlcache_jax import LLM, Ladder, SamplingParams
-from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.record import Why
 from vlcache_jax.engine import engine as engine_module
 from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
@@ -594,26 +594,6 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
         assert fences.spoiled > 0
         fences.check()
     assert [answers(output) for output in outputs] == [answers(output) for output in expected]
-
-
-def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictures, monkeypatch):
-    """The prompt takes several steps, and two of them have rows of an image whose K, V nobody has."""
-    renew(short_steps)
-    driver, copied = Driver(short_steps), []
-    writer, put = short_steps.service.cache.writer, Record.put
-    first = dataclasses.replace(GREEDY, max_tokens=1)
-    driver.arrive(Asked(user(pictures[2], "?"), first, "exact"))
-    driver.finish()
-    writer.flush()
-    monkeypatch.setattr(Record, "put", lambda *given: (copied.append(len(job.sequences[0].generated)), put(*given)))
-    steps = writer.asked
-    job = driver.arrive(Asked(user(STARTS[1], pictures[2], "?"), first, "exact"))
-    driver.finish()
-    assert writer.asked == steps + 2
-    writer.flush()
-    assert copied
-    assert set(copied) == {1}  # tokens that there were then
-    assert driver.output(job).cache.images[0].encoder == "host"
 
 
 @pytest.mark.parametrize(("is_host", "known"), [(True, [0, 0]), (False, [1, 9])])
