@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vlcache_jax import LLM
 
 SHIFT = "shift, r = 0.03"  # what "approximate" stands for
+RATIOS = ("0.3", "0.2", "0.1")
 LOGPROBS = 20  # that are looked at of each answer
 
 
@@ -66,7 +67,7 @@ class Setup:
     layers: int | None = None
     dtype: str = "auto"
     sizes: tuple[tuple[int, int], ...] = ((4, 1024),)
-    ratios: tuple[str, ...] = ("0.3", "0.2", "0.1")
+    ratios: tuple[str, ...] = RATIOS
     max_model_len: int | None = None
     text_before: int = 20
     repeats: int = 5
@@ -262,7 +263,7 @@ class _Measuring:
 
 
 def make_configurations(
-    model_type: str, layers: int, schedule: str | None = None, ratios: Sequence[str] = ("0.3", "0.2", "0.1")
+    model_type: str, layers: int, schedule: str | None = None, ratios: Sequence[str] = RATIOS
 ) -> dict[str, Any]:
     """Names of the configurations, and what each is as `reuse=`."""
     falling = falling_schedule(model_type, layers) if schedule is None else Schedule.load(schedule)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable
 from typing import Any
 
 from vlcache_jax import Ladder
 from vlcache_jax.benchmarks.gpu.plan import MODEL, Plan, Row
+from vlcache_jax.benchmarks.gpu.workers import changed_environment
 from vlcache_jax.benchmarks.random_models import make_random_model
 from vlcache_jax.testing import make_checkpoint
 
@@ -33,13 +33,6 @@ def settings(plan: Plan) -> Row:
 
 def in_process(function: Callable[..., Any], *args: Any, platform: str | None = None) -> Any:
     """In a process of its own, which gives its memory back; on another platform of jax, where one is named."""
-    before = os.environ.get("JAX_PLATFORMS")
-    if platform is not None:
-        os.environ["JAX_PLATFORMS"] = platform
-    try:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(function, args)
-    finally:
-        os.environ.pop("JAX_PLATFORMS", None)
-        if before is not None:
-            os.environ["JAX_PLATFORMS"] = before
+    changed = {} if platform is None else {"JAX_PLATFORMS": platform}
+    with changed_environment(changed), multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)

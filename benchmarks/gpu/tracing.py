@@ -54,11 +54,12 @@ def traced(plan: Plan, name: str, run: Callable[[], object]) -> Row:
 
 def _by_name(events: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
     count: collections.Counter[str] = collections.Counter()
-    took: collections.Counter[str] = collections.Counter()
+    took: dict[str, float] = collections.defaultdict(float)
     for name, ns in events:
         count[name] += 1
-        took[name] += ns  # type: ignore[assignment]
-    return [{"name": name, "count": count[name], "ms": ns / 1e6} for name, ns in took.most_common()]
+        took[name] += ns / 1e6
+    longest_first = sorted(took, key=took.__getitem__, reverse=True)
+    return [{"name": name, "count": count[name], "ms": took[name]} for name in longest_first]
 
 
 def _occupation(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float], float]:

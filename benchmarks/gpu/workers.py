@@ -67,7 +67,7 @@ class Worker:
         self._connection, theirs = self._context.Pipe()
         # Not a daemon, which could have no processes of its own.
         self._process = self._context.Process(target=_serve, args=(self._measures, theirs))
-        with _environment(self._environment):
+        with changed_environment(self._environment):
             self._process.start()
         theirs.close()
 
@@ -82,7 +82,7 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _environment(changed: Mapping[str, str]) -> Iterator[None]:
+def changed_environment(changed: Mapping[str, str]) -> Iterator[None]:
     """Variables of processes that are started within, by one thread at a time: they are this process's, too."""
     with _STARTING:
         before = {name: os.environ.get(name) for name in changed}
