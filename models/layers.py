@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from vlcache_jax.models.config import matmul_precision
+from vlcache_jax.pallas_kernels import rms_norm
 
 CHUNK = 1024  # rows that a CPU takes through an MLP at once
 
@@ -23,9 +24,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * self.scale[...]
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
