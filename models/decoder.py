@@ -16,8 +16,10 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.experts import SparseMLP
-from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, linear
+from vlcache_jax.models.layers import GatedMLP, JoinedLinear, RMSNorm, Table, linear
 from vlcache_jax.pallas_kernels import Work, attention, carry_flaws, paged_attention
+
+SURPLUS = 128  # rows whose queries are computed though nobody needs them
 
 
 class Rows(NamedTuple):
@@ -44,9 +46,9 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
-        self.q_proj = linear(config.hidden_size, heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.k_proj = linear(config.hidden_size, kv_heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.v_proj = linear(config.hidden_size, kv_heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        # The queries of each KV head, its key, its value: a cut over KV heads is one of the matrix's columns.
+        shape = kv_heads, heads // kv_heads + 2, width
+        self.qkv_proj = JoinedLinear(config.hidden_size, shape, bias=config.qkv_bias, dtype=dtype)
         self.o_proj = linear(heads * width, config.hidden_size, bias=False, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
@@ -78,15 +80,25 @@ class SelfAttention(nnx.Module):
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
         config = self.config
-        raw_k = self.k_proj(y).reshape(-1, config.num_kv_heads, config.head_dim)
-        v = self.v_proj(y).reshape(raw_k.shape)
-        q = self.q_proj(y[:keep]).reshape(keep, config.num_heads, config.head_dim)
+        made = self.products(y, keep=keep)
+        q = made[0][:keep, :, :-2].reshape(keep, config.num_heads, config.head_dim)
+        raw_k, v = (jnp.concatenate([part[:, :, place] for part in made]) for place in (-2, -1))
         if config.qk_norm:
             raw_k, q = self.k_norm(raw_k), self.q_norm(q)
         cos, sin = rope.text_rotation(
             rows.position, config.rope_theta, config.mrope_section, config.mrope_interleaved, y.dtype
         )
         return rope.rotate(q, cos[:keep], sin[:keep]), rope.rotate(raw_k, cos, sin), raw_k, v
+
+    def products(self, y: jax.Array, *, keep: int) -> list[jax.Array]:
+        """Normed rows [N, M] -> [N, K, G + 2, D], before norm and rotation; each KV head's queries, key and value.
+
+        Queries of few rows beyond `keep` are computed and unused. Of more than `SURPLUS` they are not: then it is that
+        of the first `keep` rows, and of the others [N - keep, K, 2, D], which takes a copy of these columns.
+        """
+        if len(y) - keep <= SURPLUS:
+            return [self.qkv_proj(y)]
+        return [self.qkv_proj(y[:keep]), self.qkv_proj(y[keep:], first=-2)]
 
 
 class DecoderLayer(nnx.Module):

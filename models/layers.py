@@ -40,6 +40,27 @@ def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs:
     )
 
 
+class JoinedLinear(nnx.Module):
+    """Dense layers of the same rows as one product, their matrices side by side: [in, ..., layers, out].
+
+    Args:
+      width: in.
+      shape: (..., layers, out) of what comes out; the axis before the last tells the layers apart.
+    """
+
+    def __init__(self, width: int, shape: tuple[int, ...], *, bias: bool, dtype: Any):
+        self.kernel = nnx.Param(jnp.zeros((width, *shape), dtype))
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array, first: int = 0) -> jax.Array:
+        """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
+        kernel = self.kernel[...][..., first:, :]
+        flat = kernel.reshape(len(kernel), -1)
+        made = jnp.matmul(x.astype(flat.dtype), flat, precision=matmul_precision(flat.dtype))
+        made = made.reshape(len(x), *kernel.shape[1:])
+        return made if self.bias is None else made + self.bias[...][..., first:, :]
+
+
 def layer_norm(width: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Statistics and affine in float32, one rounding at the end. The vision tower's eps is constant."""
     return nnx.LayerNorm(width, epsilon=1e-6, use_fast_variance=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
@@ -64,12 +85,15 @@ class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
-        self.gate_proj = linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
-        self.up_proj = linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = JoinedLinear(width, (2, hidden), bias=bias, dtype=dtype)
         self.down_proj = linear(hidden, width, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return by_chunks(lambda x: self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)), x)
+        return by_chunks(self._rows, x)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        made = self.gate_up_proj(x)
+        return self.down_proj(jax.nn.silu(made[:, 0]) * made[:, 1])
 
 
 class Table(nnx.Module):

@@ -34,6 +34,7 @@ from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.encode import Encode
 from vlcache_jax.device.programs.layers import BLOCK, Block, Layer, layer_step
 from vlcache_jax.device.programs.link import Link
+from vlcache_jax.device.programs.table import compiler_options
 from vlcache_jax.device.programs.window import Window
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.models import ModelConfig, abstract_model
@@ -58,6 +59,7 @@ class Compiled:
       looped: operations of one pass of its loops.
       spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
       registers: of a thread, likewise.
+      products: matrix products, outside of Mosaic GPU kernels.
     """
 
     seconds: float
@@ -67,6 +69,7 @@ class Compiled:
     looped: int
     spills: int | None
     registers: int | None
+    products: int
 
 
 @functools.cache
@@ -83,7 +86,7 @@ def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], do
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     start = time.perf_counter()
     with _ptxas_output() as output:
-        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile()
+        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile(compiler_options(jnp.bfloat16, "gpu"))
     seconds = time.perf_counter() - start
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
@@ -99,6 +102,7 @@ def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], do
         looped=sum(map(_operations, loops)),
         spills=max((sum(map(int, frame)) for frame in frames), default=None),
         registers=max(registers, default=None),
+        products=len(re.findall(r" dot\(|custom_call_target=\"__cublas", text)),
     )
 
 
