@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from vlcache_jax.models.config import matmul_precision
-from vlcache_jax.pallas_kernels import rms_norm
+from vlcache_jax.pallas_kernels import norm_residual, rms_norm
 
 CHUNK = 1024  # rows that a CPU takes through an MLP at once
 
@@ -25,6 +25,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.scale[...], self.eps)
+
+    def added(
+        self, x: jax.Array, delta: jax.Array | None = None, *, implementation: str | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of rows [N, M] (x + delta, what is normalised of it)."""
+        return norm_residual(x, delta, self.scale[...], eps=self.eps, implementation=implementation)
 
 
 def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
