@@ -148,9 +148,7 @@ def _rotate(case: rows_cases.RotateCase, implementation: str, *, dtype: str = "b
     runs = [case.run(args, options, implementation) for _ in range(2)]
     want = case.reference(args, options)
     tolerances = rows_cases.Written(*[rows_cases.TOLERANCE[dtype] * case.normed] * 5)._replace(v_pool=0.0, raw_v=0.0)
-    return max(
-        _compare([run[i] for run in runs], want[i], tolerances[i]) for i, x in enumerate(want) if x is not None
-    )
+    return max(_compare([run[i] for run in runs], want[i], tolerances[i]) for i, x in enumerate(want) if x is not None)
 
 
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:

@@ -69,9 +69,7 @@ def rotate_write(
     keep: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """The contract of `vlcache_jax.pallas_kernels.rotate_write`, for arguments that it has checked."""
-    q, k, raw_k, raw_v = rotated(
-        parts, cos, sin, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps, keep=keep
-    )
+    q, k, raw_k, raw_v = rotated(parts, cos, sin, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps, keep=keep)
     if places is not None:
         q = q.at[places].get(mode="clip")
     k, v = carry_flaws(k, raw_v)

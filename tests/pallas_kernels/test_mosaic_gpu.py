@@ -377,7 +377,10 @@ def test_what_the_kernels_do_not_do() -> None:
         x, angle = jnp.zeros((4, 2, width), dtype), jnp.zeros((4, 1, width // 2), dtype)
         with pytest.raises(NotImplementedError, match=message):
             link(x, x, [[jnp.stack([x, x])[None]]], index, angle, angle, implementation="mosaic_gpu_interpreted")
-    for dtype, width, message in (("float32", 128, "got x in float32"), ("bfloat16", 100, "multiples of 128 .* got 100")):
+    for dtype, width, message in (
+        ("float32", 128, "got x in float32"),
+        ("bfloat16", 100, "multiples of 128 .* got 100"),
+    ):
         x = jnp.zeros((4, width), dtype)
         with pytest.raises(NotImplementedError, match=message):
             norm_residual(x, x, x[0], eps=1e-6, implementation="mosaic_gpu_interpreted")
