@@ -42,8 +42,25 @@ def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs:
         dtype=dtype,
         param_dtype=dtype,
         precision=matmul_precision(dtype),
+        dot_general=product,
         rngs=rngs,
     )
+
+
+def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
+    """`lax.dot_general` of rows x; except on a CPU a single row is computed twice, and one result dropped.
+
+    XLA for GPUs takes one row for a vector. Of its product with a matrix of fewer than ten million values it makes
+    multiplications, whose results it rounds and writes, and a sum.
+    """
+
+    def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.dot_general(jnp.concatenate([x, x]), kernel, *args, **options)[:1]
+
+    def once(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.dot_general(x, kernel, *args, **options)
+
+    return once(x, kernel) if len(x) > 1 else lax.platform_dependent(x, kernel, cpu=once, default=twice)
 
 
 class JoinedLinear(nnx.Module):
@@ -62,7 +79,8 @@ class JoinedLinear(nnx.Module):
         """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
         kernel = self.kernel[...][..., first:, :]
         flat = kernel.reshape(len(kernel), -1)
-        made = jnp.matmul(x.astype(flat.dtype), flat, precision=matmul_precision(flat.dtype))
+        rows = (((1,), (0,)), ((), ()))
+        made = product(x.astype(flat.dtype), flat, rows, precision=matmul_precision(flat.dtype))
         made = made.reshape(len(x), *kernel.shape[1:])
         return made if self.bias is None else made + self.bias[...][..., first:, :]
 

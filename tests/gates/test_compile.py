@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -265,6 +266,16 @@ def test_a_layer_step_with_experts(size: int) -> None:
     row = experts.chosen * (4 * text.hidden_size + 3 * experts.intermediate_size)
     assert compiled.temp < 2 * size * row + 4 * matrices + 16 * 2**20
     assert compiled.operations + compiled.looped < 60
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-8B"])
+def test_one_row_passes_matrix_products(name: str) -> None:
+    """XLA would take it for a vector, and write what it makes of small matrices value by value."""
+    runner = abstract_runner(published_config(name))
+    compiled = compile_for(runner, Layer(1, 1, False))
+    matrices = {leaf.size for leaf in jax.tree.leaves(runner.shapes.text["layers"][0]) if leaf.size > 100_000}
+    assert compiled.products == len(matrices) == 4
+    assert not matrices & {math.prod(shape) for shape in compiled.written - {runner.shapes.pool.shape}}
 
 
 @pytest.mark.parametrize(("size", "operations"), [(1, 28), (64, 20)])

@@ -55,7 +55,7 @@ class Programs:
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
-        self._options = compiler_options(shapes.dtype, jax.default_backend())
+        self._options = _compiler_options(shapes)
         self.compiling: abc.Callable[[Program[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._compiled: dict[Program[Any], jax.stages.Compiled] = {}
         self._locks: dict[Program[Any], threading.Lock] = {}
@@ -135,16 +135,11 @@ class Programs:
         return lowered
 
 
-def compiler_options(dtype: Any, platform: str) -> dict[str, bool]:
-    """What keeps an answer from depending on how many rows it was computed with.
-
-    Where a CPU computes in bfloat16, every rounding that a program asks for. Else XLA leaves some out, others in
-    programs for other numbers of rows. On a GPU, products of a single row as products: else XLA makes multiplications
-    and a sum of those with matrices of fewer than ten million values, rounds each, and writes them all in between.
-    """
-    if platform == "gpu":
-        return {"xla_gpu_enable_dot_strength_reduction": False}
-    return {"xla_allow_excess_precision": False} if platform == "cpu" and dtype == jnp.bfloat16 else {}
+def _compiler_options(shapes: Shapes) -> dict[str, bool]:
+    """Where a CPU computes in bfloat16, every rounding that a program asks for. Else XLA leaves some out, others in
+    programs for other numbers of rows, and an answer depends on what it was computed with."""
+    is_rounded = shapes.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return {"xla_allow_excess_precision": False} if is_rounded else {}
 
 
 def check_maps(program: Program[Any]) -> None:
