@@ -234,7 +234,7 @@ class FilledAnswers:
             score = jnp.einsum("kgd,skd->kgs", q, behind(k, new_k), precision="highest") * config.head_dim**-0.5
             weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
             out = jnp.einsum("kgs,skd->kgd", weight, behind(v, new_v), precision="highest")
-            return own.transform(x + own.self_attn.o_proj(out.reshape(1, -1).astype(x.dtype)), jnp.ones(1, bool))
+            return own.transform(x, own.self_attn.o_proj(out.reshape(1, -1).astype(x.dtype)), jnp.ones(1, bool))
 
         return jax.jit(layer)
 

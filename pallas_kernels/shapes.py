@@ -340,3 +340,40 @@ LINK: dict[str, tuple[LinkShape, ...]] = {
     "Qwen3-VL-8B": (LinkShape(1024, 20480, 8, 128), LinkShape(16384, 20480, 8, 128)),
     "Qwen2.5-VL-7B": (LinkShape(16384, 20480, 4, 128),),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsShape:
+    """A case of what is done to the N rows of a step, into a pool of S slots, by the letters of shapes.
+
+    Attributes:
+      has_norms: of heads; a family without has biases.
+    """
+
+    N: int
+    M: int
+    H: int
+    K: int
+    D: int
+    has_norms: bool
+    S: int = 20480
+
+    def norm_specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract x, delta and weight of norm_residual."""
+        x, scale = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.M), (self.M,)))
+        return x, x, scale
+
+    def rotate_specs(self, dtype: Any = jnp.bfloat16) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Abstract arguments of rotate_write, and those by name."""
+        width = self.H // self.K + 2
+        sizes = (self.N, self.K, width, self.D), (self.N, 1, self.D // 2), (self.S, self.K, self.D)
+        product, angle, pool = (jax.ShapeDtypeStruct(s, dtype) for s in sizes)
+        norm, bias = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.D,), (self.K, width, self.D)))
+        options = {"q_norm": norm, "k_norm": norm} if self.has_norms else {"bias": bias}
+        return ([product], angle, angle, jax.ShapeDtypeStruct((self.N,), jnp.int32), pool, pool), options
+
+
+ROWS: dict[str, tuple[RowsShape, ...]] = {
+    "Qwen3-VL-8B": tuple(RowsShape(rows, 4096, 32, 8, 128, True) for rows in (1, 64, 4096)),
+    "Qwen2.5-VL-7B": tuple(RowsShape(rows, 3584, 28, 4, 128, False) for rows in (64, 8192)),
+}

@@ -58,6 +58,8 @@ class Compiled:
       looped: operations of one pass of its loops.
       spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
       registers: of a thread, likewise.
+      products: matrix products, outside of Mosaic GPU kernels.
+      written: the shapes of arrays that its operations write.
     """
 
     seconds: float
@@ -67,6 +69,8 @@ class Compiled:
     looped: int
     spills: int | None
     registers: int | None
+    products: int
+    written: frozenset[tuple[int, ...]] = dataclasses.field(repr=False)
 
 
 @functools.cache
@@ -88,6 +92,7 @@ def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], do
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
         raise RuntimeError("the compiler gives no memory plan")
+    entry = text[text.index("ENTRY") :]
     loops = [_computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output[0])
     registers = [int(n) for n in re.findall(r"[Uu]sed (\d+) registers", output[0])]
@@ -95,17 +100,30 @@ def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], do
         seconds=seconds,
         alias=plan.alias_size_in_bytes,
         temp=plan.temp_size_in_bytes,
-        operations=_operations(text[text.index("ENTRY") :]),
+        operations=_operations(entry),
         looped=sum(map(_operations, loops)),
         spills=max((sum(map(int, frame)) for frame in frames), default=None),
         registers=max(registers, default=None),
+        products=len(re.findall(r" dot\(|custom_call_target=\"__cublas", text)),
+        written=frozenset().union(*map(_written, (entry, *loops))),
     )
 
 
 def _operations(text: str) -> int:
     """How many instructions of a computation are launched."""
-    names = re.findall(r"^\s*(?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
-    return sum(name not in ("parameter", "bitcast", "get-tuple-element", "tuple", "constant") for name in names)
+    return len(_launched(text))
+
+
+def _written(text: str) -> set[tuple[int, ...]]:
+    """The shapes of arrays that instructions of a computation write."""
+    return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", " ".join(_launched(text)))}
+
+
+def _launched(text: str) -> list[str]:
+    """The types of what is launched of a computation."""
+    found = re.findall(r"^\s*(?:ROOT )?%\S+ = (\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
+    unlaunched = "parameter", "bitcast", "get-tuple-element", "tuple", "constant"
+    return [kind for kind, name in found if name not in unlaunched]
 
 
 def _computation(text: str, name: str) -> str:

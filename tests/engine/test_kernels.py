@@ -90,7 +90,9 @@ def by_xla(directory):
 def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
     tokens, matches, logits, kernels = by_xla
     assert matches == ["miss", "approximate"]
-    programs = {("encode", "attention"), ("layer", "paged_attention"), ("window", "paged_attention"), ("link", "link")}
+    of_layers = ("paged_attention", "norm_residual", "rotate_write")
+    programs = {("encode", "attention"), ("link", "link")}
+    programs |= {(program, kernel) for program in ("layer", "window") for kernel in of_layers}
     assert kernels == {(*program, "xla", "asked for") for program in programs}
 
     new_tokens, new_matches, new_logits, new_kernels = run(directory, "mosaic_gpu_interpreted")
@@ -106,6 +108,7 @@ from vlcache_jax.pallas_kernels import checks, dispatch
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.attention.xla import attention
 from vlcache_jax.pallas_kernels.link import mosaic_gpu as linking
+from vlcache_jax.pallas_kernels.rows import mosaic_gpu as rows
 from vlcache_jax.pallas_kernels.statistics import mosaic_gpu as observing
 
 def wrong(q, k, v, start, end, *, scale, interpret):
@@ -115,7 +118,7 @@ def fails(*_, **__):
     raise RuntimeError("INTERNAL: no such instruction")
 
 mosaic_gpu.attention, mosaic_gpu.paged_attention, linking.link = wrong, fails, fails
-observing.attention_statistics = fails
+observing.attention_statistics = rows.norm_residual = rows.rotate_write = fails
 dispatch.is_hopper = lambda device: True
 checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
 checks.main()
@@ -137,8 +140,8 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "command", command)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
-    checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
-    assert processes == [checked[first:] for first in range(5)]
+    checked = ["attention", "paged_attention", "link", "link_coded", "statistics", "norm_residual", "rotate_write"]
+    assert processes == [checked[first:] for first in range(len(checked))]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
@@ -154,7 +157,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "_known", None)
     with open_llm(directory):
         assert contact.verdict_on("attention").passed is False
-    assert len(processes) == 5
+    assert len(processes) == len(checked)
 
 
 def test_without_a_gpu_no_process_is_started(directory, monkeypatch):

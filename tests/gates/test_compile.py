@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -29,8 +30,26 @@ from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.programs.window import CompressedWindow, Window
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
-from vlcache_jax.pallas_kernels import CODECS, PAGE, attention, attention_statistics, link, paged_attention
-from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, STATISTICS, AttentionShape, LinkShape, StatisticsShape
+from vlcache_jax.pallas_kernels import (
+    CODECS,
+    PAGE,
+    attention,
+    attention_statistics,
+    link,
+    norm_residual,
+    paged_attention,
+    rotate_write,
+)
+from vlcache_jax.pallas_kernels.shapes import (
+    ATTENTION,
+    LINK,
+    ROWS,
+    STATISTICS,
+    AttentionShape,
+    LinkShape,
+    RowsShape,
+    StatisticsShape,
+)
 
 pytestmark = pytest.mark.cuda_gate
 
@@ -171,6 +190,37 @@ def test_linking_copies_nothing_for_padding(monkeypatch, tmp_path) -> None:
     assert copy not in re.sub(guarded, "", ptx, flags=re.DOTALL | re.MULTILINE)
 
 
+ROWS_SHAPES = [
+    *(pytest.param(s, id=f"{model}: {s.N}") for model, shapes in ROWS.items() for s in shapes),
+    pytest.param(RowsShape(3, 128, 5, 1, 64, has_norms=True, S=41), id="odd"),
+]
+
+
+@pytest.mark.parametrize("shape", ROWS_SHAPES)
+def test_a_norm_with_residual_is_one_operation(shape: RowsShape) -> None:
+    norm = functools.partial(norm_residual, eps=1e-6, implementation="mosaic_gpu")
+    compiled = compile_program(norm, shape.norm_specs())
+    assert compiled.spills == 0
+    assert compiled.temp == 0
+    assert compiled.operations == 1
+
+
+@pytest.mark.parametrize("shape", ROWS_SHAPES)
+@pytest.mark.parametrize("capture", [False, True])
+def test_rotation_and_writing_are_one_operation_in_place(shape: RowsShape, capture: bool) -> None:
+    """Beside the one that puts cosines and sines side by side."""
+    (*given, k, v), options = shape.rotate_specs()
+
+    def write(k, v, given, options):
+        return rotate_write(*given, k, v, **options, capture=capture, implementation="mosaic_gpu")
+
+    compiled = compile_program(write, (k, v, given, options), (0, 1))
+    assert compiled.spills == 0
+    assert compiled.alias == 2 * shape.S * shape.K * shape.D * 2
+    assert compiled.temp <= 2 * 2 * shape.N * shape.D + 1024
+    assert compiled.operations <= 2
+
+
 @pytest.mark.parametrize(
     ("size", "keep", "capture", "implementation"),
     [
@@ -216,6 +266,16 @@ def test_a_layer_step_with_experts(size: int) -> None:
     row = experts.chosen * (4 * text.hidden_size + 3 * experts.intermediate_size)
     assert compiled.temp < 2 * size * row + 4 * matrices + 16 * 2**20
     assert compiled.operations + compiled.looped < 60
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-8B"])
+def test_one_row_passes_matrix_products(name: str) -> None:
+    """XLA would take it for a vector, and write what it makes of small matrices value by value."""
+    runner = abstract_runner(published_config(name))
+    compiled = compile_for(runner, Layer(1, 1, False))
+    matrices = {leaf.size for leaf in jax.tree.leaves(runner.shapes.text["layers"][0]) if leaf.size > 100_000}
+    assert compiled.products == len(matrices) == 4
+    assert not matrices & {math.prod(shape) for shape in compiled.written - {runner.shapes.pool.shape}}
 
 
 @pytest.mark.parametrize(("size", "operations"), [(1, 28), (64, 20)])

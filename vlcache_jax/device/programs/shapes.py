@@ -150,11 +150,11 @@ class Shapes:
     def _constants(self, attention: Params) -> Constants:
         if self.kv.codec is None:
             return None, None
-        bias = attention["k_proj"].get("bias")
+        bias = attention["qkv_proj"].get("bias")
         if isinstance(bias, jax.ShapeDtypeStruct):
             bias = jax.ShapeDtypeStruct((self.kv.heads, self.kv.width), bias.dtype)
         elif bias is not None:
-            bias = bias.reshape(self.kv.heads, self.kv.width)
+            bias = bias[:, -2]
         return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
 
     def _work_config(self, rows: int, decode: bool = False, pages: int | None = None) -> kernels.WorkConfig:

@@ -88,7 +88,7 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
         Returns:
           (what was chosen, [ladder.window, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
         """
-        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
         asked = Asked.of(rows)
         tables = work.parts().tables
         index = jnp.arange(self.count, dtype=jnp.int32)
@@ -156,7 +156,7 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
         Returns:
           As `Window`.
         """
-        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
         config = shapes.work_config(self.count, True, self.pages)
         asked = Asked.of(rows)
         index = jnp.arange(self.count, dtype=jnp.int32)
