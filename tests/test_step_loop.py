@@ -621,7 +621,8 @@ def test_windows_of_a_number_of_steps_answer_the_same(engine, pictures, monkeypa
             asked = [Asked(user("What is it, ", pictures[0], "?"), one, "exact", compress=compress) for one in params]
             jobs = [driver.arrive(one) for one in asked]
             driver.finish()
-        return [answers(driver.output(job)) for job in jobs]
+        outputs = [driver.output(job) for job in jobs]
+        return [(answers(output), [one.logprobs for one in output.outputs]) for output in outputs]
 
     cases = [some[:1], some[:2], some, some[-1:]]
     expected = [answered(*params) for params in cases]

@@ -334,7 +334,7 @@ def choosing(choice):
 
 
 def test_a_choice_has_all_that_rows_ask_for():
-    params, _, rows = mixed()
+    *_, rows = mixed()
     choices = ["greedy", "drawn", "any", "any", "any", "any", "any"]
     assert [choice_of(row[None]) for row in rows] == choices
     assert choice_of(np.stack(rows[:2])) == "drawn"
@@ -347,7 +347,9 @@ def test_a_choice_has_all_that_rows_ask_for():
 def test_a_choice_changes_nothing_of_what_its_rows_ask_for(choice):
     params, tokens, rows = mixed()
     count = {"greedy": 1, "drawn": 2, "any": len(rows)}[choice]
-    lanes = {of: lanes_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(count)]) for of in ("asked", choice)}
+    lanes = {
+        of: lanes_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(count)]) for of in ("asked", choice)
+    }
     chosen = {of: choosing(of) for of in lanes}
     for step in range(4):
         logits, found = noise(FEW, seed=step), {}

@@ -331,7 +331,7 @@ def _tell(logits: jax.Array, token: jax.Array, wants_top: jax.Array | bool) -> t
 
 
 def _top_by_turns(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k`, one after the other: a GPU's sorts all of V for more than a few, and takes a minute to compile."""
+    """`jax.lax.top_k`, one after the other: a GPU's sorts all of V for more than a few, and compiles slowly."""
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
     def following(last: tuple[jax.Array, jax.Array], _: None) -> Any:
