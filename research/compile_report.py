@@ -56,6 +56,8 @@ class Compiled:
       alias, temp: bytes updated in place, and of temporaries.
       operations: that the program launches: fusions, library calls, kernels, copies; a loop is one.
       looped: operations of one pass of its loops.
+      predicates: branches, and loops of which the compiler does not know how often they turn: a GPU's host reads a
+        predicate for each, and waits for the device.
       spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
       registers: of a thread, likewise.
       products: matrix products, outside of Mosaic GPU kernels.
@@ -67,6 +69,7 @@ class Compiled:
     temp: int
     operations: int
     looped: int
+    predicates: int
     spills: int | None
     registers: int | None
     products: int
@@ -81,13 +84,15 @@ def h200() -> Any:
     return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
 
 
-def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = ()) -> Compiled:
-    """Compiles for an H200; arguments are trees of anything with shape and dtype."""
+def compile_program(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
+) -> Compiled:
+    """Compiles for an H200; arguments are trees of anything with shape and dtype, options the compiler's."""
     sharding = jax.sharding.SingleDeviceSharding(h200())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     start = time.perf_counter()
     with _ptxas_output() as output:
-        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile()
+        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile(options)
     seconds = time.perf_counter() - start
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
@@ -102,11 +107,18 @@ def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], do
         temp=plan.temp_size_in_bytes,
         operations=_operations(entry),
         looped=sum(map(_operations, loops)),
+        predicates=_predicates(text),
         spills=max((sum(map(int, frame)) for frame in frames), default=None),
         registers=max(registers, default=None),
         products=len(re.findall(r" dot\(|custom_call_target=\"__cublas", text)),
         written=frozenset().union(*map(_written, (entry, *loops))),
     )
+
+
+def _predicates(text: str) -> int:
+    """Branches, and loops of an unknown number of turns."""
+    loops = re.findall(r"^.* while\(.*$", text, re.MULTILINE)
+    return len(re.findall(r" conditional\(", text)) + sum("known_trip_count" not in loop for loop in loops)
 
 
 def _operations(text: str) -> int:
@@ -163,10 +175,10 @@ def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **s
     )  # fmt: skip
 
 
-def compile_for(runner: Runner, program: Program[Any]) -> Compiled:
+def compile_for(runner: Runner, program: Program[Any], options: dict[str, Any] | None = None) -> Compiled:
     """Compiles one of the runner's programs."""
     shapes = runner.shapes
-    return compile_program(program.function(shapes), program.arguments(shapes), program.donates)
+    return compile_program(program.function(shapes), program.arguments(shapes), program.donates, options)
 
 
 def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
@@ -217,8 +229,10 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
     runner = abstract_runner(MODELS[model])
     for size, keep in ((8192, 8192), (2048, 512), (512, 512), (64, 64), (64, 1)):
         yield f"layer {size} -> {keep}", compile_for(runner, Layer(size, keep, False))
+    window = runner.ladder.window
     for size in (1, 64):
-        yield f"window {size}", compile_for(runner, Window(size))
+        for choice, steps in (("greedy", window), ("drawn", window), ("any", 1)):
+            yield f"window {size}, {choice}", compile_for(runner, Window(size, choice, steps))
     yield "encode 4096 patches", compile_for(runner, Encode(4096))
     layers = runner.shapes.link_groups[0].stop
     for size, count in ((4096, 1), (1024, 16)):
@@ -251,6 +265,7 @@ def main() -> None:
                         "temporary MB": result.temp / 1e6,
                         "operations": result.operations,
                         "in loops": result.looped,
+                        "predicates": result.predicates,
                     }
                 )
     head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc") | {"target": "NVIDIA H200"}

@@ -19,6 +19,7 @@ from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, spoil
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.record import Record, Why
 from vlcache_jax.cache.store import Store
+from vlcache_jax.device.programs.base import Demand
 from vlcache_jax.engine import engine as engine_module
 from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
@@ -631,22 +632,45 @@ def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictur
     assert driver.output(job).cache.images[0].encoder == "host"
 
 
-@pytest.mark.parametrize(("is_host", "known"), [(True, [0, 0]), (False, [1, 9])])
-def test_a_gpu_is_asked_for_a_window_when_what_is_there_has_been_told(engine, monkeypatch, is_host, known):
-    """Its call returns when the window has ended, and first tokens would wait for two of them."""
-    renew(engine)
-    monkeypatch.setitem(vars(engine.service.device.runner), "is_host", is_host)
-    driver, decode, told = Driver(engine), engine_module.decode, []
+@pytest.mark.ladder
+@pytest.mark.parametrize("compress", [None, "snapkv-0.5"])
+def test_windows_of_a_number_of_steps_answer_the_same(engine, pictures, monkeypatch, compress):
+    """As a GPU has them: the host says how many, and what rows may ask for."""
+    of_all = dataclasses.replace(GREEDY, max_tokens=13)
+    some = [
+        of_all,
+        dataclasses.replace(of_all, temperature=0.9, top_p=0.9, top_k=30, seed=3),
+        dataclasses.replace(of_all, repetition_penalty=1.3, logprobs=3, min_tokens=4),
+        dataclasses.replace(of_all, bad_words=["e"], logit_bias={70: 4.0}, ignore_eos=False),
+        dataclasses.replace(of_all, structured_outputs={"regex": "[a-f]{4,9}"}),
+        dataclasses.replace(of_all, max_tokens=3),
+    ]
+    runner, ran = engine.service.device.runner, {}
 
-    def noting(*given):
-        told.append(len(job.sequences[0].generated))
-        return decode(*given)
+    def answered(*params):
+        renew(engine)
+        driver, run = Driver(engine), runner.run
+        programs = ran.setdefault(runner.shapes.is_host, {})
+        with monkeypatch.context() as context:
+            context.setattr(runner, "run", lambda one, *args: programs.setdefault(one) or run(one, *args))
+            asked = [Asked(user("What is it, ", pictures[0], "?"), one, "exact", compress=compress) for one in params]
+            jobs = [driver.arrive(one) for one in asked]
+            driver.finish()
+        outputs = [driver.output(job) for job in jobs]
+        return [(answers(output), [one.logprobs for one in output.outputs]) for output in outputs]
 
-    monkeypatch.setattr(engine_module, "decode", noting)
-    job = driver.arrive(Asked(user("What is it?"), dataclasses.replace(GREEDY, max_tokens=12), "exact"))
-    driver.finish()
-    assert told == known
-    assert len(driver.output(job).outputs[0].token_ids) == 12
+    cases = [some[:1], some[:2], some, some[-1:]]
+    expected = [answered(*params) for params in cases]
+    monkeypatch.setattr(runner.shapes, "is_host", False)
+    assert [answered(*params) for params in cases] == expected
+    windows = {is_host: [one for one in programs if "window" in one.name] for is_host, programs in ran.items()}
+    assert {(one.choice, one.steps) for one in windows[True]} == {("asked", None)}
+    steps = runner.ladder.window
+    assert {(one.choice, one.steps) for one in windows[False]} == {("greedy", steps), ("drawn", steps), ("any", 1)}
+    # They are what a warm-up makes.
+    known = type(windows[False][0]).family(runner.shapes, Demand(runner.ladder))
+    assert set(windows[False]) <= set(known)
+    assert {one.choice for one in ran[False] if one.name == "sample"} == {"greedy", "drawn", "any"}
 
 
 # What a pass may cost.

@@ -19,6 +19,7 @@ from research.compile_report import (
     compile_program,
     prefill_bounds,
 )
+from research.thunks import first_layers
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.compress.scores import Received
 from vlcache_jax.device.programs.compress import Compact, Observe, ReadPages, WritePages
@@ -28,6 +29,7 @@ from vlcache_jax.device.programs.layers import BLOCK, Block, Layer
 from vlcache_jax.device.programs.link import Link, Recall
 from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.device.programs.window import CompressedWindow, Window
+from vlcache_jax.device.sampler import Choice
 from vlcache_jax.models import Rows, abstract_model, bind
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import (
@@ -280,13 +282,26 @@ def test_one_row_passes_matrix_products(name: str) -> None:
 
 @pytest.mark.parametrize(("size", "operations"), [(1, 28), (64, 20)])
 def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
-    compiled = compile_for(runner, Window(size))
+    compiled = compile_for(runner, Window(size, "greedy", runner.ladder.window))
     lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
     assert compiled.spills == 0
     assert compiled.alias == CONFIG.text.num_layers * POOL_BYTES + lanes
-    # Logits and what the sampler makes of them, in float32, and nothing that grows with the pool.
-    assert compiled.temp < 16 * 2**20 + size * 8 * CONFIG.text.vocab_size * 4
+    # Logits in float32, and nothing that grows with the pool.
+    assert compiled.temp < 16 * 2**20 + size * 4 * CONFIG.text.vocab_size * 4
     assert compiled.operations + compiled.looped < operations * CONFIG.text.num_layers
+    assert compiled.predicates == 0
+
+
+@pytest.mark.parametrize(("choice", "steps"), [("drawn", 8), ("any", 1)])
+def test_a_window_that_draws_asks_the_host_nothing(choice: Choice, steps: int) -> None:
+    """It compiles in less than a minute where nothing else runs, without a sort of the vocabulary."""
+    runner, size = first_layers("Qwen3-VL-8B", 1), 64
+    compiled = compile_for(runner, Window(size, choice, steps))
+    lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
+    assert compiled.spills == 0
+    assert compiled.alias == POOL_BYTES + lanes
+    assert compiled.temp < 16 * 2**20 + size * 8 * CONFIG.text.vocab_size * 4
+    assert compiled.predicates == 0
 
 
 def test_compressing_a_prompt_and_decoding_behind_it() -> None:
@@ -297,11 +312,12 @@ def test_compressing_a_prompt_and_decoding_behind_it() -> None:
     sums = 4 * text.num_layers * (text.num_kv_heads * PAGE * pages + text.num_heads)
     lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
 
-    window = compile_for(runner, CompressedWindow(16, pages))
+    window = compile_for(runner, CompressedWindow(16, pages, "greedy", runner.ladder.window))
     assert window.spills == 0
     assert window.alias == pool + lanes
     assert window.temp < 16 * 2**20 + 16 * 8 * text.vocab_size * 4
     assert window.operations + window.looped < 30 * text.num_layers
+    assert window.predicates == 0
 
     observe = compile_for(runner, Observe(pages))
     assert observe.spills == 0

@@ -315,9 +315,7 @@ class Engine:
             left = [sequence.most - sequence.progress.scheduled for sequence in active]
             # A CPU computes padding as slowly as rows, so that a window ends where fewer rows will do.
             longest = self.runner.ladder.until_fewer(left) if self.runner.is_host else max(left)
-            # A GPU's holds up its caller, as XLA asks the host at each token: what has been launched is told before.
-            is_next = self.runner.is_host or most == 1 or not self._flight.unread
-            if is_next and (tokens := self.scheduler.grow(active, min(most, longest))):
+            if tokens := self.scheduler.grow(active, min(most, longest)):
                 break
             if self._flight.unread:
                 while self._flight.unread:

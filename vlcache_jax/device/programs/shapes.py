@@ -40,6 +40,7 @@ class Shapes:
     Args:
       config, params, normalization, num_slots, max_pages, ladder, implementation, codec, kept_tokens, compressed_slots:
         see `Runner`; of arrays only the shapes count.
+      is_host: whether the device is the host's processor, so that a predicate keeps nobody waiting.
 
     Attributes:
       dtype: of K, V and hidden states.
@@ -74,7 +75,9 @@ class Shapes:
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
         compressed_slots: int = 0,
+        is_host: bool = True,
     ):
+        self.is_host = is_host
         self.config, self.ladder, self.implementation = config, ladder, implementation
         self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
         self.compressed_slots = compressed_slots
