@@ -130,7 +130,7 @@ class DecoderLayer(nnx.Module):
             None is all.
           capture: also return what the rows' records hold: keys before rotation (un-rotating bf16 keys loses digits),
             and values.
-          implementation: of attention.
+          implementation: of attention, and of experts.
 
         Returns:
           (x [keep, M], k, v, (raw K, V) [N, K, D] or None)
@@ -141,15 +141,18 @@ class DecoderLayer(nnx.Module):
         is_needed = rows.k_end[:keep] > rows.k_start[:keep]
         if needed is not None:
             is_needed &= jnp.arange(keep) < needed
-        x = self.transform(x[:keep] + out, is_needed)
+        x = self.transform(x[:keep] + out, is_needed, implementation)
         if deepstack is not None:
             x = x + deepstack[:keep]
         return x, k, v, captured if capture else None
 
-    def transform(self, x: jax.Array, is_needed: jax.Array) -> jax.Array:
-        """The part behind attention: [N, M] -> [N, M]; rows that are not needed, bool [N], pass no experts."""
+    def transform(self, x: jax.Array, is_needed: jax.Array, implementation: str | None = None) -> jax.Array:
+        """The part behind attention: [N, M] -> [N, M]; rows that are not needed, bool [N], pass no experts.
+
+        `implementation`: of experts.
+        """
         y = self.post_attention_layernorm(x)
-        return x + (self.mlp(y, is_needed) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
+        return x + (self.mlp(y, is_needed, implementation) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
 
 
 class Decoder(nnx.Module):

@@ -21,6 +21,8 @@ from vlcache_jax.pallas_kernels import (
     attention,
     attention_statistics,
     dispatch,
+    experts_cases,
+    mix_experts,
     paged_attention,
     paged_cases,
     statistics_cases,
@@ -128,6 +130,13 @@ def _statistics(case: statistics_cases.StatisticsCase, implementation: str, **in
     return _compare([received for received, _ in runs], want.received, 1e-3)
 
 
+def _experts(case: experts_cases.ExpertsCase, implementation: str, *, dtype: str = "bfloat16") -> float:
+    args = case.inputs(dtype)
+    run = jax.jit(functools.partial(mix_experts, first=case.first, implementation=implementation))
+    want = experts_cases.reference(*args, first=case.first)
+    return _compare([run(*args) for _ in range(2)], want, TOLERANCE[dtype])
+
+
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
     """The error of the first run; they must be equal to the last bit."""
     first, *others = (np.asarray(run, np.float64) for run in runs)
@@ -208,6 +217,16 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             Check(f"{case.name}, {name}", functools.partial(_statistics, case, **inputs), first=True)
             for case in statistics_cases.CASES[1:2]
             for name, inputs in (("NaN", {"flaw": True}), ("float16", {"dtype": "float16"}))
+        ),
+    ),
+    "experts": (
+        *(
+            Check(case.name, functools.partial(_experts, case), first=True)
+            for case in (*experts_cases.CASES, *experts_cases.REAL)
+        ),
+        *(
+            Check(f"{case.name}, float16", functools.partial(_experts, case, dtype="float16"), first=True)
+            for case in experts_cases.CASES[:2]
         ),
     ),
 }  # fmt: skip

@@ -77,38 +77,43 @@ def h200() -> Any:
     return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
 
 
-def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = ()) -> Compiled:
-    """Compiles for an H200; arguments are trees of anything with shape and dtype."""
+def compile_h200(function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = ()) -> jax.stages.Compiled:
+    """The program itself, of arguments as in `compile_program`."""
     sharding = jax.sharding.SingleDeviceSharding(h200())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    return jax.jit(function, donate_argnums=donated).lower(*specs).compile()
+
+
+def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = ()) -> Compiled:
+    """Compiles for an H200; arguments are trees of anything with shape and dtype."""
     start = time.perf_counter()
     with _ptxas_output() as output:
-        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile()
+        compiled = compile_h200(function, arguments, donated)
     seconds = time.perf_counter() - start
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
         raise RuntimeError("the compiler gives no memory plan")
-    loops = [_computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
+    loops = [computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output[0])
     registers = [int(n) for n in re.findall(r"[Uu]sed (\d+) registers", output[0])]
     return Compiled(
         seconds=seconds,
         alias=plan.alias_size_in_bytes,
         temp=plan.temp_size_in_bytes,
-        operations=_operations(text[text.index("ENTRY") :]),
-        looped=sum(map(_operations, loops)),
+        operations=count_operations(text[text.index("ENTRY") :]),
+        looped=sum(map(count_operations, loops)),
         spills=max((sum(map(int, frame)) for frame in frames), default=None),
         registers=max(registers, default=None),
     )
 
 
-def _operations(text: str) -> int:
+def count_operations(text: str) -> int:
     """How many instructions of a computation are launched."""
     names = re.findall(r"^\s*(?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
     return sum(name not in ("parameter", "bitcast", "get-tuple-element", "tuple", "constant") for name in names)
 
 
-def _computation(text: str, name: str) -> str:
+def computation(text: str, name: str) -> str:
     """The instructions of a computation of a compiled program."""
     begin = text.index(f"\n%{name} (")
     return text[begin : text.index("\n}", begin)]

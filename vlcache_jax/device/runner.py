@@ -31,6 +31,7 @@ from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
+from vlcache_jax.pallas_kernels.shapes import ExpertsShape
 from vlcache_jax.sampling import MAX_BIASED
 
 
@@ -296,3 +297,6 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
     k, planes = kv.half(8), kv.stored(1, 2, 8)
     jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, [planes], index, angle, angle)
+    if (experts := text.experts) is not None:
+        of_experts = ExpertsShape(8, experts.chosen, experts.count, text.hidden_size, experts.intermediate_size)
+        jax.eval_shape(functools.partial(kernels.mix_experts, implementation=implementation), *of_experts.specs(dtype))
