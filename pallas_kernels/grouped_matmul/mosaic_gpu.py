@@ -151,8 +151,11 @@ def _multiply(
                 def block(k: Any, _: Any) -> None:
                     stage = lax.rem(step + k, jnp.int32(stages))
                     plgpu.barrier_wait(here.at[stage])
+                    own = x_smem.at[stage, pl.ds(warpgroup * M, M)]
+                    if interpret is not None:
+                        _look_at(own, w_smem.at[stage])
                     for half, acc in enumerate(accs):
-                        plgpu.wgmma(acc, x_smem.at[stage, pl.ds(warpgroup * M, M)], w_smem.at[stage, half])
+                        plgpu.wgmma(acc, own, w_smem.at[stage, half])
                     plgpu.wgmma_wait(halves)  # the products before these have ended
                     before = lax.rem(step + k + (stages - 1), jnp.int32(stages))
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
@@ -211,6 +214,13 @@ def _multiply(
         interpret=interpret,
     )(x, weights, tiles.expert, tiles.first, tiles.octets, tiles.ends)
     return out
+
+
+def _look_at(*refs: Any) -> None:
+    """Reads shared memory as its matrix products do, in which the interpreter looks for no races."""
+    for ref in refs:
+        ref[...]
+    plgpu.commit_smem()  # orders it before what bulk copies write there later
 
 
 def columns_of(width: int, experts: int, choices: int, programs: int) -> int:

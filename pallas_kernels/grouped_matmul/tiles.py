@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 BOX = 8  # rows of an octet
 CHUNK = 512  # choices that are compared with each other
@@ -49,13 +50,16 @@ def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
     chunk = min(CHUNK, choices)
     ids = jnp.pad(expert, (0, -choices % chunk), constant_values=count).reshape(-1, chunk)
     at, chunks, experts = np.arange(chunk), np.arange(len(ids)), np.arange(count)
-    # How many choices of the same expert stand before each, in its chunk and in those before.
-    rank = ((ids[:, :, None] == ids[:, None, :]) & (at < at[:, None])).sum(2)
-    own = (ids[:, :, None] == experts).sum(1)
+    # How many choices of the same expert stand before each choice in its chunk, how many of each expert in each chunk,
+    # and in those before it. The first two are one reduction.
+    who = jnp.concatenate([ids, jnp.broadcast_to(experts, (len(ids), count))], axis=1)
+    until = np.append(at, np.full(count, chunk))
+    counted = ((who[:, :, None] == ids[:, None, :]) & (at < until[:, None])).sum(2)
+    rank, own = counted[:, :chunk], counted[:, chunk:]
     before = jnp.where(chunks[:, None] < chunks[:, None, None], own, 0).sum(1)
 
-    octets = -(-own.sum(0) // BOX)
-    tiles = -(-octets // length)
+    octets = lax.div(own.sum(0) + (BOX - 1), jnp.int32(BOX))
+    tiles = lax.div(octets + (length - 1), jnp.int32(length))
     first = jnp.where(experts < experts[:, None], octets, 0).sum(1)
     ends = jnp.where(experts <= experts[:, None], tiles, 0).sum(1)
 
