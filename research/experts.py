@@ -12,6 +12,7 @@ import argparse
 import functools
 import pathlib
 import re
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,31 +69,31 @@ def of_layer(model: str, rows: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="*", help="of a step; all of `shapes.EXPERTS` unless given")
+    parser.add_argument("--model", default="Qwen3-VL-30B-A3B", choices=EXPERTS)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     arguments = parser.parse_args()
-    rows = []
-    for model, shapes in EXPERTS.items():
-        layers = published_config(model).text.num_layers
-        for shape in shapes:
-            loops, loop_bytes = of_experts(shape, "xla")
-            kernels, kernel_bytes = of_experts(shape, "mosaic_gpu")
-            layer = of_layer(model, shape.N)
-            rows.append(
-                {
-                    "model": model,
-                    "rows": shape.N,
-                    "experts, XLA": round(loops),
-                    "experts, kernels": round(kernels),
-                    "layer, XLA": round(layer - kernels + loops),
-                    "layer, kernels": round(layer),
-                    "layers": layers,
-                    "all layers, XLA": round(layers * (layer - kernels + loops)),
-                    "all layers, kernels": round(layers * layer),
-                    "temporary MB, XLA": loop_bytes / 1e6,
-                    "temporary MB, kernels": kernel_bytes / 1e6,
-                }
-            )
-            print(rows[-1])
+    rows, model = [], arguments.model
+    layers = published_config(model).text.num_layers
+    for shape in EXPERTS[model]:
+        if arguments.rows and shape.N not in arguments.rows:
+            continue
+        loops, loop_bytes = of_experts(shape, "xla")
+        kernels, kernel_bytes = of_experts(shape, "mosaic_gpu")
+        layer = of_layer(model, shape.N)
+        rows.append(
+            {
+                "model": model,
+                "rows": shape.N,
+                "experts, XLA": round(loops),
+                "experts, kernels": round(kernels),
+                "all layers, XLA": round(layers * (layer - kernels + loops)),
+                "all layers, kernels": round(layers * layer),
+                "temporary MB, XLA": loop_bytes / 1e6,
+                "temporary MB, kernels": kernel_bytes / 1e6,
+            }
+        )
+        print(rows[-1], file=sys.stderr)
     head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc") | {"target": "NVIDIA H200"}
     report.publish("Operations that layers with experts launch", rows, head, arguments.out)
 

@@ -34,7 +34,7 @@ def test_experts_spill_nothing_and_copy_no_matrix(shape: ExpertsShape) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 8192])
 def test_experts_multiply_back_to_back(rows: int) -> None:
     [shape] = (shape for shape in EXPERTS["Qwen3-VL-30B-A3B"] if rows == shape.N)
-    for kernel, products, most in zip(sass.compile_experts(shape), (8, 4), (75, 60), strict=True):
+    for kernel, products, most in zip(sass.compile_experts(shape), (8, 4), (90, 60), strict=True):
         assert kernel.spills == 0
         [loop] = kernel.compute
         [turn] = loop.values()

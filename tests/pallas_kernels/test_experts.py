@@ -117,6 +117,7 @@ def test_parts_of_the_experts_add_up_to_the_whole() -> None:
 
 
 @not_a_number
+@pytest.mark.interpreted
 def test_nan_reaches_exactly_the_rows_of_its_expert() -> None:
     case = ExpertsCase("", sum(GROUPS), 1, len(GROUPS), 64, 64, groups)
     x, weight, expert, gate_up, down = case.inputs("bfloat16")
@@ -131,7 +132,8 @@ def test_nan_reaches_exactly_the_rows_of_its_expert() -> None:
 
 
 @not_a_number
-@pytest.mark.parametrize("forgotten", [1, 2])  # of what is loaded, and of what is free to load
+@pytest.mark.interpreted
+@pytest.mark.parametrize("forgotten", [1, 2])  # for what is loaded, and for room to load
 def test_a_missing_wait_is_seen(forgotten: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wait, calls = mosaic_gpu.plgpu.barrier_wait, []
 
@@ -141,7 +143,7 @@ def test_a_missing_wait_is_seen(forgotten: int, monkeypatch: pytest.MonkeyPatch)
             wait(barrier)
 
     monkeypatch.setattr(mosaic_gpu.plgpu, "barrier_wait", forgetful)
-    args = ExpertsCase("", 9, 1, 2, 64, 64, routed).inputs("bfloat16")
+    args = ExpertsCase("", 9, 1, 2, 640, 64, routed).inputs("bfloat16")
     try:
         with pytest.raises(Exception, match="RACE DETECTED"):
             mix_experts(*args, implementation="mosaic_gpu_interpreted")
