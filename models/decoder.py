@@ -174,7 +174,7 @@ class DecoderLayer(nnx.Module):
         Rows that are not needed, bool [N], pass no experts.
         """
         x, y = self.post_attention_layernorm.added(x, out, implementation=implementation)
-        return x + (self.mlp(y, is_needed) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
+        return x + (self.mlp(y, is_needed, implementation) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
 
 
 class Decoder(nnx.Module):

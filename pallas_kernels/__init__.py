@@ -8,7 +8,8 @@ rows of a cached image, several requests at once, decoding, and the windows of t
 those of requests, they lie in pages, and a work list made on the host says who visits which. Attention trusts that
 values are finite; `carry_flaws` is how whoever writes them sees to it. Linking writes the stored keys and values of an
 image into a request's slots. Statistics of attention tell which keys matter. What a layer does to its rows between its
-products and attention is a kernel, too: norm with residual, and rotation with writing into the pool.
+products and attention is a kernel, too: norm with residual, and rotation with writing into the pool. Rows pass the
+experts of a mixture that they have chosen.
 """
 
 from vlcache_jax.pallas_kernels import dispatch as dispatch
@@ -23,6 +24,7 @@ from vlcache_jax.pallas_kernels.attention import shared_prefixes as shared_prefi
 from vlcache_jax.pallas_kernels.attention import work_config as work_config
 from vlcache_jax.pallas_kernels.flaws import carry_flaws as carry_flaws
 from vlcache_jax.pallas_kernels.grouped_matmul import grouped_matmul as grouped_matmul
+from vlcache_jax.pallas_kernels.grouped_matmul import mix_experts as mix_experts
 from vlcache_jax.pallas_kernels.link import link as link
 from vlcache_jax.pallas_kernels.link.codec import CODECS as CODECS
 from vlcache_jax.pallas_kernels.link.codec import Codec as Codec

@@ -21,6 +21,8 @@ from vlcache_jax.pallas_kernels import (
     attention,
     attention_statistics,
     dispatch,
+    experts_cases,
+    mix_experts,
     paged_attention,
     paged_cases,
     rows_cases,
@@ -151,6 +153,13 @@ def _rotate(case: rows_cases.RotateCase, implementation: str, *, dtype: str = "b
     return max(_compare([run[i] for run in runs], want[i], tolerances[i]) for i, x in enumerate(want) if x is not None)
 
 
+def _experts(case: experts_cases.ExpertsCase, implementation: str, *, dtype: str = "bfloat16") -> float:
+    args = case.inputs(dtype)
+    run = jax.jit(functools.partial(mix_experts, first=case.first, implementation=implementation))
+    want = experts_cases.reference(*args, first=case.first)
+    return _compare([run(*args) for _ in range(2)], want, TOLERANCE[dtype])
+
+
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
     """The error of the first run; they must be equal to the last bit."""
     first, *others = (np.asarray(run, np.float64) for run in runs)
@@ -241,6 +250,16 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "rotate_write": (
         *(Check(case.name, functools.partial(_rotate, case), first=True) for case in rows_cases.ROTATE_CASES),
         Check("float16", functools.partial(_rotate, rows_cases.ROTATE_CASES[0], dtype="float16"), first=True),
+    ),
+    "experts": (
+        *(
+            Check(case.name, functools.partial(_experts, case), first=True)
+            for case in (*experts_cases.CASES, *experts_cases.REAL)
+        ),
+        *(
+            Check(f"{case.name}, float16", functools.partial(_experts, case, dtype="float16"), first=True)
+            for case in experts_cases.CASES[:2]
+        ),
     ),
 }  # fmt: skip
 

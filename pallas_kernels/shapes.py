@@ -377,3 +377,31 @@ ROWS: dict[str, tuple[RowsShape, ...]] = {
     "Qwen3-VL-8B": tuple(RowsShape(rows, 4096, 32, 8, 128, True) for rows in (1, 64, 4096)),
     "Qwen2.5-VL-7B": tuple(RowsShape(rows, 3584, 28, 4, 128, False) for rows in (64, 8192)),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsShape:
+    """A case of a mixture: N rows with k choices each among E experts, of widths M and F."""
+
+    N: int
+    k: int
+    E: int
+    M: int
+    F: int
+
+    def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract arguments of mix_experts."""
+        shapes = (self.N, self.M), (self.N, self.k), (self.E, self.M, 2 * self.F), (self.E, self.F, self.M)
+        x, weight, gate_up, down = (jax.ShapeDtypeStruct(s, dtype) for s in shapes)
+        return x, weight, jax.ShapeDtypeStruct(weight.shape, jnp.int32), gate_up, down
+
+    def sizes(self, seed: int = 0) -> np.ndarray:
+        """Rows of each expert where all are as likely, [E]."""
+        rng = np.random.default_rng(seed)
+        return np.bincount(rng.random((self.N, self.E)).argsort(1)[:, : self.k].ravel(), minlength=self.E)
+
+
+EXPERTS: dict[str, tuple[ExpertsShape, ...]] = {
+    "Qwen3-VL-30B-A3B": tuple(ExpertsShape(n, 8, 128, 2048, 768) for n in (1, 16, 64, 512, 8192)),
+    "Qwen3-VL-235B-A22B": tuple(ExpertsShape(n, 8, 128, 4096, 1536) for n in (1, 64, 8192)),
+}

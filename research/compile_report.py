@@ -84,29 +84,36 @@ def h200() -> Any:
     return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
 
 
+def compile_h200(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """The program itself, of arguments as in `compile_program`."""
+    sharding = jax.sharding.SingleDeviceSharding(h200())
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    return jax.jit(function, donate_argnums=donated).lower(*specs).compile(options)
+
+
 def compile_program(
     function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
 ) -> Compiled:
     """Compiles for an H200; arguments are trees of anything with shape and dtype, options the compiler's."""
-    sharding = jax.sharding.SingleDeviceSharding(h200())
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     start = time.perf_counter()
     with _ptxas_output() as output:
-        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile(options)
+        compiled = compile_h200(function, arguments, donated, options)
     seconds = time.perf_counter() - start
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
         raise RuntimeError("the compiler gives no memory plan")
     entry = text[text.index("ENTRY") :]
-    loops = [_computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
+    loops = [computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output[0])
     registers = [int(n) for n in re.findall(r"[Uu]sed (\d+) registers", output[0])]
     return Compiled(
         seconds=seconds,
         alias=plan.alias_size_in_bytes,
         temp=plan.temp_size_in_bytes,
-        operations=_operations(entry),
-        looped=sum(map(_operations, loops)),
+        operations=count_operations(entry),
+        looped=sum(map(count_operations, loops)),
         predicates=_predicates(text),
         spills=max((sum(map(int, frame)) for frame in frames), default=None),
         registers=max(registers, default=None),
@@ -121,7 +128,7 @@ def _predicates(text: str) -> int:
     return len(re.findall(r" conditional\(", text)) + sum("known_trip_count" not in loop for loop in loops)
 
 
-def _operations(text: str) -> int:
+def count_operations(text: str) -> int:
     """How many instructions of a computation are launched."""
     return len(_launched(text))
 
@@ -138,7 +145,7 @@ def _launched(text: str) -> list[str]:
     return [kind for kind, name in found if name not in unlaunched]
 
 
-def _computation(text: str, name: str) -> str:
+def computation(text: str, name: str) -> str:
     """The instructions of a computation of a compiled program."""
     begin = text.index(f"\n%{name} (")
     return text[begin : text.index("\n}", begin)]

@@ -107,6 +107,7 @@ import jax
 from vlcache_jax.pallas_kernels import checks, dispatch
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.attention.xla import attention
+from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu as mixing
 from vlcache_jax.pallas_kernels.link import mosaic_gpu as linking
 from vlcache_jax.pallas_kernels.rows import mosaic_gpu as rows
 from vlcache_jax.pallas_kernels.statistics import mosaic_gpu as observing
@@ -118,7 +119,7 @@ def fails(*_, **__):
     raise RuntimeError("INTERNAL: no such instruction")
 
 mosaic_gpu.attention, mosaic_gpu.paged_attention, linking.link = wrong, fails, fails
-observing.attention_statistics = rows.norm_residual = rows.rotate_write = fails
+observing.attention_statistics = rows.norm_residual = rows.rotate_write = mixing.mix_experts = fails
 dispatch.is_hopper = lambda device: True
 checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
 checks.main()
@@ -140,14 +141,15 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "command", command)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
-    checked = ["attention", "paged_attention", "link", "link_coded", "statistics", "norm_residual", "rotate_write"]
+    checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
+    checked += ["norm_residual", "rotate_write", "experts"]
     assert processes == [checked[first:] for first in range(len(checked))]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
     assert {implementation for _, _, implementation, _ in kernels} == {"xla"}
-    # No record is coded, and nothing compressed; a kernel without checks would never run.
-    assert set(whys) == set(CHECKS) - {"link_coded", "statistics"}
+    # No record is coded, nothing compressed, and there are no experts; a kernel without checks would never run.
+    assert set(whys) == set(CHECKS) - {"link_coded", "statistics", "experts"}
     assert re.fullmatch(r"check on cpu failed: windows: error [\d.]+, must be at most 0\.04", whys["attention"])
     assert re.fullmatch(r"check on cpu failed: causal, .*: RuntimeError\('INTERNAL: .*", whys["paged_attention"])
     assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])

@@ -31,6 +31,7 @@ from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled, choice_
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
+from vlcache_jax.pallas_kernels.shapes import ExpertsShape
 from vlcache_jax.sampling import MAX_BIASED
 
 
@@ -313,3 +314,6 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     product = jax.ShapeDtypeStruct((8, kv.heads, text.num_heads // kv.heads + 2, text.head_dim), dtype)
     rotate_write = functools.partial(kernels.rotate_write, implementation=implementation)
     jax.eval_shape(rotate_write, [product], angle, angle, index, k, k)
+    if (experts := text.experts) is not None:
+        of_experts = ExpertsShape(8, experts.chosen, experts.count, text.hidden_size, experts.intermediate_size)
+        jax.eval_shape(functools.partial(kernels.mix_experts, implementation=implementation), *of_experts.specs(dtype))

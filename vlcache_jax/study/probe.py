@@ -228,7 +228,7 @@ class Probe:
         out, _, _, (raw_k, new_v) = layer.self_attn(
             layer.input_layernorm(x), k, v, rows, keep=size, capture=True, implementation=self.runner.implementation
         )
-        x = layer.transform(x, out, index < n)
+        x = layer.transform(x, out, index < n, implementation=self.runner.implementation)
         if len(deepstack):
             x = x + jnp.where(i < len(deepstack), deepstack[i], 0)
         return x, raw_k, new_v, out
