@@ -10,145 +10,29 @@ Needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import os
 import pathlib
-import re
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from research.compiled import Compiled, abstract_runner, compile_for, compile_program
 from vlcache_jax.benchmarks.floor import MODELS
-from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.packed import unpack
-from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.encode import Encode
 from vlcache_jax.device.programs.layers import BLOCK, Block, Layer, layer_step
 from vlcache_jax.device.programs.link import Link
 from vlcache_jax.device.programs.window import Window
 from vlcache_jax.device.runner import Runner
-from vlcache_jax.models import ModelConfig, abstract_model
-from vlcache_jax.pallas_kernels import PAGE, attention, attention_statistics, link, paged_attention
+from vlcache_jax.pallas_kernels import attention, attention_statistics, link, paged_attention
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, STATISTICS
 from vlcache_jax.study import report
 
-TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
-SLOTS = 20480
 # Rows of each layer of a selective prefill of 20480 slots: a schedule of mean 0.025, with its text rows.
 SHRINKING = (2048, 1024, 512, 256, 128)
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What compiling a program told.
-
-    Attributes:
-      seconds: of lowering and compiling.
-      alias, temp: bytes updated in place, and of temporaries.
-      operations: that the program launches: fusions, library calls, kernels, copies; a loop is one.
-      looped: operations of one pass of its loops.
-      spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
-      registers: of a thread, likewise.
-    """
-
-    seconds: float
-    alias: int
-    temp: int
-    operations: int
-    looped: int
-    spills: int | None
-    registers: int | None
-
-
-@functools.cache
-def h200() -> Any:
-    """An H200 to compile for."""
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
-
-
-def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = ()) -> Compiled:
-    """Compiles for an H200; arguments are trees of anything with shape and dtype."""
-    sharding = jax.sharding.SingleDeviceSharding(h200())
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    start = time.perf_counter()
-    with _ptxas_output() as output:
-        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile()
-    seconds = time.perf_counter() - start
-    plan, text = compiled.memory_analysis(), compiled.as_text()
-    if plan is None or text is None:
-        raise RuntimeError("the compiler gives no memory plan")
-    loops = [_computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
-    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output[0])
-    registers = [int(n) for n in re.findall(r"[Uu]sed (\d+) registers", output[0])]
-    return Compiled(
-        seconds=seconds,
-        alias=plan.alias_size_in_bytes,
-        temp=plan.temp_size_in_bytes,
-        operations=_operations(text[text.index("ENTRY") :]),
-        looped=sum(map(_operations, loops)),
-        spills=max((sum(map(int, frame)) for frame in frames), default=None),
-        registers=max(registers, default=None),
-    )
-
-
-def _operations(text: str) -> int:
-    """How many instructions of a computation are launched."""
-    names = re.findall(r"^\s*(?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
-    return sum(name not in ("parameter", "bitcast", "get-tuple-element", "tuple", "constant") for name in names)
-
-
-def _computation(text: str, name: str) -> str:
-    """The instructions of a computation of a compiled program."""
-    begin = text.index(f"\n%{name} (")
-    return text[begin : text.index("\n}", begin)]
-
-
-@contextmanager
-def _ptxas_output() -> Iterator[list[str]]:
-    """What the assembler prints, from below Python, while Mosaic GPU kernels compile."""
-    output: list[str] = []
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [(fd, os.dup(fd)) for fd in (1, 2)]
-    with tempfile.TemporaryFile() as file:
-        try:
-            for fd, _ in kept:
-                os.dup2(file.fileno(), fd)
-            yield output
-        finally:
-            for fd, copy in kept:
-                os.dup2(copy, fd)
-                os.close(copy)
-            file.seek(0)
-            output.append(file.read().decode(errors="replace"))
-
-
-def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **stored: Any) -> Runner:
-    """A runner without weights, whose programs can be compiled but not run. `stored`: `codec` and `kept_tokens`."""
-    params = nnx.to_pure_dict(nnx.state(abstract_model(config, jnp.bfloat16)))
-    normalization = np.zeros((3, 256), np.float32)
-    return Runner(
-        config, params, normalization,
-        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation, **stored,
-    )  # fmt: skip
-
-
-def compile_for(runner: Runner, program: Program[Any]) -> Compiled:
-    """Compiles one of the runner's programs."""
-    shapes = runner.shapes
-    return compile_program(program.function(shapes), program.arguments(shapes), program.donates)
 
 
 def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:
