@@ -184,11 +184,11 @@ class Module:
         temporaries = float(sum(self._written(launch.instruction, launch.block)))
         is_opaque = launch.instruction.opcode == "custom-call"
         for at, name in enumerate(launch.instruction.operands):
-            size, source = launch.block[name].bytes, _source(launch.block, name)
+            size, maker = launch.block[name].bytes, source(launch.block, name)
             read = size * shares.get(size, 1) if is_opaque else self._read(launch.instruction, at, size)
-            if source.opcode == "parameter":
+            if maker.opcode == "parameter":
                 arguments += read
-            elif source.opcode != "constant":
+            elif maker.opcode != "constant":
                 temporaries += read
         return Traffic(arguments, temporaries)
 
@@ -274,7 +274,7 @@ def _closing(text: str, begin: int) -> int:
     raise ValueError(f"a parenthesis is never closed: {text[begin : begin + 100]}")
 
 
-def _source(block: dict[str, Instruction], name: str) -> Instruction:
+def source(block: dict[str, Instruction], name: str) -> Instruction:
     """What made an array, or the argument that it is."""
     instruction = block[name]
     while instruction.opcode in ("bitcast", "get-tuple-element") and instruction.operands:

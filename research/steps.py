@@ -9,7 +9,7 @@ often as they turn: those over experts as often as evenly chosen ones give, wher
 
 Bytes are those that each kernel reads and writes: of the program's arguments, that is the weights, and of temporaries.
 Our own kernels read all that they are given, but for the pool and the experts, of which the chosen ones count. K, V of
-the context are added, once. Kernels take as long as `research.chip_model` says: attention as a work list, others as their
+the context are added, once; partial results of attention count nothing. Kernels take as long as `research.chip_model` says: attention as a work list, others as their
 bytes, their products, or 1.7 us. What the host takes to read predicates counts nothing. Nothing here is measured.
 
 Each case is compiled in a process of its own, under a limit, and written when it is done. A file that is there already
@@ -109,8 +109,8 @@ def count(case: Case) -> Found:
       launches: kernels and copies.
       predicates: that the host reads.
       attention: launches of attention.
-      weights, temporaries: bytes that kernels move, those of the pool aside.
-      us: of all launches but attention's, by the model of the chip.
+      weights, temporaries: bytes that kernels move, those of the pool and of attention's partial results aside.
+      us: of all launches but those of attention and of merging its partial results, by the model of the chip.
       temp: bytes, as planned; seconds: of compiling; spills, registers: the worst of our kernels.
     """
     runner = abstract_runner(case.config)
@@ -137,15 +137,21 @@ def count(case: Case) -> Found:
         if launch.is_predicate:
             found["predicates"] += times
             continue
-        instruction = launch.instruction
-        found["launches"] += times
-        traffic = module.traffic(launch, shares)
-        found["weights"] += times * traffic.arguments
-        found["temporaries"] += times * traffic.temporaries
-        given = [launch.block[name].bytes for name in instruction.operands]
+        instruction, block = launch.instruction, launch.block
+        given = [block[name].bytes for name in instruction.operands]
         is_ours = instruction.opcode == "custom-call"
-        if is_ours and pool_bytes in given and not instruction.aliased:
-            found["attention"] += times
+        is_attention = is_ours and _is_attention(instruction, block, pool_bytes)
+        # Its partial results have room for more than there are.
+        partials = [
+            block[name].bytes for name in instruction.operands
+            if is_ours and _is_attention(hlo.source(block, name), block, pool_bytes)
+        ]  # fmt: skip
+        traffic = module.traffic(launch, shares)
+        found["launches"] += times
+        found["attention"] += times * is_attention
+        found["weights"] += times * traffic.arguments
+        found["temporaries"] += times * (traffic.temporaries - sum(partials) - is_attention * instruction.bytes)
+        if is_attention or partials:
             continue
         operations: float = module.operations(launch)
         if is_ours and experts is not None:
@@ -156,6 +162,12 @@ def count(case: Case) -> Found:
         "temp": compiled.temp, "seconds": compiled.seconds, "spills": compiled.spills,
         "registers": compiled.registers, "program": [str(part) for part in case.program.key],
     }  # fmt: skip
+
+
+def _is_attention(instruction: hlo.Instruction, block: dict[str, hlo.Instruction], pool_bytes: int) -> bool:
+    """A kernel of ours that reads the pool, and does not write it."""
+    given = [block[name].bytes for name in instruction.operands] if instruction.opcode == "custom-call" else []
+    return pool_bytes in given and not instruction.aliased
 
 
 def tokens_of(module: hlo.Module, most: float) -> float:
@@ -224,17 +236,17 @@ def _row(case: Case, few: Found, more: Found) -> Found:
 
 
 def attention_time(text: TextConfig, case: Case) -> float:
-    """Of one launch, us, without what is launched around it."""
+    """Of one launch and of merging its partial results, us, without what else is launched around it."""
     N, H, K, D = case.rows, text.num_heads, text.num_kv_heads, text.head_dim
 
     def seen(rng: np.random.Generator, n: int, s: int) -> Seen:
         if case.kind == "window":
-            return Seen(np.arange(n), np.zeros(n, int), np.full(n, s // n), np.full(n, s // n + PAGE))
+            return Seen(np.arange(n), np.zeros(n, int), np.full(n, CONTEXT), np.full(n, s // n))
         return Seen(np.zeros(n, int), np.zeros(n, int), np.arange(n) + 1, np.array([s]))
 
-    slots = N * CONTEXT if case.kind == "window" else N
+    slots = N * (CONTEXT + PAGE) if case.kind == "window" else N  # with a page for the answer
     estimate = chip_model.work_list(AttentionShape(str(case), N, slots, H, K, D, seen, (N, slots)))
-    return max(estimate.programs, estimate.read)
+    return max(estimate.programs, estimate.read) + estimate.combine
 
 
 def floor_seconds(case: Case) -> float:
