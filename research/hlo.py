@@ -1,8 +1,8 @@
 """What a compiled program launches, how often, and what its kernels read, write and multiply: read from XLA's text.
 
-A launch is a fusion, a library's or our own kernel, or a copy. Loops multiply what is in them by their trip count, which
-the text tells where the compiler knows it; of a conditional the branch with the fewest launches counts. Where a trip
-count is not known, or a branch is chosen, the host reads a predicate.
+A launch is a fusion, a library's or our own kernel, or a copy. Loops multiply what is in them by their trip count,
+which the text tells where the compiler knows it; of a conditional the branch with the fewest launches counts. Where a
+trip count is not known, or a branch is chosen, the host reads a predicate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 Trips = Callable[[int], float]  # times that a loop turns whose text does not say it, of the number of loops around it
-Shares = Mapping[int, float]  # of arrays by their bytes: the part of them that a kernel of ours reads, whose text is not here
+Shares = Mapping[int, float]  # of arrays by their bytes: the part that kernels of ours read, which have no text here
 
 # Instructions that launch nothing.
 FREE = (
@@ -22,6 +22,7 @@ FREE = (
     "replica-id",
 )  # fmt: skip
 PREDICATES = ("while", "conditional")
+_CALLS = {"call": "to_apply", "async-start": "calls"}
 _SLICES = ("slice", "dynamic-slice", "gather")  # read as much of their first operand as they give
 _UPDATES = ("dynamic-update-slice", "scatter")  # of which the first operand is changed in place
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
@@ -63,7 +64,7 @@ class Instruction:
     def aliased(self) -> frozenset[int]:
         """Numbers of the results that are operands changed in place."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
-        return frozenset(int(number or 0) for number in re.findall(r"\{(\d*)\}: \(", found[1])) if found else frozenset()
+        return frozenset(int(number or 0) for number in re.findall(r"\{(\d*)\}: \(", found[1] if found else ""))
 
     def called(self, attribute: str) -> list[str]:
         """Names of the computations that an attribute names."""
@@ -171,9 +172,7 @@ class Module:
                 yield launch
                 ways = [list(self._launches(branch, times, loops, trips)) for branch in branches]
                 yield from min(ways, key=lambda way: sum(one.times for one in way))
-            elif callees := instruction.called("to_apply") if instruction.opcode == "call" else []:
-                yield from self._launches(callees[0], times, loops, trips)
-            elif instruction.opcode == "async-start" and (callees := instruction.called("calls")):
+            elif instruction.opcode in _CALLS and (callees := instruction.called(_CALLS[instruction.opcode])):
                 yield from self._launches(callees[0], times, loops, trips)
             else:
                 yield launch
@@ -280,4 +279,3 @@ def source(block: dict[str, Instruction], name: str) -> Instruction:
     while instruction.opcode in ("bitcast", "get-tuple-element") and instruction.operands:
         instruction = block[instruction.operands[0]]
     return instruction
-

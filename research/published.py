@@ -492,7 +492,7 @@ def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def gpu_steps() -> Iterator[list[str]]:
-    """Decode steps and layers compiled for an H200, before the layer's kernels were fused and now (`research.steps`)."""
+    """Decode steps and layers compiled for an H200, before the layer was fused and now (`research.steps`)."""
     columns = {
         "launches a layer": "{:.0f}", "launches": "{:.0f}", "predicates": "{:.0f}", "MB": "{:.0f}",
         "MB of temporaries": "{:.0f}", "memory of temporaries, MB": "{:.0f}", "compile s": "{:.0f}",

@@ -1,16 +1,17 @@
-"""What decode steps and layers of real models launch and move, compiled for an H200, and how long that takes by a model.
+"""What decode steps and layers of real models launch and move, compiled for an H200; and how long, by a model.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.steps --out steps.json
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-gate/bin/python -m research.steps --against OTHER_CLONE --out before.json
 
-Programs of two and of four layers are compiled; what a layer has is half of their difference, and a model has as many as
-it has. A prefill is its layer's step, once for each layer. Launches are counted in XLA's text (`research.hlo`), loops as
-often as they turn: those over experts as often as evenly chosen ones give, where the compiler does not know it.
+Programs of two and of four layers are compiled; what a layer has is half of their difference, and a model has as many
+as it has. A prefill is its layer's step, once for each layer. Launches are counted in XLA's text (`research.hlo`),
+loops as often as they turn: those over experts as often as evenly chosen ones give, where the compiler does not know.
 
 Bytes are those that each kernel reads and writes: of the program's arguments, that is the weights, and of temporaries.
 Our own kernels read all that they are given, but for the pool and the experts, of which the chosen ones count. K, V of
-the context are added, once; partial results of attention count nothing. Kernels take as long as `research.chip_model` says: attention as a work list, others as their
-bytes, their products, or 1.7 us. What the host takes to read predicates counts nothing. Nothing here is measured.
+the context are added, once; partial results of attention count nothing. Kernels take as long as `research.chip_model`
+says: attention as a work list, others as their bytes, their products, or 1.7 us. What the host takes to read predicates
+counts nothing. Nothing here is measured.
 
 Each case is compiled in a process of its own, under a limit, and written when it is done. A file that is there already
 goes on with what it lacks.
@@ -190,7 +191,7 @@ def expert_stacks(text: TextConfig) -> list[int]:
 
 
 def expert_loops(experts: ExpertsConfig, rows: int) -> tuple[float, float]:
-    """Experts that some row passes, and tiles of rows of one of them as XLA's loops cut them, where rows choose evenly."""
+    """Experts that some row passes where rows choose evenly, and tiles of rows of one, as XLA's loops cut them."""
     tile = next(size for size in (128, 64, 32, 16, 8) if size == 8 or 4 * size * experts.count <= rows * experts.chosen)
     own = np.arange(rows + 1)
     chance = stats.binom.pmf(own, rows, experts.chosen / experts.count)

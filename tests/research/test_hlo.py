@@ -6,8 +6,8 @@ import pytest
 
 from research import hlo
 
-# A window: a loop over tokens whose trip count is given, a loop over experts whose is not, a conditional, a product whose
-# weight is an argument, and a pool that a fusion changes in place and a kernel of ours reads.
+# A window: a loop over tokens whose trip count is given, a loop over experts whose is not, a conditional, a product
+# whose weight is an argument, and a pool that a fusion changes in place and a kernel of ours reads.
 TEXT = """HloModule jit_window, is_scheduled=true, input_output_alias={ {1}: (1, {}, may-alias) }
 
 %updated (param_0: bf16[640,2,8], param_1: bf16[4,2,8], param_2: s32[]) -> bf16[640,2,8] {

@@ -1,4 +1,4 @@
-"""Decode steps and layers, counted: what their figures follow from. That they compile, `python -m research.steps` shows."""
+"""Decode steps and layers, counted: what their figures follow from. `python -m research.steps` compiles them."""
 
 from __future__ import annotations
 
