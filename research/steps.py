@@ -265,22 +265,21 @@ def floor_seconds(case: Case) -> float:
 def compile_apart(case: Case, checkout: pathlib.Path, limit: float) -> Found:
     """`count` in a process of its own, which imports the package of a checkout; says why there is nothing."""
     paths = os.pathsep.join(map(str, (checkout / "src", ROOT)))
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-P", "-m", "research.steps", "--count", str(case)],
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        out, errors = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"not compiled": f"in {limit:g} s", "limit": limit}
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"not compiled": f"in {limit:g} s", "limit": limit}
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         return {"not compiled": (errors.strip().splitlines() or [f"status {process.returncode}"])[-1][:300]}
     told: Found = json.loads(out.splitlines()[-1])

@@ -81,12 +81,12 @@ def test_a_file_goes_on_with_what_it_lacks(monkeypatch, tmp_path):
     monkeypatch.setattr(steps, "compile_apart", compile_apart)
     monkeypatch.setattr(steps, "commit", lambda checkout: "abc")
     out = tmp_path / "steps.json"
-    steps.measure(steps.ROOT, ["layer 512"], 5, out)
+    steps.measure(steps.ROOT, [": layer 512"], 5, out)
     assert [name for name, _ in compiled] == [f"{model}: layer 512" for model in steps.MODELS]
-    rows = steps.measure(steps.ROOT, ["layer"], 5, out)
+    rows = steps.measure(steps.ROOT, [": layer"], 5, out)
     assert [name for name, _ in compiled[3:]] == [f"{model}: layer 4096" for model in steps.MODELS]
     assert len(rows) == 6
-    steps.measure(steps.ROOT, ["layer"], 5, out)
+    steps.measure(steps.ROOT, [": layer"], 5, out)
     assert len(compiled) == 6
     steps.measure(steps.ROOT, ["Qwen3-VL-8B: layer"], 9, out)  # longer
     assert compiled[6:] == [("Qwen3-VL-8B: layer 4096", 9)]
@@ -96,7 +96,7 @@ def test_a_file_goes_on_with_what_it_lacks(monkeypatch, tmp_path):
 
     monkeypatch.setattr(steps, "commit", lambda checkout: "def")
     with pytest.raises(ValueError, match="another file"):
-        steps.measure(steps.ROOT, ["layer"], 5, out)
+        steps.measure(steps.ROOT, [": layer"], 5, out)
 
 
 def test_a_case_that_takes_too_long_is_ended():
