@@ -9,6 +9,9 @@ to their places, takes an operation of its own: 3 us, and its bytes at 4 TB/s, a
 faster than reading K and V once, at 4 TB/s. What is launched around the kernel takes 11 us, four kernels that wait for
 each other.
 
+Other kernels take 1.7 us, or as long as their bytes at 0.78 of the data sheet's 4.8 TB/s, or their products at what
+XLA's reached on the chip. The first two were fixed before anything of a step was measured.
+
 The block, the item, the rate of reading and what is around are fitted to `gpu_h200.json`: 13 cases of Qwen3-VL-8B, from
 which the model differs by 11 % at most.
 """
@@ -34,6 +37,8 @@ BLOCK, PROGRAM, ITEM, PARTIAL, AROUND = 1.9, 5.0, 1.0, 0.5, 11.0  # us
 INSTRUCTION = 0.5 / 377  # us, of each that a masked block has more than a whole one
 MASK = 130  # instructions more, for each side
 COMBINE, RATE = 3.0, 4.0e6  # us, and bytes/us
+# Of other kernels: us, bytes/us, and operations/us, of products of 8192 (`gpu_h200.json`).
+SMALL, BANDWIDTH, PRODUCTS = 1.7, 0.78 * 4.8e6, 677e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +98,11 @@ def work_list(shape: AttentionShape) -> Estimate:
         partials=int(partial.sum()),
         slots=PAGE * int(pages.sum()) // shape.K,
     )
+
+
+def kernel_time(moved: float, operations: float) -> float:
+    """Of a kernel that is not attention, us; of its bytes and of the operations of its matrix products."""
+    return max(SMALL, moved / BANDWIDTH, operations / PRODUCTS)
 
 
 def _combine(shape: AttentionShape, partials: int, read: int, written: int, itemsize: int = 2) -> float:

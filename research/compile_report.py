@@ -10,182 +10,29 @@ Needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import os
 import pathlib
-import re
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from research.compiled import Compiled, abstract_runner, compile_for, compile_program
 from vlcache_jax.benchmarks.floor import MODELS
-from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.packed import unpack
-from vlcache_jax.device.programs.base import Program
 from vlcache_jax.device.programs.encode import Encode
 from vlcache_jax.device.programs.layers import BLOCK, Block, Layer, layer_step
 from vlcache_jax.device.programs.link import Link
 from vlcache_jax.device.programs.window import Window
 from vlcache_jax.device.runner import Runner
-from vlcache_jax.models import ModelConfig, abstract_model
-from vlcache_jax.pallas_kernels import PAGE, attention, attention_statistics, link, paged_attention
+from vlcache_jax.pallas_kernels import attention, attention_statistics, link, paged_attention
 from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, STATISTICS
 from vlcache_jax.study import report
 
-TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
-SLOTS = 20480
 # Rows of each layer of a selective prefill of 20480 slots: a schedule of mean 0.025, with its text rows.
 SHRINKING = (2048, 1024, 512, 256, 128)
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What compiling a program told.
-
-    Attributes:
-      seconds: of lowering and compiling.
-      alias, temp: bytes updated in place, and of temporaries.
-      operations: that the program launches: fusions, library calls, kernels, copies; a loop is one.
-      looped: operations of one pass of its loops.
-      predicates: branches, and loops of which the compiler does not know how often they turn: a GPU's host reads a
-        predicate for each, and waits for the device.
-      spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
-      registers: of a thread, likewise.
-      products: matrix products, outside of Mosaic GPU kernels.
-      written: the shapes of arrays that its operations write.
-    """
-
-    seconds: float
-    alias: int
-    temp: int
-    operations: int
-    looped: int
-    predicates: int
-    spills: int | None
-    registers: int | None
-    products: int
-    written: frozenset[tuple[int, ...]] = dataclasses.field(repr=False)
-
-
-@functools.cache
-def h200() -> Any:
-    """An H200 to compile for."""
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
-
-
-def compile_h200(
-    function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
-) -> jax.stages.Compiled:
-    """The program itself, of arguments as in `compile_program`."""
-    sharding = jax.sharding.SingleDeviceSharding(h200())
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    return jax.jit(function, donate_argnums=donated).lower(*specs).compile(options)
-
-
-def compile_program(
-    function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
-) -> Compiled:
-    """Compiles for an H200; arguments are trees of anything with shape and dtype, options the compiler's."""
-    start = time.perf_counter()
-    with _ptxas_output() as output:
-        compiled = compile_h200(function, arguments, donated, options)
-    seconds = time.perf_counter() - start
-    plan, text = compiled.memory_analysis(), compiled.as_text()
-    if plan is None or text is None:
-        raise RuntimeError("the compiler gives no memory plan")
-    entry = text[text.index("ENTRY") :]
-    loops = [computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
-    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", output[0])
-    registers = [int(n) for n in re.findall(r"[Uu]sed (\d+) registers", output[0])]
-    return Compiled(
-        seconds=seconds,
-        alias=plan.alias_size_in_bytes,
-        temp=plan.temp_size_in_bytes,
-        operations=count_operations(entry),
-        looped=sum(map(count_operations, loops)),
-        predicates=_predicates(text),
-        spills=max((sum(map(int, frame)) for frame in frames), default=None),
-        registers=max(registers, default=None),
-        products=len(re.findall(r" dot\(|custom_call_target=\"__cublas", text)),
-        written=frozenset().union(*map(_written, (entry, *loops))),
-    )
-
-
-def _predicates(text: str) -> int:
-    """Branches, and loops of an unknown number of turns."""
-    loops = re.findall(r"^.* while\(.*$", text, re.MULTILINE)
-    return len(re.findall(r" conditional\(", text)) + sum("known_trip_count" not in loop for loop in loops)
-
-
-def count_operations(text: str) -> int:
-    """How many instructions of a computation are launched."""
-    return len(_launched(text))
-
-
-def _written(text: str) -> set[tuple[int, ...]]:
-    """The shapes of arrays that instructions of a computation write."""
-    return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", " ".join(_launched(text)))}
-
-
-def _launched(text: str) -> list[str]:
-    """The types of what is launched of a computation."""
-    found = re.findall(r"^\s*(?:ROOT )?%\S+ = (\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
-    unlaunched = "parameter", "bitcast", "get-tuple-element", "tuple", "constant"
-    return [kind for kind, name in found if name not in unlaunched]
-
-
-def computation(text: str, name: str) -> str:
-    """The instructions of a computation of a compiled program."""
-    begin = text.index(f"\n%{name} (")
-    return text[begin : text.index("\n}", begin)]
-
-
-@contextmanager
-def _ptxas_output() -> Iterator[list[str]]:
-    """What the assembler prints, from below Python, while Mosaic GPU kernels compile."""
-    output: list[str] = []
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [(fd, os.dup(fd)) for fd in (1, 2)]
-    with tempfile.TemporaryFile() as file:
-        try:
-            for fd, _ in kept:
-                os.dup2(file.fileno(), fd)
-            yield output
-        finally:
-            for fd, copy in kept:
-                os.dup2(copy, fd)
-                os.close(copy)
-            file.seek(0)
-            output.append(file.read().decode(errors="replace"))
-
-
-def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **stored: Any) -> Runner:
-    """A runner without weights, whose programs can be compiled but not run. `stored`: `codec` and `kept_tokens`."""
-    params = nnx.to_pure_dict(nnx.state(abstract_model(config, jnp.bfloat16)))
-    normalization = np.zeros((3, 256), np.float32)
-    return Runner(
-        config, params, normalization,
-        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation=implementation, **stored,
-    )  # fmt: skip
-
-
-def compile_for(runner: Runner, program: Program[Any], options: dict[str, Any] | None = None) -> Compiled:
-    """Compiles one of the runner's programs."""
-    shapes = runner.shapes
-    return compile_program(program.function(shapes), program.arguments(shapes), program.donates, options)
 
 
 def compile_prefill(runner: Runner, bounds: tuple[int, ...]) -> Compiled:

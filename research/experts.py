@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from research.compile_report import abstract_runner, compile_h200, computation, count_operations
+from research.compiled import abstract_runner, compile_h200, computation, count_operations
 from vlcache_jax.device.programs.layers import Layer
 from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import mix_experts

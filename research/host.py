@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from research.compile_report import abstract_runner
+from research.compiled import abstract_runner
 from vlcache_jax.benchmarks.compression import drawn_counts
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.compress.parse import parse_compressor

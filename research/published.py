@@ -499,6 +499,48 @@ def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [row["configuration"], *cells]
 
 
+def gpu_steps() -> Iterator[list[str]]:
+    """Decode steps and layers compiled for an H200, before the layer was fused and now (`research.steps`)."""
+    columns = {
+        "launches a layer": "{:.0f}", "launches": "{:.0f}", "predicates": "{:.0f}", "MB": "{:.0f}",
+        "MB of temporaries": "{:.0f}", "memory of temporaries, MB": "{:.0f}", "compile s": "{:.0f}",
+        "ms by the model": "{:.3g}", "tokens/s by the model": "{:.0f}", "of the floor": "{:.2f}",
+    }  # fmt: skip
+    yield ["model", "program", *columns]
+    for model, program, rows in _steps("steps_h200_before.json", "steps_h200.json"):
+        yield [model, program, *(_changed(rows, column, form) for column, form in columns.items())]
+
+
+def gpu_versions() -> Iterator[list[str]]:
+    """The same programs as two versions of jax compile them (`research.steps`)."""
+    columns = {
+        "launches a layer": "{:.0f}", "memory of temporaries, MB": "{:.0f}", "spilled bytes": "{:.0f}",
+        "registers": "{:.0f}", "compile s": "{:.0f}",
+    }  # fmt: skip
+    names = [name for name in ("steps_h200.json", "steps_h200_jax012.json") if (RESULTS / name).exists()]
+    versions = [_file(name)["versions"]["jax"] for name in names]
+    yield ["model", "program", *(f"{column}: {version}" for column in columns for version in versions)]
+    for model, program, rows in _steps(*names):
+        cells = [_changed([row], column, form) for column, form in columns.items() for row in rows]
+        yield [model, program, *cells]
+
+
+def _steps(*names: str) -> Iterator[tuple[str, str, list[Row]]]:
+    """Programs of the files that there are, with their row in each."""
+    tables = [
+        {(row["model"], row["program"]): row for row in _rows(name)} for name in names if (RESULTS / name).exists()
+    ]
+    nothing = {"not compiled": "not tried"}
+    for model, program in dict.fromkeys(key for table in tables for key in table):
+        yield model, program, [table.get((model, program), nothing) for table in tables]
+
+
+def _changed(rows: Sequence[Row], column: str, form: str) -> str:
+    """A figure before and now, once where it is the same; where there is none, why."""
+    told = [row["not compiled"] or ("" if row[column] is None else form.format(row[column])) for row in rows]
+    return " → ".join(dict.fromkeys(told))
+
+
 def launched(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Milliseconds of the host until the first launch of a hit (`python -m research.launched`)."""
     yield ["", "median, ms", "least, ms"]
@@ -635,6 +677,8 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "gpu attention": gpu_attention,
     "gpu causal": gpu_causal,
     "gpu windows": functools.partial(_of, gpu_windows, "thunks_h200.json"),
+    "gpu steps": gpu_steps,
+    "gpu versions": gpu_versions,
     "gpu first tokens": functools.partial(_of, gpu_first_tokens, "ttft_h200.json"),
     "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
     "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),

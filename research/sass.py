@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 
-from research.compile_report import compile_program
+from research.compiled import compile_program
 from vlcache_jax.pallas_kernels import attention_statistics, mix_experts, paged_attention
 from vlcache_jax.pallas_kernels.shapes import (
     ATTENTION,

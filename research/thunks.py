@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from research.compile_report import abstract_runner, compile_for
+from research.compiled import abstract_runner, compile_for
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.benchmarks.gpu.tracing import graphs, thunks
 from vlcache_jax.device.programs.window import Window

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research.compile_report import abstract_runner
+from research.compiled import abstract_runner
 from tests.helper import SIZES, damage_first_passage, give_pages, spoil, user
 from vlcache_jax import LLM, Ladder, RequestError, SamplingParams
 from vlcache_jax.benchmarks.floor import MODELS

@@ -11,14 +11,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from research.compile_report import (
-    SLOTS,
-    abstract_runner,
-    compile_for,
-    compile_prefill,
-    compile_program,
-    prefill_bounds,
-)
+from research.compile_report import compile_prefill, prefill_bounds
+from research.compiled import SLOTS, abstract_runner, compile_for, compile_program
 from research.thunks import first_layers
 from vlcache_jax.benchmarks.floor import MODELS
 from vlcache_jax.compress.scores import Received

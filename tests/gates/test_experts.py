@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from research import sass
-from research.compile_report import compile_program
+from research.compiled import compile_program
 from vlcache_jax.pallas_kernels import mix_experts
 from vlcache_jax.pallas_kernels.shapes import EXPERTS, ExpertsShape
 

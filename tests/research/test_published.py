@@ -277,3 +277,34 @@ def test_results_name_no_path_of_a_machine():
     assert files
     named = {file.name: re.findall(r'"(?:[^"]*[\s:=])?/\w+/[^"]*"', file.read_text("utf-8")) for file in files}
     assert not {name: paths for name, paths in named.items() if paths}
+
+
+def test_steps_are_told_before_and_now(tmp_path, monkeypatch):
+    monkeypatch.setattr(published, "RESULTS", tmp_path)
+    figures = {
+        "launches a layer": 25.0, "launches": 941.4, "predicates": 3.0, "MB": 16000.0, "MB of temporaries": 1200.0,
+        "memory of temporaries, MB": 21.0, "compile s": 30.0, "spilled bytes": 0, "registers": 168,
+        "ms by the model": 5.764, "tokens/s by the model": 173.5, "of the floor": 0.623, "not compiled": None,
+    }  # fmt: skip
+    one, large = ({"model": "A", "program": f"window {rows}"} for rows in (1, 64))
+    late = large | dict.fromkeys(figures) | {"not compiled": "in 900 s"}
+    fused = figures | {"launches a layer": 12.0, "launches": 470.0, "spilled bytes": None}
+
+    def write(name, version, *rows):
+        content = {"versions": {"jax": version}, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+
+    write("steps_h200_before.json", "0.11.2", one | figures, late)
+    head, *lines = published.gpu_steps()
+    assert lines[0] == ["A", "window 1", "25", "941", "3", "16000", "1200", "21", "30", "5.76", "174", "0.62"]
+    assert lines[1] == ["A", "window 64", *["in 900 s"] * 10]
+    write("steps_h200.json", "0.11.2", one | fused, large | fused)
+    head, *lines = published.gpu_steps()
+    assert lines[0][2:6] == ["25 → 12", "941 → 470", "3", "16000"]
+    assert lines[1][2] == "in 900 s → 12"
+    assert len(head) == len(lines[0])
+    write("steps_h200_jax012.json", "0.12.0.1", one | figures)
+    head, *lines = published.gpu_versions()
+    assert head[2:4] == ["launches a layer: 0.11.2", "launches a layer: 0.12.0.1"]
+    assert lines[0] == ["A", "window 1", "12", "25", "21", "21", "", "0", "168", "168", "30", "30"]
+    assert lines[1][3] == "not tried"
