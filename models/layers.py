@@ -12,7 +12,7 @@ from jax import lax
 
 from vlcache_jax.models.config import matmul_precision
 
-CHUNK = 1024  # rows that a CPU takes through an MLP at once
+CHUNK = 512  # rows that a CPU takes through an MLP at once
 
 
 class RMSNorm(nnx.Module):
