@@ -13,7 +13,7 @@ from jax import lax
 from vlcache_jax.models.config import matmul_precision
 from vlcache_jax.pallas_kernels import norm_residual, rms_norm
 
-CHUNK = 1024  # rows that a CPU takes through an MLP at once
+CHUNK = 512  # rows that a CPU takes through an MLP at once
 
 
 class RMSNorm(nnx.Module):
