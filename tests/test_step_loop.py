@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import threading
 import time
 
 import jax
@@ -16,7 +17,8 @@ import pytest
 
 from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, spoil, spoil_compressed, user
 from vlcache_jax import LLM, Ladder, SamplingParams
-from vlcache_jax.cache.record import Why
+from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.store import Store
 from vlcache_jax.device.programs.base import Demand
 from vlcache_jax.engine import engine as engine_module
 from vlcache_jax.engine.request import Generation, Holding
@@ -595,6 +597,39 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
         assert fences.spoiled > 0
         fences.check()
     assert [answers(output) for output in outputs] == [answers(output) for output in expected]
+
+
+def test_what_a_turn_encodes_for_two_is_found_by_the_second_though_nothing_is_stored_yet(engine, pictures, monkeypatch):
+    renew(engine)
+    driver, is_told, publish = Driver(engine), threading.Event(), Store.publish
+    monkeypatch.setattr(Store, "publish", lambda store, record: (is_told.wait(60), publish(store, record)))
+    jobs = [driver.arrive(Asked(user(text, pictures[0]), GREEDY, "exact")) for text in ("One ", "Two ")]
+    driver.finish()
+    told = [driver.output(job).cache.images[0].encoder for job in jobs]
+    is_ready = jobs[1].sequences[0].progress.images[0].encoder.is_ready
+    is_told.set()
+    engine.service.cache.writer.flush()
+    assert (told, is_ready) == (["computed", "host"], False)
+
+
+def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictures, monkeypatch):
+    """The prompt takes several steps, and two of them have rows of an image whose K, V nobody has."""
+    renew(short_steps)
+    driver, copied = Driver(short_steps), []
+    writer, put = short_steps.service.cache.writer, Record.put
+    first = dataclasses.replace(GREEDY, max_tokens=1)
+    driver.arrive(Asked(user(pictures[2], "?"), first, "exact"))
+    driver.finish()
+    writer.flush()
+    monkeypatch.setattr(Record, "put", lambda *given: (copied.append(len(job.sequences[0].generated)), put(*given)))
+    steps = writer.asked
+    job = driver.arrive(Asked(user(STARTS[1], pictures[2], "?"), first, "exact"))
+    driver.finish()
+    assert writer.asked == steps + 2
+    writer.flush()
+    assert copied
+    assert set(copied) == {1}  # tokens that there were then
+    assert driver.output(job).cache.images[0].encoder == "host"
 
 
 @pytest.mark.ladder

@@ -29,6 +29,7 @@ from vlcache_jax.engine.readiness import PATIENCE, Readiness
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import (
     Flight,
+    Recorded,
     after_prefill,
     decode,
     free,
@@ -180,6 +181,7 @@ class Engine:
         if self._turn is not None:
             self._turn.upload.cancel()
         self._turn = None
+        self.writer.begin()
         for sequence in [*self.scheduler.running] or self.scheduler.waiting[:1]:
             sequence.end.fault = error
             self._end(sequence, failed=True)
@@ -247,6 +249,7 @@ class Engine:
         except TierError:  # what it was to link is computed
             turn.upload.cancel()
             self._turn = None
+            self.writer.begin()
             for sequence in {prefill.sequence: None for prefill in turn.prefills}:
                 self.scheduler.put_back(sequence, failed=True)
             return True
@@ -256,10 +259,11 @@ class Engine:
         if launched is None:
             self._count(host_prefill_seconds=time.thread_time() - start)
             return False
+        self._flight.add(after_prefill(self.runner, self._lanes, launched))
         if not turn.steps:
             self.scheduler.launched(turn.prefills)
             self._turn = None
-        self._flight.add(after_prefill(self.runner, self._lanes, launched))
+            self._flight.add(Recorded(self.writer))
         self._count_step(launched.step, start)
         return False
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import NO_ANSWER, Sampled
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
@@ -220,6 +221,18 @@ class Prefilled(Results):
             _note_chosen(self._launched, self._launched.chosen)
         for part in self._parts:
             yield from part.read()
+
+
+class Recorded(Results):
+    """What records are to hold of all that has been launched: it leaves the device behind the results before this."""
+
+    def __init__(self, writer: Writer):
+        super().__init__(())
+        self._writer, self._last = writer, writer.asked
+
+    def read(self) -> abc.Iterator[Sequence]:
+        self._writer.begin(self._last)
+        yield from ()
 
 
 class Observed(Results):
