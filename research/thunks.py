@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def first_layers(model: str, layers: int = LAYERS) -> Runner:
 
 
 def of_window(runner: Runner, window: Window) -> dict[str, Any]:
-    """What became of a window: seconds to compile it, counts, and the sequence."""
+    """What became of a window: seconds to compile it, in all and of processors, counts, and the sequence."""
+    begin = sum(os.times()[:4])
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "thunk.*"}
         compiled = compile_for(runner, window, dump)
@@ -47,7 +49,8 @@ def of_window(runner: Runner, window: Window) -> dict[str, Any]:
     found = graphs(text)
     steps, name = f"{window.steps} steps" if window.steps else "while any goes on", window.choice
     return {
-        "rows": window.count, "window": f"{name}, {steps}", "compile s": compiled.seconds,
+        "rows": window.count, "window": f"{name}, {steps}",
+        "compile s": compiled.seconds, "processor s": sum(os.times()[:4]) - begin,
         "predicates read": compiled.predicates, "operations": compiled.operations + compiled.looped, **found,
         "sequence": ", ".join(sequence(text)),
     }  # fmt: skip

@@ -332,18 +332,19 @@ def _tell(logits: jax.Array, token: jax.Array, wants_top: jax.Array | bool) -> t
 
 def _top_by_turns(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """`jax.lax.top_k`, one after the other: a GPU's sorts all of V for more than a few, and compiles slowly."""
-    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    index, place = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), jnp.arange(count)
 
-    def following(last: tuple[jax.Array, jax.Array], _: None) -> Any:
-        value, token = (of[:, None] for of in last)
+    def turn(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        value, token, values, tokens = state
         is_left = (x < value) | ((x == value) & (index > token))
-        best = jnp.where(is_left, x, -jnp.inf).max(1)
-        token = jnp.where(is_left & (x == best[:, None]), index, x.shape[1]).min(1)
-        return (best, token), (best, token)
+        value = jnp.where(is_left, x, -jnp.inf).max(1, keepdims=True)
+        token = jnp.where(is_left & (x == value), index, x.shape[1]).min(1, keepdims=True)
+        return value, token, jnp.where(place == i, value, values), jnp.where(place == i, token, tokens)
 
-    begin = jnp.full(len(x), jnp.inf), jnp.full(len(x), -1, jnp.int32)
-    _, (values, tokens) = jax.lax.scan(following, begin, length=count)
-    return values.T, tokens.T
+    begin = jnp.full((len(x), 1), jnp.inf), jnp.full((len(x), 1), -1, jnp.int32)
+    nothing = jnp.zeros((len(x), count)), jnp.zeros((len(x), count), jnp.int32)
+    *_, values, tokens = jax.lax.fori_loop(0, count, turn, (*begin, *nothing))
+    return values, tokens
 
 
 def _choose(
