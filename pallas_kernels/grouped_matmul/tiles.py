@@ -77,6 +77,4 @@ def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
         return jnp.where(is_own, x, 0).sum(1, dtype=jnp.int32)
 
     done = (tile - begin) * length
-    return Tiles(
-        of_own(experts), of_own(first + done), of_own(jnp.minimum(octets - done, length)), ends, place, source
-    )
+    return Tiles(of_own(experts), of_own(first + done), of_own(jnp.minimum(octets - done, length)), ends, place, source)
