@@ -1,6 +1,7 @@
 """Cases of the experts' products, and their reference."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,8 @@ class ExpertsCase:
         unchosen = np.setdiff1d(np.arange(self.E), own[is_own])
         gate_up[unchosen], down[unchosen] = np.nan, np.nan
         x[~is_own.any(1)], weight[~is_own] = np.nan, np.nan
-        x, weight, gate_up, down = (array(a, dtype) for a in (x, weight, gate_up, down))
-        return x, weight, array(expert, jnp.int32), gate_up, down
+        rounded = functools.partial(array, dtype=dtype)
+        return rounded(x), rounded(weight), array(expert, jnp.int32), rounded(gate_up), rounded(down)
 
 
 GROUPS = (0, 1, 3, 9, 70, 0)

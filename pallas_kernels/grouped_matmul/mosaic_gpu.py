@@ -166,7 +166,7 @@ def _multiply(
                 return found
 
             found = pl.run_scoped(products, *[ACC((M, columns))] * halves)
-            y = _silu_times(*found, dtype) if gated else found[0]
+            y = _silu_times(found[0], found[1], dtype) if gated else found[0]
             first, octets = first_ref[tile], octets_ref[tile]
             own = out_smem.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
