@@ -312,10 +312,10 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return
     weight_map: dict[str, str] = {}
-    for i, part in enumerate(_split(sorted(tensors), shards), 1):
+    for i, shard in enumerate(_split(sorted(tensors), shards), 1):
         file = f"model-{i:05d}-of-{shards:05d}.safetensors"
-        save_file({name: tensors[name] for name in part}, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
+        save_file({name: tensors[name] for name in shard}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
     size = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(
         directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
