@@ -14,6 +14,7 @@ from vlcache_jax.models.config import matmul_precision
 from vlcache_jax.pallas_kernels import norm_residual, rms_norm
 
 CHUNK = 512  # rows that a CPU takes through an MLP at once
+LARGE = 2**24  # values of a matrix whose product with a row XLA for GPUs leaves as it is, with a margin
 
 
 class RMSNorm(nnx.Module):
@@ -48,10 +49,11 @@ def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs:
 
 
 def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
-    """`lax.dot_general` of rows x; except on a CPU a single row is computed twice, and one result dropped.
+    """`lax.dot_general` of rows x; except on a CPU a single row is computed twice by small matrices, and one dropped.
 
     XLA for GPUs takes one row for a vector. Of its product with a matrix of fewer than ten million values it makes
-    multiplications, whose results it rounds and writes, and a sum.
+    multiplications, whose results it rounds and writes, and a sum. Two rows cost two operations more, so that large
+    matrices have one.
     """
 
     def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -60,7 +62,9 @@ def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.
     def once(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return lax.dot_general(x, kernel, *args, **options)
 
-    return once(x, kernel) if len(x) > 1 else lax.platform_dependent(x, kernel, cpu=once, default=twice)
+    if len(x) > 1 or kernel.size >= LARGE:
+        return once(x, kernel)
+    return lax.platform_dependent(x, kernel, cpu=once, default=twice)
 
 
 class JoinedLinear(nnx.Module):

@@ -218,7 +218,9 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             )
             for case in (paged_cases.requests, paged_cases.two_levels)
         ),
-        Check("two levels, packed", functools.partial(_paged, paged_cases.two_levels, 8, 2, 64, packed=True), first=True),
+        Check(
+            "two levels, packed", functools.partial(_paged, paged_cases.two_levels, 8, 2, 64, packed=True), first=True
+        ),
         Check("decode, float16", functools.partial(_paged, paged_cases.decode, 8, 2, 64, dtype="float16"), first=True),
     ),
     "link": (
