@@ -8,13 +8,16 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.helper import SHORT
 from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.device.runner import check_kernels
 from vlcache_jax.first_contact import contact
 from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.testing import make_checkpoint
@@ -196,3 +199,12 @@ def test_an_implementation_that_cannot_run_is_refused_before_weights_are_loaded(
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got NVIDIA A100"):
         open_llm(directory, implementation="mosaic_gpu")
+
+
+def test_experts_that_the_kernels_do_not_do_are_refused():
+    config = published_config("Qwen3-VL-30B-A3B")
+    odd = dataclasses.replace(config.text.experts, intermediate_size=760)
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, experts=odd))
+    check_kernels(config, jnp.bfloat16, "xla")
+    with pytest.raises(NotImplementedError, match="multiples of 64, got 2048 and 760"):
+        check_kernels(config, jnp.bfloat16, "mosaic_gpu_interpreted")
