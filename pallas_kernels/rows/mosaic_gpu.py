@@ -28,8 +28,6 @@ ROWS = WARPS  # of a program that rotates
 DTYPES = (jnp.bfloat16, jnp.float16)
 WIDEST = 16384  # numbers of a row that registers hold
 
-Interpret = plgpu.InterpretGPUParams | None
-
 
 def check_norm(x: jax.Array) -> None:
     """Raises NotImplementedError, with the reason, for a case that the kernel does not do."""
@@ -54,7 +52,12 @@ def check_rotate(qkv: jax.Array, places: jax.Array | None) -> None:
 # Inner jits: a program that calls the same case for each of its layers compiles one kernel.
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def norm_residual(
-    x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, interpret: Interpret = None
+    x: jax.Array,
+    delta: jax.Array | None,
+    scale: jax.Array,
+    *,
+    eps: float,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `vlcache_jax.pallas_kernels.norm_residual`, for arguments that it and `check_norm` have
     checked."""
@@ -103,7 +106,7 @@ def rotate_write(
     eps: float,
     keep: int,
     capture: bool,
-    interpret: Interpret = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
     """The contract of `vlcache_jax.pallas_kernels.rotate_write`, for arguments that it and `check_rotate` have
     checked."""
@@ -140,7 +143,7 @@ def _rotate_write(
     keep: int,
     eps: float,
     capture: bool,
-    interpret: Interpret,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
     """Of a part, whose rows begin at `first` in the step: (k_pool, v_pool, queries, if there are any, and what is
     captured, if that is wanted)."""
