@@ -142,13 +142,14 @@ class FilledAnswers:
           ValueError: an answer has no token at a step.
         """
         self._begin()
-        launched, host, window = [], 0.0, self._runner.ladder.window
+        launched: list[Sampled] = []
+        host, window = 0.0, self._runner.ladder.window
         start = time.perf_counter()
         for done in range(0, self._steps, window):
             begin = time.thread_time()
-            launched.append(self._window(kept, done, min(window, self._steps - done)).token)
+            launched += self._window(kept, done, min(window, self._steps - done))
             host += time.thread_time() - begin
-        found = np.concatenate([np.asarray(tokens) for tokens in launched])[: self._steps, : self._count]
+        found = np.concatenate([np.asarray(sampled.token) for sampled in launched])[: self._steps, : self._count]
         seconds = time.perf_counter() - start
         if (found < 0).any():
             raise ValueError(f"every answer must have a token at each of {self._steps} steps, got {found.tolist()}")
@@ -162,7 +163,8 @@ class FilledAnswers:
           ValueError: log-probabilities differ.
         """
         first = self._begin()
-        sampled = jax.tree.map(lambda x: np.asarray(x)[0, self._count - 1], self._window(kept, 0, 1, told=True))
+        [window] = self._window(kept, 0, 1, told=True)
+        sampled = jax.tree.map(lambda x: np.asarray(x)[0, self._count - 1], window)
         logits = self._dense(int(first[-1]), kept)
         wanted = np.asarray(jax.nn.log_softmax(logits))[sampled.top_token]
         most = _CLOSE[str(self._runner.dtype)] * np.abs(logits).max()
@@ -195,7 +197,7 @@ class FilledAnswers:
             ]
         ).astype(np.int32)
 
-    def _window(self, kept: Kept | None, done: int, tokens: int, *, told: bool = False) -> Sampled:
+    def _window(self, kept: Kept | None, done: int, tokens: int, *, told: bool = False) -> list[Sampled]:
         """Launches the next one, behind `done` steps."""
         rows = self._rows(told=told)
         end = np.full((2, self._count), done + 1, np.int32) + np.array([[0], [tokens - 1]], np.int32)
@@ -234,7 +236,7 @@ class FilledAnswers:
             score = jnp.einsum("kgd,skd->kgs", q, behind(k, new_k), precision="highest") * config.head_dim**-0.5
             weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
             out = jnp.einsum("kgs,skd->kgd", weight, behind(v, new_v), precision="highest")
-            return own.transform(x + own.self_attn.o_proj(out.reshape(1, -1).astype(x.dtype)), jnp.ones(1, bool))
+            return own.transform(x, own.self_attn.o_proj(out.reshape(1, -1).astype(x.dtype)), jnp.ones(1, bool))
 
         return jax.jit(layer)
 

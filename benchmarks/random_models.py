@@ -104,7 +104,8 @@ class _Drawn(Checkpoint):
             for folder in folders:
                 branch = branch.setdefault(folder, {})
             # Layers keep the size of what passes through them.
-            scale = parameter.shape[-2] ** -0.5 if len(parameter.shape) > 1 else 1.0
+            axis = {"kernel": 0, "gate_up_proj": 1, "down_proj": 1, "embedding": 0}.get(str(leaf))
+            scale = 1.0 if axis is None else parameter.shape[axis] ** -0.5
             branch[leaf] = draw(jax.random.key(i), parameter.shape, self.dtype) * np.asarray(scale, self.dtype)
             loaded()
         return tree

@@ -39,7 +39,8 @@ def check_sizes(directory: pathlib.Path, manifest: Manifest, config: ModelConfig
             f"{directory} must hold all files of the converted checkpoint, but {wrong[0]} "
             f"({len(wrong)} of {len(manifest.files)} files are wrong): copy or convert it again"
         )
-    model = {parameter_name(p.path): expected(p.shape, as_dtype(manifest.dtype)) for p in parameters(config)}
+    wanted = manifest.stored(parameters(config))
+    model = {parameter_name(one.path): expected(one.shape, as_dtype(manifest.dtype)) for one in wanted}
     stored = {name: {key: entry[key] for key in ("shape", "dtype")} for name, entry in manifest.parameters.items()}
     if model != stored:
         wrong = sorted(name for name in model.keys() | stored.keys() if model.get(name) != stored.get(name))

@@ -20,15 +20,17 @@ import json
 import pathlib
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from vlcache_jax.convert.plan import DTYPES
 from vlcache_jax.fields import OBJECT, TEXT, Kind, check_fields, listed, one_of, optional, read_object, whole
+from vlcache_jax.models.params import Parameter, Part
 
-FORMAT = "vlcache-checkpoint/1"
+FORMAT = "vlcache-checkpoint/2"
+APART = "vlcache-checkpoint/1"  # which has layers apart that are one product now; they are put together when it is read
 MANIFEST_FILE = "vlcache.json"
 WEIGHTS_DIRECTORY = "weights"
 
@@ -48,7 +50,8 @@ _FIELDS = {
     "versions": OBJECT,
     "fingerprint": _DIGEST,
 }
-_ENTRY = {"shape": listed(whole(1, 1 << 40), 8), "dtype": _DTYPE, "source_sha256": _DIGEST}
+_ENTRY = {"shape": listed(whole(1, 1 << 40), 8), "dtype": _DTYPE}
+_SOURCES = {FORMAT: {"sources": OBJECT}, APART: {"source_sha256": _DIGEST}}  # of an entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +64,11 @@ class Manifest:
       dtype: of the weights.
       source_digest: of the tensors it was made from (`convert.plan.source_digest`).
       casts: dtypes that the source's tensors were cast to, on the way to these weights.
-      parameters: by parameter, in the order of the tree: shape, dtype, SHA-256 of the bytes of the source's tensor and
-        of its own as they are stored (which the first conversions left out).
+      parameters: by parameter, in the order of the tree: shape, dtype, SHA-256 of the bytes of the source's tensors, by
+        library name, and of its own as they are stored (which the first conversions left out).
       files: size of every file under `weights`, by its path there.
       versions: of the packages that wrote it.
+      format: `FORMAT` or `APART`.
     """
 
     source: str
@@ -75,29 +79,36 @@ class Manifest:
     parameters: dict[str, dict[str, Any]]
     files: dict[str, int]
     versions: dict[str, str]
+    format: str = FORMAT
 
     def write(self, directory: pathlib.Path) -> None:
-        content = {"format": FORMAT, **dataclasses.asdict(self), "fingerprint": self.fingerprint(self.dtype)}
+        content = {"format": self.format, **dataclasses.asdict(self), "fingerprint": self.fingerprint(self.dtype)}
         (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def fingerprint(self, dtype: str) -> str:
         """Of the weights as they are used, in `dtype`."""
         return fingerprint(self.source_digest, [*self.casts, dtype])
 
+    def stored(self, wanted: Iterable[Parameter]) -> Iterator[Parameter | Part]:
+        """What of a model's parameters lies under `weights`, each under its path."""
+        return (part for one in wanted for part in ((one,) if self.format == FORMAT else one.parts))
+
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
     """Raises ValueError if the manifest is damaged or of another format."""
     path = directory / MANIFEST_FILE
     content = read_object(path)
-    if (got := content.get("format")) != FORMAT:
+    if (got := content.get("format")) not in (FORMAT, APART):
         raise ValueError(f"format of {path} must be {FORMAT!r}, got {reprlib.repr(got)}: convert the checkpoint again")
     check_fields(content, _FIELDS, path, required=True)
     files, entries = content["files"], content["parameters"]
     check_fields(files, dict.fromkeys(files, _SIZE), path, section="files ")
     check_fields(entries, dict.fromkeys(entries, OBJECT), path, section="parameters ")
     for name, entry in entries.items():
-        check_fields(entry, _ENTRY, path, section=f"parameters {name} ", required=True)
+        check_fields(entry, _ENTRY | _SOURCES[got], path, section=f"parameters {name} ", required=True)
         check_fields(entry, {"sha256": _DIGEST}, path, section=f"parameters {name} ")
+        sources = entry["sources"] if got == FORMAT else {}
+        check_fields(sources, dict.fromkeys(sources, _DIGEST), path, section=f"parameters {name} sources ")
     members = {field.name: content[field.name] for field in dataclasses.fields(Manifest)}
     manifest = Manifest(**members | {"casts": tuple(members["casts"])})
     if content["fingerprint"] != manifest.fingerprint(manifest.dtype):

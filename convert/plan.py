@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from vlcache_jax.models.config import ModelConfig
-from vlcache_jax.models.params import Parameter, library_name, parameters
+from vlcache_jax.models.params import Parameter, Part, library_name, parameters
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -120,10 +120,14 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One parameter and the stored tensor it is made from."""
+    """One parameter and the stored tensors it is made from, in the order of its parts."""
 
     parameter: Parameter
-    tensor: StoredTensor | Stack
+    tensors: tuple[StoredTensor | Stack, ...]
+
+    @property
+    def parts(self) -> Iterator[tuple[Part, StoredTensor | Stack]]:
+        return zip(self.parameter.parts, self.tensors, strict=True)
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         """The parameter in `dtype`, in memory of its own.
@@ -132,23 +136,24 @@ class Source:
         is several times slower, and a cast of the whole would be a second copy.
         """
         out = aligned_empty(self.parameter.shape, dtype)
-        with np.errstate(over="ignore", invalid="ignore"):  # the conversion tells what is not finite, by name
-            if self.parameter.is_turned:
-                for matrix, turned in zip(self.tensor.matrices(), out, strict=True):
-                    _transpose(matrix, turned)
-            elif self.parameter.is_kernel:
-                stored = self.tensor.view()
-                _transpose(stored.reshape(len(stored), -1), out)
-            else:
-                np.copyto(out, self.tensor.view(), casting="unsafe")
-        self.tensor.release()
+        for part, tensor in self.parts:
+            with np.errstate(over="ignore", invalid="ignore"):  # the conversion tells what is not finite, by name
+                _copy(part, tensor, part.of(out))
+            tensor.release()
         return out
 
-    def sha256(self) -> str:
-        """Of the stored tensor."""
-        digest = self.tensor.sha256()
-        self.tensor.release()
-        return digest
+
+def _copy(part: Part, tensor: StoredTensor | Stack, out: np.ndarray) -> None:
+    if part.is_turned:
+        for matrix, turned in zip(tensor.matrices(), out, strict=True):
+            _transpose(matrix, turned)
+    elif part.is_kernel:
+        heads = out.shape[1:-2]  # whose outputs lie apart
+        rows = tensor.view().reshape(*heads, -1, len(out))
+        for head in np.ndindex(heads):
+            _transpose(rows[head], out[:, *head].reshape(len(out), -1))
+    else:
+        np.copyto(out, tensor.view().reshape(out.shape), casting="unsafe")
 
 
 def _transpose(rows: np.ndarray, out: np.ndarray) -> None:
@@ -177,23 +182,18 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
             problems.append(("twice", f"{tensor.name} in {tensor.file.name} and as {tensors[name].name}"))
         tensors[name] = tensor
 
+    embedding = tensors.get(_EMBEDDING)
     plan = []
     for parameter in _as_stored(parameters(config), tensors):
-        found = tensors.pop(parameter.tensor, None)
-        if found is None and parameter.is_stack and (stack := _stack(parameter, tensors, problems)):
-            plan.append(Source(parameter.turned(), stack))
-            continue
-        if found is None:
-            problems.append(("missing", f"{parameter.tensor} {list(parameter.tensor_shape)}"))
-            continue
-        if found.shape != parameter.tensor_shape:
-            expected, got = list(parameter.tensor_shape), list(found.shape)
-            problems.append(("of another shape", f"{found.name} must be {expected}, got {got}"))
-        plan.append(Source(parameter, found))
+        if _is_in_singles(first := parameter.parts[0], tensors):
+            plan.append(Source(parameter.turned(), (_stack(first, tensors, problems),)))
+        else:
+            found = [tensors.pop(part.tensor, None) for part in parameter.parts]
+            problems += _problems(parameter.parts, found)
+            plan.append(Source(parameter, tuple(tensor for tensor in found if tensor is not None)))
     if config.tie_word_embeddings and _HEAD in tensors:
         # Some tied checkpoints store the head all the same. It may only go unused if it says the same.
         head = tensors.pop(_HEAD)
-        embedding = next((source.tensor for source in plan if source.parameter.tensor == _EMBEDDING), None)
         if embedding is not None and not _same(head, embedding):
             problems.append(("unused", f"{_HEAD}: tie_word_embeddings is true, but it differs from {embedding.name}"))
     problems += [("unused", f"{tensor.name} {list(tensor.shape)}") for tensor in tensors.values()]
@@ -202,26 +202,40 @@ def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source
     return plan
 
 
-def _stack(parameter: Parameter, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> Stack | None:
-    """What a stack is made from where experts are stored one by one; None: nothing of it is there."""
-    wanted = parameter.singles
-    first = next((tensors[name] for names in wanted for name in names if name in tensors), None)
-    if first is None:
-        return None
+def _problems(parts: Iterable[Part], found: Iterable[StoredTensor | None]) -> Iterator[tuple[str, str]]:
+    """Of the tensors of a parameter's parts, None: not there."""
+    for part, tensor in zip(parts, found, strict=True):
+        expected = list(part.tensor_shape)
+        if tensor is None:
+            yield "missing", f"{part.tensor} {expected}"
+        elif tensor.shape != part.tensor_shape:
+            yield "of another shape", f"{tensor.name} must be {expected}, got {list(tensor.shape)}"
+
+
+def _is_in_singles(part: Part, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is a stack that is not there, but something of its experts one by one is."""
+    names = (name for expert in part.singles for name in expert) if part.is_stack else ()
+    return part.tensor not in tensors and any(name in tensors for name in names)
+
+
+def _stack(part: Part, tensors: dict[str, StoredTensor], problems: list[tuple[str, str]]) -> Stack:
+    """What a stack is made from where experts are stored one by one."""
+    wanted = part.singles
+    first = next(tensors[name] for names in wanted for name in names if name in tensors)
     experts = []
     for names in wanted:
-        parts = []
+        singles = []
         for name, shape in names.items():
-            if (part := tensors.pop(name, None)) is None:
+            if (single := tensors.pop(name, None)) is None:
                 problems.append(("missing", f"{name} {list(shape)}"))
-            elif part.shape != shape:
-                problems.append(("of another shape", f"{part.name} must be {list(shape)}, got {list(part.shape)}"))
-            elif part.dtype != first.dtype:
-                problems.append(("of another dtype", f"{part.name} must be {first.dtype}, got {part.dtype}"))
+            elif single.shape != shape:
+                problems.append(("of another shape", f"{single.name} must be {list(shape)}, got {list(single.shape)}"))
+            elif single.dtype != first.dtype:
+                problems.append(("of another dtype", f"{single.name} must be {first.dtype}, got {single.dtype}"))
             else:
-                parts.append(part)
-        experts.append(tuple(parts))
-    return Stack(parameter.tensor, parameter.turned().tensor_shape, tuple(experts))
+                singles.append(single)
+        experts.append(tuple(singles))
+    return Stack(part.tensor, part.turned().tensor_shape, tuple(experts))
 
 
 def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> list[Parameter]:
@@ -230,14 +244,14 @@ def _as_stored(wanted: list[Parameter], tensors: Mapping[str, StoredTensor]) -> 
     Published ones and those that the library saves differ in it. Matrices that are square do not show it; gate_up and
     down are never both square, so others do.
     """
-    found = {p.tensor: tensors[p.tensor].shape for p in wanted if p.is_stack and p.tensor in tensors}
-    is_turned = any(found.get(p.tensor) == p.turned().tensor_shape != p.shape for p in wanted if p.is_stack)
-    return [p.turned() if p.is_stack and is_turned else p for p in wanted]
+    stacks = [part for parameter in wanted for part in parameter.parts if part.is_stack and part.tensor in tensors]
+    is_turned = any(tensors[part.tensor].shape == part.turned().tensor_shape != part.shape for part in stacks)
+    return [one.turned() if is_turned and one.parts[0].is_stack else one for one in wanted]
 
 
 def stored_dtype(plan: Iterable[Source], config: ModelConfig) -> np.dtype:
     """The dtype of a checkpoint: that of its tensors, or what `config.json` says where they differ."""
-    found = {source.tensor.dtype for source in plan}
+    found = {tensor.dtype for source in plan for tensor in source.tensors}
     if len(found) == 1:
         return found.pop()
     if config.dtype is None:
@@ -261,11 +275,16 @@ def as_dtype(dtype: Any, *besides: str) -> np.dtype:
 
 
 def tensor_digests(plan: Iterable[Source]) -> dict[str, str]:
-    """SHA-256 of every stored tensor by parameter; hashing releases the GIL, so it runs on several cores."""
-    plan = list(plan)
+    """SHA-256 of every stored tensor by library name; hashing releases the GIL, so it runs on several cores."""
+    tensors = {part.tensor: tensor for source in plan for part, tensor in source.parts}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-sha256") as pool:
-        digests = pool.map(Source.sha256, plan)
-        return {source.parameter.tensor: digest for source, digest in zip(plan, digests, strict=True)}
+        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+
+
+def _digest(tensor: StoredTensor | Stack) -> str:
+    digest = tensor.sha256()
+    tensor.release()
+    return digest
 
 
 def sha256(array: np.ndarray) -> str:
@@ -276,8 +295,9 @@ def sha256(array: np.ndarray) -> str:
 def source_digest(plan: Iterable[Source], digests: dict[str, str]) -> str:
     """One digest of all weights as they are stored: names, dtypes, shapes and the SHA-256 of each tensor's bytes."""
     listed = [
-        [source.parameter.tensor, source.tensor.dtype.name, source.tensor.shape, digests[source.parameter.tensor]]
+        [part.tensor, tensor.dtype.name, tensor.shape, digests[part.tensor]]
         for source in plan
+        for part, tensor in source.parts
     ]
     return hashlib.sha256(json.dumps(["vlcache-weights/1", sorted(listed)]).encode()).hexdigest()
 
@@ -372,7 +392,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _same(a: StoredTensor, b: StoredTensor | Stack) -> bool:
+def _same(a: StoredTensor, b: StoredTensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.sha256() == b.sha256()
 
 

@@ -163,9 +163,10 @@ def _nest(leaves: Iterable[tuple[Sequence[str | int], Any]]) -> dict[str, Any]:
 def _chunk_bytes(leaf: Leaf) -> int | None:
     """Orbax cuts axes into equal parts: a prime axis would fall into single rows, and is better left whole.
 
-    It cuts the longest first: of the matrices of experts, chunks would lie apart in memory and be copied all at once.
+    It cuts the longest first: of the matrices of experts, or of layers in one, chunks would lie apart in memory, and
+    be copied all at once.
     """
-    if len(leaf.shape) == 3:
+    if len(leaf.shape) > 2:
         return None
     axis = max(leaf.shape, default=1)
     other = math.prod(leaf.shape) * leaf.dtype.itemsize // axis

@@ -7,7 +7,7 @@ import importlib.metadata
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,6 +41,7 @@ class Report:
     """A finished conversion.
 
     Attributes:
+      tensors: that were written; layers that are one product are one.
       seconds: count everything, flushing to disk and verifying too.
       key_bias_norms: of each decoder layer, the Euclidean norm of the bias of its keys; empty if the model has none.
     """
@@ -101,7 +102,7 @@ def convert(
     with PeakMemory() as memory, appearing(destination, nbytes) as directory:
         # Hashing needs one core and no memory, so it runs beside the copying and writing.
         with ThreadPoolExecutor(1, "vlcache-sha256") as pool:
-            hashed = {item.parameter.tensor: pool.submit(item.tensor.sha256) for item in plan}
+            hashed = {part.tensor: pool.submit(tensor.sha256) for item in plan for part, tensor in item.parts}
             try:
                 meter = _meter("convert", leaves, memory, progress)
                 save_weights(directory / WEIGHTS_DIRECTORY, leaves, lambda leaf: meter.count(leaf.nbytes))
@@ -142,11 +143,11 @@ def _describe(
         revision=revision,
         dtype=target.name,
         source_digest=source_digest(plan, digests),
-        casts=() if all(item.tensor.dtype == target for item in plan) else (target.name,),
+        casts=() if all(tensor.dtype == target for item in plan for tensor in item.tensors) else (target.name,),
         parameters={
             parameter_name(leaf.path): {
                 **expected(leaf.shape, target),
-                "source_sha256": digests[leaf.source.parameter.tensor],
+                "sources": {part.tensor: digests[part.tensor] for part in leaf.source.parameter.parts},
                 "sha256": leaf.sha256,
             }
             for leaf in leaves
@@ -181,14 +182,14 @@ class _Leaf:
 
     Attributes:
       sha256: of what was read last.
-      flaw: what is wrong with it, or "".
+      flaws: what is wrong with the tensors it was made from.
       norm: of a bias of keys.
     """
 
     source: Source
     dtype: np.dtype
     sha256: str = ""
-    flaw: str = ""
+    flaws: tuple[str, ...] = ()
     norm: float = 0.0
 
     @property
@@ -205,18 +206,22 @@ class _Leaf:
 
     @property
     def is_key_bias(self) -> bool:
-        return self.path[-2:] == ("k_proj", "bias")
+        return self.path[-2:] == ("qkv_proj", "bias")
 
     def read(self) -> np.ndarray:
         array = self.source.read(self.dtype)
         self.sha256 = sha256(array)
         if self.is_key_bias:
-            self.norm = float(np.linalg.norm(array.astype(np.float64)))
+            self.norm = float(np.linalg.norm(array[:, -2].astype(np.float64)))
         if not is_finite(array):
-            stored = self.source.tensor
-            why = f"too large for {self.dtype}" if is_finite(stored.view()) else f"as stored in {stored.file.name}"
-            self.flaw = f"{stored.name} ({why})"
+            self.flaws = tuple(self._flaws(array))
         return array
+
+    def _flaws(self, array: np.ndarray) -> Iterator[str]:
+        for part, stored in self.source.parts:
+            if not is_finite(part.of(array)):
+                why = f"too large for {self.dtype}" if is_finite(stored.view()) else f"as stored in {stored.file.name}"
+                yield f"{stored.name} ({why})"
 
 
 def _meter(
@@ -226,7 +231,7 @@ def _meter(
 
 
 def _check_finite(leaves: list[_Leaf]) -> None:
-    if flaws := [leaf.flaw for leaf in leaves if leaf.flaw]:
+    if flaws := [flaw for leaf in leaves for flaw in leaf.flaws]:
         lines = "\n  ".join(flaws)
         raise ValueError(f"weights must be finite, but {len(flaws)} tensors are not:\n  {lines}")
 

@@ -16,8 +16,10 @@ from flax import nnx
 from vlcache_jax.models import rope
 from vlcache_jax.models.config import ExpertsConfig, TextConfig
 from vlcache_jax.models.experts import SparseMLP
-from vlcache_jax.models.layers import GatedMLP, RMSNorm, Table, linear
-from vlcache_jax.pallas_kernels import Work, attention, carry_flaws, paged_attention
+from vlcache_jax.models.layers import GatedMLP, JoinedLinear, RMSNorm, Table, linear
+from vlcache_jax.pallas_kernels import Work, attention, paged_attention, rotate_write, rotated
+
+SURPLUS = 128  # rows whose queries are computed though nobody needs them
 
 
 class Rows(NamedTuple):
@@ -44,9 +46,9 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
-        self.q_proj = linear(config.hidden_size, heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.k_proj = linear(config.hidden_size, kv_heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.v_proj = linear(config.hidden_size, kv_heads * width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        # The queries of each KV head, its key, its value: a cut over KV heads is one of the matrix's columns.
+        shape = kv_heads, heads // kv_heads + 2, width
+        self.qkv_proj = JoinedLinear(config.hidden_size, shape, bias=config.qkv_bias, dtype=dtype)
         self.o_proj = linear(heads * width, config.hidden_size, bias=False, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype)
@@ -61,32 +63,49 @@ class SelfAttention(nnx.Module):
         work: Work | None = None,
         *,
         keep: int,
+        capture: bool = False,
         implementation: str | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-        """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D])."""
-        q, new_k, raw_k, new_v = self.project(y, rows, keep=keep)
-        clean_k, clean_v = carry_flaws(new_k, new_v)
-        k = k.at[rows.slot].set(clean_k, mode="drop", unique_indices=True)
-        v = v.at[rows.slot].set(clean_v, mode="drop", unique_indices=True)
+    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Normed rows [N, M] -> (output [keep, M], k, v, (raw K, V) [N, K, D] or None)."""
+        places = None if work is None else work.packing()
+        q, k, v, captured = rotate_write(
+            self.products(y, keep=keep), *self._angles(rows, y.dtype), rows.slot, k, v,
+            **self._norms(), keep=keep, places=places, capture=capture, implementation=implementation,
+        )  # fmt: skip
         start, end = rows.k_start[:keep], rows.k_end[:keep]
         if work is None:
             out = attention(q, k, v, start, end, implementation=implementation)
         else:
-            out = paged_attention(q, k, v, work, end=end - start, implementation=implementation)
-        return self.o_proj(out.reshape(keep, -1)), k, v, (raw_k, new_v)
+            packed = places is not None
+            out = paged_attention(q, k, v, work, end=end - start, packed=packed, implementation=implementation)
+        return self.o_proj(out.reshape(keep, -1)), k, v, captured
 
     def project(self, y: jax.Array, rows: Rows, *, keep: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Normed rows [N, M] -> (q [keep, H, D], rotated k, raw k, v [N, K, D])."""
+        return rotated(self.products(y, keep=keep), *self._angles(rows, y.dtype), **self._norms(), keep=keep)
+
+    def _angles(self, rows: Rows, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """cos and sin [N, 1, D / 2]."""
         config = self.config
-        raw_k = self.k_proj(y).reshape(-1, config.num_kv_heads, config.head_dim)
-        v = self.v_proj(y).reshape(raw_k.shape)
-        q = self.q_proj(y[:keep]).reshape(keep, config.num_heads, config.head_dim)
-        if config.qk_norm:
-            raw_k, q = self.k_norm(raw_k), self.q_norm(q)
-        cos, sin = rope.text_rotation(
-            rows.position, config.rope_theta, config.mrope_section, config.mrope_interleaved, y.dtype
+        return rope.text_rotation(
+            rows.position, config.rope_theta, config.mrope_section, config.mrope_interleaved, dtype
         )
-        return rope.rotate(q, cos[:keep], sin[:keep]), rope.rotate(raw_k, cos, sin), raw_k, v
+
+    def _norms(self) -> dict[str, Any]:
+        """Of heads, if they have any."""
+        if not self.config.qk_norm:
+            return {}
+        return {"q_norm": self.q_norm.scale[...], "k_norm": self.k_norm.scale[...], "eps": self.config.rms_norm_eps}
+
+    def products(self, y: jax.Array, *, keep: int) -> list[jax.Array]:
+        """Normed rows [N, M] -> [N, K, G + 2, D], before norm and rotation; each KV head's queries, key and value.
+
+        Queries of few rows beyond `keep` are computed and unused. Of more than `SURPLUS` they are not: then it is that
+        of the first `keep` rows, and of the others [N - keep, K, 2, D], which takes a copy of these columns.
+        """
+        if len(y) - keep <= SURPLUS:
+            return [self.qkv_proj(y)]
+        return [self.qkv_proj(y[:keep]), self.qkv_proj(y[keep:], first=-2)]
 
 
 class DecoderLayer(nnx.Module):
@@ -130,26 +149,32 @@ class DecoderLayer(nnx.Module):
             None is all.
           capture: also return what the rows' records hold: keys before rotation (un-rotating bf16 keys loses digits),
             and values.
-          implementation: of attention.
+          implementation: of the kernels.
 
         Returns:
           (x [keep, M], k, v, (raw K, V) [N, K, D] or None)
         """
+        _, y = self.input_layernorm.added(x, implementation=implementation)
         out, k, v, captured = self.self_attn(
-            self.input_layernorm(x), k, v, rows, work, keep=keep, implementation=implementation
+            y, k, v, rows, work, keep=keep, capture=capture, implementation=implementation
         )
         is_needed = rows.k_end[:keep] > rows.k_start[:keep]
         if needed is not None:
             is_needed &= jnp.arange(keep) < needed
-        x = self.transform(x[:keep] + out, is_needed)
+        x = self.transform(x[:keep], out, is_needed, implementation=implementation)
         if deepstack is not None:
             x = x + deepstack[:keep]
-        return x, k, v, captured if capture else None
+        return x, k, v, captured
 
-    def transform(self, x: jax.Array, is_needed: jax.Array) -> jax.Array:
-        """The part behind attention: [N, M] -> [N, M]; rows that are not needed, bool [N], pass no experts."""
-        y = self.post_attention_layernorm(x)
-        return x + (self.mlp(y, is_needed) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
+    def transform(
+        self, x: jax.Array, out: jax.Array, is_needed: jax.Array, *, implementation: str | None = None
+    ) -> jax.Array:
+        """The part behind attention, of which x [N, M] and what it gave, `out`, come in; [N, M] goes out.
+
+        Rows that are not needed, bool [N], pass no experts.
+        """
+        x, y = self.post_attention_layernorm.added(x, out, implementation=implementation)
+        return x + (self.mlp(y, is_needed, implementation) if isinstance(self.mlp, SparseMLP) else self.mlp(y))
 
 
 class Decoder(nnx.Module):

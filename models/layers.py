@@ -11,8 +11,10 @@ from flax import nnx
 from jax import lax
 
 from vlcache_jax.models.config import matmul_precision
+from vlcache_jax.pallas_kernels import norm_residual, rms_norm
 
-CHUNK = 1024  # rows that a CPU takes through an MLP at once
+CHUNK = 512  # rows that a CPU takes through an MLP at once
+LARGE = 2**24  # values of a matrix whose product with a row XLA for GPUs leaves as it is, with a margin
 
 
 class RMSNorm(nnx.Module):
@@ -23,9 +25,13 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * self.scale[...]
+        return rms_norm(x, self.scale[...], self.eps)
+
+    def added(
+        self, x: jax.Array, delta: jax.Array | None = None, *, implementation: str | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of rows [N, M] (x + delta, what is normalised of it)."""
+        return norm_residual(x, delta, self.scale[...], eps=self.eps, implementation=implementation)
 
 
 def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
@@ -37,8 +43,50 @@ def linear(in_features: int, out_features: int, *, bias: bool, dtype: Any, rngs:
         dtype=dtype,
         param_dtype=dtype,
         precision=matmul_precision(dtype),
+        dot_general=product,
         rngs=rngs,
     )
+
+
+def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
+    """`lax.dot_general` of rows x; except on a CPU a single row is computed twice by small matrices, and one dropped.
+
+    XLA for GPUs takes one row for a vector. Of its product with a matrix of fewer than ten million values it makes
+    multiplications, whose results it rounds and writes, and a sum. Two rows cost two operations more, so that large
+    matrices have one.
+    """
+
+    def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.dot_general(jnp.concatenate([x, x]), kernel, *args, **options)[:1]
+
+    def once(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.dot_general(x, kernel, *args, **options)
+
+    if len(x) > 1 or kernel.size >= LARGE:
+        return once(x, kernel)
+    return lax.platform_dependent(x, kernel, cpu=once, default=twice)
+
+
+class JoinedLinear(nnx.Module):
+    """Dense layers of the same rows as one product, their matrices side by side: [in, ..., layers, out].
+
+    Args:
+      width: in.
+      shape: (..., layers, out) of what comes out; the axis before the last tells the layers apart.
+    """
+
+    def __init__(self, width: int, shape: tuple[int, ...], *, bias: bool, dtype: Any):
+        self.kernel = nnx.Param(jnp.zeros((width, *shape), dtype))
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array, first: int = 0) -> jax.Array:
+        """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
+        kernel = self.kernel[...][..., first:, :]
+        flat = kernel.reshape(len(kernel), -1)
+        rows = (((1,), (0,)), ((), ()))
+        made = product(x.astype(flat.dtype), flat, rows, precision=matmul_precision(flat.dtype))
+        made = made.reshape(len(x), *kernel.shape[1:])
+        return made if self.bias is None else made + self.bias[...][..., first:, :]
 
 
 def layer_norm(width: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -65,12 +113,15 @@ class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
-        self.gate_proj = linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
-        self.up_proj = linear(width, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = JoinedLinear(width, (2, hidden), bias=bias, dtype=dtype)
         self.down_proj = linear(hidden, width, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return by_chunks(lambda x: self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)), x)
+        return by_chunks(self._rows, x)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        made = self.gate_up_proj(x)
+        return self.down_proj(jax.nn.silu(made[:, 0]) * made[:, 1])
 
 
 class Table(nnx.Module):

@@ -1,14 +1,16 @@
 """From the parameters of a model to the tensors of a checkpoint.
 
 Modules bear the library's names, so the mapping is a rule, not a table: a parameter's path is its tensor's name, except
-for the last part and for what its family says (`TensorNames`).
+for the last part, for what its family says (`TensorNames`), and for layers that are one product here: the matrix of
+`qkv_proj` is [M, K, G + 2, D], of each KV head the queries, the key, the value; that of `gate_up_proj` [M, 2, F].
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,14 +26,15 @@ Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
-    """One parameter and where it comes from.
+class Part:
+    """What one tensor of a checkpoint is of a parameter: all of it, or some of its axis before the last.
 
     Attributes:
-      path: keys in the nested dict of parameters.
-      shape: of the parameter.
+      path: that the parameter would have if it were this part alone, as in the library's modules.
+      shape: likewise.
       tensor: library name of the tensor it is made from.
       tensor_shape: as stored; kernels are stored [out, in] and become [in, out].
+      place: first and last + 1 on the parameter's axis before the last; None: it is all of the parameter.
       is_turned: the matrices of experts are stored [E, out, in], as the library saves them, and not [E, in, out], as
         they are published.
     """
@@ -40,6 +43,7 @@ class Parameter:
     shape: tuple[int, ...]
     tensor: str
     tensor_shape: tuple[int, ...]
+    place: tuple[int, int] | None = None
     is_turned: bool = False
 
     @property
@@ -47,7 +51,15 @@ class Parameter:
         """Whether it holds a matrix of each expert."""
         return self.path[-1] in _STACKS
 
-    def turned(self) -> Parameter:
+    @property
+    def is_kernel(self) -> bool:
+        return self.path[-1] == "kernel"
+
+    def of(self, parameter: np.ndarray) -> np.ndarray:
+        """Where it is in the parameter's array, a view."""
+        return parameter if self.place is None else parameter[..., slice(*self.place), :]
+
+    def turned(self) -> Part:
         """The same, stored in the library's layout."""
         count, rows, columns = self.shape
         return dataclasses.replace(self, tensor_shape=(count, columns, rows), is_turned=True)
@@ -59,14 +71,33 @@ class Parameter:
         An expert's matrix holds them one above the other.
         """
         folder, _, name = self.tensor.rpartition(".")
-        parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+        names = _JOINED.get(name, (name,))
         count, columns, rows = self.shape
-        shape = rows // len(parts), columns
-        return [{f"{folder}.{i}.{part}.weight": shape for part in parts} for i in range(count)]
+        shape = rows // len(names), columns
+        return [{f"{folder}.{i}.{name}.weight": shape for name in names} for i in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter, and what it is made of.
+
+    Attributes:
+      path: keys in the nested dict of parameters.
+      shape: of the parameter.
+      parts: one, or those of the library's layers that are one here.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
 
     @property
     def is_kernel(self) -> bool:
         return self.path[-1] == "kernel"
+
+    def turned(self) -> Parameter:
+        """The same, stored in the library's layout."""
+        return dataclasses.replace(self, parts=tuple(part.turned() for part in self.parts))
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
@@ -81,9 +112,7 @@ def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     found = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(key.key for key in keys)
-        tensor = _tensor_name(config, path)
-        shape = tuple(leaf.shape)
-        found.append(Parameter(path, shape, tensor, _tensor_shape(config, path, shape)))
+        found.append(Parameter(path, tuple(leaf.shape), tuple(_parts(config, path, tuple(leaf.shape)))))
     return tuple(found)
 
 
@@ -110,7 +139,24 @@ _BEGINNINGS = {
     "model.": "model.language_model.",
 }
 _STACKS = ("gate_up_proj", "down_proj")  # a matrix of each expert
+# Of the library's layers, which are one here, on the axis before the last: all but the first are one there.
+_JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+
+
+def _parts(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> Iterator[Part]:
+    *folders, module, leaf = path
+    if module not in _JOINED:
+        yield Part(path, shape, _tensor_name(config, path), _tensor_shape(config, path, shape))
+        return
+    names = _JOINED[str(module)]
+    inputs, (*heads, count, width) = (shape[:1], shape[1:]) if leaf == "kernel" else ((), shape)
+    first = 0
+    for name, last in zip(names, range(count - len(names) + 1, count + 1), strict=True):
+        own = *folders, name, leaf
+        flat = *inputs, math.prod(heads) * (last - first) * width
+        yield Part(own, flat, _tensor_name(config, own), _tensor_shape(config, own, flat), (first, last))
+        first = last
 
 
 def _tensor_name(config: ModelConfig, path: Path) -> str:

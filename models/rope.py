@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vlcache_jax.pallas_kernels.rotation import rotate as rotate
+
 
 def mrope_positions(
     num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]], times: Sequence[int] | None = None
@@ -91,9 +93,3 @@ def vision_rotation(yx: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]
     angle = yx[:, :, None].astype(jnp.float32) * inverse_frequencies(10000.0, head_dim // 2)
     angle = angle.reshape(len(yx), 1, head_dim // 2)
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the halves of the last axis as pairs: x [N, H, D], cos and sin [N, 1, D / 2]."""
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -186,7 +186,7 @@ def relative_error(out: Any, want: np.ndarray) -> float:
     if (finite != np.isfinite(out)).any():
         return float("inf")
     axes = tuple(range(1, want.ndim))
-    difference = np.abs(out - want, where=finite, out=np.zeros(want.shape)).max(axes)
+    difference = np.abs(np.subtract(out, want, where=finite, out=np.zeros(want.shape))).max(axes)
     size = np.sqrt(np.square(want, where=finite, out=np.zeros(want.shape)).sum(axes) / np.maximum(finite.sum(axes), 1))
     return float(np.divide(difference, size, where=size > 0, out=np.where(difference > 0, np.inf, 0.0)).max())
 

@@ -21,8 +21,11 @@ from vlcache_jax.pallas_kernels import (
     attention,
     attention_statistics,
     dispatch,
+    experts_cases,
+    mix_experts,
     paged_attention,
     paged_cases,
+    rows_cases,
     statistics_cases,
     work_config,
 )
@@ -88,8 +91,10 @@ def _paged(
     flaw: bool = False,
     count: int = 0,
     programs: int | None = None,
+    packed: bool = False,
 ) -> float:
-    """Some rows turn out to see nothing; `count` rows at least, by so many `programs`."""
+    """Some rows turn out to see nothing; `count` rows at least, by so many `programs`. Packed queries are NaN where
+    there is no row."""
     rows = case(np.random.default_rng(0))
     count = max(count, -(-max(len(rows.table), 1) // 16) * 16)
     arrays = paged_cases.arrays(rows, count, heads, kv_heads, width, poison=True, flaw=flaw)
@@ -102,8 +107,12 @@ def _paged(
     end = rows.end.copy()
     end[::7] = 0
     ends = jax.numpy.asarray(np.pad(end, (0, count - len(end))), jax.numpy.int32)
-    run = jax.jit(functools.partial(paged_attention, implementation=implementation))
-    runs = [run(q, k, v, work, end=ends) for _ in range(2)]
+    run = jax.jit(functools.partial(paged_attention, packed=packed, implementation=implementation))
+    given = q
+    if packed:
+        places = np.asarray(work.packing())
+        given = q.at[places].get(mode="fill", fill_value=np.nan)
+    runs = [run(given, k, v, work, end=ends) for _ in range(2)]
     return _compare(runs, paged_cases.reference(dataclasses.replace(rows, end=end), q, k, v), TOLERANCE[dtype])
 
 
@@ -126,6 +135,29 @@ def _statistics(case: statistics_cases.StatisticsCase, implementation: str, **in
         if (np.asarray(zeros) < want.least).any() or (np.asarray(zeros) > want.most).any():
             raise ValueError(f"zeros must be from {want.least} to {want.most}, got {zeros}")
     return _compare([received for received, _ in runs], want.received, 1e-3)
+
+
+def _norm(case: rows_cases.NormCase, implementation: str, *, dtype: str = "bfloat16") -> float:
+    args = case.inputs(dtype)
+    runs = zip(*(case.run(args, implementation) for _ in range(2)), strict=True)
+    compared = zip(runs, case.reference(*args), (0.0, rows_cases.TOLERANCE[dtype]), strict=True)
+    return max(_compare(list(pair), want, tolerance) for pair, want, tolerance in compared)
+
+
+def _rotate(case: rows_cases.RotateCase, implementation: str, *, dtype: str = "bfloat16") -> float:
+    """Without norms all is equal to the last bit, and values always are."""
+    args, options = case.inputs(dtype)
+    runs = [case.run(args, options, implementation) for _ in range(2)]
+    want = case.reference(args, options)
+    tolerances = rows_cases.Written(*[rows_cases.TOLERANCE[dtype] * case.normed] * 5)._replace(v_pool=0.0, raw_v=0.0)
+    return max(_compare([run[i] for run in runs], want[i], tolerances[i]) for i, x in enumerate(want) if x is not None)
+
+
+def _experts(case: experts_cases.ExpertsCase, implementation: str, *, dtype: str = "bfloat16") -> float:
+    args = case.inputs(dtype)
+    run = jax.jit(functools.partial(mix_experts, first=case.first, implementation=implementation))
+    want = experts_cases.reference(*args, first=case.first)
+    return _compare([run(*args) for _ in range(2)], want, TOLERANCE[dtype])
 
 
 def _compare(runs: list[jax.Array], want: np.ndarray, tolerance: float) -> float:
@@ -186,6 +218,9 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             )
             for case in (paged_cases.requests, paged_cases.two_levels)
         ),
+        Check(
+            "two levels, packed", functools.partial(_paged, paged_cases.two_levels, 8, 2, 64, packed=True), first=True
+        ),
         Check("decode, float16", functools.partial(_paged, paged_cases.decode, 8, 2, 64, dtype="float16"), first=True),
     ),
     "link": (
@@ -208,6 +243,24 @@ CHECKS: dict[str, tuple[Check, ...]] = {
             Check(f"{case.name}, {name}", functools.partial(_statistics, case, **inputs), first=True)
             for case in statistics_cases.CASES[1:2]
             for name, inputs in (("NaN", {"flaw": True}), ("float16", {"dtype": "float16"}))
+        ),
+    ),
+    "norm_residual": (
+        *(Check(case.name, functools.partial(_norm, case), first=True) for case in rows_cases.NORM_CASES),
+        Check("float16", functools.partial(_norm, rows_cases.NORM_CASES[0], dtype="float16"), first=True),
+    ),
+    "rotate_write": (
+        *(Check(case.name, functools.partial(_rotate, case), first=True) for case in rows_cases.ROTATE_CASES),
+        Check("float16", functools.partial(_rotate, rows_cases.ROTATE_CASES[0], dtype="float16"), first=True),
+    ),
+    "experts": (
+        *(
+            Check(case.name, functools.partial(_experts, case), first=True)
+            for case in (*experts_cases.CASES, *experts_cases.REAL)
+        ),
+        *(
+            Check(f"{case.name}, float16", functools.partial(_experts, case, dtype="float16"), first=True)
+            for case in experts_cases.CASES[:2]
         ),
     ),
 }  # fmt: skip

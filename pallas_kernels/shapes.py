@@ -340,3 +340,68 @@ LINK: dict[str, tuple[LinkShape, ...]] = {
     "Qwen3-VL-8B": (LinkShape(1024, 20480, 8, 128), LinkShape(16384, 20480, 8, 128)),
     "Qwen2.5-VL-7B": (LinkShape(16384, 20480, 4, 128),),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsShape:
+    """A case of what is done to the N rows of a step, into a pool of S slots, by the letters of shapes.
+
+    Attributes:
+      has_norms: of heads; a family without has biases.
+    """
+
+    N: int
+    M: int
+    H: int
+    K: int
+    D: int
+    has_norms: bool
+    S: int = 20480
+
+    def norm_specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract x, delta and weight of norm_residual."""
+        x, scale = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.N, self.M), (self.M,)))
+        return x, x, scale
+
+    def rotate_specs(self, dtype: Any = jnp.bfloat16) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Abstract arguments of rotate_write, and those by name."""
+        width = self.H // self.K + 2
+        sizes = (self.N, self.K, width, self.D), (self.N, 1, self.D // 2), (self.S, self.K, self.D)
+        product, angle, pool = (jax.ShapeDtypeStruct(s, dtype) for s in sizes)
+        norm, bias = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.D,), (self.K, width, self.D)))
+        options = {"q_norm": norm, "k_norm": norm} if self.has_norms else {"bias": bias}
+        return ([product], angle, angle, jax.ShapeDtypeStruct((self.N,), jnp.int32), pool, pool), options
+
+
+ROWS: dict[str, tuple[RowsShape, ...]] = {
+    "Qwen3-VL-8B": tuple(RowsShape(rows, 4096, 32, 8, 128, True) for rows in (1, 64, 4096)),
+    "Qwen2.5-VL-7B": tuple(RowsShape(rows, 3584, 28, 4, 128, False) for rows in (64, 8192)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsShape:
+    """A case of a mixture: N rows with k choices each among E experts, of widths M and F."""
+
+    N: int
+    k: int
+    E: int
+    M: int
+    F: int
+
+    def specs(self, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract arguments of mix_experts."""
+        shapes = (self.N, self.M), (self.N, self.k), (self.E, self.M, 2 * self.F), (self.E, self.F, self.M)
+        x, weight, gate_up, down = (jax.ShapeDtypeStruct(s, dtype) for s in shapes)
+        return x, weight, jax.ShapeDtypeStruct(weight.shape, jnp.int32), gate_up, down
+
+    def sizes(self, seed: int = 0) -> np.ndarray:
+        """Rows of each expert where all are as likely, [E]."""
+        rng = np.random.default_rng(seed)
+        return np.bincount(rng.random((self.N, self.E)).argsort(1)[:, : self.k].ravel(), minlength=self.E)
+
+
+EXPERTS: dict[str, tuple[ExpertsShape, ...]] = {
+    "Qwen3-VL-30B-A3B": tuple(ExpertsShape(n, 8, 128, 2048, 768) for n in (1, 16, 64, 512, 8192)),
+    "Qwen3-VL-235B-A22B": tuple(ExpertsShape(n, 8, 128, 4096, 1536) for n in (1, 64, 8192)),
+}

@@ -83,8 +83,10 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
     runner = abstract_runner(MODELS[model])
     for size, keep in ((8192, 8192), (2048, 512), (512, 512), (64, 64), (64, 1)):
         yield f"layer {size} -> {keep}", compile_for(runner, Layer(size, keep, False))
+    window = runner.ladder.window
     for size in (1, 64):
-        yield f"window {size}", compile_for(runner, Window(size))
+        for choice, steps in (("greedy", window), ("drawn", window), ("any", 1)):
+            yield f"window {size}, {choice}", compile_for(runner, Window(size, choice, steps))
     yield "encode 4096 patches", compile_for(runner, Encode(4096))
     layers = runner.shapes.link_groups[0].stop
     for size, count in ((4096, 1), (1024, 16)):
@@ -117,6 +119,7 @@ def main() -> None:
                         "temporary MB": result.temp / 1e6,
                         "operations": result.operations,
                         "in loops": result.looped,
+                        "predicates": result.predicates,
                     }
                 )
     head = report.environment("jax", "jaxlib", "nvidia-cuda-nvcc") | {"target": "NVIDIA H200"}

@@ -43,9 +43,13 @@ class Compiled:
       alias, temp: bytes updated in place, and of temporaries.
       operations: that the program launches: fusions, library calls, kernels, copies; a loop is one.
       looped: operations of one pass of its loops.
+      predicates: branches, and loops of which the compiler does not know how often they turn: a GPU's host reads a
+        predicate for each, and waits for the device.
       spills: bytes of stack and of spilled registers of its Mosaic GPU kernels, the worst of them; None without any.
         Where the assembler says nothing, as it had them all, the worst of all kernels so far.
       registers: of a thread, likewise.
+      products: matrix products, outside of Mosaic GPU kernels.
+      written: the shapes of arrays that its operations write.
       text: of the compiled program.
     """
 
@@ -54,8 +58,11 @@ class Compiled:
     temp: int
     operations: int
     looped: int
+    predicates: int
     spills: int | None
     registers: int | None
+    products: int
+    written: frozenset[tuple[int, ...]] = dataclasses.field(repr=False)
     text: str = dataclasses.field(repr=False)
 
 
@@ -67,18 +74,28 @@ def h200() -> Any:
     return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
 
 
-def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = ()) -> Compiled:
-    """Compiles for an H200; arguments are trees of anything with shape and dtype."""
+def compile_h200(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """The program itself, of arguments as in `compile_program`."""
     sharding = jax.sharding.SingleDeviceSharding(h200())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    return jax.jit(function, donate_argnums=donated).lower(*specs).compile(options)
+
+
+def compile_program(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donated: Any = (), options: dict[str, Any] | None = None
+) -> Compiled:
+    """Compiles for an H200; arguments are trees of anything with shape and dtype, options the compiler's."""
     start = time.perf_counter()
     with _ptxas_output() as output:
-        compiled = jax.jit(function, donate_argnums=donated).lower(*specs).compile()
+        compiled = compile_h200(function, arguments, donated, options)
     seconds = time.perf_counter() - start
     plan, text = compiled.memory_analysis(), compiled.as_text()
     if plan is None or text is None:
         raise RuntimeError("the compiler gives no memory plan")
-    loops = [_computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
+    entry = text[text.index("ENTRY") :]
+    loops = [computation(text, body) for body in re.findall(r"body=%([^,\s]+)", text)]
     # jax 0.12 assembles a kernel once in a process: of those that it has, all that was printed counts.
     _printed.append(output[0])
     printed = output[0] if "registers" in output[0] or "mosaic_gpu" not in text else "".join(_printed)
@@ -88,21 +105,41 @@ def compile_program(function: Callable[..., Any], arguments: tuple[Any, ...], do
         seconds=seconds,
         alias=plan.alias_size_in_bytes,
         temp=plan.temp_size_in_bytes,
-        operations=_operations(text[text.index("ENTRY") :]),
-        looped=sum(map(_operations, loops)),
+        operations=count_operations(entry),
+        looped=sum(map(count_operations, loops)),
+        predicates=_predicates(text),
         spills=max((sum(map(int, frame)) for frame in frames), default=None),
         registers=max(registers, default=None),
+        products=len(re.findall(r" dot\(|custom_call_target=\"__cublas", text)),
+        written=frozenset().union(*map(_written, (entry, *loops))),
         text=text,
     )
 
 
-def _operations(text: str) -> int:
+def _predicates(text: str) -> int:
+    """Branches, and loops of an unknown number of turns."""
+    loops = re.findall(r"^.* while\(.*$", text, re.MULTILINE)
+    return len(re.findall(r" conditional\(", text)) + sum("known_trip_count" not in loop for loop in loops)
+
+
+def count_operations(text: str) -> int:
     """How many instructions of a computation are launched."""
-    names = re.findall(r"^\s*(?:ROOT )?%\S+ = (?:\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
-    return sum(name not in ("parameter", "bitcast", "get-tuple-element", "tuple", "constant") for name in names)
+    return len(_launched(text))
 
 
-def _computation(text: str, name: str) -> str:
+def _written(text: str) -> set[tuple[int, ...]]:
+    """The shapes of arrays that instructions of a computation write."""
+    return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", " ".join(_launched(text)))}
+
+
+def _launched(text: str) -> list[str]:
+    """The types of what is launched of a computation."""
+    found = re.findall(r"^\s*(?:ROOT )?%\S+ = (\([^=]*?\)|\S+) ([a-z\-]+)\(", text, re.MULTILINE)
+    unlaunched = "parameter", "bitcast", "get-tuple-element", "tuple", "constant"
+    return [kind for kind, name in found if name not in unlaunched]
+
+
+def computation(text: str, name: str) -> str:
     """The instructions of a computation of a compiled program."""
     begin = text.index(f"\n%{name} (")
     return text[begin : text.index("\n}", begin)]
@@ -139,7 +176,7 @@ def abstract_runner(config: ModelConfig, implementation: str = "mosaic_gpu", **s
     )  # fmt: skip
 
 
-def compile_for(runner: Runner, program: Program[Any]) -> Compiled:
+def compile_for(runner: Runner, program: Program[Any], options: dict[str, Any] | None = None) -> Compiled:
     """Compiles one of the runner's programs."""
     shapes = runner.shapes
-    return compile_program(program.function(shapes), program.arguments(shapes), program.donates)
+    return compile_program(program.function(shapes), program.arguments(shapes), program.donates, options)

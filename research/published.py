@@ -483,6 +483,14 @@ def gpu_causal() -> Iterator[list[str]]:
         yield [str(tokens), *(f"{ms:.3g}" for ms in (own["ms"], *found)), f"{own['TFLOP/s']:.0f}"]
 
 
+def gpu_windows(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What of windows is a CUDA graph, and what the host reads (`python -m research.thunks`)."""
+    columns = ("predicates read", "graphs", "kernels inside", "kernels outside", "loops outside")
+    yield ["rows", "window", *columns]
+    for row in rows:
+        yield [str(row["rows"]), row["window"], *(str(row[name]) for name in columns)]
+
+
 def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Times to the first token on an H200 (`python -m benchmarks.gpu`)."""
     yield ["", "first token, ms", "times as fast as cold", "spread, ms"]
@@ -669,6 +677,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "compression memory": compressed_memory,
     "gpu attention": gpu_attention,
     "gpu causal": gpu_causal,
+    "gpu windows": functools.partial(_of, gpu_windows, "thunks_h200.json"),
     "gpu steps": gpu_steps,
     "gpu versions": gpu_versions,
     "gpu first tokens": functools.partial(_of, gpu_first_tokens, "ttft_h200.json"),

@@ -26,8 +26,15 @@ import jax
 import jax.numpy as jnp
 
 from research.compiled import compile_program
-from vlcache_jax.pallas_kernels import attention_statistics, paged_attention
-from vlcache_jax.pallas_kernels.shapes import ATTENTION, STATISTICS, AttentionShape, StatisticsShape
+from vlcache_jax.pallas_kernels import attention_statistics, mix_experts, paged_attention
+from vlcache_jax.pallas_kernels.shapes import (
+    ATTENTION,
+    EXPERTS,
+    STATISTICS,
+    AttentionShape,
+    ExpertsShape,
+    StatisticsShape,
+)
 from vlcache_jax.study import report
 
 _INSTRUCTION = re.compile(r":(\d+)\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(\w+)\s+)?([A-Z][A-Z0-9_.]*) *(.*?)\s*$")
@@ -224,6 +231,12 @@ def compile_statistics(shape: StatisticsShape) -> list[Kernel]:
     return kernels(lambda: compile_program(observe, shape.specs()))
 
 
+def compile_experts(shape: ExpertsShape) -> list[Kernel]:
+    """Our kernels for a mixture of experts: gate and up, and down."""
+    mix = functools.partial(mix_experts, implementation="mosaic_gpu")
+    return kernels(lambda: compile_program(mix, shape.specs()))
+
+
 def compile_jaxs(shape: AttentionShape, *, causal: bool) -> Kernel:
     """jax's kernel for as many rows as slots, two warpgroups of 64 rows and blocks of 128 slots as in ours."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
@@ -265,6 +278,10 @@ def main() -> None:
     observed = STATISTICS["Qwen3-VL-8B"][0]
     for part, kernel in zip(("columns", "rows"), compile_statistics(observed), strict=True):
         compiled[f"statistics of {observed.N} rows x {observed.slots}, {part}"] = kernel
+    for experts in EXPERTS["Qwen3-VL-30B-A3B"]:
+        if experts.N in (1, 64, 8192):
+            for part, kernel in zip(("gate and up", "down"), compile_experts(experts), strict=True):
+                compiled[f"experts of {experts.N} rows, {part}"] = kernel
     for causal in (False, True):
         name = f"jax.experimental.pallas.ops.gpu.attention_mgpu, {'causal' if causal else 'not causal'}"
         compiled[name] = compile_jaxs(cold, causal=causal)

@@ -204,8 +204,8 @@ def test_bytes_do_not_depend_on_the_engine(opened, made, image, codec, bits, les
 def test_what_is_captured_comes_in_few_transfers(opened, made, image, monkeypatch, codec, transfers):
     """Of a layer: keys and values, or all that is coded."""
     llm, arrays = opened(made("qwen2_5_vl"), codec), []
-    writer, start = llm.service.cache.writer, llm.service.cache.writer._start
-    monkeypatch.setattr(writer, "_start", lambda own, *rest: (arrays.append(len(own)), start(own, *rest)))
+    writer, ask = llm.service.cache.writer, llm.service.cache.writer._ask
+    monkeypatch.setattr(writer, "_ask", lambda own, *rest: (arrays.append(len(own)), ask(own, *rest)))
     score(llm, "Never ", image, " before?", reuse="exact")
     assert arrays == [1, 2 * transfers]  # encoder rows, and two layers
 

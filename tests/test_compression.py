@@ -101,7 +101,7 @@ class Reference:
         score = jnp.einsum("nkgd,skd->kgns", q, k, precision="highest") * config.head_dim**-0.5
         weight = jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf), -1)
         out = jnp.einsum("kgns,skd->nkgd", weight, v, precision="highest")
-        x = layer.transform(x + layer.self_attn.o_proj(out.reshape(len(x), -1)), jnp.ones(len(x), bool))
+        x = layer.transform(x, layer.self_attn.o_proj(out.reshape(len(x), -1)), jnp.ones(len(x), bool))
         return (x + jnp.where(i < len(deepstack), deepstack[i], 0) if len(deepstack) else x), weight
 
     def run(self, placed, masks):

@@ -509,9 +509,9 @@ def test_logits_that_are_not_finite_end_their_request_alone(llm, params, monkeyp
     window, steps = llm.service.device.runner.window, itertools.count()
 
     def damaged(*given):
-        sampled = window(*given)
+        [sampled] = window(*given)
         # The third token of the second row, the window's second.
-        return sampled._replace(token=sampled.token.at[1, 1].set(-1)) if next(steps) == 0 else sampled
+        return [sampled._replace(token=sampled.token.at[1, 1].set(-1)) if next(steps) == 0 else sampled]
 
     monkeypatch.setattr(llm.service.device.runner, "window", damaged)
     outputs = chat(llm, rows, params, on_error="return")

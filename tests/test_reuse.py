@@ -389,7 +389,7 @@ def dense_reference(llm, conversation, policy):
                     if config.qk_norm:
                         scale = np.asarray(params["self_attn"]["k_norm"]["scale"])
                     else:
-                        bias = np.asarray(params["self_attn"]["k_proj"]["bias"]).reshape(raw_k.shape[1:])
+                        bias = np.asarray(params["self_attn"]["qkv_proj"]["bias"])[:, -2]
                     had, has = (
                         np.square((keys - bias) / scale).mean(-1, keepdims=True) for keys in (old[layer, 0], raw_k)
                     )

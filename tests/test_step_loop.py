@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import threading
 import time
 
 import jax
@@ -16,7 +17,9 @@ import pytest
 
 from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, spoil, spoil_compressed, user
 from vlcache_jax import LLM, Ladder, SamplingParams
-from vlcache_jax.cache.record import Why
+from vlcache_jax.cache.record import Record, Why
+from vlcache_jax.cache.store import Store
+from vlcache_jax.device.programs.base import Demand
 from vlcache_jax.engine import engine as engine_module
 from vlcache_jax.engine.request import Generation, Holding
 from vlcache_jax.engine.uploads import Transfers
@@ -596,22 +599,78 @@ def test_encoder_rows_stay_until_what_reads_them_has_been_read(engine, pictures,
     assert [answers(output) for output in outputs] == [answers(output) for output in expected]
 
 
-@pytest.mark.parametrize(("is_host", "known"), [(True, [0, 0]), (False, [1, 9])])
-def test_a_gpu_is_asked_for_a_window_when_what_is_there_has_been_told(engine, monkeypatch, is_host, known):
-    """Its call returns when the window has ended, and first tokens would wait for two of them."""
+def test_what_a_turn_encodes_for_two_is_found_by_the_second_though_nothing_is_stored_yet(engine, pictures, monkeypatch):
     renew(engine)
-    monkeypatch.setitem(vars(engine.service.device.runner), "is_host", is_host)
-    driver, decode, told = Driver(engine), engine_module.decode, []
-
-    def noting(*given):
-        told.append(len(job.sequences[0].generated))
-        return decode(*given)
-
-    monkeypatch.setattr(engine_module, "decode", noting)
-    job = driver.arrive(Asked(user("What is it?"), dataclasses.replace(GREEDY, max_tokens=12), "exact"))
+    driver, is_told, publish = Driver(engine), threading.Event(), Store.publish
+    monkeypatch.setattr(Store, "publish", lambda store, record: (is_told.wait(60), publish(store, record)))
+    jobs = [driver.arrive(Asked(user(text, pictures[0]), GREEDY, "exact")) for text in ("One ", "Two ")]
     driver.finish()
-    assert told == known
-    assert len(driver.output(job).outputs[0].token_ids) == 12
+    told = [driver.output(job).cache.images[0].encoder for job in jobs]
+    is_ready = jobs[1].sequences[0].progress.images[0].encoder.is_ready
+    is_told.set()
+    engine.service.cache.writer.flush()
+    assert (told, is_ready) == (["computed", "host"], False)
+
+
+def test_first_tokens_leave_the_device_before_what_is_stored(short_steps, pictures, monkeypatch):
+    """The prompt takes several steps, and two of them have rows of an image whose K, V nobody has."""
+    renew(short_steps)
+    driver, copied = Driver(short_steps), []
+    writer, put = short_steps.service.cache.writer, Record.put
+    first = dataclasses.replace(GREEDY, max_tokens=1)
+    driver.arrive(Asked(user(pictures[2], "?"), first, "exact"))
+    driver.finish()
+    writer.flush()
+    monkeypatch.setattr(Record, "put", lambda *given: (copied.append(len(job.sequences[0].generated)), put(*given)))
+    steps = writer.asked
+    job = driver.arrive(Asked(user(STARTS[1], pictures[2], "?"), first, "exact"))
+    driver.finish()
+    assert writer.asked == steps + 2
+    writer.flush()
+    assert copied
+    assert set(copied) == {1}  # tokens that there were then
+    assert driver.output(job).cache.images[0].encoder == "host"
+
+
+@pytest.mark.ladder
+@pytest.mark.parametrize("compress", [None, "snapkv-0.5"])
+def test_windows_of_a_number_of_steps_answer_the_same(engine, pictures, monkeypatch, compress):
+    """As a GPU has them: the host says how many, and what rows may ask for."""
+    of_all = dataclasses.replace(GREEDY, max_tokens=13)
+    some = [
+        of_all,
+        dataclasses.replace(of_all, temperature=0.9, top_p=0.9, top_k=30, seed=3),
+        dataclasses.replace(of_all, repetition_penalty=1.3, logprobs=3, min_tokens=4),
+        dataclasses.replace(of_all, bad_words=["e"], logit_bias={70: 4.0}, ignore_eos=False),
+        dataclasses.replace(of_all, structured_outputs={"regex": "[a-f]{4,9}"}),
+        dataclasses.replace(of_all, max_tokens=3),
+    ]
+    runner, ran = engine.service.device.runner, {}
+
+    def answered(*params):
+        renew(engine)
+        driver, run = Driver(engine), runner.run
+        programs = ran.setdefault(runner.shapes.is_host, {})
+        with monkeypatch.context() as context:
+            context.setattr(runner, "run", lambda one, *args: programs.setdefault(one) or run(one, *args))
+            asked = [Asked(user("What is it, ", pictures[0], "?"), one, "exact", compress=compress) for one in params]
+            jobs = [driver.arrive(one) for one in asked]
+            driver.finish()
+        outputs = [driver.output(job) for job in jobs]
+        return [(answers(output), [one.logprobs for one in output.outputs]) for output in outputs]
+
+    cases = [some[:1], some[:2], some, some[-1:]]
+    expected = [answered(*params) for params in cases]
+    monkeypatch.setattr(runner.shapes, "is_host", False)
+    assert [answered(*params) for params in cases] == expected
+    windows = {is_host: [one for one in programs if "window" in one.name] for is_host, programs in ran.items()}
+    assert {(one.choice, one.steps) for one in windows[True]} == {("asked", None)}
+    steps = runner.ladder.window
+    assert {(one.choice, one.steps) for one in windows[False]} == {("greedy", steps), ("drawn", steps), ("any", 1)}
+    # They are what a warm-up makes.
+    known = type(windows[False][0]).family(runner.shapes, Demand(runner.ladder))
+    assert set(windows[False]) <= set(known)
+    assert {one.choice for one in ran[False] if one.name == "sample"} == {"greedy", "drawn", "any"}
 
 
 # What a pass may cost.

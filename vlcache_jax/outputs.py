@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from vlcache_jax.cache.record import Record
+from vlcache_jax.cache.record import Lost, Record
 from vlcache_jax.cache.record import Why as Why
 from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
 from vlcache_jax.engine.completions import Logprob as Logprob
@@ -404,7 +404,8 @@ class Reporter:
             moved += linked.meta.nbytes + _fetched(linked, use.kv_tier)
         encoder = "none"
         if depth.any():
-            found = use.has_encoder and use.encoder is not None and use.encoder.is_ready
+            # One turn may compute it for both, and its tokens be read before the record is filled.
+            found = use.has_encoder and use.encoder is not None and not isinstance(use.encoder.state, Lost)
             encoder = use.encoder_tier if found else "computed"
             if found and use.encoder is not None and encoder != "device":
                 rows = use.encoder.data[:, 0].nbytes * int(np.count_nonzero(depth))

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from vlcache_jax.models.family import Published, PublishedSize
-from vlcache_jax.models.params import Parameter, parameters, published_name
+from vlcache_jax.models.params import Part, parameters, published_name
 from vlcache_jax.models.published import config_file
 from vlcache_jax.models.registry import FAMILIES, load_config
 
@@ -301,33 +301,34 @@ def _write_weights(directory: pathlib.Path, seed: int, dtype: str, shards: int, 
     config = load_config(directory)
     rng = np.random.default_rng(seed)
     tensors = {}
-    for parameter in parameters(config):
-        name = published_name(config, parameter.tensor) if published else parameter.tensor
-        tensor = _random(rng, _kind(parameter), parameter.tensor_shape)
-        if parameter.is_stack and not published:
+    parts = [part for parameter in parameters(config) for part in parameter.parts]
+    for part in sorted(parts, key=lambda part: part.path):
+        name = published_name(config, part.tensor) if published else part.tensor
+        tensor = _random(rng, _kind(part), part.tensor_shape)
+        if part.is_stack and not published:
             tensor = np.ascontiguousarray(tensor.swapaxes(1, 2))
         tensors[name] = tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return
     weight_map: dict[str, str] = {}
-    for i, part in enumerate(_split(sorted(tensors), shards), 1):
+    for i, shard in enumerate(_split(sorted(tensors), shards), 1):
         file = f"model-{i:05d}-of-{shards:05d}.safetensors"
-        save_file({name: tensors[name] for name in part}, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
+        save_file({name: tensors[name] for name in shard}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
     size = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(
         directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
     )
 
 
-def _kind(parameter: Parameter) -> str:
-    if parameter.is_stack:
+def _kind(part: Part) -> str:
+    if part.is_stack:
         return "experts"
-    if parameter.path[-2:] == ("gate", "kernel"):
+    if part.path[-2:] == ("gate", "kernel"):
         return "router"
     # The output head is a table of the vocabulary too, but it is multiplied like a kernel.
-    return "kernel" if parameter.path[0] == "lm_head" else str(parameter.path[-1])
+    return "kernel" if part.path[0] == "lm_head" else str(part.path[-1])
 
 
 def _random(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:

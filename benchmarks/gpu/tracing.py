@@ -7,7 +7,7 @@ import json
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax
 from vlcache_jax.benchmarks.gpu.plan import Plan, Row
 
 _HOST = 60  # names of host events that are kept
+_CONDITION = re.compile(r"^ *condition:\n.*?(?=^ *body:$)", re.DOTALL | re.MULTILINE)
 
 
 def traced(plan: Plan, name: str, run: Callable[[], object]) -> Row:
@@ -76,29 +77,36 @@ def _occupation(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float
 
 
 def graphs(text: str) -> dict[str, int]:
-    """What of a window's loop over tokens stands inside CUDA graphs ("command buffers"), and what outside.
+    """What of a window stands inside CUDA graphs ("command buffers"), and what outside; a loop's body counts once.
 
     Args:
       text: XLA's thunks of a window, after all passes, indented by what contains them.
 
     Returns:
-      Counts in the loop's body: graphs that no other graph contains; kernels (and copies, library calls) inside and
-      outside of graphs; conditionals outside, whose predicate the host reads.
+      Counts: graphs that no other graph contains; kernels (and copies, library calls) inside and outside of graphs;
+      conditionals and loops outside. The host reads a predicate for a conditional, and for a loop whose number of turns
+      XLA does not know, which the thunks do not tell.
     """
-    found = dict.fromkeys(("graphs", "kernels inside", "kernels outside", "conditionals outside"), 0)
-    around: list[tuple[int, str]] = []  # indentation and kind of what contains a line
-    for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", text.partition("\n  body:\n")[2], re.MULTILINE):
-        while around and around[-1][0] >= len(spaces):
-            around.pop()
-        inside = any(outer == "kCommandBuffer" for _, outer in around)
+    names = {"kConditional": "conditionals outside", "kWhile": "loops outside"}
+    found = dict.fromkeys(("graphs", "kernels inside", "kernels outside", *names.values()), 0)
+    for kind, inside in thunks(text):
         if kind == "kCommandBuffer":
             found["graphs"] += not inside
-        elif kind == "kConditional":
-            found["conditionals outside"] += not inside
+        elif kind in names:
+            found[names[kind]] += not inside
         else:
             found["kernels inside" if inside else "kernels outside"] += 1
-        around.append((len(spaces), kind))
     return found
+
+
+def thunks(text: str) -> Iterator[tuple[str, bool]]:
+    """Kinds of XLA's thunks, in their order, and whether each stands inside a CUDA graph; without loops' conditions."""
+    around: list[tuple[int, str]] = []  # indentation and kind of what contains a line
+    for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", _CONDITION.sub("", text), re.MULTILINE):
+        while around and around[-1][0] >= len(spaces):
+            around.pop()
+        yield kind, any(outer == "kCommandBuffer" for _, outer in around)
+        around.append((len(spaces), kind))
 
 
 def dump_folder(plan: Plan) -> str:

@@ -83,6 +83,7 @@ def paged_attention(
     work: Work,
     *,
     end: jax.Array | None = None,
+    packed: bool = False,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -107,6 +108,7 @@ def paged_attention(
       work: The work list, made for this implementation (`work_config`).
       end: Ends that the device decides, int32 `[N]`, none above that in `work` nor below its `least`, but for rows that
         are to see nothing (0); None takes those of `work`.
+      packed: Queries stand at the places that `work.packing()` says, `[R, H, D]`, and not as their rows lie.
       scale, implementation: As in `attention`.
 
     Returns:
@@ -122,20 +124,22 @@ def paged_attention(
     if not isinstance(work, Work):
         raise ValueError(f"work must be a Work as made by make_work, got {type(work).__name__}")
     config = work.config
-    if config.rows != len(q):
-        raise ValueError(f"work must be for the {len(q)} rows of q, got one for {config.rows}")
+    if len(q) != (rows := config.packed if packed else config.rows):
+        raise ValueError(f"work must be for the {len(q)} {'places' if packed else 'rows'} of q, got one for {rows}")
     if len(k) % PAGE:
         raise ValueError(f"k must have whole pages of {PAGE} slots, got {list(k.shape)}")
-    if end is not None and (end.shape != q.shape[:1] or end.dtype != jnp.int32):
-        raise ValueError(f"end must be int32 of shape {[len(q)]}, got {end.dtype} {list(end.shape)}")
-    choice = choose("paged_attention", f"q {q.dtype} {list(q.shape)}, k {list(k.shape)}", implementation, q)
+    if end is not None and (end.shape != (config.rows,) or end.dtype != jnp.int32):
+        raise ValueError(f"end must be int32 of shape {[config.rows]}, got {end.dtype} {list(end.shape)}")
+    case = f"q {q.dtype} {[config.rows, *q.shape[1:]]}, k {list(k.shape)}"
+    choice = choose("paged_attention", case, implementation, q)
     if (choice.implementation == "xla") != (config.programs == 1):
         raise ValueError(f"work must be made for {choice.implementation} (see work_config), got {config}")
     if choice.implementation == "xla":
         return xla.paged_attention(q, k, v, work, end, scale=scale)
     from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 
-    return mosaic_gpu.paged_attention(q, k, v, work, end, scale=scale, interpret=dispatch.interpreter(choice))
+    interpret = dispatch.interpreter(choice)
+    return mosaic_gpu.paged_attention(q, k, v, work, end, packed=packed, scale=scale, interpret=interpret)
 
 
 def work_config(

@@ -198,7 +198,7 @@ def check(q: jax.Array) -> None:
 
 
 # Inner jits: a program that calls the same case for each of its layers compiles one kernel.
-@functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("packed", "scale", "config", "interpret"))
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -206,6 +206,7 @@ def paged_attention(
     work: Work,
     end: jax.Array | None = None,
     *,
+    packed: bool = False,
     scale: float,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -213,7 +214,7 @@ def paged_attention(
     """Attention over pages.
 
     Args:
-      q: `[N, H, D]`, rows of a step.
+      q: `[N, H, D]`, rows of a step; if they are `packed`, as `work` packs them.
       k, v: `[S, K, D]`, a pool of pages; V is finite. It is copied only if D is no multiple of 32.
       work: of a configuration that `work_config` made for H, K and D.
       end: `[N]`, one past the last logical slot that each row sees, where it is less than the work list says.
@@ -226,10 +227,11 @@ def paged_attention(
     Raises:
       ValueError: the work was cut for other arguments.
     """
-    N, H, D = q.shape
     cut, parts = work.config, work.parts()
-    if (cut.rows, cut.heads * cut.group, cut.box) != (N, H, BOX) or cut.heads % k.shape[1]:
-        raise ValueError(f"work must be cut for {N} rows, {H} heads, {k.shape[1]} key-value heads, got {cut}")
+    N, (_, H, D) = cut.rows, q.shape
+    is_cut = (cut.packed if packed else N, cut.heads * cut.group, cut.box) == (len(q), H, BOX)
+    if not is_cut or cut.heads % k.shape[1]:
+        raise ValueError(f"work must be cut for {len(q)} rows, {H} heads, {k.shape[1]} key-value heads, got {cut}")
     config = config or default_config(N, H, k.shape[1], D, decode=cut.tile == EIGHT)
     config = dataclasses.replace(config, tile=cut.tile, programs=cut.programs)
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -D % 32))) for x in (q, k, v))
@@ -242,9 +244,10 @@ def paged_attention(
     first = {name: place.start for name, (place, _) in cut.places.items()}
     lists = _Lists(first["ctas"], first["items"], first["tables"], cut.pages, cut.group, cut.heads, cut.programs)
     outputs = _Outputs(cut.octets * BOX, WIDTH, cut.partial_boxes, N)
-    q = q.at[parts.rows].get(mode="clip")
-    packed, *partials, out = _launch(q, k, v, work.buffer, seen, lists, outputs, scale, config, interpret)
-    return merge(out, packed, tuple(partials), work, interpret)[:, :, :D]
+    if not packed:
+        q = q.at[parts.rows].get(mode="clip")
+    results, *partials, out = _launch(q, k, v, work.buffer, seen, lists, outputs, scale, config, interpret)
+    return merge(out, results, tuple(partials), work, interpret)[:, :, :D]
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))

@@ -79,6 +79,11 @@ class WorkConfig:
         return -(-self.rows // self.box) + few * (1 + self.shared)
 
     @functools.cached_property
+    def packed(self) -> int:
+        """Places in which queries stand packed; 0 where one program takes them as their rows lie."""
+        return (self.octets + self.tile) * self.box if self.programs > 1 else 0
+
+    @functools.cached_property
     def tiles(self) -> int:
         """Items of a head at most, before they are cut."""
         return -(-self.octets // (self.small // self.group)) + min(self.rows, self.requests) * (1 + self.shared)
@@ -110,7 +115,7 @@ class WorkConfig:
             "ctas": (self.programs + 1,),
             "items": (self.items, COLUMNS),
             "tables": (self.requests, self.pages),
-            "rows": ((self.octets * self.box + self.tile * self.box),),  # a tile more, for reading beyond the last one
+            "rows": ((self.octets + self.tile) * self.box,),  # a tile more, for reading beyond the last one
             "start": (self.rows,),
             "end": (self.rows,),
             "unpack": (self.rows * merging,),
@@ -178,6 +183,10 @@ class Work:
     def parts(self) -> Parts:
         """Views of the buffer."""
         return Parts(**{name: self.buffer[at].reshape(shape) for name, (at, shape) in self.config.places.items()})
+
+    def packing(self) -> Any:
+        """Where queries are packed for `paged_attention`, the row at each place, `config.rows` for none; else None."""
+        return self.parts().rows if self.config.packed else None
 
     def through(self, tables: jax.Array) -> Work:
         """The same work over tables that the device decides, int32 [T, B], which must be as long: what rows visit

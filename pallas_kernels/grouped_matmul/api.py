@@ -1,14 +1,16 @@
-"""The contract of grouped products."""
+"""The contracts of grouped products, and of the mixture of experts that is made of them."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from vlcache_jax.pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
+from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.pallas_kernels.grouped_matmul import xla
 
 
 def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies each row by the matrix of its group, as `jax.lax.ragged_dot` does.
+    """Multiplies each row by the matrix of its group, as `jax.lax.ragged_dot` does; in XLA.
 
     Operations follow the rows, and only matrices of groups that have rows are read. (What XLA makes of `ragged_dot` on
     CPUs and GPUs multiplies every row by every matrix.)
@@ -28,4 +30,76 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
         raise ValueError(f"weights must be [E, {x.shape[-1]}, N] in {x.dtype}, got {weights.shape} in {weights.dtype}")
     if sizes.shape != weights.shape[:1]:
         raise ValueError(f"sizes must be [{len(weights)}], one for each matrix, got {sizes.shape}")
-    return grouped_matmul_xla(x, weights, sizes)
+    return xla.grouped_matmul(x, weights, sizes)
+
+
+def mix_experts(
+    x: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    first: int | jax.Array = 0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Sums, over the experts e that each row has chosen, weight * down_e(silu(gate_e x) * up_e x).
+
+    Operations follow the choices, and only matrices of experts that somebody has chosen are read. As the library does,
+    products are rounded to the dtype of `x` and added in float32, always in the same order.
+
+    Experts may be spread over devices, each of which holds some that follow each other: what other experts give is left
+    out here, and the sum over the devices, in float32, is the whole.
+
+    Letters: N rows, `k` choices of each, E experts at hand, M width, F width of an expert.
+
+    Args:
+      x: [N, M].
+      weight: of each choice, [N, k], in the dtype of `x`.
+      expert: chosen, int32 [N, k]; a choice outside of those at hand adds nothing, whatever row and weight hold.
+      gate_up: gate and up side by side, [E, M, 2F], in the dtype of `x`.
+      down: [E, F, M], likewise.
+      first: the number of the first expert at hand.
+      implementation: as in `vlcache_jax.pallas_kernels.attention`; the kernel multiplies bfloat16 and float16.
+
+    Returns:
+      float32 [N, M].
+
+    Raises:
+      ValueError: shapes or dtypes that do not go together.
+      NotImplementedError: the implementation asked for does not do this case.
+    """
+    _check(x, weight, expert, gate_up, down)
+    (N, M), (E, F, _) = x.shape, down.shape
+
+    def check() -> None:
+        from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu  # takes a second to import
+
+        dispatch.check_array(implementation, x)
+        mosaic_gpu.check(x, F)
+
+    case = f"{N} x {expert.shape[1]} of {E} experts, {x.dtype} {M} x {F}"
+    choice = dispatch.choose("experts", case, implementation, check)
+    own = expert - first
+    own = jnp.where((own >= 0) & (own < E), own, E)
+    if choice.implementation == "xla":
+        return xla.mix_experts(x, weight, own, gate_up, down)
+    from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu
+
+    interpret = dispatch.interpreter(choice)
+    config = mosaic_gpu.default_config(expert.size, E, programs=None if interpret is None else 3)
+    return mosaic_gpu.mix_experts(x, weight, own, gate_up, down, config=config, interpret=interpret)
+
+
+def _check(x: jax.Array, weight: jax.Array, expert: jax.Array, gate_up: jax.Array, down: jax.Array) -> None:
+    if x.ndim != 2 or down.ndim != 3 or down.shape[2] != x.shape[1] or down.dtype != x.dtype:
+        raise ValueError(f"down must be [E, F, {x.shape[-1]}] in {x.dtype}, got {down.shape} in {down.dtype}")
+    E, F, M = down.shape
+    if gate_up.shape != (E, M, 2 * F) or gate_up.dtype != x.dtype:
+        raise ValueError(f"gate_up must be {[E, M, 2 * F]} in {x.dtype}, got {list(gate_up.shape)} in {gate_up.dtype}")
+    if expert.ndim != 2 or len(expert) != len(x) or expert.dtype != jnp.int32:
+        raise ValueError(f"expert must be int32 [{len(x)}, k], got {expert.dtype} {list(expert.shape)}")
+    if weight.shape != expert.shape or weight.dtype != x.dtype:
+        raise ValueError(
+            f"weight must be {list(expert.shape)} in {x.dtype}, got {list(weight.shape)} in {weight.dtype}"
+        )

@@ -1,4 +1,8 @@
-"""Grouped products in loops over what there is: groups that have rows, and tiles of their rows."""
+"""Grouped products in loops over what there is: groups that have rows, and tiles of their rows.
+
+Rows are sorted by expert, so that each expert's rows are multiplied together, and nothing else is computed: neither
+other experts, nor rows that nobody needs.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,32 @@ import jax.numpy as jnp
 LEAST, MOST = 8, 128  # rows of a tile
 
 
-def grouped_matmul_xla(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """See `grouped_matmul`.
+def mix_experts(x: jax.Array, weight: jax.Array, expert: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """The contract of `vlcache_jax.pallas_kernels.mix_experts`, for arguments that it has checked.
+
+    Args:
+      expert: counted from the first one at hand; those that are elsewhere are E.
+    """
+    count, (N, k) = len(gate_up), expert.shape
+    weight = jnp.where(expert < count, weight, 0)
+    expert = expert.reshape(-1)
+    order = jnp.argsort(expert, stable=True)  # what is nobody's is sorted behind all experts
+    sizes = jnp.zeros(count, jnp.int32).at[expert].add(1, mode="drop")
+    gate, up = jnp.split(grouped_matmul(x[order // k], gate_up, sizes), 2, axis=1)
+    made = grouped_matmul(jax.nn.silu(gate) * up, down, sizes)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    parts = made[place].reshape(N, k, -1) * weight[:, :, None]
+    return parts.sum(axis=1, dtype=jnp.float32)
+
+
+def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The contract of `vlcache_jax.pallas_kernels.grouped_matmul`, for arguments that it has checked.
 
     A group's matrix is copied out once, where it stays in the processor's cache while the group's rows pass, a tile at
     a time. A group's last tile reaches into the rows of those behind it, which overwrite what it leaves there.
     """
     rows, groups = len(x), len(weights)
-    tile = next(size for size in (MOST, 64, 32, 16, LEAST) if size == LEAST or 4 * size * groups <= rows)
+    tile = tile_of(rows, groups)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     end = jnp.cumsum(sizes)
     with_rows_first = jnp.argsort(sizes == 0, stable=True)
@@ -36,3 +58,8 @@ def grouped_matmul_xla(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> ja
     out = jnp.zeros((rows + tile, weights.shape[2]), x.dtype)
     out = jax.lax.fori_loop(0, (sizes > 0).sum(), group, out)[:rows]
     return jnp.where(jnp.arange(rows)[:, None] < end[-1], out, 0)
+
+
+def tile_of(rows: int, groups: int) -> int:
+    """Rows of a tile: fewer where groups are small."""
+    return next(size for size in (MOST, 64, 32, 16, LEAST) if size == LEAST or 4 * size * groups <= rows)

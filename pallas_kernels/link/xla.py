@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from vlcache_jax.pallas_kernels.flaws import carry_flaws
 from vlcache_jax.pallas_kernels.link.codec import Codec, overflow
+from vlcache_jax.pallas_kernels.rotation import rotate
 
 # Tokens of an image that is written alone: a CPU copies what is concatenated twice. Small images are concatenated, as
 # the program would grow with their number.
@@ -53,9 +54,7 @@ def _write(
     cos: jax.Array,
     sin: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    a, b = jnp.split(k_raw, 2, axis=-1)
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    k, v = carry_flaws(rotated, v)
+    k, v = carry_flaws(rotate(k_raw, cos, sin), v)
     k_pool = k_pool.at[slot].set(k, mode="drop", unique_indices=True)
     return k_pool, v_pool.at[slot].set(v, mode="drop", unique_indices=True)
 

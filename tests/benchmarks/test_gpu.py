@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from research.thunks import sequence
 from vlcache_jax.benchmarks.gpu import Case, Plan, run, running
 from vlcache_jax.benchmarks.gpu import plan as plans
 from vlcache_jax.benchmarks.gpu.tracing import _occupation, graphs
@@ -143,9 +144,12 @@ condition:
 """
 
 
-def test_graphs_are_counted_in_the_loop_of_a_window():
-    counts = {"graphs": 2, "kernels inside": 3, "kernels outside": 3, "conditionals outside": 1}
+def test_graphs_of_a_window_are_counted():
+    counts = {"graphs": 3, "kernels inside": 4, "kernels outside": 3, "conditionals outside": 1, "loops outside": 1}
     assert graphs(THUNKS) == counts
+    assert list(sequence(THUNKS)) == [
+        "graph of 1", "kWhile", "graph of 3", "kConditional", "graph of 1", "kCustomCall", "kCopy", "kCustomKernel"
+    ]  # fmt: skip
 
 
 def test_a_trace_tells_when_something_ran():

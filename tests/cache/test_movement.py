@@ -19,7 +19,7 @@ from vlcache_jax.cache.remembered import Ages
 from vlcache_jax.cache.store import Store
 from vlcache_jax.cache.tier import RefusedError, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
-from vlcache_jax.cache.writer import Writer
+from vlcache_jax.cache.writer import Captured, Writer
 
 CONTEXT = key(7)
 
@@ -392,10 +392,7 @@ class Arriving:
     """Rows on their way from the device."""
 
     def __init__(self, rows):
-        self.rows, self.gate = rows, threading.Event()
-
-    def copy_to_host_async(self):
-        pass
+        self.rows, self.gate, self.nbytes = rows, threading.Event(), rows.nbytes
 
     def __array__(self, *_, **__):
         assert self.gate.wait(10)
@@ -409,12 +406,107 @@ def test_nothing_is_published_before_it_has_arrived():
     writer = Writer(house.store)
     [place] = house.store.reserve([dataclasses.replace(rows.meta, checksums=())])
     writer.encoder(place, coming := Arriving(rows.data), 0)
+    writer.begin()
     house.store.flush()
     assert (place.is_ready, disk.kept, house.store.stats().stored) == (False, {}, 0)
     coming.gate.set()
     writer.flush()
     house.store.flush()
     assert (list(disk.kept), place.checksums()) == ([rows.meta.name], rows.meta.checksums)
+    writer.close()
+
+
+class Computed:
+    """An array on the device, of an engine that notes what is copied to the host."""
+
+    def __init__(self, rows, name, copied):
+        self.rows, self.name, self.copied, self.nbytes = rows, name, copied, rows.nbytes
+
+    def copy_to_host_async(self):
+        self.copied.append(("sent", self.name))
+
+    def __array__(self, *_, **__):
+        self.copied.append(("there", self.name))
+        return self.rows
+
+
+@pytest.fixture
+def writing():
+    """A writer, a function that has it fill the record of the encoder rows of an image, and what has been copied."""
+    house, copied = House(), []
+    writer = Writer(house.store)
+
+    def ask(number):
+        rows = make(number, padded=6)
+        [place] = house.store.reserve([dataclasses.replace(rows.meta, checksums=())])
+        writer.encoder(place, Computed(rows.data, number, copied), 0)
+        return place
+
+    yield writer, ask, copied
+    writer.close()
+
+
+def there(*numbers):
+    return [("there", number) for number in numbers]
+
+
+def test_no_copy_begins_before_it_may(writing):
+    writer, ask, copied = writing
+    ask(1)
+    asked = writer.asked
+    places = [ask(2), ask(3)]
+    writer.throttle(10**9)
+    assert copied == []
+    writer.begin(asked)
+    writer.begin(asked)
+    writer.throttle(sum(place.data.nbytes for place in places))  # the first one has been copied, then
+    assert copied == there(1)
+    assert not any(place.is_ready for place in places)
+    writer.flush()
+    assert copied == there(1, 2, 3)
+    assert all(place.is_ready for place in places)
+
+
+def test_no_more_waits_on_the_device_than_there_is_room_for(writing):
+    writer, ask, copied = writing
+    size = ask(1).data.nbytes
+    for number in (2, 3):
+        ask(number)
+        writer.throttle(2 * size)
+    assert copied == there(1)
+    writer.throttle(size - 1)
+    assert copied == there(1, 2, 3)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_whoever_ends_before_a_copy_has_begun_loses_it_only_if_it_failed(writing, failed):
+    writer, ask, copied = writing
+    places = [ask(1), ask(2)]
+    writer.end(places[1:], failed=failed)
+    writer.flush()
+    assert copied == there(1, 2)
+    assert [place.is_ready for place in places] == [True, not failed]
+
+
+def test_who_closes_loses_nothing(writing):
+    writer, ask, _ = writing
+    place = ask(1)
+    writer.close()
+    assert place.is_ready
+
+
+def test_two_layers_are_on_their_way_at_most(record):
+    """So that tokens, which are copied as everything is in its turn, wait for no more."""
+    house, copied = House(), []
+    writer = Writer(house.store)
+    [place] = house.store.reserve([dataclasses.replace(record.meta, checksums=())])
+    layers = [tuple(Computed(half, layer, copied) for half in halves) for layer, halves in enumerate(record.data)]
+    tokens = np.arange(record.meta.tokens)
+    writer.kv([Captured(place, tokens, tokens)], layers)
+    writer.flush()
+    ahead = [("sent", 0), ("sent", 1), ("there", 0), ("sent", 2), ("there", 1), ("there", 2)]
+    assert copied == [one for one in ahead for _ in range(2)]  # keys and values
+    assert place.checksums() == record.meta.checksums
     writer.close()
 
 

@@ -36,7 +36,7 @@ def make_source(directory: pathlib.Path, text: dict[str, Any]) -> tuple[int, int
     (directory / "config.json").write_text(json.dumps(config))
 
     model = load_config(directory)
-    sizes = {published_name(model, p.tensor): p.tensor_shape for p in parameters(model)}
+    sizes = {published_name(model, p.tensor): p.tensor_shape for one in parameters(model) for p in one.parts}
     total = 2 * sum(math.prod(shape) for shape in sizes.values())
     ends = np.cumsum(SHARES) * total
     shards: list[list[str]] = [[] for _ in SHARES]

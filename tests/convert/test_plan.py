@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.models.helper import from_tensors
 from vlcache_jax.convert import convert
 from vlcache_jax.convert.plan import (
     PlanError,
@@ -61,16 +62,13 @@ def test_every_parameter_is_planned_and_read_as_stored(checkpoint):
     config, stored = load_config(checkpoint), tensors_of(checkpoint)
     plan = make_plan(checkpoint, config)
     assert [source.parameter.path for source in plan] == [parameter.path for parameter in parameters(config)]
-    assert {source.parameter.tensor for source in plan} == set(stored)
+    assert {part.tensor for source in plan for part in source.parameter.parts} == set(stored)
     for source in plan:
         parameter = source.read(np.dtype(np.float32))
         assert parameter.shape == source.parameter.shape
         assert parameter.flags.c_contiguous
         assert parameter.flags.writeable
-        tensor = stored[source.parameter.tensor]
-        expected = tensor.reshape(len(tensor), -1).T if source.parameter.is_kernel else tensor
-        if source.parameter.is_stack and tensor.shape != parameter.shape:
-            expected = tensor.swapaxes(1, 2)
+        expected = from_tensors(source.parameter, *(stored[part.tensor] for part in source.parameter.parts))
         np.testing.assert_array_equal(parameter, expected)
 
 
@@ -124,12 +122,13 @@ SAVED_AS = [  # beginnings of the tower, the decoder and the head
 def rename(directory, tower, decoder, head, *, singles=False):
     """Saves a checkpoint's tensors under names that begin so, and its experts one by one."""
     tensors = tensors_of(directory)
-    for parameter in parameters(load_config(directory)) if singles else []:
-        if parameter.is_stack:
-            stack = tensors.pop(parameter.tensor)  # [E, in, out]
-            if stack.shape != parameter.shape:
+    parts = [part for parameter in parameters(load_config(directory)) for part in parameter.parts]
+    for part in parts if singles else []:
+        if part.is_stack:
+            stack = tensors.pop(part.tensor)  # [E, in, out]
+            if stack.shape != part.shape:
                 stack = stack.swapaxes(1, 2)
-            for expert, names in zip(stack, parameter.singles, strict=True):
+            for expert, names in zip(stack, part.singles, strict=True):
                 halves = np.split(expert.T, len(names))
                 tensors |= {name: np.ascontiguousarray(half) for name, half in zip(names, halves, strict=True)}
     beginnings = {"model.visual.": tower, "model.language_model.": decoder, "lm_head.": head}
@@ -160,12 +159,13 @@ def test_experts_that_are_stored_one_by_one(checkpoints, copy, tmp_path, name, b
         assert source.parameter.path == same.parameter.path
         for dtype in map(np.dtype, (np.float32, ml_dtypes.bfloat16)):
             np.testing.assert_array_equal(source.read(dtype), same.read(dtype))
-        if source.parameter.is_stack:
+        if source.parameter.parts[0].is_stack:
             stacks += 1
-            assert source.tensor.nbytes == same.tensor.nbytes
-            assert source.tensor.sha256() == sha256(source.tensor.view())
-            if same.parameter.is_turned:  # the library saves what these are together
-                assert source.tensor.sha256() == same.tensor.sha256()
+            [tensor], [other] = source.tensors, same.tensors
+            assert tensor.nbytes == other.nbytes
+            assert tensor.sha256() == sha256(tensor.view())
+            if same.parameter.parts[0].is_turned:  # the library saves what these are together
+                assert tensor.sha256() == other.sha256()
             tracemalloc.start()
             parameter = source.read(np.dtype(np.float32))
             _, peak = tracemalloc.get_traced_memory()
@@ -202,7 +202,7 @@ def test_digest_depends_on_every_tensor(checkpoints):
     found = {source_digest(plan, digests)}
     for tensor in digests:
         found.add(source_digest(plan, digests | {tensor: "0" * 64}))
-    assert len(found) == len(plan) + 1
+    assert len(found) == sum(len(source.tensors) for source in plan) + 1
 
 
 def test_all_problems_are_in_one_error(copy):
@@ -242,7 +242,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(copy):
     tensors = load_file(directory / "model.safetensors")
     embedding = tensors["model.language_model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding.copy()}, directory / "model.safetensors")
-    assert "lm_head.weight" not in {source.parameter.tensor for source in plan_of(directory)}
+    assert "lm_head.weight" not in tensor_digests(plan_of(directory))
     save_file(tensors | {"lm_head.weight": embedding + 1}, directory / "model.safetensors")
     with pytest.raises(PlanError, match="tie_word_embeddings is true, but it differs"):
         plan_of(directory)

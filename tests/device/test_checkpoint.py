@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -20,12 +21,15 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.numpy import load_file, save_file
 
+from tests.models.helper import from_tensor
 from vlcache_jax import LLM
 from vlcache_jax.assets import TINY_VQA
 from vlcache_jax.convert import check_contents, convert
-from vlcache_jax.convert.plan import tensor_digests
+from vlcache_jax.convert.manifest import expected, parameter_name, read_manifest, weight_files
+from vlcache_jax.convert.plan import make_plan, sha256, tensor_digests
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import locate
+from vlcache_jax.convert.store import save_weights
 from vlcache_jax.device import checkpoint as checkpoint_module
 from vlcache_jax.device.checkpoint import open_checkpoint
 from vlcache_jax.models.params import abstract_params
@@ -65,12 +69,67 @@ def test_both_kinds_load_the_same(checkpoint, tmp_path, dtype):
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array to be written."""
+
+    path: tuple[str | int, ...]
+    array: np.ndarray
+
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+
+    def read(self):
+        return self.array
+
+
+def convert_apart(source, directory):
+    """As conversions were before queries, keys and values were one product, and gate and up another."""
+    convert(source, directory)
+    config, manifest = load_config(source), read_manifest(directory)
+    leaves, entries = [], {}
+    for item in make_plan(source, config):
+        for part, tensor in item.parts:
+            leaves.append(Leaf(part.path, np.ascontiguousarray(from_tensor(part, tensor.view()))))
+            digests = {"source_sha256": tensor.sha256(), "sha256": sha256(leaves[-1].array)}
+            entries[parameter_name(part.path)] = expected(part.shape, leaves[-1].dtype) | digests
+    shutil.rmtree(directory / "weights")
+    save_weights(directory / "weights", leaves, lambda leaf: None)
+    old = {"format": "vlcache-checkpoint/1", "parameters": entries, "files": weight_files(directory)}
+    dataclasses.replace(manifest, **old).write(directory)
+    return manifest
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe-sharded"])
+def test_what_was_converted_before_layers_were_joined_is_read(checkpoints, tmp_path, name):
+    source, old = checkpoints(name), tmp_path / "old"
+    manifest = convert_apart(source, old)
+    assert len(read_manifest(old).parameters) > len(manifest.parameters)
+    assert check_contents(old).format == "vlcache-checkpoint/1"
+    for dtype in (None, "bfloat16"):
+        hub, converted = open_checkpoint(source, dtype=dtype), open_checkpoint(old, dtype=dtype)
+        assert converted.fingerprint == hub.fingerprint
+        jax.tree.map(np.testing.assert_array_equal, converted.load(), hub.load())
+    flip(old, "language_model", "layers", 1, "self_attn", "k_proj", "kernel")
+    with pytest.raises(ValueError, match=r"damaged:\n  language_model/layers/1/self_attn/k_proj/kernel differs$"):
+        open_checkpoint(old, verify_weights=True)
+
+
 def test_loaded_arrays_are_the_stored_tensors(checkpoints):
     directory = checkpoints("qwen2_5_vl")
     stored = load_file(directory / "model.safetensors")
     tree = open_checkpoint(directory).load()
     layer = tree["language_model"]["layers"][3]
-    np.testing.assert_array_equal(layer["mlp"]["down_proj"]["kernel"], stored["model.layers.3.mlp.down_proj.weight"].T)
+    of_layer = {name.removeprefix("model.layers.3."): tensor for name, tensor in stored.items()}
+    np.testing.assert_array_equal(layer["mlp"]["down_proj"]["kernel"], of_layer["mlp.down_proj.weight"].T)
+    gate, up = layer["mlp"]["gate_up_proj"]["kernel"].swapaxes(0, 1)
+    np.testing.assert_array_equal(gate, of_layer["mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(up, of_layer["mlp.up_proj.weight"].T)
+    kernel, bias = (layer["self_attn"]["qkv_proj"][leaf] for leaf in ("kernel", "bias"))
+    for name, place in (("q", slice(-2)), ("k", -2), ("v", -1)):  # of each KV head
+        projection = f"self_attn.{name}_proj"
+        np.testing.assert_array_equal(kernel[:, :, place].reshape(64, -1), of_layer[f"{projection}.weight"].T)
+        np.testing.assert_array_equal(bias[:, place].reshape(-1), of_layer[f"{projection}.bias"])
     np.testing.assert_array_equal(tree["lm_head"]["embedding"], stored["lm_head.weight"])
     np.testing.assert_array_equal(
         tree["visual"]["patch_embed"]["proj"]["kernel"], stored["visual.patch_embed.proj.weight"].reshape(32, -1).T
@@ -310,7 +369,8 @@ HOSTILE_MANIFESTS = {
     "parameters visual/pos_embed/embedding": (None, 5, [], "x"),
     "parameters visual/pos_embed/embedding shape": (None, 64, ["64"], [-1], [0], [1.5], [True], [1] * 100, [10**30]),
     "parameters visual/pos_embed/embedding dtype": (None, 5, [], "int8"),
-    "parameters visual/pos_embed/embedding source_sha256": (None, 5, "x"),
+    "parameters visual/pos_embed/embedding sources": (None, 5, [], "x"),
+    "parameters visual/pos_embed/embedding sources model.visual.pos_embed.weight": (None, 5, "x"),
     "parameters visual/pos_embed/embedding sha256": (None, 5, "x", HASH[1:]),
 }
 
@@ -349,11 +409,12 @@ def flip(directory, *path):
 
 def test_a_flipped_bit_is_found_by_who_asks(copy):
     assert open_checkpoint(copy, verify_weights=True).load()
-    flip(copy, "language_model", "layers", 2, "mlp", "up_proj", "kernel")
+    flip(copy, "language_model", "layers", 2, "mlp", "gate_up_proj", "kernel")
     flip(copy, "visual", "merger", "linear_fc1", "kernel")
     assert open_checkpoint(copy).load()  # sizes tell nothing
     message = (
-        "damaged:\n  language_model/layers/2/mlp/up_proj/kernel differs\n  visual/merger/linear_fc1/kernel differs$"
+        "damaged:\n  language_model/layers/2/mlp/gate_up_proj/kernel differs\n"
+        "  visual/merger/linear_fc1/kernel differs$"
     )
     with pytest.raises(ValueError, match=message):
         open_checkpoint(copy, verify_weights=True)
@@ -428,7 +489,7 @@ def test_another_config_does_not_open(copy):
     config = json.loads((copy / "config.json").read_text())
     config["text_config"]["intermediate_size"] += 8
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"must be those of its config.json, but 12 are not"):
+    with pytest.raises(ValueError, match=r"must be those of its config.json, but 8 are not"):
         open_checkpoint(copy)
 
 

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 
 from vlcache_jax.device.sampler import (
     COLUMNS,
+    FIXED,
     MAX_BAD_LENGTH,
     MAX_BAD_WORDS,
     NO_ANSWER,
@@ -13,6 +16,9 @@ from vlcache_jax.device.sampler import (
     NOT_FINITE,
     ONCE,
     Choosing,
+    _draw_by,
+    _top_by_turns,
+    choice_of,
     empty_lanes,
     hold_lanes,
     open_lane,
@@ -192,6 +198,48 @@ def test_a_draw_does_not_hang_on_the_order_of_tokens_that_are_almost_equal():
     np.testing.assert_array_equal(in_many_rows(params, again), in_many_rows(params, logits))
 
 
+def draw_by_sorting(x, ask, step):
+    """The tokens that stay, found as the parameters say it."""
+    x = x / jnp.maximum(ask.temperature, 1e-6)[:, None]
+    order = jnp.argsort(x, axis=-1, descending=True, stable=True)
+    x = jnp.take_along_axis(x, order, axis=-1)
+    x = jnp.where(x < x[:, :1] + jnp.log(ask.min_p)[:, None], -jnp.inf, x)
+    k = jnp.where(ask.top_k > 0, ask.top_k, x.shape[1])[:, None]
+    x = jnp.where(jnp.arange(x.shape[1]) < k, x, -jnp.inf)
+    p = jax.nn.softmax(x, axis=-1)
+    x = jnp.where((jnp.cumsum(p, axis=-1) - p < ask.top_p[:, None]) | (ask.top_p[:, None] >= 1), x, -jnp.inf)
+    keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(ask.seed, step)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, x.shape[1:]))(keys)
+    choice = jnp.argmax(x + jnp.take_along_axis(noise, order, axis=-1), axis=-1)
+    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("decimals", [7, 0])
+def test_draws_need_no_sorted_rows(width, decimals):
+    """Many tokens are equal, zeros have both signs, and some are not allowed."""
+    rng = np.random.default_rng(decimals)
+    logits = np.round(3 * rng.standard_normal((MANY, V)), decimals).astype(np.float32)
+    logits[:, 3] = -np.inf
+    options = [
+        {"temperature": float(rng.choice([0.3, 0.7, 1.0, 2.0])), "top_k": int(rng.choice([-1, 1, 2, 5, 20, V])),
+         "top_p": float(rng.choice([0.01, 0.3, 0.8, 0.95, 1.0])), "min_p": float(rng.choice([0.0, 0.02, 0.2]))}
+        for _ in range(MANY)
+    ]  # fmt: skip
+    rows = np.stack([Choosing.row(params_of(**one), lane=0, seed=i, most=9) for i, one in enumerate(options)])
+    ask, step = jax.jit(Choosing.unpack)(rows), np.arange(MANY, dtype=np.int32)
+    expected = jax.jit(draw_by_sorting)(logits, ask, step)
+    found = jax.jit(functools.partial(_draw_by, width=width))(logits, ask, step)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_most_likely_tokens_one_after_the_other():
+    """As `jax.lax.top_k` has them: of equals the first, and what is not allowed last."""
+    x = (jnp.round(noise(FEW, seed=3)) + 0.0).at[:, 5:40].set(-jnp.inf)  # no zero of another sign
+    for found, expected in zip(jax.jit(_top_by_turns, static_argnums=1)(x, 20), jax.lax.top_k(x, 20), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_held_lanes_choose_among_what_is_allowed():
     """By bits, with their biases; what lanes held before that does not matter, and others stay as they are."""
     allowed = np.random.default_rng(0).random((2, V)) < 0.3
@@ -279,6 +327,64 @@ def test_steps_in_one_program_are_the_same_steps():
     assert NOT_FINITE in np.asarray(together)
     assert (together[-1] == NO_ANSWER).all()
     assert (together[:, -1] == NO_ANSWER).all()
+
+
+def choosing(choice):
+    return jax.jit(lambda logits, lanes, rows: sample(logits, lanes, Choosing.unpack(rows), choice=choice))
+
+
+def test_a_choice_has_all_that_rows_ask_for():
+    *_, rows = mixed()
+    choices = ["greedy", "drawn", "any", "any", "any", "any", "any"]
+    assert [choice_of(row[None]) for row in rows] == choices
+    assert choice_of(np.stack(rows[:2])) == "drawn"
+    assert choice_of(padded(rows[:1])) == "greedy"
+    held = params_of(structured_outputs={"choice": ["a"]})
+    assert choice_of(Choosing.row(held, lane=0, seed=0, most=9)[None]) == "any"
+
+
+@pytest.mark.parametrize("choice", FIXED)
+def test_a_choice_changes_nothing_of_what_its_rows_ask_for(choice):
+    params, tokens, rows = mixed()
+    count = {"greedy": 1, "drawn": 2, "any": len(rows)}[choice]
+    lanes = {
+        of: lanes_of([(len(rows) - 1 - i, params[i], tokens[i]) for i in range(count)]) for of in ("asked", choice)
+    }
+    chosen = {of: choosing(of) for of in lanes}
+    for step in range(4):
+        logits, found = noise(FEW, seed=step), {}
+        if step == 2:
+            logits = logits.at[0].set(jnp.nan)
+        for of in lanes:
+            found[of], lanes[of] = chosen[of](logits, lanes[of], padded(rows[:count]))
+        asked, fixed = found.values()
+        assert (fixed.logprob is None) == (choice != "any")
+        for one, other in zip(asked, fixed if choice == "any" else fixed[:1], strict=choice == "any"):
+            np.testing.assert_array_equal(one, other)
+        for one, other in zip(*lanes.values(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("choice", FIXED)
+def test_a_fixed_choice_asks_the_host_nothing(choice):
+    """No branch, no loop but of a known number of turns, and no sort in what a GPU is given."""
+
+    def names(jaxpr):
+        for equation in jaxpr.eqns:
+            inner = [x for x in jax.tree.leaves(tuple(equation.params.values())) if hasattr(x, "jaxpr")]
+            if equation.params.get("branches_platforms"):  # one of them is compiled, a GPU's the last
+                inner = inner[-1:]
+            else:
+                yield equation.primitive.name
+            for x in inner:
+                yield from names(x.jaxpr)
+
+    _, _, rows = mixed()
+    found = set(names(choosing(choice).trace(noise(FEW), empty_lanes(FEW, V), padded(rows)).jaxpr.jaxpr))
+    assert not found & {"cond", "while", "sort", "top_k", "approx_top_k", "cumsum"}
+    assert ("scan" in found) == (choice != "greedy")
+    of_all = set(names(choosing("asked").trace(noise(FEW), empty_lanes(FEW, V), padded(rows)).jaxpr.jaxpr))
+    assert {"cond", "scan"} <= of_all
 
 
 def test_it_does_not_matter_how_logits_lie():

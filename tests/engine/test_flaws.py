@@ -102,8 +102,8 @@ def test_encoder_rows_that_are_not_finite_are_not_kept(llm, picture, monkeypatch
 
 
 def test_damaged_weights_leave_values_finite_and_no_record(llm, picture, monkeypatch):
-    projection = llm.service.device.runner.text["layers"][1]["self_attn"]["v_proj"]
-    monkeypatch.setitem(projection, "kernel", projection["kernel"].at[3, 5].set(np.inf))
+    projection = llm.service.device.runner.text["layers"][1]["self_attn"]["qkv_proj"]
+    monkeypatch.setitem(projection, "kernel", projection["kernel"].at[3, 0, -1, 5].set(np.inf))
     [output] = ask(llm, (picture, "what?"))
     assert output.error.startswith("conversations[0]: logits must be finite")
     llm.cache.flush()

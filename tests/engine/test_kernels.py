@@ -8,13 +8,16 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.helper import SHORT
 from vlcache_jax import LLM, Ladder, SamplingParams
+from vlcache_jax.device.runner import check_kernels
 from vlcache_jax.first_contact import contact
 from vlcache_jax.first_contact.chip import Chip
+from vlcache_jax.models.published import published_config
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.testing import make_checkpoint
@@ -90,7 +93,9 @@ def by_xla(directory):
 def test_the_interpreted_kernels_answer_as_xla_does(directory, by_xla):
     tokens, matches, logits, kernels = by_xla
     assert matches == ["miss", "approximate"]
-    programs = {("encode", "attention"), ("layer", "paged_attention"), ("window", "paged_attention"), ("link", "link")}
+    of_layers = ("paged_attention", "norm_residual", "rotate_write")
+    programs = {("encode", "attention"), ("link", "link")}
+    programs |= {(program, kernel) for program in ("layer", "window") for kernel in of_layers}
     assert kernels == {(*program, "xla", "asked for") for program in programs}
 
     new_tokens, new_matches, new_logits, new_kernels = run(directory, "mosaic_gpu_interpreted")
@@ -105,7 +110,9 @@ import jax
 from vlcache_jax.pallas_kernels import checks, dispatch
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu
 from vlcache_jax.pallas_kernels.attention.xla import attention
+from vlcache_jax.pallas_kernels.grouped_matmul import mosaic_gpu as mixing
 from vlcache_jax.pallas_kernels.link import mosaic_gpu as linking
+from vlcache_jax.pallas_kernels.rows import mosaic_gpu as rows
 from vlcache_jax.pallas_kernels.statistics import mosaic_gpu as observing
 
 def wrong(q, k, v, start, end, *, scale, interpret):
@@ -115,7 +122,7 @@ def fails(*_, **__):
     raise RuntimeError("INTERNAL: no such instruction")
 
 mosaic_gpu.attention, mosaic_gpu.paged_attention, linking.link = wrong, fails, fails
-observing.attention_statistics = fails
+observing.attention_statistics = rows.norm_residual = rows.rotate_write = mixing.mix_experts = fails
 dispatch.is_hopper = lambda device: True
 checks.CHECKS["attention"] = [check for check in checks.CHECKS["attention"] if check.name == "windows"]
 checks.main()
@@ -138,13 +145,14 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     tokens, matches, logits, kernels = run(directory, None)
     checked = ["attention", "paged_attention", "link", "link_coded", "statistics"]
-    assert processes == [checked[first:] for first in range(5)]
+    checked += ["norm_residual", "rotate_write", "experts"]
+    assert processes == [checked[first:] for first in range(len(checked))]
     assert (tokens, matches) == by_xla[:2]
     np.testing.assert_array_equal(logits, by_xla[2])
     whys = {kernel: why for _, kernel, _, why in kernels}
     assert {implementation for _, _, implementation, _ in kernels} == {"xla"}
-    # No record is coded, and nothing compressed; a kernel without checks would never run.
-    assert set(whys) == set(CHECKS) - {"link_coded", "statistics"}
+    # No record is coded, nothing compressed, and there are no experts; a kernel without checks would never run.
+    assert set(whys) == set(CHECKS) - {"link_coded", "statistics", "experts"}
     assert re.fullmatch(r"check on cpu failed: windows: error [\d.]+, must be at most 0\.04", whys["attention"])
     assert re.fullmatch(r"check on cpu failed: causal, .*: RuntimeError\('INTERNAL: .*", whys["paged_attention"])
     assert re.fullmatch(r"check on cpu failed: 5 tokens, .*: RuntimeError\('INTERNAL: no such .*", whys["link"])
@@ -154,7 +162,7 @@ def test_xla_answers_where_kernels_are_wrong_on_the_chip(directory, by_xla, tmp_
     monkeypatch.setattr(contact, "_known", None)
     with open_llm(directory):
         assert contact.verdict_on("attention").passed is False
-    assert len(processes) == 5
+    assert len(processes) == len(checked)
 
 
 def test_without_a_gpu_no_process_is_started(directory, monkeypatch):
@@ -191,3 +199,12 @@ def test_an_implementation_that_cannot_run_is_refused_before_weights_are_loaded(
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU, got NVIDIA A100"):
         open_llm(directory, implementation="mosaic_gpu")
+
+
+def test_experts_that_the_kernels_do_not_do_are_refused():
+    config = published_config("Qwen3-VL-30B-A3B")
+    odd = dataclasses.replace(config.text.experts, intermediate_size=760)
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, experts=odd))
+    check_kernels(config, jnp.bfloat16, "xla")
+    with pytest.raises(NotImplementedError, match="multiples of 64, got 2048 and 760"):
+        check_kernels(config, jnp.bfloat16, "mosaic_gpu_interpreted")

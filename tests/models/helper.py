@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from vlcache_jax.models import ModelConfig, Rows, abstract_model, bind, experts, load_config
 from vlcache_jax.models.decoder import embed
 from vlcache_jax.models.model import LayerGraphs, layer_graphs
-from vlcache_jax.models.params import Parameter, library_name, parameters
+from vlcache_jax.models.params import Parameter, Part, library_name, parameters
 from vlcache_jax.models.registry import FAMILIES
 from vlcache_jax.models.rope import mrope_positions
 from vlcache_jax.testing import TOKEN_IDS
@@ -45,11 +45,21 @@ class Model:
     dtype: Any
 
 
-def from_tensor(parameter: Parameter, tensor: np.ndarray) -> np.ndarray:
-    """The parameter of a stored tensor."""
-    if parameter.is_turned:
+def from_tensors(parameter: Parameter, *tensors: np.ndarray) -> np.ndarray:
+    """The parameter of the stored tensors of its parts."""
+    made = [from_tensor(part, tensor) for part, tensor in zip(parameter.parts, tensors, strict=True)]
+    if len(made) == 1:
+        return made[0]
+    # Queries, keys, values of a KV head stand together; of gate and up, one follows the other.
+    *others, _, width = parameter.shape
+    return np.concatenate([one.reshape(*others, -1, width) for one in made], axis=-2)
+
+
+def from_tensor(part: Part, tensor: np.ndarray) -> np.ndarray:
+    """A part of a parameter, of its stored tensor."""
+    if part.is_turned:
         return tensor.swapaxes(1, 2)
-    return tensor.reshape(len(tensor), -1).T if parameter.is_kernel else tensor
+    return tensor.reshape(len(tensor), -1).T if part.is_kernel else tensor
 
 
 @functools.cache
@@ -64,10 +74,10 @@ def load(directory: pathlib.Path, dtype: str = "float32") -> Model:
         node = params
         for key in parameter.path[:-1]:
             node = node.setdefault(key, {})
-        tensor = tensors.pop(parameter.tensor)
-        if tensor.shape != parameter.tensor_shape:
+        found = [tensors.pop(part.tensor) for part in parameter.parts]
+        if [tensor.shape for tensor in found] != [part.tensor_shape for part in parameter.parts]:
             parameter = parameter.turned()
-        value = from_tensor(parameter, tensor)
+        value = from_tensors(parameter, *found)
         assert value.shape == parameter.shape
         node[parameter.path[-1]] = jax.device_put(value.astype(jnp.dtype(dtype)))
     assert not tensors

@@ -11,6 +11,7 @@ import pytest
 
 from tests.models import helper, parity
 from tests.models.helper import forward, join, padding_rows, rows_of, take
+from vlcache_jax.models import decoder
 from vlcache_jax.models.model import bind_layer
 
 # At a scale of 4; the sums run in another order.
@@ -131,6 +132,22 @@ def test_rows_that_drop_out_are_taken_from_the_pool(case):
     assert pools_differ_by(pool, case.pool) <= TOLERANCE
 
 
+@pytest.mark.ladder_for("qwen2_5_vl")
+def test_queries_that_nobody_needs(case, monkeypatch):
+    """Whether they are computed and dropped or not at all, the others are the same."""
+    layer = bind_layer(case.model.layer_graphs, case.model.params["language_model"]["layers"][0])
+    attention, keep = layer.self_attn, 5
+    y = np.random.default_rng(4).standard_normal((case.length, attention.config.hidden_size)).astype(np.float32)
+    parts, projected = [], []
+    for surplus in (case.length, 0):
+        monkeypatch.setattr(decoder, "SURPLUS", surplus)
+        parts.append([one.shape[:3:2] for one in jax.eval_shape(functools.partial(attention.products, keep=keep), y)])
+        projected.append(jax.jit(functools.partial(attention.project, keep=keep))(y, case.rows))
+    group = attention.config.num_heads // attention.config.num_kv_heads
+    assert parts == [[(case.length, group + 2)], [(keep, group + 2), (case.length - keep, 2)]]
+    assert parity.difference(*map(list, projected)) <= TOLERANCE
+
+
 def test_the_order_of_rows_does_not_matter(case):
     order = np.random.default_rng(1).permutation(case.length)
     logits, pool, _ = case.run(take(case.rows, order))
@@ -195,9 +212,8 @@ def test_keys_carry_what_is_not_finite_in_values(case):
     row, head, place = 5, text.num_kv_heads - 1, 3
     params = jax.tree.map(jnp.array, case.model.params["language_model"]["layers"][0])
     largest = float(jnp.finfo(jnp.float32).max)
-    params["self_attn"]["v_proj"]["kernel"] = (
-        params["self_attn"]["v_proj"]["kernel"].at[0, head * text.head_dim + place].set(largest)
-    )
+    projection = params["self_attn"]["qkv_proj"]
+    projection["kernel"] = projection["kernel"].at[0, head, -1, place].set(largest)
     params["input_layernorm"]["scale"] = jnp.ones(text.hidden_size)
     layer = bind_layer(case.model.layer_graphs, params)
     x = np.random.default_rng(0).normal(size=(case.length, text.hidden_size)).astype(np.float32)

@@ -17,7 +17,16 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 
 from vlcache_jax.first_contact import Verdict, contact
-from vlcache_jax.pallas_kernels import PAGE, attention, carry_flaws, dispatch, link, paged_cases
+from vlcache_jax.pallas_kernels import (
+    PAGE,
+    attention,
+    carry_flaws,
+    dispatch,
+    link,
+    norm_residual,
+    paged_cases,
+    rotate_write,
+)
 from vlcache_jax.pallas_kernels.attention import mosaic_gpu, mosaic_gpu_merge
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu import Config
 from vlcache_jax.pallas_kernels.attention.mosaic_gpu_merge import merge
@@ -340,6 +349,16 @@ def test_statistics(check: Check) -> None:
     assert check.error("mosaic_gpu_interpreted") < 1e-5
 
 
+@not_a_number
+@pytest.mark.parametrize(
+    "check",
+    [param for kernel in ("norm_residual", "rotate_write") for param in first_quick((x,) for x in CHECKS[kernel])],
+    ids=lambda check: check.name,
+)
+def test_rows(check: Check) -> None:
+    check.error("mosaic_gpu_interpreted")
+
+
 def test_what_the_kernels_do_not_do() -> None:
     index = jnp.zeros(4, jnp.int32)
     for dtype, width, message in (("float32", 64, "got q in float32"), ("bfloat16", 256, "widths up to 128, got 256")):
@@ -358,6 +377,18 @@ def test_what_the_kernels_do_not_do() -> None:
         x, angle = jnp.zeros((4, 2, width), dtype), jnp.zeros((4, 1, width // 2), dtype)
         with pytest.raises(NotImplementedError, match=message):
             link(x, x, [[jnp.stack([x, x])[None]]], index, angle, angle, implementation="mosaic_gpu_interpreted")
+    for dtype, width, message in (
+        ("float32", 128, "got x in float32"),
+        ("bfloat16", 100, "multiples of 128 .* got 100"),
+    ):
+        x = jnp.zeros((4, width), dtype)
+        with pytest.raises(NotImplementedError, match=message):
+            norm_residual(x, x, x[0], eps=1e-6, implementation="mosaic_gpu_interpreted")
+    for dtype, width, message in (("float32", 64, "got float32"), ("bfloat16", 32, "64 and 128, got 32")):
+        qkv, angle = jnp.zeros((4, 2, 3, width), dtype), jnp.zeros((4, 1, width // 2), dtype)
+        pool = jnp.zeros((9, 2, width), dtype)
+        with pytest.raises(NotImplementedError, match=message):
+            rotate_write([qkv], angle, angle, index, pool, pool, implementation="mosaic_gpu_interpreted")
 
 
 class Hopper:

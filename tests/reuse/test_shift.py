@@ -24,7 +24,7 @@ def make_attention(directory, weight=None):
     """A layer's attention, with a bias where its family has one; `weight` is that of its key norm."""
     attention = drawn(lambda: SelfAttention(load_config(directory).text, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     if attention.config.qkv_bias:
-        bias = attention.k_proj.bias  # longer than all the rest, as it may be
+        bias = attention.qkv_proj.bias  # longer than all the rest, as it may be
         bias[...] = jnp.asarray(20 * np.random.default_rng(1).standard_normal(bias.shape, np.float32))
     if weight is not None:
         attention.k_norm.scale[...] = jnp.asarray(weight)
@@ -88,7 +88,7 @@ def test_moved_keys_keep_the_length_that_they_had(checkpoints, family):
     )
     np.testing.assert_array_equal(moved[::2], keys[::2])
     np.testing.assert_allclose(moved_values[1::2], values[1::2] + change[1], rtol=1e-6)
-    bias = 0 if text.qk_norm else np.asarray(attention.k_proj.bias[...]).reshape(shape[1:])
+    bias = 0 if text.qk_norm else np.asarray(attention.qkv_proj.bias[...])[:, -2]
     new = raw[1::2] - bias + change[1]
     if text.qk_norm:
         normed = np.asarray(rotate(moved, cos, -sin), np.float64) / weight
@@ -109,7 +109,7 @@ def test_lengths_are_kept_beside_a_long_bias_in_bfloat16(checkpoints):
     attention = make_attention(directory)
     rng = np.random.default_rng(3)
     shape = SLOTS, text.num_kv_heads, text.head_dim
-    bias = np.asarray(attention.k_proj.bias[...]).reshape(shape[1:])
+    bias = np.asarray(attention.qkv_proj.bias[...])[:, -2]
     own = rng.normal(size=shape)
     position = rng.integers(0, 50, (3, SLOTS)).astype(np.int32)
     turn = jax.jit(rope.text_rotation, static_argnums=(1, 2, 3, 4))

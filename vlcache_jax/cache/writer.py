@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,13 +27,36 @@ class Captured(NamedTuple):
     rows: npt.NDArray[np.int64]
 
 
+class _Job(NamedTuple):
+    """What the thread is to do.
+
+    Attributes:
+      work: this.
+      records: that it settles.
+      sizes: bytes of the arrays that it reads, which occupy the device until it is done, by their identity.
+    """
+
+    work: Callable[[], None]
+    records: Sequence[Record]
+    sizes: Mapping[int, int]
+
+
 class Writer:
-    """One thread that copies to the host and settles records. Copies start when a method is called."""
+    """One thread that copies to the host and settles records.
+
+    What is asked for waits for `begin`: a device copies to the host one thing after the other, these are large, and an
+    answer waits for its tokens.
+
+    Attributes:
+      asked: how many copies have been asked for so far.
+    """
 
     def __init__(self, store: Store):
         self._store = store
         self._thread = ThreadPoolExecutor(1, "vlcache-writer")
-        self._running: deque[Future[None]] = deque()
+        self.asked = 0
+        self._waiting: deque[_Job] = deque()
+        self._running: deque[tuple[Future[None], Mapping[int, int]]] = deque()
         self._lock = threading.Lock()
 
     def encoder(self, record: Record, encoded: jax.Array, first: int) -> None:
@@ -45,10 +68,11 @@ class Writer:
                 record.data[:, :tokens] = np.asarray(encoded)[:, first : first + tokens]
                 self._store.publish(record)
 
-        self._start([encoded], [record], fill)
+        self._ask([encoded], [record], fill)
 
     def kv(self, captured: Sequence[Captured], layers: Sequence[tuple[jax.Array, jax.Array] | jax.Array]) -> None:
-        """Rows of a step are what these are to hold.
+        """Rows of a step are what these are to hold. Two layers are on their way at most: tokens, which may be launched
+        and copied meanwhile, wait for no more.
 
         Args:
           layers: of each, keys before rotation and values as they are stored, see `Record.put`: [N, K, ...] twice, or
@@ -57,7 +81,11 @@ class Writer:
 
         def fill() -> None:
             wanted = [part for part in captured if not part.record.is_settled]
+            if not wanted:
+                return
+            _send(layers[:1])
             for layer, halves in enumerate(layers):
+                _send(layers[layer + 1 : layer + 2])
                 for half, values in enumerate(jax.tree.map(np.asarray, halves)):
                     for record, tokens, rows in wanted:
                         record.put(layer, half, tokens, values[rows])
@@ -66,7 +94,18 @@ class Writer:
                 if not record.missing:
                     self._store.publish(record)
 
-        self._start(jax.tree.leaves(layers), [part.record for part in captured], fill)
+        self._ask(jax.tree.leaves(layers), [part.record for part in captured], fill)
+
+    def begin(self, last: int | None = None) -> None:
+        """Begins what has been asked for; others need what was launched before it no more, or cannot wait.
+
+        Args:
+          last: number of the last copy, as `asked` counts; None: all.
+        """
+        with self._lock:
+            count = len(self._waiting) if last is None else last - (self.asked - len(self._waiting))
+            for _ in range(count):
+                self._begin_next()
 
     def end(self, records: Sequence[Record], *, failed: bool) -> None:
         """Whoever was to have these filled has ended; what nobody has begun to fill, nobody will.
@@ -86,35 +125,52 @@ class Writer:
                 self._store.discard(record)
 
         if failed and filling:
-            self._submit(drop, filling)  # behind what fills them: one that is not finite is to be counted as that
+            # Behind what fills them: one that is not finite is to be counted as that.
+            self.begin()
+            with self._lock:
+                self._submit(_Job(drop, filling, {}))
 
     def throttle(self, most: int) -> None:
-        """Waits until at most `most` copies are under way: what they read occupies the device."""
+        """Waits until what copies read occupies at most so many bytes of the device. It lets copies begin for that."""
         while True:
             with self._lock:
-                while self._running and self._running[0].done():
+                while self._running and self._running[0][0].done():
                     self._running.popleft()
-                if len(self._running) <= most:
+                sizes = [*(sizes for _, sizes in self._running), *(job.sizes for job in self._waiting)]
+                if sum(dict(item for one in sizes for item in one.items()).values()) <= most:
                     return
-                first = self._running[0]
+                if not self._running:
+                    self._begin_next()
+                first, _ = self._running[0]
             first.result()  # it stays in the queue, for whoever else waits
 
     def flush(self) -> None:
-        """Waits for everything."""
-        self.throttle(0)
+        """Waits for everything that has been asked for."""
+        self.begin()
+        with self._lock:
+            running = [future for future, _ in self._running]
+        for future in running:
+            future.result()
 
     def close(self) -> None:
+        self.begin()
         self._thread.shutdown()
 
-    def _start(self, arrays: Sequence[jax.Array], records: Sequence[Record], fill: Callable[[], None]) -> None:
+    def _ask(self, arrays: Sequence[jax.Array], records: Sequence[Record], fill: Callable[[], None]) -> None:
         for record in records:
             record.begin()
-        for array in arrays:
-            array.copy_to_host_async()
-        self._submit(fill, records)
+        with self._lock:
+            self._waiting.append(_Job(fill, records, {id(array): array.nbytes for array in arrays}))
+            self.asked += 1
 
-    def _submit(self, work: Callable[[], None], records: Sequence[Record]) -> None:
-        def job() -> None:
+    def _begin_next(self) -> None:
+        self._submit(self._waiting.popleft())
+
+    def _submit(self, job: _Job) -> None:
+        """The lock is held, so that they run in their order."""
+        work, records, sizes = job
+
+        def run() -> None:
             try:
                 work()
             except Exception:  # whatever it was, the answer does not depend on it
@@ -122,5 +178,10 @@ class Writer:
                 for record in records:
                     self._store.withdraw(record)
 
-        with self._lock:
-            self._running.append(self._thread.submit(job))
+        self._running.append((self._thread.submit(run), sizes))
+
+
+def _send(arrays: Any) -> None:
+    """Starts their way to the host."""
+    for array in jax.tree.leaves(arrays):
+        array.copy_to_host_async()

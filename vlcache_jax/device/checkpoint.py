@@ -25,6 +25,7 @@ import numpy as np
 from vlcache_jax.checks import check_flags
 from vlcache_jax.convert.check import check_contents, check_sizes
 from vlcache_jax.convert.manifest import (
+    FORMAT,
     MANIFEST_FILE,
     WEIGHTS_DIRECTORY,
     Manifest,
@@ -33,11 +34,19 @@ from vlcache_jax.convert.manifest import (
     read_manifest,
 )
 from vlcache_jax.convert.partial import describe_leftovers
-from vlcache_jax.convert.plan import Source, as_dtype, make_plan, source_digest, stored_dtype, tensor_digests
+from vlcache_jax.convert.plan import (
+    Source,
+    aligned_empty,
+    as_dtype,
+    make_plan,
+    source_digest,
+    stored_dtype,
+    tensor_digests,
+)
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import locate
 from vlcache_jax.models.config import ModelConfig
-from vlcache_jax.models.params import Parameter, Path, parameters
+from vlcache_jax.models.params import Parameter, Part, Path, parameters
 from vlcache_jax.models.registry import load_config
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.schedule import Schedule
@@ -181,8 +190,17 @@ class _ConvertedCheckpoint(Checkpoint):
     def load(self, device: Device | None = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
         weights, entries = StoredWeights(self.directory / WEIGHTS_DIRECTORY), self.manifest.parameters
 
+        def stored(one: Parameter | Part) -> np.ndarray:
+            return weights.read(one.path, self.dtype, entry=entries[parameter_name(one.path)])
+
         def read(parameter: Parameter) -> np.ndarray:
-            return weights.read(parameter.path, self.dtype, entry=entries[parameter_name(parameter.path)])
+            if self.manifest.format == FORMAT or len(parameter.parts) == 1:
+                return stored(parameter)
+            out = aligned_empty(parameter.shape, self.dtype)
+            for part in parameter.parts:
+                place = part.of(out)
+                place[...] = stored(part).reshape(place.shape)
+            return out
 
         try:
             return _load(self.config, read, device, loaded)

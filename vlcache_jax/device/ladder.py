@@ -23,7 +23,7 @@ class Ladder:
       patches: patches of one encoder call, multiples of merge_size**2; the last bounds the largest image.
       sequences: rows of one decode step, of the output head and of the sampler; the last is the most sequences that
         decode together.
-      window: tokens that one program decodes at most before the host looks at them.
+      window: tokens that are decoded at most before the host looks at them.
     """
 
     rows: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -26,11 +26,12 @@ from vlcache_jax.device.programs.keep import Restage
 from vlcache_jax.device.programs.shapes import Params, Shapes
 from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, EmptyPool, HoldLanes, OpenLane
 from vlcache_jax.device.programs.table import Programs
-from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window
-from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled
+from vlcache_jax.device.programs.window import ANSWER, CompressedWindow, Window, fixed
+from vlcache_jax.device.sampler import COLUMNS, NO_LANE, Lanes, Sampled, choice_of
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.vision import Grid
 from vlcache_jax.pallas_kernels.link import check_slots
+from vlcache_jax.pallas_kernels.shapes import ExpertsShape
 from vlcache_jax.sampling import MAX_BIASED
 
 
@@ -80,7 +81,7 @@ class Runner:
         self.shapes = Shapes(
             config, params, self.normalization,
             num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation, codec=codec,
-            kept_tokens=kept_tokens, compressed_slots=compressed_slots,
+            kept_tokens=kept_tokens, compressed_slots=compressed_slots, is_host=self.is_host,
         )  # fmt: skip
         self.constants = self.shapes.constants(self.text)
         self.programs = Programs(self.shapes)
@@ -209,17 +210,21 @@ class Runner:
         rows, step = np.zeros((size, COLUMNS), np.int32), np.zeros(size, np.int32)
         rows[:, 0] = NO_LANE
         rows[own], step[own] = choosing, steps
+        program = SampleFirst(size, "asked" if self.shapes.is_host else choice_of(choosing))
         lanes, self._lanes = self._lanes_now(), None
-        sampled, self._lanes = self.run(SampleFirst(size), logits, lanes, rows, step)
+        sampled, self._lanes = self.run(program, logits, lanes, rows, step)
         return sampled
 
-    def window(self, rows: np.ndarray, tables: abc.Sequence[np.ndarray], end: np.ndarray, tokens: int) -> Sampled:
-        """Decodes up to `tokens` tokens of each row, at most `ladder.window`; returns [window, B] of each.
+    def window(self, rows: np.ndarray, tables: abc.Sequence[np.ndarray], end: np.ndarray, tokens: int) -> list[Sampled]:
+        """Decodes up to `tokens` tokens of each row, at most `ladder.window`.
 
         Args:
           rows: int32 [n, ANSWER + C], see `vlcache_jax.device.programs.window`.
           tables: pages of each, with room for its tokens.
           end: slots that each sees at its first and at its last token, [2, n].
+
+        Returns:
+          Of programs that follow each other [tokens, B] of each, or more, with `NO_ANSWER` where nothing was chosen.
         """
         count = len(rows)
         size = round_up(count, self.ladder.sequences)
@@ -228,12 +233,12 @@ class Runner:
             np.arange(count), np.zeros(count, np.int32), end[1], tables, config,
             least=end[0], shared=kernels.shared_prefixes(tables),
         )  # fmt: skip
-        return self._decode(Window(size), self.pool, _padded(rows, size), work, np.int32(tokens))
+        return self._decode(Window(size), self.pool, rows, tokens, work)
 
     def compressed_window(
         self, rows: np.ndarray, tables: abc.Sequence[abc.Sequence[np.ndarray]], kept: np.ndarray, end: np.ndarray,
         tokens: int,
-    ) -> Sampled:  # fmt: skip
+    ) -> list[Sampled]:  # fmt: skip
         """The same of rows whose prompts are compressed.
 
         Args:
@@ -251,14 +256,21 @@ class Runner:
         for row, own in enumerate(tables):
             for layer, pages in enumerate(own):
                 padded[layer, row, : len(pages)] = pages
-        given = lists, list_of, padded, all_kept, np.int32(tokens)
-        return self._decode(program, self.compressed, _padded(rows, size), *given)
+        return self._decode(program, self.compressed, rows, tokens, lists, list_of, padded, all_kept)
 
-    def _decode(self, program: Window | CompressedWindow, pool: Pool, *given: Any) -> Sampled:
-        lanes, self._lanes = self._lanes_now(), None
-        with pool.taken() as arrays:
-            chosen, self._lanes, arrays[:] = self.run(program, self.text, self.head_weights, arrays, lanes, *given)
-        return chosen
+    def _decode[P: (Window, CompressedWindow)](
+        self, program: P, pool: Pool, rows: np.ndarray, tokens: int, *work: Any
+    ) -> list[Sampled]:
+        is_host, launched = self.shapes.is_host, []
+        given = _padded(rows, program.count), *work, np.int32(tokens)
+        if not is_host:
+            given = jax.device_put(given)  # once, for all
+        for one in [program] if is_host else fixed(program, rows, tokens, self.ladder.window):
+            lanes, self._lanes = self._lanes_now(), None
+            with pool.taken() as arrays:
+                chosen, self._lanes, arrays[:] = self.run(one, self.text, self.head_weights, arrays, lanes, *given)
+            launched.append(chosen)
+        return launched
 
     def score(self, logits: jax.Array, target: np.ndarray, *, wants_top: bool = False) -> tuple[jax.Array, ...]:
         """See `sampler.score`; rows of `logits` beyond `target` are padding."""
@@ -296,3 +308,12 @@ def check_kernels(config: ModelConfig, dtype: Any, implementation: str) -> None:
     angle = jax.ShapeDtypeStruct((8, 1, text.head_dim // 2), dtype)
     k, planes = kv.half(8), kv.stored(1, 2, 8)
     jax.eval_shape(functools.partial(kernels.link, implementation=implementation), k, k, [planes], index, angle, angle)
+    x = jax.ShapeDtypeStruct((8, text.hidden_size), dtype)
+    norm = functools.partial(kernels.norm_residual, eps=text.rms_norm_eps, implementation=implementation)
+    jax.eval_shape(norm, x, x, jax.ShapeDtypeStruct(x.shape[1:], dtype))
+    product = jax.ShapeDtypeStruct((8, kv.heads, text.num_heads // kv.heads + 2, text.head_dim), dtype)
+    rotate_write = functools.partial(kernels.rotate_write, implementation=implementation)
+    jax.eval_shape(rotate_write, [product], angle, angle, index, k, k)
+    if (experts := text.experts) is not None:
+        of_experts = ExpertsShape(8, experts.chosen, experts.count, text.hidden_size, experts.intermediate_size)
+        jax.eval_shape(functools.partial(kernels.mix_experts, implementation=implementation), *of_experts.specs(dtype))

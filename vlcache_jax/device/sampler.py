@@ -3,11 +3,16 @@
 Letters: B lanes, V vocabulary, n rows of a step. A row's choice depends on its logits, its lane and its parameters
 alone. The order is the library's that names the parameters: what is not allowed and what is added, then what is taken
 off for repetition, then the most likely token, or temperature, min_p, top_k, top_p and a draw.
+
+Where looking at what rows ask for costs nothing, on a CPU, programs look ("asked"). A GPU's would hold up the host,
+which reads every predicate; there the host chooses among programs by what rows may ask for (`Choice`, `choice_of`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +29,14 @@ NO_LANE = np.iinfo(np.int32).max  # the lane of padding: beyond all, so that its
 NOT_FINITE = -1  # logits hold NaN or inf
 NO_ANSWER = -2  # the answer had ended, or the row is padding
 NOT_ALLOWED = -3  # the parameters leave no token
+
+# What the rows of a program may ask for: "greedy", the most likely token; "drawn", a draw, too; "any", all there is.
+# "asked": the device looks.
+Choice = Literal["asked", "greedy", "drawn", "any"]
+FIXED: tuple[Choice, ...] = ("greedy", "drawn", "any")
+_PARTS: dict[str, frozenset[str]] = {
+    "greedy": frozenset(), "drawn": frozenset({"draw"}), "any": frozenset({"draw", "shape", "tell"}),
+}  # fmt: skip
 
 # Bits of marks; the rest counts how often the answer holds the token.
 IN_PROMPT, ENDS, ONCE = 1, 2, 4
@@ -105,8 +118,17 @@ class Choosing(NamedTuple):
 COLUMNS = 12
 
 
+def choice_of(packed: npt.NDArray[np.int32]) -> Choice:
+    """The smallest choice that has all that rows ask for, which are packed as `Choosing.row` does."""
+    least, flags, temperature = packed[:, 2], packed[:, 4], packed[:, 6].view(np.float32)
+    if (least > 0).any() or (flags > 0).any():
+        return "any"
+    return "drawn" if (temperature > 0).any() else "greedy"
+
+
 class Sampled(NamedTuple):
-    """Tokens of one step. The log-probabilities are of the logits as they came; 0 in rows that do not want them."""
+    """Tokens of one step. The log-probabilities are of the logits as they came; 0 in rows that do not want them, and
+    None where no row may ask for them."""
 
     token: Any  # int32 [n]; NOT_FINITE, NO_ANSWER or NOT_ALLOWED where there is none
     logprob: Any  # float32 [n], of the token
@@ -163,7 +185,9 @@ def hold_lanes(lanes: Lanes, lane: jax.Array, allowed: jax.Array, token: jax.Arr
     return lanes._replace(bias=lanes.bias.at[lane].set(held, mode="drop"))
 
 
-def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing, *, axis: int = 1) -> tuple[Sampled, Lanes]:
+def sample(
+    logits: jax.Array, lanes: Lanes, choosing: Choosing, *, axis: int = 1, choice: Choice = "asked"
+) -> tuple[Sampled, Lanes]:
     """Chooses a token for each row, and lets the row's lane go on with it.
 
     A lane ends with a token that ends answers, with as many tokens as it may have, and where there is no token to go
@@ -173,6 +197,7 @@ def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing, *, axis: int = 1
       logits: float32 [n, V].
       choosing: of n rows, no two of them of one lane.
       axis: 0: logits are [V, n]. Where the most likely token is all there is to do, they are not turned.
+      choice: has all that rows ask for (`choice_of`). It changes no token and no log-probability.
     """
 
     def rows() -> jax.Array:
@@ -189,18 +214,20 @@ def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing, *, axis: int = 1
     )
     # Where no row asks for more, the most likely token is all there is to do.
     is_special = (ask.temperature > 0) | (step < ask.least) | ask.counts | ask.has_bias | ask.has_words
-    token, is_allowed = jax.lax.cond(
-        is_special.any(),
-        lambda: _choose(rows(), lanes, ask, step),
+    token, is_allowed = _if_asked(
+        choice, {"draw", "shape"}, is_special,
+        lambda: _choose(rows(), lanes, ask, step, choice),
         lambda: (_most_likely(logits, axis), jnp.ones_like(is_live)),
-    )
+    )  # fmt: skip
     # Log-probabilities where they are asked for.
-    told = jax.lax.cond(
-        ask.wants_logprobs.any(),
-        lambda: _tell(rows(), token, wants_top=True),
-        lambda: jax.tree.map(jnp.zeros_like, _untold(len(lane), logits.shape[axis])),
-    )
-    told = tuple(jnp.where(ask.wants_logprobs.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in told)
+    told: tuple[Any, ...] = (None,) * 4
+    if _may_ask(choice, {"tell"}):
+        told = _if_asked(
+            choice, {"tell"}, ask.wants_logprobs,
+            lambda: _tell(rows(), token, wants_top=True),
+            lambda: jax.tree.map(jnp.zeros_like, _untold(len(lane), logits.shape[axis])),
+        )  # fmt: skip
+        told = tuple(jnp.where(ask.wants_logprobs.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in told)
 
     # Who goes on, who ends, and what the host is told.
     is_finite = jnp.isfinite(logits).all(axis)
@@ -214,15 +241,32 @@ def sample(logits: jax.Array, lanes: Lanes, choosing: Choosing, *, axis: int = 1
     live, growing, counting, recalling = (
         jnp.where(where, lane, NO_LANE) for where in (is_live, goes_on, goes_on & ask.counts, goes_on & ask.has_words)
     )
-    recent = lanes.recent.at[lane].get(mode="fill", fill_value=-1)
-    return sampled, lanes._replace(
+    lanes = lanes._replace(
         token=lanes.token.at[growing].set(token, mode="drop"),
         step=lanes.step.at[growing].set(step + 1, mode="drop"),
         is_ended=lanes.is_ended.at[live].set(~goes_on | ends | (step + 1 >= choosing.most), mode="drop"),
+    )
+    if not _may_ask(choice, {"shape"}):
+        return sampled, lanes
+    recent = lanes.recent.at[lane].get(mode="fill", fill_value=-1)
+    return sampled, lanes._replace(
         # Set to what was read, not added: so the compiler knows that the read comes first, and copies nothing.
         marks=lanes.marks.at[counting, token].set(mark + ONCE, mode="drop"),
         recent=lanes.recent.at[recalling].set(jnp.column_stack([recent[:, 1:], token]), mode="drop"),
     )
+
+
+def _may_ask(choice: Choice, parts: set[str]) -> bool:
+    return choice == "asked" or bool(parts & _PARTS[choice])
+
+
+def _if_asked(
+    choice: Choice, parts: set[str], is_asked: jax.Array, do: Callable[..., Any], otherwise: Callable[..., Any], *x: Any
+) -> Any:
+    """Does what rows ask for. The device looks whether any does, or the choice says whether any may."""
+    if choice == "asked":
+        return jax.lax.cond(is_asked.any(), do, otherwise, *x)
+    return (do if _may_ask(choice, parts) else otherwise)(*x)
 
 
 def score(
@@ -269,15 +313,43 @@ def _tell(logits: jax.Array, token: jax.Array, wants_top: jax.Array | bool) -> t
     logprob = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
     rank = 1 + (logprobs > logprob).sum(axis=-1, dtype=jnp.int32)
     count = min(MAX_LOGPROBS, logits.shape[1])
-    top_logprob, top_token = jax.lax.cond(
-        wants_top,
-        lambda: tuple(jax.lax.top_k(logprobs, count)),
-        lambda: tuple(jax.tree.map(jnp.zeros_like, _untold(*logits.shape)[2:])),
-    )
-    return logprob[:, 0], rank, top_logprob, top_token.astype(jnp.int32)
+
+    def top() -> tuple[jax.Array, ...]:
+        return tuple(
+            jax.lax.platform_dependent(
+                logprobs, cpu=lambda x: tuple(jax.lax.top_k(x, count)), default=lambda x: _top_by_turns(x, count)
+            )
+        )
+
+    if wants_top is True:
+        top_logprob, top_token = top()
+    else:
+        top_logprob, top_token = jax.lax.cond(
+            wants_top, top, lambda: tuple(jax.tree.map(jnp.zeros_like, _untold(*logits.shape)[2:]))
+        )
+    return logprob[:, 0], rank, top_logprob, top_token
 
 
-def _choose(logits: jax.Array, lanes: Lanes, ask: Choosing, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _top_by_turns(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k`, one after the other: a GPU's sorts all of V for more than a few, and compiles slowly."""
+    index, place = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), jnp.arange(count)
+
+    def turn(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        value, token, values, tokens = state
+        is_left = (x < value) | ((x == value) & (index > token))
+        value = jnp.where(is_left, x, -jnp.inf).max(1, keepdims=True)
+        token = jnp.where(is_left & (x == value), index, x.shape[1]).min(1, keepdims=True)
+        return value, token, jnp.where(place == i, value, values), jnp.where(place == i, token, tokens)
+
+    begin = jnp.full((len(x), 1), jnp.inf), jnp.full((len(x), 1), -1, jnp.int32)
+    nothing = jnp.zeros((len(x), count)), jnp.zeros((len(x), count), jnp.int32)
+    *_, values, tokens = jax.lax.fori_loop(0, count, turn, (*begin, *nothing))
+    return values, tokens
+
+
+def _choose(
+    logits: jax.Array, lanes: Lanes, ask: Choosing, step: jax.Array, choice: Choice
+) -> tuple[jax.Array, jax.Array]:
     """A token for each row, int32 [n], and whether any was allowed, bool [n]."""
     is_early = step < ask.least
     x = logits
@@ -287,10 +359,10 @@ def _choose(logits: jax.Array, lanes: Lanes, ask: Choosing, step: jax.Array) -> 
         (is_early, lambda x: jnp.where((_marks(lanes, ask) & ENDS > 0) & is_early[:, None], -jnp.inf, x)),
         (ask.counts, lambda x: _with_penalties(x, lanes, ask)),
     ):
-        x = jax.lax.cond(is_asked.any(), change, lambda x: x, x)
+        x = _if_asked(choice, {"shape"}, is_asked, change, lambda x: x, x)
     greedy = _most_likely(x)
     is_drawn = ask.temperature > 0
-    drawn = jax.lax.cond(is_drawn.any(), _draw, lambda x, *_: _most_likely(x), x, ask, step)
+    drawn = _if_asked(choice, {"draw"}, is_drawn, _draw, lambda x, *_: _most_likely(x), x, ask, step)
     token = jnp.where(is_drawn, drawn, greedy)
     # The best that is left is banned only if everything is.
     return token, jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0] > -jnp.inf
@@ -327,20 +399,84 @@ def _with_penalties(x: jax.Array, lanes: Lanes, ask: Choosing) -> jax.Array:
 
 def _draw(x: jax.Array, ask: Choosing, step: jax.Array) -> jax.Array:
     """Draws from the truncated distribution, int32 [n]."""
+    # A GPU reads a row once for 15 numbers that it is compared with; a CPU for each.
+    drawn: jax.Array = jax.lax.platform_dependent(
+        x, ask, step, cpu=functools.partial(_draw_by, width=1), default=functools.partial(_draw_by, width=4)
+    )
+    return drawn
+
+
+def _draw_by(x: jax.Array, ask: Choosing, step: jax.Array, *, width: int) -> jax.Array:
     x = x / jnp.maximum(ask.temperature, 1e-6)[:, None]
-    order = jnp.argsort(x, axis=-1, descending=True, stable=True)
-    x = jnp.take_along_axis(x, order, axis=-1)
-    x = jnp.where(x < x[:, :1] + jnp.log(ask.min_p)[:, None], -jnp.inf, x)
-    k = jnp.where(ask.top_k > 0, ask.top_k, x.shape[1])[:, None]
-    x = jnp.where(jnp.arange(x.shape[1]) < k, x, -jnp.inf)
-    p = jax.nn.softmax(x, axis=-1)
+    x = jnp.where(x < x.max(axis=-1, keepdims=True) + jnp.log(ask.min_p)[:, None], -jnp.inf, x)
+    k = jnp.where(ask.top_k > 0, ask.top_k, x.shape[1]).astype(jnp.float32)
+    x = jnp.where(_leading(x, jnp.ones_like(x), k, width), x, -jnp.inf)
     # A token stays while those before it have not reached top_p; the first one always stays.
     # With top_p = 1 rounding must not cut the tail.
-    kept = (jnp.cumsum(p, axis=-1) - p < ask.top_p[:, None]) | (ask.top_p[:, None] >= 1)
-    x = jnp.where(kept, x, -jnp.inf)
+    kept = _leading(x, jax.nn.softmax(x, axis=-1), ask.top_p, width) | (ask.top_p[:, None] >= 1)
     keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(ask.seed, step)
     # Noise is of a token, not of its rank: where an answer is computed again, tokens that are almost equally likely may
     # change places.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, x.shape[1:]))(keys)
-    choice = jnp.argmax(x + jnp.take_along_axis(noise, order, axis=-1), axis=-1)
-    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    return _most_likely(jnp.where(kept, x, -jnp.inf) + noise)
+
+
+def _leading(x: jax.Array, weight: jax.Array, budget: jax.Array, width: int) -> jax.Array:
+    """The first of each row's tokens, as many as it takes for their weights to reach the budget; bool [n, V].
+
+    They are in the order of `x`, the largest first, and of equals the first. Nothing is sorted: a GPU's sort of a
+    vocabulary takes minutes to compile.
+
+    Args:
+      x: float32 [n, V], without NaN.
+      weight: float32 [n, V], not negative; tokens of the same `x` have the same.
+      budget: float32 [n], above 0.
+      width: see `_search`.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # of two zeros
+    key = jax.lax.bitcast_convert_type(bits ^ (bits >> 31 & 0x7FFFFFFF), jnp.uint32) ^ jnp.uint32(1 << 31)
+    index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 1)
+
+    def beyond(number: jax.Array) -> jax.Array:
+        return jnp.where(key > number[:, None], weight, 0)
+
+    least = _search(len(x), 32, width, beyond, lambda total: total >= budget)
+    is_last = key == least[:, None]
+    # Of those that are equal to the last one, as many as the budget leaves room for.
+    room = (budget - beyond(least).sum(axis=1)) / jnp.where(is_last, weight, 0).max(axis=1)
+
+    def until(number: jax.Array) -> jax.Array:
+        return (is_last & (index <= number[:, None])).astype(jnp.float32)
+
+    end = _search(len(x), x.shape[1].bit_length(), width, until, lambda total: total < jnp.ceil(room))
+    return (key > least[:, None]) | (is_last & (index <= end[:, None]))
+
+
+def _search(
+    count: int,
+    bits: int,
+    width: int,
+    terms: Callable[[jax.Array], jax.Array],
+    is_short: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """The smallest numbers that are not short, of at least so many bits, uint32 [count]; the largest if all are.
+
+    Args:
+      width: bits that a turn finds, by as many sums as a digit has values but one.
+      terms: of numbers what is to be summed, float32 [count, V].
+      is_short: of these sums [count]; where a number's is, that of all smaller ones is.
+    """
+    turns, digits = -(-bits // width), range(2**width - 1)
+
+    def add(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x + y for x, y in zip(one, other, strict=True))
+
+    def turn(i: jax.Array, found: jax.Array) -> jax.Array:
+        shift = (width * (turns - 1 - i)).astype(jnp.uint32)
+        rest = (jnp.uint32(1) << shift) - 1
+        given = [terms(found | (jnp.uint32(digit) << shift) | rest) for digit in digits]
+        # One reduction of many operands, so that a GPU reads what they are made of once.
+        totals = jax.lax.reduce(given, [np.float32(0)] * len(digits), add, (1,))
+        return found | (sum(is_short(total).astype(jnp.uint32) for total in totals) << shift)
+
+    return jax.lax.fori_loop(0, turns, turn, jnp.zeros(count, jnp.uint32))

@@ -29,6 +29,7 @@ from vlcache_jax.engine.readiness import PATIENCE, Readiness
 from vlcache_jax.engine.request import Generation, Sequence
 from vlcache_jax.engine.results import (
     Flight,
+    Recorded,
     after_prefill,
     decode,
     free,
@@ -180,6 +181,7 @@ class Engine:
         if self._turn is not None:
             self._turn.upload.cancel()
         self._turn = None
+        self.writer.begin()
         for sequence in [*self.scheduler.running] or self.scheduler.waiting[:1]:
             sequence.end.fault = error
             self._end(sequence, failed=True)
@@ -247,6 +249,7 @@ class Engine:
         except TierError:  # what it was to link is computed
             turn.upload.cancel()
             self._turn = None
+            self.writer.begin()
             for sequence in {prefill.sequence: None for prefill in turn.prefills}:
                 self.scheduler.put_back(sequence, failed=True)
             return True
@@ -256,10 +259,11 @@ class Engine:
         if launched is None:
             self._count(host_prefill_seconds=time.thread_time() - start)
             return False
+        self._flight.add(after_prefill(self.runner, self._lanes, launched))
         if not turn.steps:
             self.scheduler.launched(turn.prefills)
             self._turn = None
-        self._flight.add(after_prefill(self.runner, self._lanes, launched))
+            self._flight.add(Recorded(self.writer))
         self._count_step(launched.step, start)
         return False
 
@@ -311,9 +315,7 @@ class Engine:
             left = [sequence.most - sequence.progress.scheduled for sequence in active]
             # A CPU computes padding as slowly as rows, so that a window ends where fewer rows will do.
             longest = self.runner.ladder.until_fewer(left) if self.runner.is_host else max(left)
-            # A GPU's holds up its caller, as XLA asks the host at each token: what has been launched is told before.
-            is_next = self.runner.is_host or most == 1 or not self._flight.unread
-            if is_next and (tokens := self.scheduler.grow(active, min(most, longest))):
+            if tokens := self.scheduler.grow(active, min(most, longest)):
                 break
             if self._flight.unread:
                 while self._flight.unread:

@@ -124,7 +124,7 @@ class Prefiller:
         turn.took.append(("prefill", self._clock.mark([passage.x])))
         if step.captured:
             self.writer.kv(step.captured, self.copies.capture(step, passage.captured))
-            self.writer.throttle(2)  # what they read occupies the device
+        self.writer.throttle(2 * self.runner.transfer_bytes)
         later = {placement.image for other in turn.steps for placement in other.placements}
         turn.where = {image: place for image, place in turn.where.items() if image in later}
         return Launched(turn, step, passage.x, passage.chosen, tuple(turn.took))

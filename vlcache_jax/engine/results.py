@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vlcache_jax.cache.writer import Writer
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.device.sampler import NO_ANSWER, Sampled
 from vlcache_jax.engine.batching import Prefill, Step, prefill_steps
@@ -114,7 +115,7 @@ class Tokens(Results):
 
     Args:
       answers: whose; one for each row.
-      sampled: [B], or of a window [tokens, B].
+      sampled: of each program that chose them [B], or of a window [tokens, B]; tokens that follow each other.
       launched: the prefill that they follow; None: they go on.
       first: row of the first answer.
       forced: of each, tokens before these that nobody had to choose.
@@ -123,7 +124,7 @@ class Tokens(Results):
     def __init__(
         self,
         answers: abc.Sequence[Generation],
-        sampled: Sampled,
+        sampled: abc.Sequence[Sampled],
         launched: Launched | None = None,
         first: int = 0,
         forced: abc.Iterable[list[int]] = itertools.repeat([]),
@@ -131,11 +132,11 @@ class Tokens(Results):
         super().__init__(answers)
         self._answers, self._launched, self._first, self._forced = answers, launched, first, forced
         wants_all = any(answer.params.logprobs is not None for answer in answers)
-        self._arrays: Sampled | tuple[jax.Array] = sampled if wants_all else sampled[:1]
+        self._arrays: list[tuple[jax.Array, ...]] = [tuple(one if wants_all else one[:1]) for one in sampled]
         _send(self._arrays)
 
     def read(self) -> abc.Iterator[Sequence]:
-        token, *told = map(np.asarray, self._arrays)
+        token, *told = (_steps(parts) for parts in zip(*self._arrays, strict=True))
         if token.ndim == 1:
             token, *told = token[None], *(x[None] for x in told)
         now = time.perf_counter()
@@ -222,6 +223,18 @@ class Prefilled(Results):
             yield from part.read()
 
 
+class Recorded(Results):
+    """What records are to hold of all that has been launched: it leaves the device behind the results before this."""
+
+    def __init__(self, writer: Writer):
+        super().__init__(())
+        self._writer, self._last = writer, writer.asked
+
+    def read(self) -> abc.Iterator[Sequence]:
+        self._writer.begin(self._last)
+        yield from ()
+
+
 class Observed(Results):
     """How sparse the attention of a prompt's last rows is.
 
@@ -274,7 +287,7 @@ def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Pref
         logits, begin = runner.head(launched.x, group[0][0], len(group))
         first = group[0][0] - begin  # near the end of a step, logits of rows before it come, too
         steps = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
-        parts.append(Tokens(sequences, runner.sample(logits, lanes.open(sequences), steps, first), launched, first))
+        parts.append(Tokens(sequences, [runner.sample(logits, lanes.open(sequences), steps, first)], launched, first))
     return Prefilled(launched, parts)
 
 
@@ -333,7 +346,12 @@ def run_on(
             continue
         logits, _ = runner.head(passage.x, 0, len(ends))
         sampled = runner.sample(logits, choosing[ends], counts[ends])
-        yield step, Tokens([answers[i] for i in ends], sampled, forced=[forced[i] for i in ends])
+        yield step, Tokens([answers[i] for i in ends], [sampled], forced=[forced[i] for i in ends])
+
+
+def _steps(parts: abc.Sequence[jax.Array]) -> np.ndarray:
+    """What programs chose that followed each other."""
+    return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
 def _send(arrays: Any) -> None:

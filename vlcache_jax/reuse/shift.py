@@ -223,9 +223,7 @@ def _moved(
 
 def _bias(attention: SelfAttention) -> jax.Array | None:
     """Of the key projection, float32 [K, D], if it has one."""
-    if (bias := attention.k_proj.bias) is None:
-        return None
-    return bias[...].astype(jnp.float32).reshape(attention.config.num_kv_heads, attention.config.head_dim)
+    return None if (bias := attention.qkv_proj.bias) is None else bias[...][:, -2].astype(jnp.float32)
 
 
 def length_kept(before: jax.Array, after: jax.Array, weight: jax.Array) -> jax.Array:

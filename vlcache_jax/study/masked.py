@@ -242,6 +242,6 @@ class MaskedAnswers:
             ) / q.shape[-1] ** 0.5  # fmt: skip
             weight = jax.nn.softmax(jnp.where(mask[:, None], score, -jnp.inf), -1)
             out = jnp.einsum("kgns,skd->nkgd", weight.astype(x.dtype), values, precision="highest")
-            x = layer.transform(x + layer.self_attn.o_proj(out.reshape(size, -1)), jnp.ones(size, bool))
+            x = layer.transform(x, layer.self_attn.o_proj(out.reshape(size, -1)), jnp.ones(size, bool))
             looked.append(weight.mean(1))
         return x, jnp.stack(looked)

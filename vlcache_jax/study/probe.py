@@ -226,9 +226,9 @@ class Probe:
         rows = Rows(slot, position, jnp.zeros_like(index), jnp.where(index < n, index + 1, 0), index)
         k, v = rope.rotate(donor[0][i], cos, sin), donor[1][i]
         out, _, _, (raw_k, new_v) = layer.self_attn(
-            layer.input_layernorm(x), k, v, rows, keep=size, implementation=self.runner.implementation
+            layer.input_layernorm(x), k, v, rows, keep=size, capture=True, implementation=self.runner.implementation
         )
-        x = layer.transform(x + out, index < n)
+        x = layer.transform(x, out, index < n, implementation=self.runner.implementation)
         if len(deepstack):
             x = x + jnp.where(i < len(deepstack), deepstack[i], 0)
         return x, raw_k, new_v, out

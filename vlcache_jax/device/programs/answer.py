@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from vlcache_jax.device import sampler
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.shapes import Params, Shapes, ints
-from vlcache_jax.device.sampler import Choosing, Lanes, Sampled
+from vlcache_jax.device.sampler import FIXED, Choice, Choosing, Lanes, Sampled
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,14 @@ class SampleFirst(Program[tuple[Sampled, Lanes]]):
     name = "sample"
     donates = (1,)
     count: int
+    choice: Choice = "asked"
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         most = {shapes.ladder.outputs(size) for size in demand.ladder.rows} | {shapes.ladder.max_sequences}
-        return [cls(min(count, keep)) for keep in sorted(most) for count in demand.ladder.sequences]
+        counts = [min(count, keep) for keep in sorted(most) for count in demand.ladder.sequences]
+        choices: tuple[Choice, ...] = ("asked",) if shapes.is_host else FIXED
+        return [cls(count, choice) for count in counts for choice in choices]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.vocabulary(self.count), shapes.lanes, ints(self.count, sampler.COLUMNS), ints(self.count)
@@ -62,7 +65,7 @@ class SampleFirst(Program[tuple[Sampled, Lanes]]):
             step=lanes.step.at[choosing.lane].set(steps, mode="drop"),
             is_ended=lanes.is_ended.at[choosing.lane].set(False, mode="drop"),
         )
-        return sampler.sample(logits, begun, choosing)
+        return sampler.sample(logits, begun, choosing, choice=self.choice)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 
 from vlcache_jax.device.ladder import Ladder
 from vlcache_jax.device.programs.shapes import Shapes
+from vlcache_jax.device.sampler import FIXED
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.reuse.policies import Policy
@@ -144,5 +145,5 @@ class Program[R](abc.ABC):
         return self.name, *(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __str__(self) -> str:
-        sizes = ", ".join(str(size) for size in self.key[1:] if type(size) is int)
+        sizes = ", ".join(str(size) for size in self.key[1:] if type(size) is int or size in FIXED)
         return f"{self.name}({sizes})" if sizes else self.name

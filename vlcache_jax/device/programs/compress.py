@@ -131,7 +131,9 @@ def _observe(
     received, zeros = attention_statistics(q, k, table, rows.k_end - 1, p, implementation=shapes.implementation)
     if not is_last:  # nobody needs what leaves the last one
         out = paged_attention(q, k, v, work, implementation=shapes.implementation)
-        x = layer.transform(x + layer.self_attn.o_proj(out.reshape(len(x), -1)), rows.k_end > 0)
+        x = layer.transform(
+            x, layer.self_attn.o_proj(out.reshape(len(x), -1)), rows.k_end > 0, implementation=shapes.implementation
+        )
     return x, received, zeros
 
 

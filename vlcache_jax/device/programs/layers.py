@@ -185,6 +185,7 @@ def layer_step(
     moves: Moves | None = None,
     *,
     keep: int,
+    capture: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """A layer of which the first rows write: the bound may reach beyond them, into rows that have dropped out, whose
     slots hold linked K, V. Before that, linked K, V are moved by what the rows show.
@@ -200,7 +201,7 @@ def layer_step(
     rows = rows._replace(slot=jnp.where(index < writing, rows.slot, shapes.num_slots + index))
     return layer(
         x, k, v, rows, added, work,
-        keep=keep, needed=needed, capture=True, implementation=shapes.implementation,
+        keep=keep, needed=needed, capture=capture, implementation=shapes.implementation,
     )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ class Shapes:
     Args:
       config, params, normalization, num_slots, max_pages, ladder, implementation, codec, kept_tokens, compressed_slots:
         see `Runner`; of arrays only the shapes count.
+      is_host: whether the device is the host's processor, so that a predicate keeps nobody waiting.
 
     Attributes:
       dtype: of K, V and hidden states.
@@ -74,7 +75,9 @@ class Shapes:
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
         compressed_slots: int = 0,
+        is_host: bool = True,
     ):
+        self.is_host = is_host
         self.config, self.ladder, self.implementation = config, ladder, implementation
         self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
         self.compressed_slots = compressed_slots
@@ -150,11 +153,11 @@ class Shapes:
     def _constants(self, attention: Params) -> Constants:
         if self.kv.codec is None:
             return None, None
-        bias = attention["k_proj"].get("bias")
+        bias = attention["qkv_proj"].get("bias")
         if isinstance(bias, jax.ShapeDtypeStruct):
             bias = jax.ShapeDtypeStruct((self.kv.heads, self.kv.width), bias.dtype)
         elif bias is not None:
-            bias = bias.reshape(self.kv.heads, self.kv.width)
+            bias = bias[:, -2]
         return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
 
     def _work_config(self, rows: int, decode: bool = False, pages: int | None = None) -> kernels.WorkConfig:

@@ -2,7 +2,11 @@
 
 Row i goes on at its lane's token, in the slots to which table i of the work list leads. The work list is that of the
 last token; where a row's interval ends at each of them, the device says. A row that has ended sees nothing and writes
-nowhere, and when all have, the window ends.
+nowhere.
+
+On a CPU one program looks what its rows ask for, and ends when all rows have. On a GPU the host would have to read
+every such predicate, and wait for the device each time; so there a program has a number of steps, and the host chooses
+it by what rows may ask for (`fixed`).
 
 Where prompts are compressed, each layer has tables of its own into one pool, and so many of the prompt's tokens as it
 keeps; a few work lists serve all layers (`vlcache_jax.device.compressed_work`).
@@ -12,18 +16,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from vlcache_jax.device import sampler
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.layers import layer_step
 from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
-from vlcache_jax.device.sampler import Choosing, Lanes, Sampled
+from vlcache_jax.device.sampler import Choice, Choosing, Lanes, Sampled
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE, Work
 
@@ -51,15 +56,17 @@ Layers = Callable[[jax.Array, Halves, Rows, jax.Array], tuple[jax.Array, Halves]
 
 @dataclass(frozen=True)
 class Window(Program[tuple[Sampled, Lanes, Halves]]):
-    """Decodes up to `ladder.window` tokens of `count` rows, B."""
+    """Decodes tokens of `count` rows, B: `steps` of each; None: up to `ladder.window`, until all rows have ended."""
 
     name = "window"
     donates = (2, 3)
     count: int
+    choice: Choice = "asked"
+    steps: int | None = None
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        return [cls(count) for count in demand.ladder.sequences]
+        return [one for count in demand.ladder.sequences for one in kinds(cls(count), shapes)]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return (
@@ -78,17 +85,18 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
         work: Work,
         tokens: jax.Array,
     ) -> tuple[Sampled, Lanes, Halves]:
-        """Decodes up to `tokens` tokens of each row.
+        """Decodes tokens of each row.
 
         Args:
           pool: K and V of each layer.
           rows: int32 [B, ANSWER + C].
           work: of the last token.
+          tokens: most, where the program has no number of its own.
 
         Returns:
-          (what was chosen, [ladder.window, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
+          (what was chosen, [steps or ladder.window, B] of each, `NO_ANSWER` where nothing was; lanes; pool).
         """
-        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
         asked = Asked.of(rows)
         tables = work.parts().tables
         index = jnp.arange(self.count, dtype=jnp.int32)
@@ -104,7 +112,7 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
                 updated.append([k, v])
             return x, updated
 
-        return _decode(shapes, text, head, pool, lanes, asked, tokens, place, layers)
+        return _decode(self, shapes, text, head, pool, lanes, asked, tokens, place, layers)
 
 
 @dataclass(frozen=True)
@@ -115,11 +123,15 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
     donates = (2, 3)
     count: int
     pages: int
+    choice: Choice = "asked"
+    steps: int | None = None
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
         if shapes.compressed_slots:
-            yield from (cls(count, pages) for count in demand.ladder.sequences for pages in shapes.page_rungs)
+            for count in demand.ladder.sequences:
+                for pages in shapes.page_rungs:
+                    yield from kinds(cls(count, pages), shapes)
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         layers, lists = shapes.kv.layers, shapes.work_config(self.count, True, self.pages)
@@ -143,7 +155,7 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
         kept: jax.Array,
         tokens: jax.Array,
     ) -> tuple[Sampled, Lanes, Halves]:
-        """Decodes up to `tokens` tokens of each row.
+        """Decodes tokens of each row.
 
         Args:
           pool: K and V of all layers.
@@ -152,11 +164,12 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
           list_of: which of them each layer goes by, int32 [L].
           tables: pages of each row in each layer, int32 [L, B, C].
           kept: tokens of the prompt that each layer keeps, before which answers begin, int32 [L, B].
+          tokens: as in `Window`.
 
         Returns:
           As `Window`.
         """
-        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count))
+        layer = jax.jit(functools.partial(layer_step, shapes, keep=self.count, capture=False))
         config = shapes.work_config(self.count, True, self.pages)
         asked = Asked.of(rows)
         index = jnp.arange(self.count, dtype=jnp.int32)
@@ -174,10 +187,28 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
             return x, [[k, v]]
 
         # Slots are other ones in each layer.
-        return _decode(shapes, text, head, pool, lanes, asked, tokens, lambda last, live: last, layers)
+        return _decode(self, shapes, text, head, pool, lanes, asked, tokens, lambda last, live: last, layers)
+
+
+def kinds[P: (Window, CompressedWindow)](program: P, shapes: Shapes) -> list[P]:
+    """The programs that decode where `program` is of their sizes."""
+    if shapes.is_host:
+        return [program]
+    whole = [replace(program, choice=choice, steps=shapes.ladder.window) for choice in ("greedy", "drawn")]
+    return [*whole, replace(program, choice="any", steps=1)]
+
+
+def fixed[P: (Window, CompressedWindow)](program: P, rows: npt.NDArray[np.int32], tokens: int, window: int) -> list[P]:
+    """The programs that decode `tokens` tokens of rows [n, ANSWER + C], one after the other, each a number of its own:
+    a whole window as one, and what is less, or asks for more, token by token, so that no step is computed in vain."""
+    choice = sampler.choice_of(rows[:, ANSWER:])
+    if tokens == window and choice != "any":
+        return [replace(program, choice=choice, steps=window)]
+    return [replace(program, choice="any", steps=1)] * tokens
 
 
 def _decode(
+    program: Window | CompressedWindow,
     shapes: Shapes,
     text: Params,
     head: Params,
@@ -194,8 +225,8 @@ def _decode(
     def goes_on(lanes: Lanes) -> jax.Array:
         return ~lanes.is_ended.at[choosing.lane].get(mode="fill", fill_value=True)
 
-    def token(carry: Any) -> Any:
-        step, pool, lanes, chosen = carry
+    def token(carry: tuple[Halves, Lanes], _: None = None) -> tuple[tuple[Halves, Lanes], Sampled]:
+        pool, lanes = carry
         live = goes_on(lanes)
         last = jnp.where(live, length + lanes.step.at[choosing.lane].get(mode="clip") - 1, 0)
         row = Rows(
@@ -206,11 +237,23 @@ def _decode(
             source=jnp.where(live, lanes.token.at[choosing.lane].get(mode="clip"), 0),
         )
         x, pool = layers(bind(shapes.table_graph, text["embed_tokens"])(row.source), pool, row, live)
-        sampled, lanes = _sample(shapes.logits(text["norm"], head, x), lanes, choosing)
-        return step + 1, pool, lanes, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
+        sampled, lanes = _sample(shapes.logits(text["norm"], head, x), lanes, choosing, program.choice)
+        return (pool, lanes), sampled
 
-    begin = jnp.int32(0), pool, lanes, _nothing(shapes, len(length), lanes, choosing)
-    _, pool, lanes, chosen = jax.lax.while_loop(lambda c: (c[0] < tokens) & goes_on(c[2]).any(), token, begin)
+    def more(state: Any) -> jax.Array:
+        step, (_, lanes), _ = state
+        return (step < tokens) & goes_on(lanes).any()
+
+    def one_more(state: Any) -> Any:
+        step, carry, chosen = state
+        carry, sampled = token(carry)
+        return step + 1, carry, jax.tree.map(lambda all_, one: all_.at[step].set(one), chosen, sampled)
+
+    if program.steps is None:
+        begin = jnp.int32(0), (pool, lanes), _nothing(shapes, len(length), lanes, choosing)
+        _, (pool, lanes), chosen = jax.lax.while_loop(more, one_more, begin)
+    else:
+        (pool, lanes), chosen = jax.lax.scan(token, (pool, lanes), length=program.steps)
     return chosen, lanes, pool
 
 
@@ -220,13 +263,12 @@ def _nothing(shapes: Shapes, count: int, lanes: Lanes, choosing: Choosing) -> Sa
     return nothing._replace(token=jnp.full_like(nothing.token, sampler.NO_ANSWER))
 
 
-def _sample(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:
+def _sample(logits: jax.Array, lanes: Lanes, choosing: Choosing, choice: Choice) -> tuple[Sampled, Lanes]:
     """See `sampler.sample`. A CPU multiplies the head as [V, B], and to turn that takes as long as half the product."""
+    sample = functools.partial(sampler.sample, choice=choice)
 
     def turned(logits: jax.Array, lanes: Lanes, choosing: Choosing) -> tuple[Sampled, Lanes]:
-        return sampler.sample(logits.T, lanes, choosing, axis=0)
+        return sample(logits.T, lanes, choosing, axis=0)
 
-    chosen: tuple[Sampled, Lanes] = jax.lax.platform_dependent(
-        logits, lanes, choosing, cpu=turned, default=sampler.sample
-    )
+    chosen: tuple[Sampled, Lanes] = jax.lax.platform_dependent(logits, lanes, choosing, cpu=turned, default=sample)
     return chosen

@@ -1,0 +1,235 @@
+"""The experts' products as Mosaic GPU kernels for Hopper, driven by a tile table (`tiles.py`).
+
+One kernel makes silu(gate x) * up x of packed rows, another one multiplies by the matrices that lead back; the router's
+weights are applied where a row's parts are added. Programs are few and stay: an *item* is a tile and some columns, and
+each program does every so many of them. One warpgroup loads blocks ahead, also those of the items to come; the others
+multiply 64 rows each by what is loaded once. A tile reads whole rows of 64 or 128, of which it writes its own octets.
+
+Rows of a product do not touch each other, and matrices of experts that nobody has chosen are not read: what is not
+finite stays where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from vlcache_jax.pallas_kernels.attention.mosaic_gpu import ACC, MULTIPROCESSORS, SHARED_MEMORY, tiled
+from vlcache_jax.pallas_kernels.grouped_matmul.tiles import BOX, Tiles, make_tiles
+
+M = 64  # rows that a warpgroup multiplies
+EIGHT = M // BOX
+BLOCK = 64  # of K, loaded and multiplied at once
+NARROW, WIDE = 64, 128  # columns of an item
+STAGES = 8  # blocks in flight at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernels work.
+
+    Attributes:
+      warpgroups: that compute, 1 or 2: a tile has 64 rows for each.
+      programs: that share the items.
+    """
+
+    warpgroups: int
+    programs: int
+
+
+def default_config(choices: int, experts: int, programs: int | None = None) -> Config:
+    """Large tiles where experts have more rows than a small one holds."""
+    return Config(2 if choices > M * experts else 1, programs or MULTIPROCESSORS)
+
+
+def check(x: jax.Array, hidden: int) -> None:
+    """Raises NotImplementedError, with the reason, for a case that the kernels do not do.
+
+    Args:
+      x: [N, M].
+      hidden: F.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"mosaic_gpu multiplies bfloat16 and float16, got x in {x.dtype}")
+    if x.shape[1] % BLOCK or hidden % BLOCK:
+        raise NotImplementedError(
+            f"mosaic_gpu does experts whose widths are multiples of {BLOCK}, got {x.shape[1]} and {hidden}"
+        )
+
+
+def mix_experts(
+    x: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    config: Config | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """The contract of `vlcache_jax.pallas_kernels.mix_experts`, for arguments that it and `check` have checked.
+
+    Args:
+      expert: counted from the first one at hand; E and above are elsewhere.
+      config: how the kernels work; None is `default_config`.
+      interpret: runs them in the CPU's interpreter (jax 0.12 or later) instead of compiling them.
+    """
+    (N, k), E = expert.shape, len(gate_up)
+    config = config or default_config(N * k, E)
+    tiles = make_tiles(expert.reshape(-1), E, config.warpgroups * EIGHT)
+    packed = x.at[tiles.source // k].get(mode="clip")
+    hidden = _multiply(packed, gate_up, tiles, gated=True, config=config, interpret=interpret)
+    made = _multiply(hidden, down, tiles, gated=False, config=config, interpret=interpret)
+    # As the library does: products in the model's dtype, their sum in float32.
+    parts = made.at[tiles.place].get(mode="clip").reshape(N, k, -1) * weight[:, :, None]
+    return jnp.where((expert < E)[:, :, None], parts, 0).sum(axis=1, dtype=jnp.float32)
+
+
+# An inner jit: a program that calls the same case for each of its layers compiles one kernel.
+@functools.partial(jax.jit, static_argnames=("gated", "config", "interpret"))
+def _multiply(
+    x: jax.Array,
+    weights: jax.Array,
+    tiles: Tiles,
+    *,
+    gated: bool,
+    config: Config,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> jax.Array:
+    """Packed rows [P, K] times the matrices [E, K, width] of their experts; rows that no tile holds are left undefined.
+
+    `gated`: the matrices are [E, K, 2 * width], gate and up side by side, and the result is silu(gate x) * up x.
+    """
+    (P, K), halves = x.shape, 2 if gated else 1
+    E, width, dtype = len(weights), weights.shape[2] // halves, x.dtype
+    warpgroups, programs = config.warpgroups, config.programs
+    columns = columns_of(width, E, len(tiles.place), programs)
+    across, blocks, rows = width // columns, K // BLOCK, warpgroups * M
+    of_stage = 2 * BLOCK * (rows + halves * columns)
+    stages = min(STAGES, (SHARED_MEMORY - 2048 - 2 * rows * columns) // of_stage)  # barriers, and what Mosaic adds
+
+    def program(refs: Any, buffers: Any, barriers: Any) -> None:
+        x_ref, w_ref, expert_ref, first_ref, octets_ref, ends_ref, out_ref = refs
+        (x_smem, w_smem, out_smem), (here, free) = buffers, barriers
+        cta, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        count = lax.div(ends_ref[E - 1] * across - cta + programs - 1, jnp.int32(programs))
+
+        def do_items(do: Callable[[Any, Any, Any], None]) -> None:
+            """do(tile, its columns, blocks before it) for each item; counts of blocks run on."""
+
+            def one(i: Any, _: Any) -> None:
+                item = cta + i * programs
+                tile = lax.div(item, jnp.int32(across))
+                do(tile, lax.rem(item, jnp.int32(across)) * columns, i * blocks)
+
+            lax.fori_loop(0, count, one, None)
+
+        def load(tile: Any, column: Any, step: Any) -> None:
+            expert, row = expert_ref[tile], first_ref[tile] * BOX
+
+            def block(k: Any, _: Any) -> None:
+                stage = lax.rem(step + k, jnp.int32(stages))
+                part = pl.ds(k * BLOCK, BLOCK)
+                pl.when(step + k >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
+                plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, rows), part], x_smem.at[stage], here.at[stage])
+                for half in range(halves):
+                    own = w_ref.at[expert, part, pl.ds(half * width + column, columns)]
+                    plgpu.copy_gmem_to_smem(own, w_smem.at[stage, half], here.at[stage])
+
+            lax.fori_loop(0, blocks, block, None)
+
+        def compute(tile: Any, column: Any, step: Any) -> None:
+            def products(*accs: Any) -> list[jax.Array]:
+                def block(k: Any, _: Any) -> None:
+                    stage = lax.rem(step + k, jnp.int32(stages))
+                    plgpu.barrier_wait(here.at[stage])
+                    own = x_smem.at[stage, pl.ds(warpgroup * M, M)]
+                    if interpret is not None:
+                        _look_at(own, w_smem.at[stage])
+                    for half, acc in enumerate(accs):
+                        plgpu.wgmma(acc, own, w_smem.at[stage, half])
+                    plgpu.wgmma_wait(halves)  # the products before these have ended
+                    before = lax.rem(step + k + (stages - 1), jnp.int32(stages))
+                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+
+                lax.fori_loop(0, blocks, block, None)
+                found = [acc[...] for acc in accs]
+                plgpu.barrier_arrive(free.at[lax.rem(step + (blocks - 1), jnp.int32(stages))])
+                return found
+
+            found = pl.run_scoped(products, *[ACC((M, columns))] * halves)
+            y = _silu_times(found[0], found[1], dtype) if gated else found[0]
+            first, octets = first_ref[tile], octets_ref[tile]
+            own = out_smem.at[warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            own[...] = y.astype(dtype)
+            plgpu.commit_smem()
+            for i in range(EIGHT):
+                at = warpgroup * EIGHT + i
+                target = out_ref.at[pl.ds((first + at) * BOX, BOX), pl.ds(column, columns)]
+                copy = functools.partial(plgpu.copy_smem_to_gmem, own.at[pl.ds(i * BOX, BOX)], target)
+                pl.when(at < octets)(copy)
+
+        def compute_items() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            do_items(compute)
+            plgpu.wait_smem_to_gmem(0)
+
+        def load_items() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            do_items(load)
+
+        pl.when(warpgroup < warpgroups)(compute_items)
+        pl.when(warpgroup == warpgroups)(load_items)
+
+    buffers = (
+        tiled((stages, rows, BLOCK), dtype, BLOCK),
+        tiled((stages, halves, BLOCK, columns), dtype, columns),
+        tiled((warpgroups, M, columns), dtype, columns),
+    )
+    barriers = (
+        plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+    )
+
+    def experts_kernel(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(program, refs), buffers, barriers, collective_axes="warpgroup")
+
+    out: jax.Array = plgpu.kernel(
+        experts_kernel,
+        out_type=jax.ShapeDtypeStruct((P, width), dtype),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(x, weights, tiles.expert, tiles.first, tiles.octets, tiles.ends)
+    return out
+
+
+def _look_at(*refs: Any) -> None:
+    """Reads shared memory as its matrix products do, in which the interpreter looks for no races."""
+    for ref in refs:
+        ref[...]
+    plgpu.commit_smem()  # orders it before what bulk copies write there later
+
+
+def columns_of(width: int, experts: int, choices: int, programs: int) -> int:
+    """Of an item: few where there are few tiles, so that all programs have some."""
+    items = min(experts, choices) * (width // WIDE)
+    return NARROW if width % WIDE or items < 2 * programs else WIDE
+
+
+def _silu_times(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
+    """silu(gate) * up in float32, rounded on the way where the library rounds."""
+    gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
+    return (gate / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32) * up

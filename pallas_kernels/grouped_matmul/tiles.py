@@ -1,0 +1,80 @@
+"""The tile table of the experts' products: which rows are multiplied by which expert's matrices.
+
+It is made on the device, as only there the router's choice is known, by a few reductions: nothing is sorted, and there
+is no loop. The choices of an expert are packed in *octets*, so that a bulk copy moves eight rows of one expert; what
+fills the last octet is computed in vain. A *tile* is a run of octets of one expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BOX = 8  # rows of an octet
+CHUNK = 512  # choices that are compared with each other
+
+
+class Tiles(NamedTuple):
+    """Where choices lie and who multiplies them, int32.
+
+    Attributes:
+      expert, first, octets: [T], of each tile its expert, first octet, and how many octets are its own.
+      ends: [E], tiles of all experts up to each one; the last is how many tiles there are.
+      place: [R], the packed row of each choice; of those that are nobody's one beyond `source`.
+      source: [P], the choice that each packed row is of; any where a row fills an octet, or is behind all of them.
+    """
+
+    expert: jax.Array
+    first: jax.Array
+    octets: jax.Array
+    ends: jax.Array
+    place: jax.Array
+    source: jax.Array
+
+
+def make_tiles(expert: jax.Array, count: int, length: int) -> Tiles:
+    """Packs choices and cuts them into tiles.
+
+    Args:
+      expert: of each choice, int32 [R]; `count` and above are nobody's.
+      count: E.
+      length: octets of a tile at most.
+    """
+    choices, some = len(expert), min(len(expert), count)
+    most = (choices + (BOX - 1) * some) // BOX  # octets
+    rows = (most + length) * BOX
+    chunk = min(CHUNK, choices)
+    ids = jnp.pad(expert, (0, -choices % chunk), constant_values=count).reshape(-1, chunk)
+    at, chunks, experts = np.arange(chunk), np.arange(len(ids)), np.arange(count)
+    # How many choices of the same expert stand before each choice in its chunk, how many of each expert in each chunk,
+    # and in those before it. The first two are one reduction.
+    who = jnp.concatenate([ids, jnp.broadcast_to(experts, (len(ids), count))], axis=1)
+    until = np.append(at, np.full(count, chunk))
+    counted = ((who[:, :, None] == ids[:, None, :]) & (at < until[:, None])).sum(2)
+    rank, own = counted[:, :chunk], counted[:, chunk:]
+    before = jnp.where(chunks[:, None] < chunks[:, None, None], own, 0).sum(1)
+
+    octets = lax.div(own.sum(0) + (BOX - 1), jnp.int32(BOX))
+    tiles = lax.div(octets + (length - 1), jnp.int32(length))
+    first = jnp.where(experts < experts[:, None], octets, 0).sum(1)
+    ends = jnp.where(experts <= experts[:, None], tiles, 0).sum(1)
+
+    place = rank + (before + BOX * first).at[chunks[:, None], ids].get(mode="clip")
+    place = place.reshape(-1)[:choices]
+    choice = np.arange(choices, dtype=np.int32)
+    place = jnp.where(expert < count, place, rows + choice)
+    source = jnp.zeros(rows, jnp.int32).at[place].set(choice, mode="drop", unique_indices=True)
+
+    begin = ends - tiles
+    tile = np.arange(most // length + some)[:, None]
+    is_own = (begin <= tile) & (tile < ends)
+
+    def of_own(x: jax.Array | np.ndarray) -> jax.Array:
+        return jnp.where(is_own, x, 0).sum(1, dtype=jnp.int32)
+
+    done = (tile - begin) * length
+    return Tiles(of_own(experts), of_own(first + done), of_own(jnp.minimum(octets - done, length)), ends, place, source)

@@ -1,0 +1,161 @@
+"""The public functions for rows: their contracts, and the checks of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vlcache_jax.pallas_kernels import dispatch
+from vlcache_jax.pallas_kernels.rows import xla
+
+
+def norm_residual(
+    x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Adds what a layer has found to its rows, and normalises the sum by its root mean square.
+
+    The sum is rounded to its dtype; statistics are float32, and what is normalised is rounded before it is multiplied
+    by the weight, as the library does.
+
+    Args:
+      x: Rows `[N, M]`.
+      delta: `[N, M]` in the dtype of `x`; None adds nothing.
+      scale: The norm's weight, `[M]`, in the dtype of `x`.
+      eps: Is added to the mean of squares.
+      implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel does bfloat16 and float16.
+
+    Returns:
+      (sum, normed sum), both `[N, M]`.
+
+    Raises:
+      ValueError: An argument is wrong; the message names it.
+      NotImplementedError: The implementation asked for does not do this case.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x must have shape [N, M], got {list(x.shape)}")
+    for name, array, shape in (("delta", delta, x.shape), ("scale", scale, x.shape[1:])):
+        _check_like(name, array, shape, x.dtype)
+
+    def check() -> None:
+        from vlcache_jax.pallas_kernels.rows import mosaic_gpu  # takes a second to import
+
+        dispatch.check_array(implementation, x)
+        mosaic_gpu.check_norm(x)
+
+    case = f"{x.dtype} {list(x.shape)}{'' if delta is None else ', added'}"
+    choice = dispatch.choose("norm_residual", case, implementation, check)
+    if choice.implementation == "xla":
+        return xla.norm_residual(x, delta, scale, eps=eps)
+    from vlcache_jax.pallas_kernels.rows import mosaic_gpu
+
+    return mosaic_gpu.norm_residual(x, delta, scale, eps=eps, interpret=dispatch.interpreter(choice))
+
+
+def rotate_write(
+    parts: Sequence[jax.Array],
+    cos: jax.Array,
+    sin: jax.Array,
+    slot: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 0.0,
+    keep: int | None = None,
+    places: jax.Array | None = None,
+    capture: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """What lies between the product of q|k|v and attention: norms of heads, rotation, and writing into the pool.
+
+    Values are written finite, as in `vlcache_jax.pallas_kernels.carry_flaws`. Rotation is rounded as `link` does it,
+    by the same implementation: a key that is computed is the one that is linked.
+
+    Letters: `N` rows, `S` slots, `K` key-value heads, `H` query heads, `G = H / K`, `D` head width.
+
+    Args:
+      parts: The product: of all rows `[N, K, G + 2, D]`, each key-value head's queries, its key, its value; or that of
+        the first rows, and of the others, which need no queries, `[n, K, 2, D]`.
+      cos: Of each row's angles, `[N, 1, D / 2]`, in the dtype of the product.
+      sin: Likewise.
+      slot: Where each row's key and value go, int32 `[N]`; none negative, and those below `S` distinct. Rows from `S`
+        on write nothing.
+      k_pool: Keys of a layer `[S, K, D]`, in the dtype of the product; updated in place where it is donated.
+      v_pool: Values, likewise.
+      bias: Is added to the product first, `[K, G + 2, D]`, and rounded.
+      q_norm: Weight of the norm of each query head, `[D]`; None has none.
+      k_norm: Likewise of keys.
+      eps: Of both norms.
+      keep: Rows at the beginning whose queries are wanted, no more than the first part has; None is as many.
+      places: Queries are wanted in other places than their rows': the row at each place, int32 `[R]`; at a place of no
+        row, which is named as `keep` or more, stands anything.
+      capture: Also return what records hold: keys before rotation, and values, flaws and all.
+      implementation: As in `vlcache_jax.pallas_kernels.attention`; the kernel does bfloat16 and float16, and heads of
+        width 64 and 128.
+
+    Returns:
+      (q `[keep, H, D]` or `[R, H, D]`, rotated; k_pool; v_pool; what is captured, `[N, K, D]` twice, or None)
+
+    Raises:
+      ValueError: An argument is wrong; the message names it.
+      NotImplementedError: The implementation asked for does not do this case.
+    """
+    keep = _check_parts(parts, keep, k_pool)
+    (_, K, width, D), dtype = parts[0].shape, parts[0].dtype
+    rows = sum(map(len, parts))
+    for name, array in (("cos", cos), ("sin", sin)):
+        _check_like(name, array, (rows, 1, D // 2), dtype)
+    _check_like("slot", slot, (rows,), jnp.int32)
+    _check_like("v_pool", v_pool, k_pool.shape, dtype)
+    _check_like("bias", bias, (K, width, D), dtype)
+    for name, array in (("q_norm", q_norm), ("k_norm", k_norm)):
+        _check_like(name, array, (D,), dtype)
+    if places is not None and (places.ndim != 1 or places.dtype != jnp.int32):
+        raise ValueError(f"places must be int32 of shape [R], got {places.dtype} {list(places.shape)}")
+
+    def check() -> None:
+        from vlcache_jax.pallas_kernels.rows import mosaic_gpu
+
+        dispatch.check_array(implementation, k_pool)
+        mosaic_gpu.check_rotate(parts[0], places)
+
+    case = f"{dtype} {[rows, K, width, D]}{', captured' if capture else ''}"
+    choice = dispatch.choose("rotate_write", case, implementation, check)
+    arrays = parts, cos, sin, slot, k_pool, v_pool, bias, q_norm, k_norm, places
+    if choice.implementation == "xla":
+        q, k_pool, v_pool, captured = xla.rotate_write(*arrays, eps=eps, keep=keep)
+        return q, k_pool, v_pool, captured if capture else None
+    from vlcache_jax.pallas_kernels.rows import mosaic_gpu
+
+    interpret = dispatch.interpreter(choice)
+    return mosaic_gpu.rotate_write(*arrays, eps=eps, keep=keep, capture=capture, interpret=interpret)
+
+
+def _check_parts(parts: Sequence[jax.Array], keep: int | None, k_pool: jax.Array) -> int:
+    """How many rows' queries are wanted."""
+    if k_pool.ndim != 3:
+        raise ValueError(f"k_pool must have shape [S, K, D], got {list(k_pool.shape)}")
+    _, K, D = k_pool.shape
+    shapes = [part.shape[1:] for part in parts]
+    if len(parts) not in (1, 2) or shapes[0][::2] != (K, D) or shapes[0][1] < 3 or shapes[1:] not in ([], [(K, 2, D)]):
+        raise ValueError(
+            f"parts must be [N, {K}, G + 2, {D}], and [n, {K}, 2, {D}] of rows without queries, "
+            f"got {[list(part.shape) for part in parts]}"
+        )
+    for part in parts:
+        _check_like("parts", part, part.shape, k_pool.dtype)
+    keep = len(parts[0]) if keep is None else keep
+    if not 0 < keep <= len(parts[0]):
+        raise ValueError(f"keep must be positive, and at most {len(parts[0])}, got {keep}")
+    return keep
+
+
+def _check_like(name: str, array: jax.Array | None, shape: tuple[int, ...], dtype: Any) -> None:
+    dtype = jnp.dtype(dtype)
+    if array is not None and (array.shape != tuple(shape) or array.dtype != dtype):
+        raise ValueError(f"{name} must be {dtype} of shape {list(shape)}, got {array.dtype} {list(array.shape)}")

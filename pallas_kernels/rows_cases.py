@@ -1,0 +1,196 @@
+"""Cases of what is done to rows, and their references in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vlcache_jax.pallas_kernels.cases import array
+from vlcache_jax.pallas_kernels.rows import norm_residual, rotate_write
+
+EPS = 1e-6
+# Of `relative_error`: sums in another order may round to the next number, and then be scaled and turned.
+TOLERANCE = {"bfloat16": 0.04, "float16": 0.005, "float32": 1e-5}
+
+
+def _round(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """What the dtype holds, in float64."""
+    return x.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def _normed(x: np.ndarray, scale: np.ndarray, dtype: Any) -> np.ndarray:
+    share = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + EPS)
+    return _round(_round(x * share, dtype) * scale, dtype)
+
+
+def _wide(*arrays: jax.Array | None) -> list[Any]:
+    return [None if x is None else np.array(x, np.float64) for x in arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class NormCase:
+    """N rows of M numbers; with several rows, one has a NaN."""
+
+    N: int
+    M: int
+    added: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.N} rows of {self.M}{', added' if self.added else ''}"
+
+    def inputs(self, dtype: str) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """Arguments of `norm_residual`."""
+        rng = np.random.default_rng((self.N, self.M))
+        x, delta = rng.standard_normal((2, self.N, self.M)) * [[[3]], [[0.5]]]
+        if self.N > 1:
+            x[self.N // 2, self.M // 3] = np.nan
+        return array(x, dtype), array(delta, dtype) if self.added else None, array(rng.standard_normal(self.M), dtype)
+
+    def run(self, args: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
+        """(sum, normed) of what `inputs` gave."""
+        return jax.jit(functools.partial(norm_residual, eps=EPS, implementation=implementation))(*args)
+
+    def reference(self, x: Any, delta: Any, scale: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The same."""
+        dtype = x.dtype
+        x, delta, scale = _wide(x, delta, scale)
+        total = x if delta is None else _round(x + delta, dtype)
+        return total, _normed(total, scale, dtype)
+
+
+class Written(NamedTuple):
+    """What `rotate_write` gives: at places of no row, queries are 0. Captured are both or none."""
+
+    q: Any
+    k_pool: Any
+    v_pool: Any
+    raw_k: Any = None
+    raw_v: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RotateCase:
+    """N rows, some of which write nowhere, others with flaws in V, into a pool of S slots, the free ones NaN.
+
+    Attributes:
+      keep: rows whose queries are wanted; 0: all.
+      rest: rows behind the first part, without queries.
+      places: where queries are wanted, some at several, others nowhere; 0: as the rows lie.
+    """
+
+    N: int
+    K: int
+    G: int
+    D: int
+    S: int = 30
+    normed: bool = True
+    biased: bool = False
+    keep: int = 0
+    rest: int = 0
+    places: int = 0
+    capture: bool = False
+
+    @property
+    def name(self) -> str:
+        options = {"normed": self.normed, "biased": self.biased, "captured": self.capture}
+        numbers = {"kept": self.keep, "without queries": self.rest, "places": self.places}
+        said = [f"{n} {what}" for what, n in numbers.items() if n] + [what for what, is_so in options.items() if is_so]
+        return ", ".join([f"{self.N} rows, {self.K * self.G}/{self.K} heads of {self.D}", *said])
+
+    def inputs(self, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of `rotate_write`."""
+        rng = np.random.default_rng((self.N, self.K, self.G, self.D))
+        rows, width = self.N + self.rest, self.G + 2
+        parts = [rng.standard_normal((self.N, self.K, width, self.D))]
+        if self.rest:
+            parts.append(rng.standard_normal((self.rest, self.K, 2, self.D)))
+        for part in parts:
+            part[:, :, -1][rng.random(part[:, :, -1].shape) < 0.01] = np.inf
+        slot = rng.permutation(self.S)[:rows]
+        nowhere = rng.permutation(rows)[: rows // 3]
+        slot[nowhere] = np.where(nowhere % 2, 2**29, self.S) + nowhere
+        angle = rng.uniform(0, 6, (rows, 1, self.D // 2))
+        given = [array(x, dtype) for x in (np.cos(angle), np.sin(angle), np.full((self.S, self.K, self.D), np.nan))]
+        options: dict[str, Any] = {"eps": EPS, "capture": self.capture}
+        if self.normed:
+            options |= {name: array(rng.standard_normal(self.D), dtype) for name in ("q_norm", "k_norm")}
+        if self.biased:
+            options["bias"] = array(rng.normal(0, 4, (self.K, width, self.D)), dtype)
+        if self.keep:
+            options["keep"] = self.keep
+        if self.places:
+            place = rng.integers(0, 2 * self.kept, self.places)  # half of them have no row
+            place[self.places // 2 : self.places // 2 + 8] = self.kept
+            options["places"] = array(place, jnp.int32)
+        cos, sin, pool = given
+        return ([array(part, dtype) for part in parts], cos, sin, array(slot, jnp.int32), pool, pool), options
+
+    @property
+    def kept(self) -> int:
+        return self.keep or self.N
+
+    def run(self, args: tuple[Any, ...], options: dict[str, Any], implementation: str) -> Written:
+        """What `inputs` gave, rotated and written."""
+        static = {name: options[name] for name in ("eps", "keep", "capture") if name in options}
+        arrays = {name: x for name, x in options.items() if name not in static}
+        function = functools.partial(rotate_write, **static, implementation=implementation)
+        q, k_pool, v_pool, captured = jax.jit(function)(*args, **arrays)
+        return Written(self._at_rows(np.asarray(q), options), k_pool, v_pool, *(captured or ()))
+
+    def reference(self, args: tuple[Any, ...], options: dict[str, Any]) -> Written:
+        """The same in float64, with the roundings of the dtype: rotation is rounded once."""
+        parts, *arrays, slot, k_pool, v_pool = args
+        dtype = k_pool.dtype
+        cos, sin, bias, q_norm, k_norm = _wide(*arrays, *(options.get(name) for name in ("bias", "q_norm", "k_norm")))
+        parts = _wide(*parts)
+        if bias is not None:
+            parts = [_round(part + bias[:, -part.shape[2] :], dtype) for part in parts]
+        q = parts[0][: self.kept, :, :-2].reshape(self.kept, -1, self.D)
+        k, v = (np.concatenate([part[:, :, i] for part in parts]) for i in (-2, -1))
+        if q_norm is not None:
+            q, k = _normed(q, q_norm, dtype), _normed(k, k_norm, dtype)
+        turned_q, turned_k = (_turned(x, cos[: len(x)], sin[: len(x)], dtype) for x in (q, k))
+        if "places" in options:
+            turned_q = turned_q[np.minimum(options["places"], self.kept - 1)]
+        finite, slot = np.isfinite(v), np.asarray(slot)
+        pools = _wide(k_pool, v_pool)
+        for pool, x in zip(pools, (np.where(finite, turned_k, np.nan), np.where(finite, v, 0)), strict=True):
+            pool[slot[slot < self.S]] = x[slot < self.S]
+        return Written(self._at_rows(turned_q, options), *pools, *((k, v) if self.capture else ()))
+
+    def _at_rows(self, q: np.ndarray, options: dict[str, Any]) -> np.ndarray:
+        """Queries, 0 where there is no row."""
+        if "places" not in options:
+            return q
+        return np.where((np.asarray(options["places"]) < self.kept)[:, None, None], q, np.zeros((), q.dtype))
+
+
+def _turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, dtype: Any) -> np.ndarray:
+    a, b = np.split(x, 2, -1)
+    return _round(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1), dtype)
+
+
+NORM_CASES = (
+    NormCase(1, 1024),
+    NormCase(3, 384, added=False),
+    NormCase(2, 2560),
+    NormCase(5, 128),
+)
+
+# Qwen3-VL has norms and Qwen2.5-VL biases.
+ROTATE_CASES = (
+    RotateCase(5, 2, 2, 128, capture=True),
+    RotateCase(1, 8, 4, 128),
+    RotateCase(6, 2, 7, 128, normed=False, biased=True, capture=True),
+    RotateCase(4, 3, 1, 64, biased=True),
+    RotateCase(6, 1, 5, 64, keep=3, rest=7, capture=True),
+    RotateCase(7, 2, 4, 128, places=24),
+    RotateCase(9, 1, 2, 128, keep=2, rest=4, normed=False, places=16),
+    RotateCase(4, 1, 3, 128),
+)
