@@ -181,10 +181,9 @@ class Module:
         """What a kernel moves: operands as far as it reads them, results as far as they are not changed in place."""
         arguments = 0.0
         temporaries = float(sum(self._written(launch.instruction, launch.block)))
-        is_opaque = launch.instruction.opcode == "custom-call"
         for at, name in enumerate(launch.instruction.operands):
             size, maker = launch.block[name].bytes, source(launch.block, name)
-            read = size * shares.get(size, 1) if is_opaque else self._read(launch.instruction, at, size)
+            read = self._read(launch.instruction, at, size, shares)
             if maker.opcode == "parameter":
                 arguments += read
             elif maker.opcode != "constant":
@@ -226,7 +225,7 @@ class Module:
             return [block[name].bytes for name in instruction.operands[len(instruction.operands) // 2 + 1 :]]
         return [array.bytes for i, array in enumerate(instruction.arrays) if i not in instruction.aliased]
 
-    def _read(self, instruction: Instruction, at: int, size: int) -> int:
+    def _read(self, instruction: Instruction, at: int, size: int, shares: Shares) -> float:
         """Bytes that an instruction reads of its operand number `at`, which has `size`."""
         if instruction.opcode in _SLICES and at == 0:
             return min(size, instruction.bytes)
@@ -235,16 +234,18 @@ class Module:
         if instruction.opcode == "fusion":
             block = self.computations[instruction.called("calls")[0]]
             parameter = next(one for one in block.values() if one.opcode == "parameter" and one.arguments == str(at))
-            return min(size, self._read_inside(block, parameter.name, size))
-        return size
+            return min(size, self._read_inside(block, parameter.name, size, shares))
+        return size * shares.get(size, 1) if instruction.opcode == "custom-call" else size
 
-    def _read_inside(self, block: dict[str, Instruction], name: str, size: int) -> int:
-        total = 0
+    def _read_inside(self, block: dict[str, Instruction], name: str, size: int, shares: Shares) -> float:
+        total = 0.0
         for user in block.values():
             for at, operand in enumerate(user.operands):
                 if operand == name:
-                    is_same = user.opcode == "bitcast"
-                    total += self._read_inside(block, user.name, size) if is_same else self._read(user, at, size)
+                    if user.opcode == "bitcast":
+                        total += self._read_inside(block, user.name, size, shares)
+                    else:
+                        total += self._read(user, at, size, shares)
         return total
 
 

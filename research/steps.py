@@ -166,6 +166,8 @@ def count(case: Case) -> Found:
             products = sum(size // 2 // experts.count for size in given if size in stacks)  # of a row with its expert
             operations += 2 * case.rows * experts.chosen * products
         found["us"] += times * chip_model.kernel_time(traffic.bytes, operations)
+    if not found["attention"]:
+        raise ValueError(f"{case} must have a kernel of ours that reads the pool")
     return found | {
         "temp": compiled.temp, "seconds": compiled.seconds, "spills": compiled.spills,
         "registers": compiled.registers, "program": [str(part) for part in case.program.key],

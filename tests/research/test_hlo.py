@@ -163,6 +163,27 @@ ENTRY %main (a: bf16[4,16], b: bf16[16,32]) -> (bf16[4,32], s8[64]) {
     assert module.operations(gemm) == 2 * 4 * 16 * 32
 
 
+def test_kernels_of_ours_stand_in_fusions_too():
+    text = """HloModule rotated
+
+%inside (param_0: bf16[4,16], param_1: bf16[640,2,8]) -> bf16[4,16] {
+  %param_0 = bf16[4,16]{1,0} parameter(0)
+  %param_1 = bf16[640,2,8]{2,1,0} parameter(1)
+  ROOT %ours = bf16[4,16]{1,0} custom-call(%param_0, %param_1), custom_call_target="mosaic_gpu_v2"
+}
+
+ENTRY %main (a: bf16[4,16], pool: bf16[640,2,8]) -> bf16[4,16] {
+  %a = bf16[4,16]{1,0} parameter(0)
+  %pool = bf16[640,2,8]{2,1,0} parameter(1)
+  ROOT %fusion = bf16[4,16]{1,0} fusion(%a, %pool), kind=kCustom, calls=%inside
+}
+"""
+    module = hlo.Module(text)
+    [fusion] = module.launches(lambda loops: 1)
+    assert module.traffic(fusion, {POOL: 0.0}).arguments == 2 * 4 * 16
+    assert module.traffic(fusion, {}).arguments == 2 * 4 * 16 + POOL
+
+
 def test_what_is_no_program_is_an_error():
     with pytest.raises(ValueError, match="compiled program"):
         hlo.Module("nothing")
