@@ -85,8 +85,8 @@ def programs(model: str) -> Iterator[tuple[str, Compiled]]:
         yield f"layer {size} -> {keep}", compile_for(runner, Layer(size, keep, False))
     window = runner.ladder.window
     for size in (1, 64):
-        for choice, steps in (("greedy", window), ("drawn", window), ("any", 1)):
-            yield f"window {size}, {choice}", compile_for(runner, Window(size, choice, steps))
+        for one in (Window(size, "greedy", window), Window(size, "drawn", window), Window(size, "any", 1)):
+            yield f"window {size}, {one.choice}", compile_for(runner, one)
     yield "encode 4096 patches", compile_for(runner, Encode(4096))
     layers = runner.shapes.link_groups[0].stop
     for size, count in ((4096, 1), (1024, 16)):

@@ -190,15 +190,16 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
         return _decode(self, shapes, text, head, pool, lanes, asked, tokens, lambda last, live: last, layers)
 
 
-def kinds[P: (Window, CompressedWindow)](program: P, shapes: Shapes) -> list[P]:
+def kinds[P: Window | CompressedWindow](program: P, shapes: Shapes) -> list[P]:
     """The programs that decode where `program` is of their sizes."""
     if shapes.is_host:
         return [program]
-    whole = [replace(program, choice=choice, steps=shapes.ladder.window) for choice in ("greedy", "drawn")]
+    choices: tuple[Choice, ...] = ("greedy", "drawn")
+    whole = [replace(program, choice=choice, steps=shapes.ladder.window) for choice in choices]
     return [*whole, replace(program, choice="any", steps=1)]
 
 
-def fixed[P: (Window, CompressedWindow)](program: P, rows: npt.NDArray[np.int32], tokens: int, window: int) -> list[P]:
+def fixed[P: Window | CompressedWindow](program: P, rows: npt.NDArray[np.int32], tokens: int, window: int) -> list[P]:
     """The programs that decode `tokens` tokens of rows [n, ANSWER + C], one after the other, each a number of its own:
     a whole window as one, and what is less, or asks for more, token by token, so that no step is computed in vain."""
     choice = sampler.choice_of(rows[:, ANSWER:])
