@@ -15,6 +15,7 @@ import numpy as np
 
 from vlcache_jax.checks import is_finite
 from vlcache_jax.convert.manifest import (
+    FORMAT,
     WEIGHTS_DIRECTORY,
     Manifest,
     expected,
@@ -112,7 +113,7 @@ def convert(
                 pool.shutdown(cancel_futures=True)
                 raise
         if verify:
-            _compare(directory, leaves, _meter("verify", leaves, memory, progress))
+            _compare(directory, leaves, FORMAT, _meter("verify", leaves, memory, progress))
         _copy_side_files(located.directory, directory)
         manifest = _describe(directory, source, located.revision, leaves, digests)
         manifest.write(directory)
@@ -170,10 +171,11 @@ def verify_weights(
       ValueError: parameters differ, or are not finite; the message lists them.
     """
     located = locate(source, revision)
-    dtype = as_dtype(read_manifest(pathlib.Path(directory)).dtype)
-    leaves = [_Leaf(item, dtype) for item in make_plan(located.directory, load_config(located.directory))]
+    manifest = read_manifest(pathlib.Path(directory))
+    plan = make_plan(located.directory, load_config(located.directory))
+    leaves = [_Leaf(item, as_dtype(manifest.dtype)) for item in plan]
     with PeakMemory() as memory:
-        _compare(pathlib.Path(directory), leaves, _meter("verify", leaves, memory, progress))
+        _compare(pathlib.Path(directory), leaves, manifest.format, _meter("verify", leaves, memory, progress))
 
 
 @dataclasses.dataclass
@@ -217,6 +219,14 @@ class _Leaf:
             self.flaws = tuple(self._flaws(array))
         return array
 
+    def stored(self, array: np.ndarray, layout: str) -> Iterator[tuple[Path, np.ndarray]]:
+        """What lies under `weights` of what was read, each under its path, in a format of manifests."""
+        if layout == FORMAT:
+            yield self.path, array
+        else:
+            for part, _ in self.source.parts:
+                yield part.path, part.of(array).reshape(part.shape)
+
     def _flaws(self, array: np.ndarray) -> Iterator[str]:
         for part, stored in self.source.parts:
             if not is_finite(part.of(array)):
@@ -236,12 +246,13 @@ def _check_finite(leaves: list[_Leaf]) -> None:
         raise ValueError(f"weights must be finite, but {len(flaws)} tensors are not:\n  {lines}")
 
 
-def _compare(directory: pathlib.Path, leaves: list[_Leaf], meter: ConvertMeter) -> None:
+def _compare(directory: pathlib.Path, leaves: list[_Leaf], layout: str, meter: ConvertMeter) -> None:
     weights = StoredWeights(directory / WEIGHTS_DIRECTORY)
     different = []
     for leaf in leaves:
-        if not _equal_bytes(weights.read(leaf.path), leaf.read()):
-            different.append(parameter_name(leaf.path))
+        for path, wanted in leaf.stored(leaf.read(), layout):
+            if not _equal_bytes(weights.read(path), wanted):
+                different.append(parameter_name(path))
         meter.count(leaf.nbytes)
     _check_finite(leaves)
     if different:

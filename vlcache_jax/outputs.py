@@ -408,7 +408,7 @@ class Reporter:
             found = use.has_encoder and use.encoder is not None and not isinstance(use.encoder.state, Lost)
             encoder = use.encoder_tier if found else "computed"
             if found and use.encoder is not None and encoder != "device":
-                rows = use.encoder.data[:, 0].nbytes * int(np.count_nonzero(depth))
+                rows = use.encoder.meta.nbytes // use.encoder.meta.padded * int(np.count_nonzero(depth))
                 moved += rows + _fetched(use.encoder, encoder)
         return ImageReuse(
             index=index,

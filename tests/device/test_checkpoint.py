@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from tests.models.helper import from_tensor
 from vlcache_jax import LLM
 from vlcache_jax.assets import TINY_VQA
-from vlcache_jax.convert import check_contents, convert
+from vlcache_jax.convert import check_contents, convert, verify_weights
 from vlcache_jax.convert.manifest import expected, parameter_name, read_manifest, weight_files
 from vlcache_jax.convert.plan import make_plan, sha256, tensor_digests
 from vlcache_jax.convert.restore import StoredWeights
@@ -106,6 +106,7 @@ def test_what_was_converted_before_layers_were_joined_is_read(checkpoints, tmp_p
     manifest = convert_apart(source, old)
     assert len(read_manifest(old).parameters) > len(manifest.parameters)
     assert check_contents(old).format == "vlcache-checkpoint/1"
+    verify_weights(source, old)
     for dtype in (None, "bfloat16"):
         hub, converted = open_checkpoint(source, dtype=dtype), open_checkpoint(old, dtype=dtype)
         assert converted.fingerprint == hub.fingerprint
@@ -113,6 +114,8 @@ def test_what_was_converted_before_layers_were_joined_is_read(checkpoints, tmp_p
     flip(old, "language_model", "layers", 1, "self_attn", "k_proj", "kernel")
     with pytest.raises(ValueError, match=r"damaged:\n  language_model/layers/1/self_attn/k_proj/kernel differs$"):
         open_checkpoint(old, verify_weights=True)
+    with pytest.raises(ValueError, match=r"but 1 differ: language_model/layers/1/self_attn/k_proj/kernel$"):
+        verify_weights(source, old)
 
 
 def test_loaded_arrays_are_the_stored_tensors(checkpoints):

@@ -27,7 +27,7 @@ class Captured(NamedTuple):
     rows: npt.NDArray[np.int64]
 
 
-class _Job(NamedTuple):
+class _Copy(NamedTuple):
     """What the thread is to do.
 
     Attributes:
@@ -55,7 +55,7 @@ class Writer:
         self._store = store
         self._thread = ThreadPoolExecutor(1, "vlcache-writer")
         self.asked = 0
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_Copy] = deque()
         self._running: deque[tuple[Future[None], Mapping[int, int]]] = deque()
         self._lock = threading.Lock()
 
@@ -128,7 +128,7 @@ class Writer:
             # Behind what fills them: one that is not finite is to be counted as that.
             self.begin()
             with self._lock:
-                self._submit(_Job(drop, filling, {}))
+                self._submit(_Copy(drop, filling, {}))
 
     def throttle(self, most: int) -> None:
         """Waits until what copies read occupies at most so many bytes of the device. It lets copies begin for that."""
@@ -136,11 +136,12 @@ class Writer:
             with self._lock:
                 while self._running and self._running[0][0].done():
                     self._running.popleft()
-                sizes = [*(sizes for _, sizes in self._running), *(job.sizes for job in self._waiting)]
+                sizes = [*(sizes for _, sizes in self._running), *(copy.sizes for copy in self._waiting)]
                 if sum(dict(item for one in sizes for item in one.items()).values()) <= most:
                     return
                 if not self._running:
                     self._begin_next()
+                    continue
                 first, _ = self._running[0]
             first.result()  # it stays in the queue, for whoever else waits
 
@@ -160,15 +161,15 @@ class Writer:
         for record in records:
             record.begin()
         with self._lock:
-            self._waiting.append(_Job(fill, records, {id(array): array.nbytes for array in arrays}))
+            self._waiting.append(_Copy(fill, records, {id(array): array.nbytes for array in arrays}))
             self.asked += 1
 
     def _begin_next(self) -> None:
         self._submit(self._waiting.popleft())
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, copy: _Copy) -> None:
         """The lock is held, so that they run in their order."""
-        work, records, sizes = job
+        work, records, sizes = copy
 
         def run() -> None:
             try:
@@ -178,7 +179,10 @@ class Writer:
                 for record in records:
                     self._store.withdraw(record)
 
-        self._running.append((self._thread.submit(run), sizes))
+        try:
+            self._running.append((self._thread.submit(run), sizes))
+        except RuntimeError:  # the process ends, and nobody will ask for these records
+            _log.warning("%d records were not stored, as the process ends; close() waits for them", len(records))
 
 
 def _send(arrays: Any) -> None:

@@ -338,7 +338,7 @@ def _top_by_turns(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         value, token, values, tokens = state
         is_left = (x < value) | ((x == value) & (index > token))
         value = jnp.where(is_left, x, -jnp.inf).max(1, keepdims=True)
-        token = jnp.where(is_left & (x == value), index, x.shape[1]).min(1, keepdims=True)
+        token = jnp.where(is_left & (x == value), index, x.shape[1] - 1).min(1, keepdims=True)  # of NaN, the last one
         return value, token, jnp.where(place == i, value, values), jnp.where(place == i, token, tokens)
 
     begin = jnp.full((len(x), 1), jnp.inf), jnp.full((len(x), 1), -1, jnp.int32)
