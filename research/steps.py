@@ -96,10 +96,9 @@ class Case:
         if self.kind == "layer":
             return Layer(self.rows, self.rows, False)
         # Clones of before windows had these knew one kind.
-        kind = {"choice": "greedy", "steps": Ladder().window}
-        return Window(
-            self.rows, **{name: kind[name] for name in kind.keys() & {f.name for f in dataclasses.fields(Window)}}
-        )
+        kind: dict[str, Any] = {"choice": "greedy", "steps": Ladder().window}
+        known = {field.name for field in dataclasses.fields(Window)}
+        return Window(self.rows, **{name: value for name, value in kind.items() if name in known})
 
 
 def cases() -> Iterator[Case]:

@@ -113,8 +113,8 @@ def rotate_write(
     _check_like("slot", slot, (rows,), jnp.int32)
     _check_like("v_pool", v_pool, k_pool.shape, dtype)
     _check_like("bias", bias, (K, width, D), dtype)
-    for name, array in (("q_norm", q_norm), ("k_norm", k_norm)):
-        _check_like(name, array, (D,), dtype)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        _check_like(name, weight, (D,), dtype)
     if places is not None and (places.ndim != 1 or places.dtype != jnp.int32):
         raise ValueError(f"places must be int32 of shape [R], got {places.dtype} {list(places.shape)}")
 

@@ -121,10 +121,11 @@ def rotate_write(
         found += queries
         captured.append(raw)
         first += len(part)
-    raw_k, raw_v = (
-        (halves[0] if len(halves) == 1 else jnp.concatenate(halves)) for halves in zip(*captured, strict=True)
-    ) if capture else (None, None)  # fmt: skip
-    return found[0], k_pool, v_pool, (raw_k, raw_v) if capture else None
+    if not capture:
+        return found[0], k_pool, v_pool, None
+    halves = zip(*captured, strict=True)
+    raw_k, raw_v = (of_parts[0] if len(of_parts) == 1 else jnp.concatenate(of_parts) for of_parts in halves)
+    return found[0], k_pool, v_pool, (raw_k, raw_v)
 
 
 @functools.partial(jax.jit, static_argnames=("first", "keep", "eps", "capture", "interpret"))
