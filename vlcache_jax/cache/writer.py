@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -83,9 +83,9 @@ class Writer:
             wanted = [part for part in captured if not part.record.is_settled]
             if not wanted:
                 return
-            _send(layers[:1])
+            jax.copy_to_host_async(layers[:1])
             for layer, halves in enumerate(layers):
-                _send(layers[layer + 1 : layer + 2])
+                jax.copy_to_host_async(layers[layer + 1 : layer + 2])
                 for half, values in enumerate(jax.tree.map(np.asarray, halves)):
                     for record, tokens, rows in wanted:
                         record.put(layer, half, tokens, values[rows])
@@ -183,9 +183,3 @@ class Writer:
             self._running.append((self._thread.submit(run), sizes))
         except RuntimeError:  # the process ends, and nobody will ask for these records
             _log.warning("%d records were not stored, as the process ends; close() waits for them", len(records))
-
-
-def _send(arrays: Any) -> None:
-    """Starts their way to the host."""
-    for array in jax.tree.leaves(arrays):
-        array.copy_to_host_async()

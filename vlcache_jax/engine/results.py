@@ -133,7 +133,7 @@ class Tokens(Results):
         self._answers, self._launched, self._first, self._forced = answers, launched, first, forced
         wants_all = any(answer.params.logprobs is not None for answer in answers)
         self._arrays: list[tuple[jax.Array, ...]] = [tuple(one if wants_all else one[:1]) for one in sampled]
-        _send(self._arrays)
+        jax.copy_to_host_async(self._arrays)
 
     def read(self) -> abc.Iterator[Sequence]:
         token, *told = (_steps(parts) for parts in zip(*self._arrays, strict=True))
@@ -182,7 +182,7 @@ class Scores(Results):
             self._slices.append(
                 ([(row - begin, one, token) for row, one, token in some], scored, logits if keeps else None)
             )
-            _send(self._slices[-1][1:])
+            jax.copy_to_host_async(self._slices[-1][1:])
 
     def read(self) -> abc.Iterator[Sequence]:
         now = time.perf_counter()
@@ -247,7 +247,7 @@ class Observed(Results):
     def __init__(self, answer: Generation, zeros: jax.Array, found: abc.Callable[[np.ndarray], None]):
         super().__init__([answer])
         self._zeros, self._found = zeros, found
-        _send(zeros)
+        jax.copy_to_host_async(zeros)
 
     def read(self) -> abc.Iterator[Sequence]:
         self._found(np.asarray(self._zeros))
@@ -352,11 +352,6 @@ def run_on(
 def _steps(parts: abc.Sequence[jax.Array]) -> np.ndarray:
     """What programs chose that followed each other."""
     return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
-
-
-def _send(arrays: Any) -> None:
-    """Starts their way to the host."""
-    jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
 
 
 def _logprob(count: int, token: int, logprob: Any, rank: Any, top_logprob: Any, top_token: Any) -> Logprob:

@@ -201,7 +201,8 @@ def kinds[P: Window | CompressedWindow](program: P, shapes: Shapes) -> list[P]:
 
 def fixed[P: Window | CompressedWindow](program: P, rows: npt.NDArray[np.int32], tokens: int, window: int) -> list[P]:
     """The programs that decode `tokens` tokens of rows [n, ANSWER + C], one after the other, each a number of its own:
-    a whole window as one, and what is less, or asks for more, token by token, so that no step is computed in vain."""
+    a whole window as one, and what is less, or asks for more, token by token: steps are in vain only of answers that
+    end before their time."""
     choice = sampler.choice_of(rows[:, ANSWER:])
     if tokens == window and choice != "any":
         return [replace(program, choice=choice, steps=window)]
