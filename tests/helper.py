@@ -60,6 +60,13 @@ each_decoder = pytest.mark.parametrize(
 )
 
 
+def some_seeds(*quick, ladder, thorough):
+    """For `parametrize`: those that run with all tests, those that CI adds, and the others, for hours by hand."""
+    added = [pytest.param(seed, marks=pytest.mark.ladder) for seed in ladder]
+    rest = [seed for seed in thorough if seed not in quick and seed not in ladder]
+    return [*quick, *added, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in rest)]
+
+
 def give_pages(llm, count):
     """The pool is as if it were of so many pages, and empty. (A smaller one has programs of its own.)"""
     llm.service.cache.pages.count = count

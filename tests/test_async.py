@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import vlcache_jax.async_llm as async_llm
-from tests.helper import SHORT, WITHIN, assert_nothing_left, give_lanes, give_pages, user
+from tests.helper import SHORT, WITHIN, assert_nothing_left, give_lanes, give_pages, some_seeds, user
 from vlcache_jax import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.loop import Loop
@@ -1187,8 +1187,7 @@ def test_an_output_that_says_it_is_finished_holds_everything(engine, slow, monke
     assert tokens(output) == tokens(expected)
 
 
-@pytest.mark.ladder
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", some_seeds(ladder=range(3), thorough=range(30)))
 def test_random_arrivals_and_ends(engine, slow, pictures, seed):
     """Whoever is not aborted gets what it gets alone; whoever is gets its beginning."""
     rng = random.Random(seed)

@@ -533,7 +533,7 @@ def test_an_engine_that_is_killed_while_it_serves(llm, checkpoints, tmp_path, re
     rng = random.Random(0)
     cold = tokens(chat(llm, *ABOUT_NOISE, reuse="off"))
     command = [sys.executable, "-P", "-c", SERVING, checkpoints("qwen3_vl"), tmp_path, request.config.rootpath]
-    for answers in (1, 3, 7, 2):
+    for answers in (1, 5):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             said = [process.stdout.readline() for _ in range(answers)]
             time.sleep(rng.uniform(0, 0.02))

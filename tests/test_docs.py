@@ -60,9 +60,15 @@ def blocks(*kinds):
 def quick(found):
     """The README's run with the README's test command, all others in CI."""
     return [
-        pytest.param(block, id=str(block), marks=[] if block.page == "README.md" else [pytest.mark.ladder])
+        pytest.param(block, id=str(block), marks=[] if block.page == "README.md" else [_later(block)])
         for block in found
     ]
+
+
+def _later(block):
+    """Studies take minutes each."""
+    is_study = "vlcache bench accuracy" in block.text or "vlcache bench policies" in block.text
+    return pytest.mark.thorough if is_study else pytest.mark.ladder
 
 
 def commands(block):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, spoil, spoil_compressed, user
+from tests.helper import LADDER, SIZES, give_compressed_pages, give_pages, some_seeds, spoil, spoil_compressed, user
 from vlcache_jax import LLM, Ladder, SamplingParams
 from vlcache_jax.cache.record import Lost, Record, State, Why
 from vlcache_jax.device.programs.base import Demand
@@ -351,7 +351,7 @@ POLICIES = ["off", "exact", "exact", "0.3", "shift-0.2", "cacheblend-0.2", SCHED
 
 # 121: all results are read early, as pages run out with a step under way; 241: rows whose last bits once depended on
 # the others of their step
-@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.ladder) for s in (0, *range(2, 200), 241))])
+@pytest.mark.parametrize("seed", some_seeds(1, ladder=(0, 2, 3, 4, 5, 12, 14, 121, 241), thorough=range(200)))
 def test_together_as_one_by_one(request, engine, reference, pictures, monkeypatch, seed):
     llm = request.getfixturevalue("short_steps") if seed // 6 % 3 == 2 else engine
     assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed)
@@ -369,8 +369,7 @@ def others(request, checkpoints):
         yield llm, alone
 
 
-@pytest.mark.ladder
-@pytest.mark.parametrize("seed", range(300, 312))
+@pytest.mark.parametrize("seed", some_seeds(ladder=(300, 302), thorough=range(300, 312)))
 def test_other_families_together_as_one_by_one(others, pictures, monkeypatch, seed):
     assert_together_as_one_by_one(*others, pictures, monkeypatch, seed)
 
@@ -461,14 +460,13 @@ def assert_together_as_one_by_one(llm, reference, pictures, monkeypatch, seed):
                 assert_same_work(output, world[k])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ladder) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", some_seeds(0, ladder=(1,), thorough=range(6)))
 def test_many_that_are_put_back(request, engine, reference, pictures, monkeypatch, seed):
     llm = request.getfixturevalue("short_steps") if seed % 2 else engine
     assert_put_back(llm, reference, pictures, monkeypatch, seed)
 
 
-@pytest.mark.ladder
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some_seeds(ladder=(0,), thorough=range(3)))
 def test_many_of_other_families_that_are_put_back(others, pictures, monkeypatch, seed):
     assert_put_back(*others, pictures, monkeypatch, seed)
 
@@ -777,7 +775,7 @@ def test_a_hit_among_many_answers_waits_two_passes(many, pictures, monkeypatch):
     assert many.stats().in_use == 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ladder) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", some_seeds(0, ladder=(1, 2), thorough=range(20)))
 def test_who_has_ended_decodes_no_more(engine, pictures, monkeypatch, seed):
     """A stop string ends a row that the device knows nothing of: it is in the window under way, and in no other."""
     renew(engine)
@@ -1134,8 +1132,7 @@ def test_sampled_answers_are_the_same_in_a_batch(many, librarys, asking, sampled
                 assert_told(many, told, answer.token_ids, answer.logprobs, own.logprobs)
 
 
-@pytest.mark.ladder
-@pytest.mark.parametrize("window", [1, 3, 20])
+@pytest.mark.parametrize("window", some_seeds(ladder=(3,), thorough=(1, 20)))
 def test_windows_of_any_length_give_the_same_tokens(directory, asking, sampled, greedy_cases, many, window):
     params, alone = sampled
     cases = greedy_cases[:19:2]

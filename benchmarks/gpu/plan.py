@@ -11,7 +11,7 @@ from vlcache_jax.pallas_kernels.shapes import ATTENTION, LINK, AttentionShape, L
 
 Row = dict[str, Any]
 SHAPES = ATTENTION["Qwen3-VL-8B"] + tuple(s for s in ATTENTION["Qwen2.5-VL-7B"] if s.H != 28)
-REHEARSED = ("stage 512 of 20480", "decode 64 over one prefix of 16384")
+REHEARSED = ("decode 64 over one prefix of 16384",)
 MODEL = "qwen3-vl-8b"  # whose shape the models have, with random weights
 KERNELS = ("paged_attention", "attention", "link")  # that a model runs on
 

@@ -80,7 +80,7 @@ def test_questions_of_files_are_taken_as_they_are_and_drawn_ones_by_size(questio
     assert not shown & (profiled | others)
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_schedules_are_profiled_for_what_they_are_used_on():
     samples = questions_of([], ["small"], questions=1, profiled=1, split="test")[0].profiled
     with LLM(TINY_VQA, max_model_len=1024, cache=CacheConfig(load="link"), enable_prefix_caching=False) as llm:

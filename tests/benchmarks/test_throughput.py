@@ -146,7 +146,7 @@ def test_a_small_load_is_one_too(tmp_path):
     assert request["max_tokens"] == 1
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_this_checkout_against_itself(tmp_path, capsys):
     out = tmp_path / "out.json"
     throughput.measure(

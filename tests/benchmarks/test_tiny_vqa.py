@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from research.tiny_vqa.conversations import converse
+from tests.helper import some_seeds
 from vlcache_jax.benchmarks.tiny_vqa import splits
 from vlcache_jax.benchmarks.tiny_vqa.pictures import BACKGROUND, GLYPHS, Picture, Size, draw_pictures, render
 from vlcache_jax.benchmarks.tiny_vqa.splits import SIZES, load_samples, write_splits
@@ -333,7 +334,7 @@ def _train_in_process(rank, folder, store):
     dist.destroy_process_group()
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_processes_share_a_step(training, tmp_path):
     import torch.multiprocessing
 
@@ -405,8 +406,7 @@ def test_a_student_begins_where_its_teacher_is(training, tmp_path):
     assert not load_config(tmp_path / "model").text.qk_norm
 
 
-@pytest.mark.ladder
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", some_seeds(ladder=(1,), thorough=(0,)))
 def test_training_goes_on_where_it_stopped(training, tmp_path, stage):
     """The encoder alone, and the whole model."""
 

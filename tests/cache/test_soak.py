@@ -187,7 +187,7 @@ class Process:
         }
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_threads_of_two_processes_for_a_while(tmp_path):
     command = [sys.executable, "-P", "-m", "tests.cache.test_soak", str(tmp_path), str(SECONDS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])}

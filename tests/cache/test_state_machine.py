@@ -717,6 +717,6 @@ def test_whatever_happens():
     run(50, 30)
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_whatever_happens_for_long():
     run(250, 50)

@@ -212,7 +212,7 @@ def compiled(monkeypatch):
     return digests
 
 
-@pytest.mark.ladder  # CI runs the demo of a wheel, too
+@pytest.mark.thorough  # CI runs the demo of a wheel
 def test_demo(run, tmp_path, compiled, monkeypatch):
     result = run("demo", "--report", tmp_path / "demo.html")
     assert result.exit_code == 0, result.output

@@ -22,7 +22,7 @@ from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.checks import CHECKS
 from vlcache_jax.testing import make_checkpoint
 
-GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def directory(tmp_path_factory):
         seed=7,
         text={
             "hidden_size": 128,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 64,

@@ -10,7 +10,7 @@ from vlcache_jax.reuse import shift
 from vlcache_jax.study.accuracy import Protocol
 
 
-@pytest.mark.ladder  # opens two engines
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_vl-tied", "qwen2_5_vl"])
 def test_both_are_compared_on_the_same_questions(checkpoints, family):
     before = shift.length_kept

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.cache.records import CASES, assert_whole, found, key, load, make, names, parts, verified_read, write
+from tests.helper import some_seeds
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
 from vlcache_jax.cache.shares import Shares
@@ -264,7 +265,7 @@ def assert_opens(index):
         assert tier.counts()["records"] == len(KEPT)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ladder) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", some_seeds(0, ladder=(1,), thorough=range(8)))
 def test_no_byte_of_the_index_stops_an_opening(index, seed):
     """Each of the first 100, some of those behind them that are not 0, and many at once."""
     rng, whole = random.Random(seed), index.read_bytes()
@@ -831,7 +832,7 @@ def test_killed_writers(tmp_path, request):
 
 @pytest.mark.ladder
 def test_many_killed_writers(tmp_path, request):
-    count = int(os.environ.get("VLCACHE_KILLS", "40"))  # 200 by hand
+    count = int(os.environ.get("VLCACHE_KILLS", "15"))  # 200 by hand
     killed_loads(tmp_path, count, str(request.config.rootpath))
 
 
