@@ -123,7 +123,7 @@ def test_greedy_answers_are_the_librarys(checkpoint, load_oracle, conversations)
     [
         (ALONE.rows, ALONE.sequences),
         pytest.param((32, 96, 256), (2, 8), marks=pytest.mark.ladder),
-        pytest.param((48,), (3,), marks=pytest.mark.ladder),
+        pytest.param((48,), (3,), marks=pytest.mark.thorough),
     ],
 )
 def test_alone_packed_and_in_steps_of_any_size(llm, family_checkpoint, conversations, rows, sequences):

@@ -282,7 +282,7 @@ def test_p5_neighbours_and_padding_change_nothing(llm, target, donors, a, b):
         assert_close(packed, np.stack([alone[i] for i in order]))
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 @each_family
 def test_p5_in_steps_of_other_sizes(llm, directory, target, donors, a, b):
     ladder = Ladder(rows=(40, 100), patches=(2000,), sequences=(3,))

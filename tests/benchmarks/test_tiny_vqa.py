@@ -351,7 +351,7 @@ def test_processes_share_a_step(training, tmp_path):
     assert losses[0] != losses[1]
 
 
-@pytest.mark.ladder  # reads the shipped model, and runs it on conversations
+@pytest.mark.thorough  # reads the shipped model, and runs it on conversations
 def test_a_student_begins_where_its_teacher_is(training, tmp_path):
     import torch
 

@@ -70,11 +70,11 @@ def run(directory, implementation):
         for text in ("a", "look at this")
     )
     with open_llm(directory, implementation=implementation) as llm:
-        answers = [llm.chat([c], GREEDY, reuse=0.2, use_tqdm=False)[0] for c in (first, second)]
-        score = llm.score([second], ["the quick"], reuse=0.2, keep_logits=True, use_tqdm=False)[0]
+        [answer] = llm.chat([first], GREEDY, reuse=0.2, use_tqdm=False)
+        [score] = llm.score([second], ["the quick"], reuse=0.2, keep_logits=True, use_tqdm=False)
         return (
-            [answer.outputs[0].token_ids for answer in answers],
-            [answer.cache.images[0].match for answer in answers],
+            answer.outputs[0].token_ids,
+            [of.cache.images[0].match for of in (answer, score)],
             score.logits,
             {
                 (key[0], choice.kernel, choice.implementation, choice.why)

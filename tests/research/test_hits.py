@@ -20,7 +20,7 @@ def config(checkpoints):
     return load_config(checkpoints("qwen3_vl"))
 
 
-@pytest.mark.ladder  # opens ten engines
+@pytest.mark.thorough  # opens ten engines
 def test_the_rows(config):
     everything = hits.measure(config, images=2, tokens=64)
     codecs = ("auto", "int8", "int4")

@@ -112,7 +112,7 @@ def test_a_run(checkpoints, tsv, tmp_path, monkeypatch):
             assert all(0 <= share < 1 for share in shares)
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_the_command(checkpoints, tsv, tmp_path):
     out, figure = tmp_path / "budgets.json", tmp_path / "budgets.png"
     words = ["--data", tsv, "--method", "postvision", "--method", "random", "--budget", "0.5", "--p", "0.1"]
