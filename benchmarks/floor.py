@@ -231,8 +231,9 @@ def _attention(
     return Operator(part, 4 * heads * width * int(seen.sum(dtype=np.int64)), itemsize * values)
 
 
-def reference(config: ModelConfig) -> dict[str, Floor]:
-    """The reference cases of a model, on an H200 with K, V in its memory."""
+def reference(config: ModelConfig, devices: int = 1) -> dict[str, Floor]:
+    """The reference cases of a model, on an H200 with K, V in its memory; of several devices, each encodes its share of
+    the images."""
     layers = config.text.num_layers
 
     def plan(levels: Sequence[int], shift: bool = False) -> Plan:
@@ -245,7 +246,7 @@ def reference(config: ModelConfig) -> dict[str, Floor]:
     side = int(np.sqrt(IMAGE)) * config.vision.merge_size
     whole = plan([500] * layers)
     return {
-        "cold": floor(config, whole, encoded=[(1, side, side)] * IMAGES),
+        "cold": floor(config, whole, encoded=[(1, side, side)] * -(-IMAGES // devices)),
         "encoder cached": floor(config, whole),
         "r = 0.1": floor(config, plan([50] * layers)),
         "falling to 0": floor(config, plan([FALLING[layer * len(FALLING) // layers] for layer in range(layers)])),

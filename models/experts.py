@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from flax import nnx
 
 from vlcache_jax.models.config import ExpertsConfig
 from vlcache_jax.models.layers import linear
-from vlcache_jax.pallas_kernels import mix_experts
+from vlcache_jax.pallas_kernels import mix_experts, split
 
 
 class SparseMLP(nnx.Module):
@@ -26,7 +28,17 @@ class SparseMLP(nnx.Module):
         weight, expert = route(self.gate(x), self.config.chosen)
         expert = jnp.where(is_needed[:, None], expert, self.config.count)
         stacks = self.experts.gate_up_proj[...], self.experts.down_proj[...]
-        return mix_experts(x, weight, expert, *stacks, implementation=implementation).astype(x.dtype)
+
+        mix: Callable[..., jax.Array] = functools.partial(mix_experts, implementation=implementation)
+
+        def share(*arrays: jax.Array) -> jax.Array:
+            """What a device's own experts give, added to what those of others do."""
+            first = len(arrays[-1]) * jax.lax.axis_index(split.AXIS)
+            return jax.lax.psum(mix(*arrays, first=first), split.AXIS)
+
+        takes = *[split.WHOLE] * 3, *[split.FIRST] * 2
+        mixed = split.spread(share, takes, split.WHOLE) if split.is_spread() else mix
+        return mixed(x, weight, expert, *stacks).astype(x.dtype)
 
 
 class Experts(nnx.Module):

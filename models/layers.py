@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from vlcache_jax.models.config import matmul_precision
-from vlcache_jax.pallas_kernels import norm_residual, rms_norm
+from vlcache_jax.pallas_kernels import norm_residual, rms_norm, split
 
 CHUNK = 512  # rows that a CPU takes through an MLP at once
 LARGE = 2**24  # values of a matrix whose product with a row XLA for GPUs leaves as it is, with a margin
@@ -62,7 +63,7 @@ def product(x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.
     def once(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return lax.dot_general(x, kernel, *args, **options)
 
-    if len(x) > 1 or kernel.size >= LARGE:
+    if len(x) > 1 or kernel.size // split.count() >= LARGE:
         return once(x, kernel)
     return lax.platform_dependent(x, kernel, cpu=once, default=twice)
 
@@ -82,10 +83,8 @@ class JoinedLinear(nnx.Module):
     def __call__(self, x: jax.Array, first: int = 0) -> jax.Array:
         """Of the layers from `first` on: [N, in] -> [N, ..., layers, out]."""
         kernel = self.kernel[...][..., first:, :]
-        flat = kernel.reshape(len(kernel), -1)
-        rows = (((1,), (0,)), ((), ()))
-        made = product(x.astype(flat.dtype), flat, rows, precision=matmul_precision(flat.dtype))
-        made = made.reshape(len(x), *kernel.shape[1:])
+        rows = (((1,), (0,)), ((), ()))  # not flat: columns that devices share out stay theirs
+        made = product(x.astype(kernel.dtype), kernel, rows, precision=matmul_precision(kernel.dtype))
         return made if self.bias is None else made + self.bias[...][..., first:, :]
 
 
@@ -125,20 +124,37 @@ class GatedMLP(nnx.Module):
 
 
 class Table(nnx.Module):
-    """A matrix whose rows belong to vocabulary ids: token embeddings and the output head, [V, M]."""
+    """A matrix whose rows belong to vocabulary ids: token embeddings and the output head, [V, M].
+
+    Several devices say themselves how they share it: left to the compiler, few rows would gather the whole matrix.
+    """
 
     def __init__(self, rows: int, width: int, *, dtype: Any):
         self.embedding = nnx.Param(jnp.zeros((rows, width), dtype))
 
     def __call__(self, index: jax.Array) -> jax.Array:
         """The rows of `index`: [N] -> [N, M]."""
+
+        def added(rows: jax.Array, index: jax.Array) -> jax.Array:
+            """Of several devices each has some rows, and 0 for the others."""
+            place = index - len(rows) * jax.lax.axis_index(split.AXIS)
+            is_own = (place >= 0) & (place < len(rows))
+            return jax.lax.psum(jnp.where(is_own[:, None], rows[jnp.where(is_own, place, 0)], 0), split.AXIS)
+
+        if split.is_spread():
+            return split.spread(added, (split.FIRST, split.WHOLE), split.WHOLE)(self.embedding[...], index)
         return self.embedding[...][index]
 
     def scores(self, x: jax.Array) -> jax.Array:
         """Products with every row in float32: [N, M] -> [N, V]."""
-        table = self.embedding[...]
         # The table is the left operand: for one row this is five times faster on a CPU than x @ table.T.
-        product = jnp.einsum(
-            "vm,nm->vn", table, x, precision=matmul_precision(x.dtype), preferred_element_type=jnp.float32
+        multiply = functools.partial(
+            jnp.einsum, "vm,nm->vn", precision=matmul_precision(x.dtype), preferred_element_type=jnp.float32
         )
-        return product.T
+
+        def gathered(rows: jax.Array, x: jax.Array) -> jax.Array:
+            """Of several devices each has some rows."""
+            return jax.lax.all_gather(multiply(rows, x), split.AXIS, tiled=True)
+
+        product = split.spread(gathered, (split.FIRST, split.WHOLE), split.WHOLE) if split.is_spread() else multiply
+        return product(self.embedding[...], x).T

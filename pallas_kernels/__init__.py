@@ -13,6 +13,7 @@ experts of a mixture that they have chosen.
 """
 
 from vlcache_jax.pallas_kernels import dispatch as dispatch
+from vlcache_jax.pallas_kernels import split as split
 from vlcache_jax.pallas_kernels.attention import PAGE as PAGE
 from vlcache_jax.pallas_kernels.attention import Shared as Shared
 from vlcache_jax.pallas_kernels.attention import Work as Work

@@ -5,6 +5,7 @@ Needs jax with CUDA, no GPU, and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1` where there
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
@@ -23,7 +24,9 @@ import numpy as np
 from flax import nnx
 
 from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.mesh import Devices, copies_of, spec_of, widened
 from vlcache_jax.device.programs.base import Program
+from vlcache_jax.device.programs.shapes import Shapes
 from vlcache_jax.device.runner import Runner
 from vlcache_jax.models import ModelConfig, abstract_model
 from vlcache_jax.pallas_kernels import PAGE
@@ -67,11 +70,18 @@ class Compiled:
 
 
 @functools.cache
-def h200() -> Any:
-    """An H200 to compile for."""
+def h200s(count: int) -> list[Any]:
+    """H200s of one process, to compile for."""
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[0]
+    topology = f"1x1x{count}"
+    found = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology=topology)
+    return list(found.devices)
+
+
+def h200() -> Any:
+    """An H200 to compile for."""
+    return h200s(1)[0]
 
 
 def compile_h200(
@@ -139,6 +149,12 @@ def _launched(text: str) -> list[str]:
     return [kind for kind, name in found if name not in unlaunched]
 
 
+def exchanged(text: str) -> dict[str, int]:
+    """How often each kind of exchange between devices stands in a compiled program."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return dict(collections.Counter(re.findall(rf"= (?:\([^=]*?\)|\S+) ({kinds})(?:-start)?\(", text)))
+
+
 def computation(text: str, name: str) -> str:
     """The instructions of a computation of a compiled program."""
     begin = text.index(f"\n%{name} (")
@@ -180,3 +196,19 @@ def compile_for(runner: Runner, program: Program[Any], options: dict[str, Any] |
     """Compiles one of the runner's programs."""
     shapes = runner.shapes
     return compile_program(program.function(shapes), program.arguments(shapes), program.donates, options)
+
+
+def spread_shapes(config: ModelConfig, count: int, **stored: Any) -> Shapes:
+    """The shapes of an engine that is spread over some H200s; `stored` as in `abstract_runner`."""
+    devices = Devices.over(h200s(count), copies_of(config.text, count))
+    computed = widened(config, count)
+    whole = nnx.to_pure_dict(nnx.state(abstract_model(computed, jnp.bfloat16)))
+
+    def placed(keys: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        return devices.abstract(leaf, spec_of(tuple(key.key for key in keys)))
+
+    return Shapes(
+        computed, jax.tree_util.tree_map_with_path(placed, whole), devices.abstract(np.zeros((3, 256), np.float32)),
+        num_slots=SLOTS, max_pages=SLOTS // PAGE - 1, ladder=Ladder(), implementation="mosaic_gpu", is_host=False,
+        devices=devices, **stored,
+    )  # fmt: skip

@@ -499,6 +499,28 @@ def gpu_first_tokens(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [row["configuration"], *cells]
 
 
+def spread_over(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """What several H200s that share a model hold, and take at least (`python -m research.spread`)."""
+    times = ("cold 20K", "hit 20K, falling", "token of 1", "token of 16", "token of 64")
+    yield [
+        "model",
+        "GPUs",
+        "weights on each, GB",
+        "tokens in the pool",
+        *(f"{case}, ms (of it exchange)" for case in times),
+    ]
+    for row in rows:
+        fits = row["tokens in the pool"] > 0
+        found = [(row[f"{case}, ms"], row[f"{case}, exchange ms"]) for case in times]
+        cells = [f"{_three(ms)} ({_three(part)})" if fits else "" for ms, part in found]
+        pool = str(row["tokens in the pool"]) if fits else "does not fit"
+        yield [row["model"], str(row["GPUs"]), f"{row['weights, GB']:.1f}", pool, *cells]
+
+
+def _three(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def gpu_steps() -> Iterator[list[str]]:
     """Decode steps and layers compiled for an H200, before the layer was fused and now (`research.steps`)."""
     columns = {
@@ -680,6 +702,7 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "gpu windows": functools.partial(_of, gpu_windows, "thunks_h200.json"),
     "gpu steps": gpu_steps,
     "gpu versions": gpu_versions,
+    "spread": functools.partial(_of, spread_over, "spread_h200_counted.json"),
     "gpu first tokens": functools.partial(_of, gpu_first_tokens, "ttft_h200.json"),
     "budgets": functools.partial(_of, budgets, "budgets_tiny_vqa.json"),
     "budgets p": functools.partial(_of, budgets, "budgets_tiny_vqa_p.json"),

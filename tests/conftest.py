@@ -309,6 +309,30 @@ def nothing_is_compiled_ahead() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def spread_over_devices() -> Iterator[None]:
+    """With VLCACHE_TENSOR_PARALLEL=4 engines that are told of no number of devices are spread over four. Tests whose
+    model cannot be are skipped."""
+    if (count := int(os.environ.get("VLCACHE_TENSOR_PARALLEL", "1"))) == 1:
+        yield
+        return
+    from vlcache_jax import service
+    from vlcache_jax.device.mesh import Devices, find_devices
+
+    class Spread(Devices):
+        @classmethod
+        def of(cls, devices: list[Any], config: Any) -> Devices:
+            try:
+                return Devices.of(devices, config)
+            except ValueError as error:
+                pytest.skip(str(error))
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(service, "find_devices", lambda given: find_devices(count if given == 1 else given))
+        context.setattr(service, "Devices", Spread)
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     """The directory of a configuration by its name; made once."""

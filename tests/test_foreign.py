@@ -112,8 +112,8 @@ def llm(checkpoints):
         ),
         ({"generation_config": "vllm"}, "LLM cannot .* generation_config asks for: give sampling_params to each call$"),
         (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size must be None or 1, as nothing else is supported here, got 2$",
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size must be None or 1, as nothing else is supported here, got 2$",
         ),
         ({"quantization": "awq"}, "quantization must be None, as nothing else is supported here, got 'awq'$"),
         ({"tokenizer": "somewhere"}, "tokenizer must be None, as nothing else is supported here, got 'somewhere'$"),
@@ -174,7 +174,7 @@ def test_one_model_may_have_several_fronts(llm):
 
 def test_what_no_answer_depends_on_is_told_once():
     given = {
-        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "trust_remote_code": True,
         "enforce_eager": True,
         "enable_chunked_prefill": True,

@@ -53,6 +53,8 @@ class EngineConfig:
         number or a string. Without it nothing can be compressed.
       gpu_memory_utilization: share of the free memory that weights, activations and pool may take, where
         `kv_cache_bytes` says nothing. By default the pool takes 0.9 of what the others leave, on a CPU a quarter.
+      tensor_parallel_size: devices that share the model: each computes its own heads, columns and experts. The bytes
+        named here are those of all together. Records are the same whatever it is.
       max_num_seqs: requests that run together at most, each answer counted. By default 64, or what the ladder says.
       max_rows: tokens computed in one prefill step; longer prompts take several. By default 8192, on a CPU 4096, or
         what the ladder says.
@@ -100,6 +102,7 @@ class EngineConfig:
     kv_cache_bytes: int | str | None = None
     compressed_kv_bytes: int | str = 0
     gpu_memory_utilization: float | None = None
+    tensor_parallel_size: int = 1
     max_num_seqs: int | None = None
     max_rows: int | None = None
     max_model_len: int | None = None
@@ -131,6 +134,7 @@ class EngineConfig:
         )
         self._check_types()
         self._set(settings=read_settings(self.mm_processor_kwargs, of_request=False))
+        check_whole("tensor_parallel_size", self.tensor_parallel_size, 1)
         for name in ("max_rows", "max_model_len", "max_num_seqs"):
             count: Any = getattr(self, name)
             if count is not None:
@@ -201,6 +205,7 @@ class EngineOptions(VllmOptions, total=False):
     kv_cache_bytes: int | str | None
     compressed_kv_bytes: int | str
     gpu_memory_utilization: float | None
+    tensor_parallel_size: int
     max_num_seqs: int | None
     max_rows: int | None
     max_model_len: int | None

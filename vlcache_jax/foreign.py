@@ -71,7 +71,6 @@ class _Only(TypedDict, total=False):
     nnodes: Annotated[Any, 1]
     pipeline_parallel_size: Annotated[Any, 1]
     prefill_context_parallel_size: Annotated[Any, 1]
-    tensor_parallel_size: Annotated[Any, 1]
     # weights and numbers as the checkpoint has them
     config_format: Annotated[Any, "auto", "hf"]
     hf_config_path: Any

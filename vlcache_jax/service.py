@@ -32,9 +32,11 @@ from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse
 from vlcache_jax.convert.source import locate
 from vlcache_jax.device.checkpoint import Checkpoint, open_checkpoint
+from vlcache_jax.device.exchange import check_exchange
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import round_up
-from vlcache_jax.device.memory_plan import MemoryPlan, kept_token_bytes, plan_memory
+from vlcache_jax.device.memory_plan import MemoryPlan, kept_token_bytes, plan_memory, weight_bytes
+from vlcache_jax.device.mesh import Devices, check_sizes, find_devices, part_of, widened
 from vlcache_jax.device.programs.base import Key
 from vlcache_jax.device.programs.table import Programs, use_compilation_cache
 from vlcache_jax.device.runner import Runner, check_kernels
@@ -180,22 +182,27 @@ class Service:
             not fit it.
           NotImplementedError: the implementation asked for does not do this model, dtype or device.
           MemoryError: weights and pool do not fit. Nothing has been loaded then.
+          RuntimeError: devices do not reach each other. Likewise.
         """
         directory = _find(config)
-        jax_device = _meet_device(config)
-        checkpoint = _open_checkpoint(config, directory, jax_device)
+        jax_devices = _meet_devices(config)
+        checkpoint = _open_checkpoint(config, directory, jax_devices[0])
+        devices = Devices.of(jax_devices, checkpoint.config)
+        if devices.count > 1:
+            with Progress(f"seeing that {devices.count} devices reach each other", show=config.use_tqdm):
+                check_exchange(devices)
         stored = _how_stored(config, checkpoint)
         shares = Shares(config.cache.owner_bytes)
         tiers = open_tiers(config.cache, shares, fingerprint=stored.fingerprint, codec=stored.kv.stored_as)
         policy = checkpoint.check_policy(config.policy)
         renderer, processor = _open_inputs(config, checkpoint)
         videos = VideoProcessor.from_pretrained(checkpoint.directory, checkpoint.config, processor)
-        device = _open_device(config, checkpoint, jax_device, processor, stored.kv)
+        device = _open_device(config, checkpoint, devices, processor, stored.kv)
         runner, memory = device.runner, device.memory
         renderer.max_tokens = memory.max_model_len
         sequences = _open_sequences(config, checkpoint, memory, renderer.tokenizer)
         rates = Rates.load(device.identity)
-        cache = _open_cache(config, device, tiers, shares, rates, stored.kv)
+        cache = _open_cache(config, device, tiers, shares, rates)
         threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vlcache-images")
         quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         loop = Loop(Engine(runner, cache.writer, cache.pages, threads, cache.tier))
@@ -385,13 +392,13 @@ def _find(config: EngineConfig) -> pathlib.Path:
     return directory
 
 
-def _meet_device(config: EngineConfig) -> jax.Device:
+def _meet_devices(config: EngineConfig) -> list[jax.Device]:
     if config.implementation is None:
         first_contact.meet(CHECKS, show=config.use_tqdm)  # from here on jax may hold the device's memory
-    device = jax.devices()[0]
-    dispatch.check_device(config.implementation, device)
+    devices = find_devices(config.tensor_parallel_size)
+    dispatch.check_device(config.implementation, devices[0])
     use_compilation_cache()
-    return device
+    return devices
 
 
 def _open_checkpoint(config: EngineConfig, directory: pathlib.Path, device: jax.Device) -> Checkpoint:
@@ -399,8 +406,10 @@ def _open_checkpoint(config: EngineConfig, directory: pathlib.Path, device: jax.
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
     checkpoint = open_checkpoint(directory, dtype=dtype, verify_weights=config.verify_weights)
+    check_sizes(checkpoint.config.text, config.tensor_parallel_size)
     if config.implementation is not None:
-        check_kernels(checkpoint.config, checkpoint.dtype, config.implementation)
+        own = part_of(checkpoint.config, config.tensor_parallel_size)
+        check_kernels(own, checkpoint.dtype, config.implementation)
     return checkpoint
 
 
@@ -445,31 +454,33 @@ def _check_processor(processor: ImageProcessor, renderer: PromptRenderer, config
 
 
 def _open_device(
-    config: EngineConfig, checkpoint: Checkpoint, device: jax.Device, processor: ImageProcessor, kv: KVShape
+    config: EngineConfig, checkpoint: Checkpoint, devices: Devices, processor: ImageProcessor, kv: KVShape
 ) -> Device:
     """Sees that it fits, and loads the weights."""
-    model = checkpoint.config
+    model = widened(checkpoint.config, devices.count)
     memory = plan_memory(
-        model, kv, device, config.ladder,
-        weights=checkpoint.nbytes(), max_rows=config.max_rows, max_sequences=config.max_num_seqs,
+        model, KVShape.of(model, checkpoint.dtype, kv.codec), devices.all[0], config.ladder, others=devices.all[1:],
+        weights=weight_bytes(model, checkpoint.dtype, devices.count),
+        max_rows=config.max_rows, max_sequences=config.max_num_seqs,
         max_patches=processor.max_pixels // processor.patch_size**2, max_model_len=config.max_model_len,
         kv_cache_bytes=cast(int | None, config.kv_cache_bytes), share=config.gpu_memory_utilization,
         device_bytes=int(config.cache.device_bytes), compressed_bytes=int(config.compressed_kv_bytes),
     )  # fmt: skip
     runner = Runner(
-        model, _load(checkpoint, device, config.use_tqdm), processor.normalization_table,
+        model, _load(checkpoint, devices, config.use_tqdm), processor.normalization_table,
         num_slots=memory.num_slots + PAGE, max_pages=-(-memory.max_model_len // PAGE), ladder=memory.ladder,
         implementation=config.implementation, codec=kv.codec, kept_tokens=memory.kept_pages * PAGE_TOKENS,
-        compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE,
+        compressed_slots=memory.compressed_pages and (memory.compressed_pages + 1) * PAGE, devices=devices,
     )  # fmt: skip
     runner.programs.compiling = lambda program: Progress(f"compiling {program}")
-    return Device(runner, memory, identity_of(model, device.device_kind, kv))
+    identity = identity_of(checkpoint.config, devices.all[0].device_kind, kv, devices.count)
+    return Device(runner, memory, identity)
 
 
-def _load(checkpoint: Checkpoint, device: jax.Device, show: bool) -> dict[str, Any]:
+def _load(checkpoint: Checkpoint, devices: Devices, show: bool) -> dict[str, Any]:
     doing = f"loading weights of {checkpoint.directory.resolve().name} ({checkpoint.nbytes() / 1e9:.2f} GB)"
     with Progress(doing, checkpoint.num_parameters, show=show) as bar:
-        return checkpoint.load(device, bar.update)
+        return checkpoint.load(devices.place, bar.update)
 
 
 def _open_sequences(
@@ -481,17 +492,18 @@ def _open_sequences(
 
 
 def _open_cache(
-    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Shares, rates: Rates | None, kv: KVShape
+    config: EngineConfig, device: Device, tiers: Sequence[Tier], shares: Shares, rates: Rates | None
 ) -> Cache:
     runner, memory = device.runner, device.memory
-    tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * kept_token_bytes(runner.config, kv))
+    token_bytes = kept_token_bytes(runner.config, runner.shapes.kv, runner.devices.count)
+    tier = DeviceTier(memory.kept_pages, PAGE_TOKENS * token_bytes)
     pages = Pages(memory.num_slots // PAGE)
     store = Store(
         config.cache, tiers, shares=shares,
         room=partial(round_up, rungs=runner.token_rungs), limit=partial(time_limit, rates),
         forgotten=tier.drop, expired=pages.drop,
     )  # fmt: skip
-    return Cache(store, Writer(store), tier, pages)
+    return Cache(store, Writer(store, runner.devices.copies), tier, pages)
 
 
 def _compile_all(programs: Programs, policy: Policy, verbose: bool) -> tuple[int, float]:

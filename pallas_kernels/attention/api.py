@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.attention import xla
 from vlcache_jax.pallas_kernels.attention.work import PAGE, Work, WorkConfig
+from vlcache_jax.pallas_kernels.split import SECOND, WHOLE, spreads
 
 DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
+@spreads(gives=SECOND, q=SECOND, k=SECOND, v=SECOND, k_start=WHOLE, k_end=WHOLE)
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -76,6 +78,7 @@ def attention(
     return mosaic_gpu.attention(q, k, v, k_start, k_end, scale=scale, interpret=dispatch.interpreter(choice))
 
 
+@spreads(gives=SECOND, q=SECOND, k=SECOND, v=SECOND, work=WHOLE, end=WHOLE)
 def paged_attention(
     q: jax.Array,
     k: jax.Array,

@@ -11,8 +11,13 @@ import numpy.typing as npt
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.link import xla
 from vlcache_jax.pallas_kernels.link.codec import Codec, find
+from vlcache_jax.pallas_kernels.split import FIRST, FOURTH, SECOND, WHOLE, spreads
 
 
+@spreads(
+    gives=SECOND, k_pool=SECOND, v_pool=SECOND, images=FOURTH, slot=WHOLE, cos=WHOLE, sin=WHOLE, source=WHOLE,
+    bias=FIRST, weight=WHOLE,
+)  # fmt: skip
 def link(
     k_pool: jax.Array,
     v_pool: jax.Array,

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.rows import xla
+from vlcache_jax.pallas_kernels.split import FIRST, SECOND, WHOLE, spreads
 
 
+@spreads(gives=WHOLE, x=WHOLE, delta=WHOLE, scale=WHOLE)
 def norm_residual(
     x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -54,6 +56,10 @@ def norm_residual(
     return mosaic_gpu.norm_residual(x, delta, scale, eps=eps, interpret=dispatch.interpreter(choice))
 
 
+@spreads(
+    gives=SECOND, parts=SECOND, cos=WHOLE, sin=WHOLE, slot=WHOLE, k_pool=SECOND, v_pool=SECOND,
+    bias=FIRST, q_norm=WHOLE, k_norm=WHOLE, places=WHOLE,
+)  # fmt: skip
 def rotate_write(
     parts: Sequence[jax.Array],
     cos: jax.Array,

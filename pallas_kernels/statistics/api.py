@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from vlcache_jax.pallas_kernels import dispatch
 from vlcache_jax.pallas_kernels.attention.api import check_arrays, choose, scale_of
 from vlcache_jax.pallas_kernels.attention.work import PAGE
+from vlcache_jax.pallas_kernels.split import FIRST, SECOND, WHOLE, spreads
 from vlcache_jax.pallas_kernels.statistics import xla
 
 
+@spreads(gives=(FIRST, FIRST), q=SECOND, k=SECOND, table=WHOLE, place=WHOLE, p=WHOLE)
 def attention_statistics(
     q: jax.Array,
     k: jax.Array,

@@ -120,7 +120,7 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
     small = run("info", "-m", "qwen3-vl-8b", "--dtype", "float32")
     assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +- +-$", small.stdout)
-    assert "\n24 GB: too small, and one GPU is used\n" in small.stdout
+    assert "\n24 GB: too small; --gpus 2 has room\n" in small.stdout
     experts = run("info", "qwen3-vl-30b-a3b").stdout
     assert "128 x 768 in 48 layers, 8 of them for a token, which passes 3.89 billion parameters" in experts
     assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit ", experts)

@@ -49,10 +49,14 @@ class Writer:
 
     Attributes:
       asked: how many copies have been asked for so far.
+
+    Args:
+      store: of the records.
+      copies: of each KV head among what a run leaves; a record has one.
     """
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, copies: int = 1):
+        self._store, self._copies = store, copies
         self._thread = ThreadPoolExecutor(1, "vlcache-writer")
         self.asked = 0
         self._waiting: deque[_Copy] = deque()
@@ -87,8 +91,9 @@ class Writer:
             for layer, halves in enumerate(layers):
                 jax.copy_to_host_async(layers[layer + 1 : layer + 2])
                 for half, values in enumerate(jax.tree.map(np.asarray, halves)):
+                    heads = values[:, :: self._copies]
                     for record, tokens, rows in wanted:
-                        record.put(layer, half, tokens, values[rows])
+                        record.put(layer, half, tokens, heads[rows])
             for record, tokens, _ in wanted:
                 record.missing -= len(tokens)
                 if not record.missing:

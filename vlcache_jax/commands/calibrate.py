@@ -10,14 +10,14 @@ from vlcache_jax.study.report import show
 _LOADS = {"link": "link its K, V", "encoder": "load its encoder rows, compute", "compute": "compute it from its pixels"}
 
 
-def run(model: str, dtype: str, codec: str) -> None:
+def run(model: str, dtype: str, codec: str, tensor_parallel_size: int = 1) -> None:
     """Measures, prints what was found, and writes it where engines look for it.
 
     Raises:
       ValueError: see `calibrate`, or it cannot be written.
     """
     check_writable("rates", costs.folder() / "new")
-    found = calibrate(model, dtype=dtype, codec=codec)
+    found = calibrate(model, dtype=dtype, codec=codec, tensor_parallel_size=tensor_parallel_size)
     rates, image = found.rates, found.image
     units = {
         "link a token": rates.link,

@@ -120,6 +120,7 @@ def info_command(
         int | None,
         typer.Option(help="Pixels of an image at most; fewer need less memory.", show_default="the checkpoint's own"),
     ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
 ) -> None:
     """Says what a model is, what it needs, and what fits on a GPU: this machine's, or those of usual sizes.
 
@@ -140,11 +141,12 @@ def info_command(
         from vlcache_jax.commands.info import describe
         from vlcache_jax.study.report import show
 
-        findings, rows, hints = describe(chosen, dtype, int(size[1]), int(size[2]), max_rows, max_pixels)
+        findings, rows, hints = describe(chosen, dtype, int(size[1]), int(size[2]), max_rows, max_pixels, gpus)
         width = 2 + max(len(name) for name, _ in findings)
         for name, found in findings:
             typer.echo(f"{name:<{width}}{found}")
-        show("Room on a GPU, beside weights and activations", rows)
+        where = "a GPU" if gpus == 1 else f"{gpus} GPUs together"
+        show(f"Room on {where}, beside weights and activations", rows)
         typer.echo("".join(f"\n{hint}" for hint in hints), nl=bool(hints))
 
 
@@ -154,6 +156,7 @@ def calibrate_command(
     same_model: opt.SameModel = None,
     dtype: opt.Dtype = "auto",
     codec: opt.Codec = "auto",
+    tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
     """Measures once for a machine and a model whether linking an image pays, and keeps it for all engines to come.
 
@@ -168,7 +171,7 @@ def calibrate_command(
         say("importing JAX")
         from vlcache_jax.commands.calibrate import run
 
-        run(chosen, dtype, codec)
+        run(chosen, dtype, codec, tensor_parallel_size)
 
 
 @app.command("run")
@@ -189,6 +192,7 @@ def run_command(
     max_model_len: opt.MaxModelLen = None,
     kv_cache_bytes: opt.KvCacheBytes = None,
     compressed_kv_bytes: opt.CompressedKvBytes = "0",
+    tensor_parallel_size: opt.TensorParallelSize = 1,
     host_bytes: opt.HostBytes = "4GiB",
     device_bytes: Annotated[str, typer.Option(help="GPU memory for copies of what is kept, such as 20GB.")] = "0",
     disk: opt.Disk = None,
@@ -246,6 +250,7 @@ def run_command(
             "max_rows": max_rows,
             "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
             "compressed_kv_bytes": compressed_kv_bytes,
+            "tensor_parallel_size": tensor_parallel_size,
             "cache": cache,
         }
         recipe = Recipe(source, model, reuse, compress, system, defaults, options, trust_request_chat_template)
@@ -274,6 +279,7 @@ def ask_command(
     max_model_len: opt.MaxModelLen = None,
     kv_cache_bytes: opt.KvCacheBytes = None,
     compressed_kv_bytes: opt.CompressedKvBytes = "0",
+    tensor_parallel_size: opt.TensorParallelSize = 1,
     host_bytes: opt.HostBytes = "4GiB",
     disk: opt.Disk = None,
     twice: Annotated[
@@ -300,6 +306,7 @@ def ask_command(
             "max_model_len": max_model_len,
             "kv_cache_bytes": opt.pool_bytes(kv_cache_bytes),
             "compressed_kv_bytes": compressed_kv_bytes,
+            "tensor_parallel_size": tensor_parallel_size,
             "cache": CacheConfig(host_bytes=host_bytes, disk=disk),
         }
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}

@@ -8,6 +8,8 @@ import pathlib
 
 import jax
 
+from vlcache_jax.device.exchange import check_exchange
+from vlcache_jax.device.mesh import Devices
 from vlcache_jax.fields import read_object
 from vlcache_jax.files import cache_home
 from vlcache_jax.first_contact import Verdict, meet
@@ -21,6 +23,7 @@ from vlcache_jax.progress import Progress
 from vlcache_jax.study.report import environment
 
 Findings = list[tuple[str, str]]
+EXCHANGED = 2**26  # bytes, in which several devices show how fast they add up
 
 
 def examine(again: bool) -> tuple[Findings, list[str]]:
@@ -40,16 +43,17 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             problems.append(f"{error}: see that `nvidia-smi` works.")
         verdicts = meet(CHECKS, again=again, show=False)  # before jax holds the device
         try:
-            device = jax.devices()[0]
-            platform, runs = device.platform, device.device_kind
+            devices = jax.devices()
+            platform, runs = devices[0].platform, devices[0].device_kind
         except (RuntimeError, AssertionError) as error:  # the latter where no platform asked for is installed
-            platform, runs = "", f"nothing: {str(error) or 'no device'}"
+            devices, platform, runs = [], "", f"nothing: {str(error) or 'no device'}"
             asked = jax.config.jax_platforms or jax.config.read("jax_platform_name")
             how = f"{asked!r} is asked for, say by JAX_PLATFORMS" if asked else "JAX_PLATFORMS=cpu runs on the CPU"
             problems.append(f"jax has no device: {how}.")
     # What is installed and what runs it.
     named = environment("vlcache-jax", "flax", "transformers")["versions"] | versions()
     findings = [("versions", ", ".join(f"{name} {version}" for name, version in named.items())), ("jax uses", runs)]
+    findings += _together(devices, problems)
     if chip is None:
         findings.append(("GPU", "none: XLA runs on the CPU. With an NVIDIA GPU, install with `--extra cuda13`"))
     else:
@@ -86,6 +90,20 @@ def examine(again: bool) -> tuple[Findings, list[str]]:
             )
     findings += [("tuned", _tuned(problems)), ("rates", _rates(problems)), ("programs", _programs())]
     return findings, problems
+
+
+def _together(devices: list[jax.Device], problems: list[str]) -> Findings:
+    """Whether several devices can share a model, and how fast they add up."""
+    found = [device for device in devices if device.device_kind == devices[0].device_kind]
+    if len(found) < 2:
+        return []
+    try:
+        seconds = check_exchange(Devices.over(found), EXCHANGED // 4)
+    except RuntimeError as error:
+        problems.append(str(error))
+        return [("devices", f"{len(found)}, which do not reach each other")]
+    rate = f"{EXCHANGED >> 20} MiB in {1e3 * seconds:.2f} ms ({EXCHANGED / seconds / 1e9:.1f} GB/s)"
+    return [("devices", f"{len(found)}, which add up {rate}")]
 
 
 def _of_chip(chip: Chip) -> Findings:

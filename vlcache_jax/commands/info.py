@@ -8,11 +8,22 @@ import math
 import pathlib
 from typing import Any
 
+import numpy as np
+
+from vlcache_jax.checks import check_whole
 from vlcache_jax.convert.plan import as_dtype
 from vlcache_jax.convert.source import locate
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder
-from vlcache_jax.device.memory_plan import GPU_SHARE, activation_bytes, limit_patches, limit_rows, round_pages
+from vlcache_jax.device.memory_plan import (
+    GPU_SHARE,
+    activation_bytes,
+    limit_patches,
+    limit_rows,
+    round_pages,
+    weight_bytes,
+)
+from vlcache_jax.device.mesh import check_sizes, fitting, widened
 from vlcache_jax.first_contact.chip import find_chip, memory
 from vlcache_jax.inputs.processor import ImageProcessor
 from vlcache_jax.models import ModelConfig
@@ -34,7 +45,7 @@ Findings = list[tuple[str, str]]
 
 
 def describe(
-    model: str, dtype: str, height: int, width: int, max_rows: int = 8192, max_pixels: int | None = None
+    model: str, dtype: str, height: int, width: int, max_rows: int = 8192, max_pixels: int | None = None, gpus: int = 1
 ) -> tuple[Findings, list[dict[str, Any]], list[str]]:
     """Returns (what is so, by name; a row for each size of GPU; what to do about those that it does not fit on).
 
@@ -45,6 +56,7 @@ def describe(
       height, width: of the image to count for, in pixels.
       max_rows: of a prefill step.
       max_pixels: of an image, which is scaled down to it; None: the checkpoint's own.
+      gpus: that share the model.
 
     Raises:
       FileNotFoundError, ValueError: there is no such model, it is of an unknown kind, or an argument is wrong.
@@ -52,6 +64,8 @@ def describe(
     size = as_dtype("bfloat16" if dtype == "auto" else dtype)
     source, config, processor = _find(model)
     processor = processor.with_limits(None if max_pixels is None else {"max_pixels": max_pixels})
+    check_whole("gpus", gpus, 1)
+    check_sizes(config.text, gpus, "gpus")
     text, vision = config.text, config.vision
     tokens = processor.num_tokens(processor.grid(height, width))
     # Sizes of the parts, in bytes of `dtype`.
@@ -86,7 +100,12 @@ def describe(
     sizes = {f"{size} GB": size * 10**9 for size in GPUS}
     if chip is not None and found is not None:
         sizes = {f"{chip.name}, {_gigabytes(found[1])}": found[1]}
-    engine = _Engine(config, processor, kv, count * size.itemsize, max_rows)
+    if gpus > 1:
+        sizes = {f"{gpus} x {name}": each * gpus for name, each in sizes.items()}
+    engine = _Engine(config, processor, size, max_rows, gpus)
+    if gpus > 1:
+        own = f"{_gigabytes(engine.weights / gpus)} of weights, {engine.kv.slot_bytes // gpus} bytes of K, V a token"
+        findings.append((f"each of {gpus} GPUs", own))
     fits = [_fit(name, total, engine, tokens) for name, total in sizes.items()]
     hints = [
         _hint(name, total, engine, height * width)
@@ -129,23 +148,35 @@ class _Engine:
 
     Attributes:
       config, processor: of the model.
-      kv: of the model, of the dtype of its weights.
-      weights: bytes.
+      dtype: of its weights.
       rows: of a prefill step.
+      gpus: that share it; bytes are those of all.
     """
 
     config: ModelConfig
     processor: ImageProcessor
-    kv: KVShape
-    weights: int
+    dtype: np.dtype
     rows: int
+    gpus: int
+
+    @property
+    def computed(self) -> ModelConfig:
+        return widened(self.config, self.gpus)
+
+    @property
+    def kv(self) -> KVShape:
+        return KVShape.of(self.computed, self.dtype)
+
+    @property
+    def weights(self) -> int:
+        return weight_bytes(self.computed, self.dtype, self.gpus)
 
     @property
     def activations(self) -> int:
         merge_size = self.config.vision.merge_size
         most = max(merge_size**2, self.processor.max_pixels // self.processor.patch_size**2)
         ladder = limit_patches(limit_rows(Ladder(), self.rows), most, merge_size)
-        return activation_bytes(self.config, self.kv, ladder)
+        return activation_bytes(self.computed, self.kv, ladder, self.gpus)
 
     @property
     def page_bytes(self) -> int:
@@ -187,7 +218,11 @@ def _hint(name: str, total: int, engine: _Engine, pixels: int) -> str:
         if pages * PAGE >= _USEFUL:
             options = [f"--max-rows {fewer}"] * (fewer < rows) + [f"--max-pixels {smaller}"] * (part > 1)
             return f"{name}: fits with {' '.join(options)}, and a pool of {pages * PAGE} tokens"
-    return f"{name}: too small, and one GPU is used"
+    each = total // engine.gpus
+    more = [count for count in fitting(engine.config.text) if count > engine.gpus]
+    enough = [count for count in more if dataclasses.replace(engine, gpus=count).pages(count * each) > 0]
+    how = f"--gpus {enough[0]} has room" if enough else "nor do more of them have room"
+    return f"{name}: too small; {how}"
 
 
 def _millions(count: int) -> str:

@@ -64,6 +64,7 @@ KvCacheBytes = Annotated[
     typer.Option(help="KV pool, such as 4GiB.", show_default="most of the free memory, on a CPU a quarter at most"),
 ]
 CompressedKvBytes = Annotated[str, typer.Option(help="Pool for what is kept of compressed prompts, such as 1GiB.")]
+TensorParallelSize = Annotated[int, typer.Option(min=1, help="GPUs that share the model.")]
 HostBytes = Annotated[str, typer.Option(help="Host memory for what is kept of images.")]
 Disk = Annotated[
     pathlib.Path | None,

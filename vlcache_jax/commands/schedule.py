@@ -187,7 +187,9 @@ def _layer_times(llm: LLM, repeats: int) -> dict[int, int]:
             work = make_work(np.zeros(size, int), rows.k_start, rows.k_end, [pages[: config.pages]], config)
             took = []
             for _ in range(repeats + 1):
-                x = jax.block_until_ready(jax.device_put(np.ones((size, runner.config.text.hidden_size), runner.dtype)))
+                x = jax.block_until_ready(
+                    runner.devices.put(np.ones((size, runner.config.text.hidden_size), runner.dtype))
+                )
                 program = Layer(size, size, False, False, runner.shapes.like[layer : layer + 1])
                 active = np.full(2, size, np.int32)
                 with runner.pool.taken() as pool:

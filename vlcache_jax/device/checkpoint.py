@@ -45,6 +45,7 @@ from vlcache_jax.convert.plan import (
 )
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import locate
+from vlcache_jax.device.mesh import ONE
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, Path, parameters
 from vlcache_jax.models.registry import load_config
@@ -54,7 +55,7 @@ from vlcache_jax.reuse.schedule import Schedule
 _log = logging.getLogger(__name__)
 _HASHING = threading.Lock()
 
-type Device = jax.Device | jax.sharding.Sharding
+type Place = Callable[[Parameter, np.ndarray], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Checkpoint(abc.ABC):
         return len(parameters(self.config))
 
     @abc.abstractmethod
-    def load(self, device: Device | None = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """The parameters as nested dicts of arrays on `device`; `loaded` is called after each of them."""
+    def load(self, place: Place = ONE.place, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """The parameters as nested dicts of arrays, each put by `place`; `loaded` is called after each of them."""
 
 
 def open_checkpoint(
@@ -170,9 +171,9 @@ class _HubCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         return fingerprint(self.source_digest, [self.dtype.name])
 
-    def load(self, device: Device | None = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def load(self, place: Place = ONE.place, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
         sources = {source.parameter.path: source for source in self.plan}
-        return _load(self.config, lambda parameter: sources[parameter.path].read(self.dtype), device, loaded)
+        return _load(self.config, lambda parameter: sources[parameter.path].read(self.dtype), place, loaded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,7 @@ class _ConvertedCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         return self.manifest.fingerprint(self.dtype.name)
 
-    def load(self, device: Device | None = None, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def load(self, place: Place = ONE.place, loaded: Callable[[], object] = lambda: None) -> dict[str, Any]:
         weights, entries = StoredWeights(self.directory / WEIGHTS_DIRECTORY), self.manifest.parameters
 
         def stored(one: Parameter | Part) -> np.ndarray:
@@ -203,7 +204,7 @@ class _ConvertedCheckpoint(Checkpoint):
             return out
 
         try:
-            return _load(self.config, read, device, loaded)
+            return _load(self.config, read, place, loaded)
         except ValueError as error:
             raise ValueError(f"weights of {self.directory} cannot be read: {error}") from error
 
@@ -211,7 +212,7 @@ class _ConvertedCheckpoint(Checkpoint):
 def _load(
     config: ModelConfig,
     read: Callable[[Parameter], np.ndarray],
-    device: Device | None,
+    place: Place,
     loaded: Callable[[], object],
 ) -> dict[str, Any]:
     # The largest first: what a tensor takes in passing is then taken while the model is not yet all there.
@@ -219,7 +220,7 @@ def _load(
     arrays: dict[Path, jax.Array] = {}
     for parameter, array in zip(ordered, _ahead(read, ordered), strict=True):
         # Waiting bounds what is on its way to the device; the next tensors are read in the meantime.
-        arrays[parameter.path] = jax.device_put(array, device).block_until_ready()
+        arrays[parameter.path] = place(parameter, array).block_until_ready()
         loaded()
     tree: dict[str, Any] = {}
     for parameter in parameters(config):

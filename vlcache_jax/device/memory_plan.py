@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,13 @@ import numpy as np
 from vlcache_jax.cache.device import PAGE_TOKENS
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder
+from vlcache_jax.device.mesh import spec_of
 from vlcache_jax.device.programs.shapes import MOVED_PAGES
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.models.config import TextConfig
+from vlcache_jax.models.params import parameters
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.pallas_kernels.split import WHOLE
 
 GIB = 2**30
 # A CPU computes padding as slowly as rows; a GPU reads the same weights for few rows and for some more. The first rung
@@ -66,18 +70,20 @@ def plan_memory(
     share: float | None = None,
     device_bytes: int = 0,
     compressed_bytes: int = 0,
+    others: Sequence[Any] = (),
 ) -> MemoryPlan:
     """Plans an engine.
 
     Args:
       kv: of the model, of the dtype of its weights.
       ladder: as wished; None is the default.
-      weights: bytes of the weights.
+      weights: bytes of the weights, on all devices together.
       max_rows, max_model_len, kv_cache_bytes: see `EngineConfig`.
       max_patches: of an image.
       max_sequences, share: `max_num_seqs` and `gpu_memory_utilization` of `EngineConfig`.
       device_bytes: see `CacheConfig`; of it are taken as many pages as `round_pages` says, before the pool.
       compressed_bytes: `compressed_kv_bytes` of `EngineConfig`; likewise.
+      others: devices like `device`, with which it shares heads; all bytes are those of all together.
 
     Raises:
       MemoryError: it does not fit.
@@ -97,7 +103,8 @@ def plan_memory(
     # However small images are made, each has a token.
     ladder = limit_patches(ladder, max(merge_size**2, min(max_patches, longest * merge_size**2)), merge_size)
     # Records that stay on the device take their pages first, and the pool what is left.
-    page = PAGE_TOKENS * kept_token_bytes(config, kv)
+    count = 1 + len(others)
+    page = PAGE_TOKENS * kept_token_bytes(config, kv, count)
     if 0 < device_bytes < page:
         raise ValueError(
             f"device_bytes must be 0 or at least {page}, a page of {PAGE_TOKENS} tokens, got {device_bytes}"
@@ -121,6 +128,7 @@ def plan_memory(
         share=share,
         kept=kept_pages * page,
         compressed=(compressed_pages + 1) * compressed_page if compressed_pages else 0,
+        others=others,
     )
     fitting = min(longest, num_slots)
     if max_model_len is not None and max_model_len > fitting:
@@ -143,6 +151,7 @@ def plan_pool(
     share: float | None = None,
     kept: int = 0,
     compressed: int = 0,
+    others: Sequence[Any] = (),
 ) -> int:
     """The slots of the KV pool that requests can use.
 
@@ -154,18 +163,22 @@ def plan_pool(
         others leave, on a CPU a quarter.
       kept: bytes of the device tier.
       compressed: bytes of the pool of compressed prompts.
+      others: see `plan_memory`.
 
     Raises:
       MemoryError: it does not fit; the message has the figures.
       ValueError: `kv_cache_bytes` is less than a page.
     """
-    slot, activations = kv.slot_bytes, activation_bytes(config, kv, ladder)
+    count = 1 + len(others)
+    slot, activations = kv.slot_bytes, activation_bytes(config, kv, ladder, count)
     if compressed:  # what every key of a prompt received, and pages on their way to host memory and back
         activations += 2 * 4 * kv.layers * kv.heads * max_model_len + 2 * MOVED_PAGES[-1] * PAGE * slot // kv.layers
-    free, others = free_bytes(device), weights + activations + kept + compressed
+    each, device = min(((free_bytes(one), one) for one in (device, *others)), key=lambda found: found[0])
+    free = each if device.platform == "cpu" else count * each  # the host has one memory
+    taken = weights + activations + kept + compressed
     if kv_cache_bytes is None:
         # A CPU's memory is not ours alone, and nothing there is fast enough to need a large pool.
-        rest = free - others
+        rest = free - taken
         usual = 0.25 if device.platform == "cpu" else GPU_SHARE
         most = usual * rest if share is None else share * free - (free - rest)
         useful = ladder.max_sequences * -(-max_model_len // PAGE)
@@ -177,15 +190,17 @@ def plan_pool(
         )
     else:
         pages = round_pages(kv_cache_bytes // (slot * PAGE))
-    needed = others + (max(pages, 1) + 1) * PAGE * slot
+    needed = taken + (max(pages, 1) + 1) * PAGE * slot
     if pages < 1 or needed > free:
         wanted = "at least " + _gib(2 * PAGE * slot) if kv_cache_bytes is None else _gib((pages + 1) * PAGE * slot)
         raise MemoryError(
-            f"model and KV pool must fit in the {_gib(free)} that are free on {device}: weights {_gib(weights)}, "
+            f"model and KV pool must fit in the {_gib(free)} that are free on {_named(device, count)}: "
+            f"weights {_gib(weights)}, "
             f"activations about {_gib(activations)}, {f'device_bytes {_gib(kept)}, ' if kept else ''}"
             f"{f'compressed_kv_bytes {_gib(compressed)}, ' if compressed else ''}KV pool {wanted} "
             f"({slot} bytes a slot, {PAGE} slots a page, and one page that no request uses); "
-            f"that is {_devices_worth(needed, free)} such devices' worth, and one is used"
+            f"that is {_devices_worth(needed, each)} such devices' worth, and "
+            f"{'one is' if count == 1 else f'{count} are'} used"
         )
     return pages * PAGE
 
@@ -200,9 +215,11 @@ def round_pages(pages: int, *, up: bool = False) -> int:
     return (-(-pages // step) if up else max(pages, 0) // step) * step
 
 
-def kept_token_bytes(config: ModelConfig, kv: KVShape) -> int:
-    """Bytes of one token in the device tier: K and V as they are stored, and encoder rows."""
-    return kv.stored_bytes + (1 + config.vision.num_deepstack) * config.text.hidden_size * kv.dtype.itemsize
+def kept_token_bytes(config: ModelConfig, kv: KVShape, count: int = 1) -> int:
+    """Bytes of one token in the device tier, on `count` devices together: K and V as they are stored, which they share,
+    and encoder rows, which each of them has."""
+    rows = (1 + config.vision.num_deepstack) * config.text.hidden_size * kv.dtype.itemsize
+    return kv.stored_bytes + rows * count
 
 
 def free_bytes(device: jax.Device) -> int:
@@ -252,26 +269,41 @@ def limit_patches(ladder: Ladder, most: int, merge_size: int) -> Ladder:
     return dataclasses.replace(ladder, patches=kept)
 
 
-def activation_bytes(config: ModelConfig, kv: KVShape, ladder: Ladder) -> int:
-    """A generous estimate of what a step holds besides weights and pool."""
+def activation_bytes(config: ModelConfig, kv: KVShape, ladder: Ladder, count: int = 1) -> int:
+    """A generous estimate of what a step holds besides weights and pool, on `count` devices together: they share what
+    heads and a plain MLP hold, and records on their way; all else each of them has."""
     text, vision = config.text, config.vision
-    row = 4 * text.hidden_size + _mlp_values(text) + 3 * (text.num_heads + kv.heads) * kv.width
+    row = 4 * text.hidden_size * count + _mlp_values(text, count) + 3 * (text.num_heads + kv.heads) * kv.width
     patch = 10 * vision.hidden_size + 3 * vision.intermediate_size + vision.patch_width
     encoder_rows = (1 + vision.num_deepstack) * text.hidden_size * ladder.max_rows
     # K, V of three steps on their way to the host, and of records on their way to the device.
     largest = max(ladder.max_rows, ladder.patches[-1] // vision.merge_size**2)
     moving = kv.slot_bytes * (3 * ladder.max_rows + largest)
     logits = 4 * 4 * ladder.max_sequences * text.vocab_size
-    return kv.dtype.itemsize * (row * ladder.max_rows + patch * ladder.patches[-1] + 2 * encoder_rows) + moving + logits
+    whole = patch * ladder.patches[-1] + 2 * encoder_rows
+    return kv.dtype.itemsize * (row * ladder.max_rows + whole * count) + moving + logits * count
 
 
-def _mlp_values(text: TextConfig) -> int:
-    """What a row's MLP, or its experts, hold at once."""
+def _mlp_values(text: TextConfig, count: int) -> int:
+    """What a row's MLP, or its experts, hold at once; the latter on each device."""
     if text.experts is None:
         return 3 * text.intermediate_size
     # A row stands once for each of its experts: sorted, padded, and in what they make of it.
     each = 4 * text.hidden_size + 3 * text.experts.intermediate_size
-    return max(3 * text.intermediate_size, text.experts.chosen * each + 2 * text.experts.count)
+    return max(3 * text.intermediate_size, count * (text.experts.chosen * each + 2 * text.experts.count))
+
+
+def weight_bytes(config: ModelConfig, dtype: np.dtype, count: int = 1) -> int:
+    """Bytes of the weights of a model as `count` devices compute it, on all of them together."""
+    shared = whole = 0
+    for parameter in parameters(config):
+        size = math.prod(parameter.shape) * dtype.itemsize
+        shared, whole = (shared, whole + size) if spec_of(parameter.path) == WHOLE else (shared + size, whole)
+    return shared + whole * count
+
+
+def _named(device: Any, count: int) -> str:
+    return str(device) if count == 1 else f"{count} devices, of which {device} has least"
 
 
 def _devices_worth(needed: float, each: float) -> int:

@@ -18,10 +18,11 @@ from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device.compressed_work import compressed_work
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder, round_up
+from vlcache_jax.device.mesh import ONE, Devices
 from vlcache_jax.device.pool import Pool
 from vlcache_jax.device.programs.answer import OutputHead, SampleFirst, ScoreTokens
 from vlcache_jax.device.programs.compress import EmptyCompressed
-from vlcache_jax.device.programs.encode import Encode, Stage, encoder_tables
+from vlcache_jax.device.programs.encode import Encode, EncodeApart, Stage, encoder_tables, rows_apart, smallest_grid
 from vlcache_jax.device.programs.keep import Restage
 from vlcache_jax.device.programs.shapes import Params, Shapes
 from vlcache_jax.device.programs.state import EmptyEncoderRows, EmptyLanes, EmptyPool, HoldLanes, OpenLane
@@ -36,7 +37,7 @@ from vlcache_jax.sampling import MAX_BIASED
 
 
 class Runner:
-    """Runs the model on one device.
+    """Runs the model.
 
     Args:
       config: of the model.
@@ -50,6 +51,7 @@ class Runner:
       kept_tokens: that the device tier has room for.
       compressed_slots: of the pool for what is kept of compressed prompts, whole pages; the first page is nobody's. 0:
         there is none.
+      devices: where weights lie, and all else is to lie.
 
     Attributes:
       pool, compressed: the KV pools.
@@ -68,8 +70,9 @@ class Runner:
         codec: kernels.Codec | None = None,
         kept_tokens: int = 0,
         compressed_slots: int = 0,
+        devices: Devices = ONE,
     ):
-        self.config = config
+        self.config, self.devices = config, devices
         self.ladder = ladder
         self.num_slots = num_slots
         self.implementation = implementation
@@ -77,11 +80,11 @@ class Runner:
         self._visual = params["visual"]
         self.text = params["language_model"]
         self.head_weights = params.get("lm_head", self.text["embed_tokens"])
-        self.normalization = jax.device_put(normalization)
+        self.normalization = devices.put(normalization)
         self.shapes = Shapes(
             config, params, self.normalization,
             num_slots=num_slots, max_pages=max_pages, ladder=ladder, implementation=implementation, codec=codec,
-            kept_tokens=kept_tokens, compressed_slots=compressed_slots, is_host=self.is_host,
+            kept_tokens=kept_tokens, compressed_slots=compressed_slots, is_host=self.is_host, devices=devices,
         )  # fmt: skip
         self.constants = self.shapes.constants(self.text)
         self.programs = Programs(self.shapes)
@@ -109,15 +112,30 @@ class Runner:
           patches: of each, uint8 [P_i, 3, patch**2], or with the frames of a video's chunk [P_i, 3, F, patch**2].
           grids: of each.
         """
-        size = round_up(sum(map(len, patches)), self.ladder.patches)
-        _, channels, *_, area = patches[0].shape
-        pixels = np.zeros((size, channels, self.config.vision.temporal_patch_size, area), np.uint8)
+        sizes, rungs = list(map(len, patches)), self.ladder.patches
+        size, shares = round_up(sum(sizes), rungs), self.devices.share_out(sizes)
+        each = round_up(max(sum(sizes[i] for i in share) for share in shares), rungs)
+        if each not in self.devices.shares(size, rungs):
+            return self.run(Encode(size), self._visual, *self._packed(patches, grids, size), self.normalization)
+        packed = [self._packed([patches[i] for i in share], [grids[i] for i in share], each) for share in shares]
+        images = jax.tree.map(lambda *parts: np.stack(parts), *packed)
+        merged = self.config.vision.merge_size**2
+        order = np.zeros(size // merged, np.int32)
+        rows = rows_apart(shares, [own // merged for own in sizes], each // merged)
+        order[: len(rows)] = rows
+        return self.run(EncodeApart(size, each), self._visual, *images, self.normalization, order)
+
+    def _packed(
+        self, patches: abc.Sequence[np.ndarray], grids: abc.Sequence[Grid], size: int
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Pixels and tables of images after each other, padded to `size` patches; without images, of nothing."""
+        vision = self.config.vision
+        pixels = np.zeros((size, vision.in_channels, vision.temporal_patch_size, vision.patch_size**2), np.uint8)
         first = 0
         for own in patches:  # a picture fills every slot in time
-            pixels[first : first + len(own)] = own.reshape(len(own), channels, -1, area)
+            pixels[first : first + len(own)] = own.reshape(len(own), vision.in_channels, -1, vision.patch_size**2)
             first += len(own)
-        tables = encoder_tables(self.config, grids, size)
-        return self.run(Encode(size), self._visual, pixels, self.normalization, tables)
+        return pixels, encoder_tables(self.config, grids or [smallest_grid(self.config)], size)
 
     def stage(self, encoded: jax.Array | np.ndarray, place: np.ndarray) -> None:
         """Makes row i of an encoder output encoder row `place[i]` of the next step; places out of range are dropped."""
@@ -136,15 +154,19 @@ class Runner:
 
     @functools.cached_property
     def is_host(self) -> bool:
-        """Whether the device reads the host's memory as it lies."""
-        [device] = self.normalization.devices()
-        return bool(device.platform == "cpu")
+        """Whether the device is the host's processor."""
+        return bool(next(iter(self.normalization.devices())).platform == "cpu")
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether what `put` gives is the host's own memory."""
+        return self.is_host and self.devices.count == 1
 
     def put(self, planes: abc.Sequence[np.ndarray]) -> list[jax.Array]:
-        """What is stored of an image in some layers, on the device: [G, 2, T, K, ...] each. On a CPU it stays where it
-        is."""
-        heads = self.shapes.kv.heads
-        return jax.device_put([plane.reshape(*plane.shape[:3], heads, -1) for plane in planes], may_alias=True)
+        """What is stored of an image in some layers, on the device: [G, 2, T, K, ...] each. See `reads_in_place`."""
+        heads = self.shapes.kv.heads // self.devices.copies
+        turned = [plane.reshape(*plane.shape[:3], heads, -1) for plane in planes]
+        return jax.device_put(turned, self.devices.sharding(self.devices.by_token(planes[0].shape[2])), may_alias=True)
 
     def places(
         self, slots: abc.Sequence[np.ndarray], positions: abc.Sequence[np.ndarray], size: int
@@ -167,7 +189,7 @@ class Runner:
         for place, slot, position in zip(places, slots, positions, strict=True):
             place[0, : len(slot)], place[1:, : len(slot)] = slot, position
         check_slots(places[:, 0].reshape(-1), self.num_slots)
-        return places if self.is_host else jax.device_put(places)
+        return places if self.is_host else self.devices.put(places)
 
     def head(self, x: jax.Array, first: int, count: int) -> tuple[jax.Array, int]:
         """Logits, float32 [B, V], of rows of `x` that hold those from `first` to `first + count`, and which row they
@@ -264,7 +286,7 @@ class Runner:
         is_host, launched = self.shapes.is_host, []
         given = _padded(rows, program.count), *work, np.int32(tokens)
         if not is_host:
-            given = jax.device_put(given)  # once, for all
+            given = self.devices.put(given)  # once, for all
         for one in [program] if is_host else fixed(program, rows, tokens, self.ladder.window):
             lanes, self._lanes = self._lanes_now(), None
             with pool.taken() as arrays:

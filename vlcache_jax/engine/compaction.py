@@ -154,7 +154,7 @@ class Compactor:
     def _compression(self, compressor: Compressor, length: int, gamma: np.ndarray | None) -> Compression:
         kv = self._runner.shapes.kv
         counts = make_counts(compressor, length, gamma, kv.layers)
-        of_token = kv.slot_bytes // kv.layers
+        of_token = kv.slot_bytes // self._runner.devices.copies // kv.layers
         told = None if gamma is None else tuple(gamma.tolist())
         return Compression(
             compressor.name, length, counts, told, of_token * sum(counts), of_token * length * kv.layers

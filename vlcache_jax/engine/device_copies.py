@@ -118,7 +118,7 @@ class DeviceCopies:
         if (place >= self.runner.shapes.kept_tokens).all():
             return
         kept, encoder_rows = self._take()
-        places, row_places = jax.device_put((place, row_place))
+        places, row_places = self.runner.devices.put((place, row_place))
         for layer, values in enumerate(layers):
             kept[layer] = self.runner.run(KeepLayer(step.bounds[layer]), kept[layer], values, places)
         encoder_rows = self.runner.run(KeepRows(), encoder_rows, self.runner.encoder_rows(), row_places)

@@ -42,7 +42,7 @@ class Passage:
         most, shift = runner.ladder.max_rows, step.shift
         self._works: dict[tuple[int, bool], Work] = {}
         shifted = None if shift is None else shift.pack(most, runner.shapes.moved)
-        self._rows, self._shifted = jax.device_put((pack(step.rows, most), shifted))
+        self._rows, self._shifted = runner.devices.put((pack(step.rows, most), shifted))
         embeddings = runner.text["embed_tokens"]
         self.x, self._deepstack = runner.run(Embed(first), embeddings, runner.encoder_rows(), self._rows)
 
@@ -119,7 +119,7 @@ class Passage:
         """The work list of layers with this bound; made when the first of them comes: the device computes meanwhile."""
         if (bound, is_chosen) not in self._works:
             config = self.runner.shapes.work_config(bound)
-            self._works[bound, is_chosen] = jax.device_put(self.step.work(bound, is_chosen, config))
+            self._works[bound, is_chosen] = self.runner.devices.put(self.step.work(bound, is_chosen, config))
         return self._works[bound, is_chosen]
 
     def _active(self, layer: int) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Transfers:
 
     def start(self, records: abc.Sequence[Record], layers: slice) -> Future[list[list[jax.Array]]]:
         """Some layers of records on the device, of each its planes. The future has a TierError if one does not come."""
-        if not records or (self._runner.is_host and all(record.has_arrived(layers.stop) for record in records)):
+        if not records or (self._runner.reads_in_place and all(record.has_arrived(layers.stop) for record in records)):
             here: Future[list[list[jax.Array]]] = Future()  # nothing has to move
             here.set_result([self._lent(record, layers) for record in records])
             return here
@@ -156,7 +156,7 @@ class Upload:
         while self._linked and _is_ready(self._linked[0][1]):
             self._linked.popleft()
         under_way = sum(size for size, _ in self._linked) + sum(piece.nbytes for piece, _ in self._started)
-        most = math.inf if self._runner.is_host else self._runner.transfer_bytes
+        most = math.inf if self._runner.reads_in_place else self._runner.transfer_bytes
         while self._waiting and (not under_way or under_way + self._waiting[0].nbytes <= most):
             piece = self._waiting.popleft()
             self._started.append((piece, self._transfers.start(piece.batch.records, piece.layers)))
@@ -216,7 +216,7 @@ def _recalls(runner: Runner, here: abc.Sequence[tuple[Index, Prefill, ImageSpan]
         some = slice(first, first + rung)
         padded = np.pad(source[some], (0, max(0, first + rung - size)))
         places = functools.partial(runner.places, [slots[some]], [positions[:, some]], rung)
-        yield _Batch((), functools.cache(places), jax.device_put(padded))
+        yield _Batch((), functools.cache(places), runner.devices.put(padded))
         first += rung
 
 
@@ -228,4 +228,4 @@ def _promoted(copies: DeviceCopies, records: abc.Sequence[Record], new: abc.Iter
         if (place := copies.tier.take(record)) is not None:
             first = records.index(record) * size
             where[first : first + record.meta.tokens] = place[: record.meta.tokens]
-    return jax.device_put(where)
+    return copies.runner.devices.put(where)

@@ -136,12 +136,13 @@ def time_limit(rates: Rates | None, meta: Meta) -> float:
     return max(_LEAST_LIMIT, computing)
 
 
-def identity_of(config: ModelConfig, device: str, kv: KVShape) -> Identity:
+def identity_of(config: ModelConfig, device: str, kv: KVShape, count: int = 1) -> Identity:
     """What rates hold for.
 
     Args:
       device: kind of the device.
       kv: of the model, as they are stored.
+      count: of devices.
     """
     text, vision = config.text, config.vision
     return {
@@ -163,6 +164,7 @@ def identity_of(config: ModelConfig, device: str, kv: KVShape) -> Identity:
         "merge": vision.merge_size,
         "deepstack": vision.num_deepstack,
         **_experts(text),
+        **({} if count == 1 else {"devices": count}),
     }
 
 

@@ -23,6 +23,7 @@ from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.convert.source import locate
 from vlcache_jax.intake.costs import Identity, Image, Rates
 from vlcache_jax.models.registry import load_config
+from vlcache_jax.pallas_kernels.split import FIRST
 from vlcache_jax.progress import Progress
 from vlcache_jax.sampling import SamplingParams
 
@@ -60,13 +61,14 @@ def calibrate(
     *,
     dtype: str = "auto",
     codec: str = "auto",
+    tensor_parallel_size: int = 1,
     grids: tuple[tuple[int, int], tuple[int, int]] = GRIDS,
     repeats: int = 7,
 ) -> Calibration:
     """Opens a model and measures; writes nothing.
 
     Args:
-      model, dtype: see `EngineConfig`.
+      model, dtype, tensor_parallel_size: see `EngineConfig`.
       codec: see `CacheConfig`.
       grids: rows and columns of tokens of a small picture and of a large one.
       repeats: runs of each picture and kind, after two that warm up.
@@ -83,6 +85,7 @@ def calibrate(
         model,
         dtype=dtype,
         cache=cache,
+        tensor_parallel_size=tensor_parallel_size,
         enable_prefix_caching=False,
         max_model_len=math.prod(grids[1]) + 64,
         max_num_seqs=1,
@@ -141,10 +144,12 @@ def _measure(llm: LLM, grids: Sequence[tuple[int, int]], repeats: int) -> tuple[
     assert hit is not None
     text, dtype = llm.service.device.runner.config.text, np.dtype(llm.service.device.runner.dtype)
     shape = 1 + vision.num_deepstack, -1, text.hidden_size
-    measured: dict[str, Mapping[int, Sequence[float]]] = {**seconds, "stage": _timed(_stage, shape, dtype, repeats)}
+    devices = llm.service.device.runner.devices
+    whole = _timed(lambda data: devices.put(_stage(data)), shape, dtype, repeats)
+    measured: dict[str, Mapping[int, Sequence[float]]] = {**seconds, "stage": whole}
     if not llm.service.device.runner.is_host:  # else records are read where they lie
         # By the clock: the engine's own figure begins only when the copy has been handed over.
-        measured["transfer"] = _timed(lambda data: data, (-1,), np.dtype(np.uint8), repeats)
+        measured["transfer"] = _timed(lambda data: devices.put(data, FIRST), (-1,), np.dtype(np.uint8), repeats)
     [found] = hit.cache.images
     encoder = shape[0] * shape[2] * dtype.itemsize * found.tokens
     return measured, Image(found.tokens, found.tokens * vision.merge_size**2, found.bytes_moved, encoder)
@@ -171,9 +176,9 @@ def _stage(data: np.ndarray) -> np.ndarray:
 
 
 def _timed(
-    take: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: np.dtype, repeats: int
+    put: Callable[[np.ndarray], jax.Array], shape: tuple[int, ...], dtype: np.dtype, repeats: int
 ) -> dict[int, list[float]]:
-    """Seconds until what is taken of host memory is on the device, by bytes.
+    """Seconds until what is put on the device, of host memory, is there, by bytes.
 
     Args:
       shape: of the memory; -1 is as large as the bytes ask for.
@@ -184,7 +189,7 @@ def _timed(
     for repeat in range(2 + repeats):
         for array in arrays:
             start = time.perf_counter()
-            jax.block_until_ready(jax.device_put(take(array), may_alias=True))
+            jax.block_until_ready(put(array))
             if repeat >= 2:
                 seconds[array.nbytes].append(time.perf_counter() - start)
     return seconds

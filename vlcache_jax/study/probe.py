@@ -76,9 +76,14 @@ class Probe:
 
     Args:
       llm: an open engine; its weights, tokenizer and image processor are used, its cache is not.
+
+    Raises:
+      ValueError: it is spread over devices.
     """
 
     def __init__(self, llm: LLM):
+        if (count := llm.service.device.runner.devices.count) > 1:
+            raise ValueError(f"llm must be on one device to be looked into, got one on {count}")
         self._llm = llm
         self.runner = llm.service.device.runner
         self.config = llm.service.device.runner.config

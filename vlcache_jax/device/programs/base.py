@@ -21,6 +21,8 @@ from vlcache_jax.device.programs.shapes import Shapes
 from vlcache_jax.device.sampler import FIXED
 from vlcache_jax.inputs.layout import ImageRef, make_layout
 from vlcache_jax.inputs.processor import Patches
+from vlcache_jax.pallas_kernels import split
+from vlcache_jax.pallas_kernels.split import WHOLE
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.reuse.selection import SelectingPolicy
 
@@ -125,9 +127,10 @@ class Program[R](abc.ABC):
     def compute(self, shapes: Shapes, *arguments: Any, **_: Any) -> R:
         """What is traced."""
 
-    def shardings(self, shapes: Shapes) -> dict[str, Any]:
-        """How arguments and results lie on several devices, as `jax.jit` takes it; on one there is nothing to say."""
-        return {}
+    @property
+    def gives(self) -> Any:
+        """How results lie on several devices: a tree that begins as theirs does."""
+        return WHOLE
 
     def function(self, shapes: Shapes) -> Callable[..., R]:
         """`compute` as it is compiled."""
@@ -137,7 +140,14 @@ class Program[R](abc.ABC):
 
     def jitted(self, shapes: Shapes) -> jax.stages.Wrapped:
         """What is lowered for `arguments`."""
-        return jax.jit(self.function(shapes), donate_argnums=self.donates, **self.shardings(shapes))
+        devices = shapes.devices
+        how = {} if devices.mesh is None else {"out_shardings": devices.shardings(self.gives)}
+        return jax.jit(self.function(shapes), donate_argnums=self.donates, **how)
+
+    def lowered(self, shapes: Shapes) -> jax.stages.Lowered:
+        """The program for `arguments`; those of which nothing else is said are whole on each of several devices."""
+        with split.over(shapes.devices.mesh):
+            return self.jitted(shapes).lower(*shapes.devices.placed(self.arguments(shapes)))
 
     @property
     def key(self) -> Key:

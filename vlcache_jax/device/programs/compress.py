@@ -21,7 +21,8 @@ from vlcache_jax.device.packed import unpack
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.shapes import MOVED_PAGES, Halves, Params, Shapes, ints
 from vlcache_jax.models import Rows, bind, decoder
-from vlcache_jax.pallas_kernels import PAGE, Work, attention_statistics, paged_attention
+from vlcache_jax.pallas_kernels import PAGE, Work, attention_statistics, paged_attention, split
+from vlcache_jax.pallas_kernels.split import FIRST, FOURTH, SECOND, WHOLE
 
 Sums = tuple[jax.Array, jax.Array]  # see `Observe`
 
@@ -31,6 +32,7 @@ class EmptyCompressed(Program[jax.Array]):
     """K or V of what is kept of prompts."""
 
     name = "compressed_pool"
+    gives = SECOND
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
@@ -45,6 +47,7 @@ class EmptySums(Program[Sums]):
     """Sums of a prompt of which no row has been observed."""
 
     name = "sums"
+    gives = SECOND
     pages: int
 
     @classmethod
@@ -66,6 +69,7 @@ class Observe(Program[Sums]):
 
     name = "observe"
     donates = (0,)
+    gives = SECOND
     pages: int
 
     @classmethod
@@ -109,7 +113,8 @@ class Observe(Program[Sums]):
 def _sums(shapes: Shapes, pages: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     layers, text = shapes.kv.layers, shapes.config.text
     received = jax.ShapeDtypeStruct((layers, shapes.kv.heads, PAGE * pages), jnp.float32)
-    return received, ints(layers, text.num_heads)
+    abstract = shapes.devices.abstract
+    return abstract(received, SECOND), abstract(ints(layers, text.num_heads), SECOND)
 
 
 def _observe(
@@ -143,6 +148,7 @@ class Compact(Program[tuple[Halves, jax.Array]]):
 
     name = "compact"
     donates = (0,)
+    gives = SECOND, WHOLE
     pages: int
     scores: Scores
 
@@ -184,20 +190,23 @@ class Compact(Program[tuple[Halves, jax.Array]]):
           (the pool, the tokens that each head keeps as `kept_tokens` gives them).
         """
         number, length, count, window = numbers
-        score = self.scores(Seen(received[number], length, window, seed))
-        token = kept_tokens(score, length, count, window, most=PAGE * self.pages)  # [K, 128 W]
+        copies = shapes.devices.copies  # of a head, each with its share of the queries
+        of_heads = received[number].reshape(-1, copies, received.shape[-1]).mean(1)
+        score = self.scores(Seen(of_heads, length, window, seed))
+        of_head = kept_tokens(score, length, count, window, most=PAGE * self.pages)  # [K, 128 W]
+        token = jnp.repeat(of_head, copies, axis=0)
         source = table.at[token // PAGE].get(mode="clip") * PAGE + token % PAGE
         place = jnp.arange(token.shape[1], dtype=jnp.int32)
         slot = target[place // PAGE] * PAGE + place % PAGE
         slot = jnp.where(place < count, slot, shapes.compressed_slots + place)
-        heads = jnp.arange(len(token))[:, None]
 
-        def moved(half: jax.Array, own: jax.Array) -> jax.Array:
-            rows = own[source, heads].swapaxes(0, 1)
+        def move(half: jax.Array, own: jax.Array, source: jax.Array, slot: jax.Array) -> jax.Array:
+            rows = own[source, jnp.arange(len(source))[:, None]].swapaxes(0, 1)
             return half.at[slot].set(rows, mode="drop", unique_indices=True)
 
+        moved = split.spread(move, (SECOND, SECOND, FIRST, WHOLE), SECOND)  # each device's heads stay where they are
         [kept] = compressed
-        return [[moved(half, own) for half, own in zip(kept, halves, strict=True)]], token
+        return [[moved(half, own, source, slot) for half, own in zip(kept, halves, strict=True)]], of_head
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,7 @@ class ReadPages(Program[jax.Array]):
     """What stands in `count` pages of the compressed pool: K and V, [2, count, 128, K, D]."""
 
     name = "read_pages"
+    gives = FOURTH
     count: int
 
     @classmethod
@@ -225,6 +235,7 @@ class WritePages(Program[Halves]):
 
     name = "write_pages"
     donates = (0,)
+    gives = SECOND
     count: int
 
     @classmethod
@@ -234,7 +245,7 @@ class WritePages(Program[Halves]):
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         half = shapes.compressed
         held = jax.ShapeDtypeStruct((2, self.count, PAGE, *half.shape[1:]), half.dtype)
-        return [[half] * 2], held, ints(self.count)
+        return [[half] * 2], shapes.devices.abstract(held, FOURTH), ints(self.count)
 
     def compute(self, shapes: Shapes, compressed: Halves, held: jax.Array, target: jax.Array) -> Halves:
         [kept] = compressed

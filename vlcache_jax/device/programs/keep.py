@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.link import DROP
 from vlcache_jax.device.programs.shapes import Halves, Shapes, Stored, ints
+from vlcache_jax.pallas_kernels.split import THIRD, WHOLE
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class EmptyTier(Program[tuple[Halves, jax.Array]]):
     """The device tier: of each layer the planes of its tokens, and encoder rows."""
 
     name = "kept"
+    gives = THIRD, WHOLE
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
@@ -37,6 +39,7 @@ class KeepLayer(Program[list[jax.Array]]):
 
     name = "keep"
     donates = (0,)
+    gives = THIRD
     size: int
 
     @classmethod
@@ -44,8 +47,8 @@ class KeepLayer(Program[list[jax.Array]]):
         return [cls(size) for size in demand.ladder.rows if shapes.kept_tokens and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        kv, half = shapes.kv, shapes.kv.half(self.size)
-        values = (half, half) if kv.codec is None else kv.joined(self.size)
+        half, coded = shapes.half(self.size), shapes.kv.codec is not None
+        values = shapes.devices.abstract(shapes.kv.joined(self.size), THIRD) if coded else (half, half)
         return shapes.kept[0], values, ints(shapes.ladder.max_rows)
 
     def compute(self, shapes: Shapes, kept: list[jax.Array], values: Stored, place: jax.Array) -> list[jax.Array]:

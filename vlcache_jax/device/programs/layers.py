@@ -15,6 +15,7 @@ from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
 from vlcache_jax.models import Rows, bind, decoder
 from vlcache_jax.pallas_kernels import Work
+from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
 from vlcache_jax.reuse.shift import Moves, differences, move
 
 BLOCK = 4  # layers that are one program where steps are short
@@ -52,6 +53,7 @@ class Layer(Program[tuple[jax.Array, jax.Array, jax.Array, Captured]]):
 
     name = "layer"
     follows_rows = True
+    gives = WHOLE, SECOND, SECOND, SECOND
     size: int
     keep: int
     has_deepstack: bool
@@ -109,6 +111,7 @@ class Block(Program[tuple[jax.Array, Halves, list[Captured]]]):
 
     name = "layers"
     follows_rows = True
+    gives = WHOLE, SECOND, SECOND
     donates = (1, 2)
     size: int
     shifts: bool = False

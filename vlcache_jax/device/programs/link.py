@@ -14,6 +14,7 @@ from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.device.programs.base import Demand, Program, Repeat
 from vlcache_jax.device.programs.shapes import Constants, Halves, Shapes, ints
 from vlcache_jax.models import rope
+from vlcache_jax.pallas_kernels.split import SECOND, THIRD, WHOLE
 
 DROP: dict[str, Any] = {"mode": "drop", "unique_indices": True}  # what a place beyond all others means
 
@@ -25,6 +26,7 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
 
     name = "link"
     donates = (0, 1)
+    gives = SECOND, THIRD, WHOLE
     size: int
     count: int
     layers: int
@@ -41,7 +43,7 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
         return [cls(size, count, layers) for size, count in sorted(repeat.linked) for layers in _groups(shapes)]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        layers, stored = self.layers, shapes.kv.stored(self.layers, 2, self.size)
+        layers, stored = self.layers, shapes.stored(self.layers, self.size)
         kept, where = (shapes.kept[:layers], ints(self.count * self.size)) if shapes.kept_tokens else (None, None)
         places = ints(self.count, 4, self.size)
         return shapes.pools(layers), kept, [stored] * self.count, places, where, shapes.constants()[:layers]
@@ -56,6 +58,7 @@ class Link(Program[tuple[Halves, Any, jax.Array]]):
         where: Any,
         constants: list[Constants],
     ) -> tuple[Halves, Any, jax.Array]:
+        images = shapes.devices.by_head(images)
         stored = [(images, layer) for layer in range(self.layers)]
         linked = _link(shapes, pool, stored, places, constants)
         if kept is not None:
@@ -76,6 +79,7 @@ class Recall(Program[tuple[Halves, jax.Array]]):
 
     name = "recall"
     donates = (0,)
+    gives = SECOND, WHOLE
     size: int
     layers: int
 
@@ -111,6 +115,7 @@ class Code(Program[jax.Array]):
     """A layer's keys before rotation and values, coded, as one array: see `KVShape.joined`."""
 
     name = "code"
+    gives = THIRD
     size: int
 
     @classmethod
@@ -118,7 +123,7 @@ class Code(Program[jax.Array]):
         return [cls(size) for size in demand.ladder.rows if shapes.kv.codec is not None and demand.linking]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
-        return shapes.kv.half(self.size), shapes.kv.half(self.size), shapes.constants()[0]
+        return shapes.half(self.size), shapes.half(self.size), shapes.constants()[0]
 
     def compute(self, shapes: Shapes, k: jax.Array, v: jax.Array, constants: Constants) -> jax.Array:
         codec = shapes.kv.codec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import abc
 from typing import Any
@@ -9,16 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from vlcache_jax import pallas_kernels as kernels
 from vlcache_jax.cache.device import ALIGNMENT
 from vlcache_jax.device import sampler
 from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder, cover
+from vlcache_jax.device.mesh import ONE, Devices
 from vlcache_jax.device.packed import FIELDS
 from vlcache_jax.models import ModelConfig, abstract_model, bind
 from vlcache_jax.models.decoder import DecoderLayer
 from vlcache_jax.models.model import bind_layer, layer_graphs
+from vlcache_jax.pallas_kernels.split import FIRST, SECOND, THIRD
 from vlcache_jax.reuse.shift import TOKENS, Moves
 
 Params = dict[str, Any]
@@ -66,7 +70,7 @@ class Shapes:
         self,
         config: ModelConfig,
         params: Params,
-        normalization: jax.Array,
+        normalization: Any,
         *,
         num_slots: int,
         max_pages: int,
@@ -76,8 +80,9 @@ class Shapes:
         kept_tokens: int = 0,
         compressed_slots: int = 0,
         is_host: bool = True,
+        devices: Devices = ONE,
     ):
-        self.is_host = is_host
+        self.is_host, self.devices = is_host, devices
         self.config, self.ladder, self.implementation = config, ladder, implementation
         self.num_slots, self.max_pages, self.kept_tokens = num_slots, max_pages, kept_tokens
         self.compressed_slots = compressed_slots
@@ -106,14 +111,14 @@ class Shapes:
         self.recall_rungs = tuple(sorted({*self.token_rungs, *(count * largest for count in self.linked(largest))}))
         self.work_config = functools.cache(self._work_config)  # asked for at every token
         # Arrays.
-        self.pool, self.compressed = self.kv.half(num_slots), self.kv.half(compressed_slots)
+        self.pool, self.compressed = self.half(num_slots), self.half(compressed_slots)
         depth = 1 + config.vision.num_deepstack
         self.encoder_rows, self.kept_rows = (
             jax.ShapeDtypeStruct((depth, rows, text.hidden_size), self.dtype) for rows in (ladder.max_rows, kept_tokens)
         )
         self.packed = ints(FIELDS, ladder.max_rows)
         self.lanes = jax.eval_shape(functools.partial(sampler.empty_lanes, ladder.max_sequences, text.vocab_size))
-        self.kept = [self.kv.stored(2, kept_tokens)] * layers
+        self.kept = [[devices.abstract(plane, THIRD) for plane in self.kv.stored(2, kept_tokens)]] * layers
 
     def bind_layer(self, params: Params) -> DecoderLayer:
         """The decoder layer of these parameters, to be called while tracing."""
@@ -132,6 +137,16 @@ class Shapes:
     def vocabulary(self, rows: int) -> jax.ShapeDtypeStruct:
         """Logits of rows."""
         return jax.ShapeDtypeStruct((rows, self.config.text.vocab_size), jnp.float32)
+
+    def half(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Keys or values of rows, as they lie in the pool."""
+        return self.devices.abstract(self.kv.half(rows), SECOND)
+
+    def stored(self, layers: int, tokens: int) -> list[jax.ShapeDtypeStruct]:
+        """The planes of an image in some layers as they come from the host: without copies of heads, by token."""
+        kv = dataclasses.replace(self.kv, heads=self.kv.heads // self.devices.copies)
+        lies = self.devices.by_token(tokens)
+        return [self.devices.abstract(plane, lies) for plane in kv.stored(layers, 2, tokens)]
 
     def pools(self, layers: int) -> list[list[jax.ShapeDtypeStruct]]:
         """K and V of layers."""
@@ -156,6 +171,7 @@ class Shapes:
         bias = attention["qkv_proj"].get("bias")
         if isinstance(bias, jax.ShapeDtypeStruct):
             bias = jax.ShapeDtypeStruct((self.kv.heads, self.kv.width), bias.dtype)
+            bias = self.devices.abstract(bias, FIRST)
         elif bias is not None:
             bias = bias[:, -2]
         return bias, attention["k_norm"]["scale"] if "k_norm" in attention else None
@@ -166,10 +182,10 @@ class Shapes:
         Args:
           pages: of a request at most, none of which others share; None: as many as any has, which may be shared.
         """
-        text = self.config.text
-        q = jax.ShapeDtypeStruct((rows, text.num_heads, text.head_dim), self.dtype)
+        text, count = self.config.text, self.devices.count
+        q = jax.ShapeDtypeStruct((rows, text.num_heads // count, text.head_dim), self.dtype)
         return kernels.work_config(
-            rows, min(rows, self.ladder.max_sequences), pages or self.max_pages, q, self.kv.heads,
+            rows, min(rows, self.ladder.max_sequences), pages or self.max_pages, q, self.kv.heads // count,
             decode=decode, shared=pages is None, implementation=self.implementation,
         )  # fmt: skip
 
@@ -195,7 +211,12 @@ class Shapes:
 
 def abstract(tree: Any) -> Any:
     """Abstract arrays like those of a tree."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    return jax.tree.map(_abstract, tree)
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    lies = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies if isinstance(lies, NamedSharding) else None)
 
 
 def ints(*shape: int) -> jax.ShapeDtypeStruct:

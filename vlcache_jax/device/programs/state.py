@@ -14,6 +14,7 @@ from vlcache_jax.device.programs.base import Demand, Program, Repeat
 from vlcache_jax.device.programs.shapes import Halves, Shapes, ints
 from vlcache_jax.device.sampler import Lanes
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.pallas_kernels.split import SECOND
 from vlcache_jax.sampling import MAX_BIASED
 
 
@@ -22,6 +23,7 @@ class EmptyPool(Program[jax.Array]):
     """K or V of a layer."""
 
     name = "pool"
+    gives = SECOND
 
     def compute(self, shapes: Shapes) -> jax.Array:
         return jnp.zeros(shapes.pool.shape, shapes.pool.dtype)
@@ -113,6 +115,7 @@ class CopyPages(Program[Halves]):
 
     name = "copy"
     donates = (0,)
+    gives = SECOND
     count: int
 
     @classmethod

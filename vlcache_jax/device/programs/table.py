@@ -33,10 +33,11 @@ PROGRAMS: tuple[type[Program[Any]], ...] = (
     compress.EmptyCompressed, compress.EmptySums, compress.Observe, compress.Compact, window.CompressedWindow,
     compress.ReadPages, compress.WritePages,
     choose.ScoreRows, choose.Choose, choose.Narrow, choose.Take,
-    encode.Encode, encode.Stage, link.Link, link.Recall, link.Code,
+    encode.Encode, encode.EncodeApart, encode.Stage, link.Link, link.Recall, link.Code,
     keep.EmptyTier, keep.KeepLayer, keep.KeepRows, keep.Restage,
 )  # fmt: skip
 
+_LAUNCHING = threading.Lock()
 _MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
 _MAPS_OF_A_PROGRAM = 3000  # of the largest ones; 350 on average
 
@@ -109,7 +110,9 @@ class Programs:
                 compiled = self.program(program)
             self.waited += time.perf_counter() - begin
         self.launches += 1
-        made: R = compiled(*arguments)
+        # All devices must get programs that exchange in one order, whoever else launches some on them.
+        with _LAUNCHING if self.shapes.devices.count > 1 else contextlib.nullcontext():
+            made: R = compiled(*arguments)
         if self.first_launched is None:
             self.first_launched = time.perf_counter()
         return made
@@ -127,9 +130,8 @@ class Programs:
             return self._compiled[program]
 
     def _lower(self, program: Program[Any]) -> jax.stages.Lowered:
-        arguments = program.arguments(self.shapes)
         with dispatch.recorded() as choices:
-            lowered = program.jitted(self.shapes).lower(*arguments)
+            lowered = program.lowered(self.shapes)
         if choices:
             self.kernels[program] = tuple(dict.fromkeys(choices))
         return lowered

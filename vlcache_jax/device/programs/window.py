@@ -31,6 +31,7 @@ from vlcache_jax.device.programs.shapes import Halves, Params, Shapes, ints
 from vlcache_jax.device.sampler import Choice, Choosing, Lanes, Sampled
 from vlcache_jax.models import Rows, bind
 from vlcache_jax.pallas_kernels import PAGE, Work
+from vlcache_jax.pallas_kernels.split import SECOND, WHOLE
 
 ANSWER = 2  # columns of a window's rows before those of `Choosing`: tokens of the prompt, and its M-RoPE delta
 LISTS = 4  # work lists of a window where prompts are compressed: more cost the host more than they save
@@ -60,6 +61,7 @@ class Window(Program[tuple[Sampled, Lanes, Halves]]):
 
     name = "window"
     donates = (2, 3)
+    gives = WHOLE, WHOLE, SECOND
     count: int
     choice: Choice = "asked"
     steps: int | None = None
@@ -121,6 +123,7 @@ class CompressedWindow(Program[tuple[Sampled, Lanes, Halves]]):
 
     name = "compressed_window"
     donates = (2, 3)
+    gives = WHOLE, WHOLE, SECOND
     count: int
     pages: int
     choice: Choice = "asked"
