@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,13 @@ each_decoder = pytest.mark.parametrize(
     indirect=True,
     scope="session",
 )
+
+
+# For tests that count the bytes of one device or look inside it, and those that know as many KV heads as the model has,
+# of which four devices have copies; see `conftest.spread_over_devices`.
+SPREAD = int(os.environ.get("VLCACHE_TENSOR_PARALLEL", "1"))
+one_device = pytest.mark.skipif(SPREAD > 1, reason="is about one device")
+one_copy = pytest.mark.skipif(SPREAD > 2, reason="is about KV heads that are there once")
 
 
 def some_seeds(*quick, ladder, thorough):

@@ -19,6 +19,7 @@ from tests.helper import (
     each_family,
     give_compressed_pages,
     give_pages,
+    one_device,
     spoil_compressed,
     user,
 )
@@ -157,6 +158,7 @@ def check(reference, conversation, output, compressor):
             assert abs(row[token] - logprob) < 3e-6 * largest  # float64 is 8e-7 from either at most
 
 
+@one_device
 @each_family
 @pytest.mark.ladder_for("qwen2_5_vl-flat-tied")
 def test_decoding_equals_a_masked_whole_cache(llm, conversations):
@@ -179,6 +181,7 @@ def test_decoding_equals_a_masked_whole_cache(llm, conversations):
 ONE = pytest.mark.parametrize("family_checkpoint", ["qwen3_vl-tied"], indirect=True, scope="session")
 
 
+@one_device
 @ONE
 @pytest.mark.parametrize(
     "compress",
@@ -497,6 +500,7 @@ def test_who_ends_while_it_is_put_aside_leaves_nothing(llm, conversations):
     assert tokens(ask(llm, *conversations[:3], params=LONG, compress="vl-cache-0.3")) == tokens(expected)
 
 
+@one_device
 @ONE
 def test_pages_that_move_are_all_that_is_copied(llm):
     """The pool, which is that of all layers, is updated in place."""

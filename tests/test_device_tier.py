@@ -13,7 +13,7 @@ import pytest
 
 from tests.cache.records import load
 from tests.engine.test_uploads import SlowTier
-from tests.helper import LADDER, SIZES, WITHIN, assert_nothing_left, user
+from tests.helper import LADDER, SIZES, WITHIN, assert_nothing_left, one_device, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
 from vlcache_jax.cache.record import Meta, Record
@@ -322,6 +322,7 @@ def test_repeats_are_compiled_ahead(checkpoints, pictures, codec):
         assert llm.service.device.runner.programs.num_programs - count == (codec == "int4")
 
 
+@one_device
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import ALONE, FEW, SHORT, SIZES, compilations, each_decoder, each_family, give_pages, user
+from tests.helper import ALONE, FEW, SHORT, SIZES, compilations, each_decoder, each_family, give_pages, one_copy, user
 from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
 from vlcache_jax.device.kv_shape import KVShape
@@ -244,6 +244,7 @@ def test_nothing_is_left_to_do_after_warmup(family_checkpoint, textured_image, m
     assert compiled  # it does listen
 
 
+@one_copy
 def test_nearly_equal_pools_have_the_same_programs(family_checkpoint):
     """So that what was compiled for one, and is kept on disk, serves the other."""
     texts = []
@@ -448,6 +449,7 @@ def test_other_bad_arguments(llm, conversations, textured_image):
             chat(conversations[0], params)
 
 
+@one_copy
 def test_a_pool_too_small_names_the_figures(family_checkpoint):
     size = page_bytes(family_checkpoint)
     with (

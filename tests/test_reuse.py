@@ -24,7 +24,7 @@ import vlcache_jax.engine.batching
 import vlcache_jax.engine.prefilling
 import vlcache_jax.inputs.images
 import vlcache_jax.inputs.processor
-from tests.helper import SIZES, compilations, user
+from tests.helper import SIZES, compilations, one_copy, one_device, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams, Schedule
 from vlcache_jax.models import Rows, bind, decoder, rope
 from vlcache_jax.pallas_kernels import PAGE
@@ -293,6 +293,7 @@ def test_p5_in_steps_of_other_sizes(llm, directory, target, donors, a, b):
             assert_close(logits(other, target, reuse=reuse), logits(llm, target, reuse=reuse))
 
 
+@one_copy
 @each_family
 @pytest.mark.parametrize("make", [lambda k, t, n: (t * 7 + k) % 5, lambda k, t, n: 4 * (t % 3 == 1)])
 def test_p6_any_rows_at_any_depth_equal_the_dense_computation(llm, target, donors, make):
@@ -301,6 +302,7 @@ def test_p6_any_rows_at_any_depth_equal_the_dense_computation(llm, target, donor
     check_against_dense(llm, target, Depths(lambda k, t, n: min(make(k, t, n), layers)))
 
 
+@one_copy
 @each_family
 @pytest.mark.parametrize("levels", [(50,), (300, 300, 40, 0)])
 def test_p6_moved_keys_and_values_equal_the_dense_computation(llm, target, donors, levels):
@@ -462,6 +464,7 @@ def test_kept_encoder_rows_give_the_same_bits(llm, b, monkeypatch):
     np.testing.assert_array_equal(score.logits, cold[0])
 
 
+@one_device
 @pytest.mark.usefixtures("one_step")
 @pytest.mark.parametrize("reuse", [0, 0.3, "shift-0.3", MPIC(5), "full-two-pass"])
 def test_what_is_linked_and_what_is_computed_run_in_one_launch(llm, target, donors, monkeypatch, reuse):

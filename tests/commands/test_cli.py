@@ -120,7 +120,7 @@ def test_info_knows_published_sizes_without_a_checkpoint(run, monkeypatch):
     assert found["an image of 1080 x 1920"].startswith("2040 tokens; its records: 0.30 GB of K, V")
     small = run("info", "-m", "qwen3-vl-8b", "--dtype", "float32")
     assert re.search(r"(?m)^24 GB +[\d.]+ GB +[\d.]+ GB +does not fit +- +-$", small.stdout)
-    assert "\n24 GB: too small; --gpus 2 has room\n" in small.stdout
+    assert "\n24 GB: too small; --gpus 4 has room\n" in small.stdout
     experts = run("info", "qwen3-vl-30b-a3b").stdout
     assert "128 x 768 in 48 layers, 8 of them for a token, which passes 3.89 billion parameters" in experts
     assert re.search(r"(?m)^24 GB +62.14 GB .* does not fit ", experts)
@@ -138,6 +138,18 @@ def test_info_says_how_a_model_fits(run):
     assert "24 GB: too small" in limited.stdout
     # Not where the image that is asked about would be scaled down for it.
     assert "24 GB: too small" in run("info", "qwen3-vl-8b", "--image", "4096x4096").stdout
+
+
+def test_info_of_several_gpus(run):
+    told = run("info", "qwen3-vl-30b-a3b", "--gpus", "8").stdout  # with two copies of each KV head
+    assert re.search(r"(?m)^each of 8 GPUs +8.76 GB of weights, 24576 bytes of K, V a token$", told)
+    assert re.search(r"(?m)^8 x 24 GB +70.06 GB .* \d+ +\d+ *$", told)
+    assert "Room on 8 GPUs together" in told
+    assert "2 x 24 GB: too small; --gpus 8 has room" in run("info", "qwen3-vl-32b", "--gpus", "2").stdout
+    assert "24 GB: too small; nor do more of them have room" in run("info", "qwen3-vl-235b-a22b").stdout
+    refused = run("info", "qwen2.5-vl-7b", "--gpus", "8")
+    assert refused.exit_code == 1
+    assert "gpus must be one of 1, 2, 4 for this model, got 8: 28 query heads cannot be spread" in refused.stderr
 
 
 def test_info_names_the_published_sizes_to_who_names_none(run):
