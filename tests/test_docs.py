@@ -67,7 +67,7 @@ def quick(found):
 
 def _later(block):
     """Studies take minutes each."""
-    is_study = "vlcache bench accuracy" in block.text or "vlcache bench policies" in block.text
+    is_study = any(f"vlcache bench {name}" in block.text for name in ("accuracy", "policies", "ttft"))
     return pytest.mark.thorough if is_study else pytest.mark.ladder
 
 

@@ -26,7 +26,7 @@ SHAPES = {shape.name: shape for shape in ATTENTION["Qwen3-VL-8B"]}
     "sections",
     [
         pytest.param(("check", "ceiling"), marks=pytest.mark.interpreted),
-        pytest.param(("answers", "ttft", "decode"), marks=pytest.mark.ladder),
+        pytest.param(("answers", "ttft", "decode"), marks=pytest.mark.thorough),
     ],
 )
 def test_rehearsal(tmp_path, sections, monkeypatch):

@@ -106,7 +106,7 @@ def mixed_tsv(questions_tsv, tmp_path):
     return path
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_the_command(checkpoints, mixed_tsv, tmp_path):
     model = checkpoints("qwen3_vl-tied")
     with LLM(model) as llm:

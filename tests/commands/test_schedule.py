@@ -26,7 +26,7 @@ def scores(tmp_path):
     return tmp_path / "scores.npz"
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_from_questions_to_answers(run, checkpoints, questions_tsv, tmp_path):
     model = checkpoints("qwen3_vl-tied")
     scores, out, picture = (tmp_path / name for name in ("scores.npz", "schedule.json", "schedule.png"))

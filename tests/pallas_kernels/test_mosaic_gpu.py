@@ -190,10 +190,15 @@ def assert_paged(rows, arrays, out):
 
 @pytest.mark.parametrize(
     "case",
-    [paged_cases.requests, paged_cases.decode_beside_prefill, paged_cases.shared_by_prefill, paged_cases.nothing],
+    [
+        *(pytest.param(case, marks=pytest.mark.thorough) for case in (paged_cases.requests, paged_cases.nothing)),
+        *(
+            pytest.param(case, marks=pytest.mark.interpreted)
+            for case in (paged_cases.decode_beside_prefill, paged_cases.shared_by_prefill)
+        ),
+    ],
     ids=lambda case: case.__name__,
 )
-@pytest.mark.interpreted
 def test_pages(case) -> None:
     rows, arrays, cut = paged_inputs(case, 96, 6, 2, 64)
     assert cut.tile == 16

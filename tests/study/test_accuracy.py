@@ -187,7 +187,7 @@ def test_donors_apart_need_several_images(llm, tsv):
         accuracy.run(llm, read_tsv(tsv)[:3], {"full": parse_policy("full")}, [protocol])
 
 
-@pytest.mark.ladder
+@pytest.mark.thorough
 def test_the_command(checkpoints, tsv, tmp_path):
     arguments = ["--data", tsv, "--reuse", "full", "--reuse", "0.5", "--max-tokens", "4", "--arrangement", "text_first"]
     out, figure = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
