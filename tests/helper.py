@@ -75,6 +75,11 @@ def some_seeds(*quick, ladder, thorough):
     return [*quick, *added, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in rest)]
 
 
+def some_cases(short, whole):
+    """For `parametrize`: a run that CI makes, and the whole of it, by hand."""
+    return [pytest.param(short, marks=pytest.mark.ladder), pytest.param(whole, marks=pytest.mark.thorough)]
+
+
 def give_pages(llm, count):
     """The pool is as if it were of so many pages, and empty. (A smaller one has programs of its own.)"""
     llm.service.cache.pages.count = count

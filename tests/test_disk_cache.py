@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.cache.records import verified_read
-from tests.helper import SIZES, assert_nothing_left, user
+from tests.helper import SIZES, assert_nothing_left, some_cases, user
 from vlcache_jax import LLM, CacheConfig, Ladder, SamplingParams
 from vlcache_jax.cache.tier import DamagedError, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
@@ -527,13 +527,13 @@ with open_llm(pathlib.Path(sys.argv[1]), sys.argv[2]) as llm:
 """
 
 
-@pytest.mark.ladder
-def test_an_engine_that_is_killed_while_it_serves(llm, checkpoints, tmp_path, request, monkeypatch):
+@pytest.mark.parametrize("kills", some_cases((1, 5), (1, 3, 7, 2)))
+def test_an_engine_that_is_killed_while_it_serves(llm, checkpoints, tmp_path, request, monkeypatch, kills):
     """At any point: what it said was right, what it kept is whole, and the next one goes on with it."""
     rng = random.Random(0)
     cold = tokens(chat(llm, *ABOUT_NOISE, reuse="off"))
     command = [sys.executable, "-P", "-c", SERVING, checkpoints("qwen3_vl"), tmp_path, request.config.rootpath]
-    for answers in (1, 5):
+    for answers in kills:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             said = [process.stdout.readline() for _ in range(answers)]
             time.sleep(rng.uniform(0, 0.02))

@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vlcache_jax.progress as progress
-from tests.helper import SIZES, WORDS
+from tests.helper import SIZES, WORDS, some_cases
 from vlcache_jax import LLM, StructuredOutputs
 from vlcache_jax.assets import PICTURES
 from vlcache_jax.commands.cli import app
@@ -562,17 +562,17 @@ def test_a_file_without_rows(run, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-@pytest.mark.ladder
-def test_killed_at_random_each_row_is_answered_once(checkpoints, tmp_path, textured_image):
+@pytest.mark.parametrize("size", some_cases((300, 3), (2000, 5)))
+def test_killed_at_random_each_row_is_answered_once(checkpoints, tmp_path, textured_image, size):
+    rows, kills = size
     rng = random.Random(0)
-    rows = 300
-    wrong = set(rng.sample(range(rows), 5))
+    wrong = set(rng.sample(range(rows), rows // 66))
     source = write_rows(tmp_path, textured_image, rows, wrong=wrong)
     words = [sys.executable, "-m", "vlcache_jax.commands.cli", "run", str(source)]
     model = ["-m", str(checkpoints("qwen3_vl-tied")), "--max-tokens", "4", "--dtype", "float32"]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     subprocess.run([*words, str(whole), *model], check=True, capture_output=True, cwd=tmp_path)
-    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)[:kills]:
         process = subprocess.Popen([*words, str(out), *model], stderr=subprocess.DEVNULL, cwd=tmp_path)
         before = out.stat().st_size if out.exists() else 0
         enough = before + rng.uniform(0, whole.stat().st_size / 8)  # so that rows are left, however fast it is

@@ -302,11 +302,14 @@ def test_keys_of_other_requests_may_be_anything() -> None:
 
 
 @not_a_number
-@pytest.mark.interpreted
-def test_nan_in_a_page_reaches_exactly_the_rows_that_see_it() -> None:
+@pytest.mark.parametrize(
+    "place",  # in a prefix that some share, and at the row's own end
+    [pytest.param(100, marks=pytest.mark.interpreted), pytest.param(-1, marks=pytest.mark.thorough)],
+)
+def test_nan_in_a_page_reaches_exactly_the_rows_that_see_it(place: int) -> None:
     rows, arrays, cut = paged_inputs(paged_cases.two_levels, 20, 8, 2, 128, decode=True)
     want = paged(rows, arrays, cut)[0]
-    broken = int(rows.slots(4)[100])  # in a prefix that some share
+    broken = int(rows.slots(4)[place])
     sees = np.array([n < len(rows.table) and broken in rows.slots(n) for n in range(20)])
     q, k, v = (np.array(x) for x in arrays)
     k[broken, 1] = np.nan

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.cache.records import CASES, assert_whole, found, key, load, make, names, parts, verified_read, write
-from tests.helper import some_seeds
+from tests.helper import some_cases, some_seeds
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import SHARED, owner_key
 from vlcache_jax.cache.shares import Shares
@@ -830,9 +830,8 @@ def test_killed_writers(tmp_path, request):
     killed_loads(tmp_path, 4, str(request.config.rootpath))
 
 
-@pytest.mark.ladder
-def test_many_killed_writers(tmp_path, request):
-    count = int(os.environ.get("VLCACHE_KILLS", "15"))  # 200 by hand
+@pytest.mark.parametrize("count", some_cases(15, int(os.environ.get("VLCACHE_KILLS", "40"))))  # 200 by hand
+def test_many_killed_writers(tmp_path, request, count):
     killed_loads(tmp_path, count, str(request.config.rootpath))
 
 
