@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import os
 
@@ -104,6 +105,55 @@ def user(*parts):
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return [{"role": "user", "content": content}]
+
+
+class Oracle:
+    """transformers on the requests of an engine, each alone: prefill, then token by token."""
+
+    def __init__(self, model, llm):
+        self.model, self.llm = model, llm
+        # The argument was called past_key_values before transformers 5.24, which warns about that.
+        names = inspect.signature(model.forward).parameters
+        self.cache = "cache" if "cache" in names else "past_key_values"
+
+    def answer(self, conversation, steps):
+        """Greedy tokens, and the logits that chose them, float32 [steps, V]."""
+        torch = pytest.importorskip("torch")
+        inputs = self._inputs(self.llm.service.renderer.from_conversation(conversation))
+        tokens, logits = [], []
+        with torch.no_grad():
+            out = self.model(use_cache=True, **inputs)
+            deltas = self.model.model.rope_deltas
+            start = inputs["input_ids"].shape[1] + (0 if deltas is None else int(deltas.flatten()[0]))
+            for i in range(steps):
+                logits.append(out.logits[0, -1].float().numpy())
+                tokens.append(int(logits[-1].argmax()))
+                out = self.model(
+                    input_ids=torch.tensor([tokens[-1:]]),
+                    position_ids=torch.full((3, 1, 1), start + i),
+                    **{self.cache: out.past_key_values},
+                )
+        return tuple(tokens), np.stack(logits)
+
+    def last_hidden(self, prompt):
+        """Of its last token, behind the last norm, float32 [M]."""
+        torch = pytest.importorskip("torch")
+        with torch.no_grad():
+            return self.model.model(**self._inputs(prompt)).last_hidden_state[0, -1].float().numpy()
+
+    def _inputs(self, prompt):
+        torch = pytest.importorskip("torch")
+        processor = self.llm.service.intake.processor
+        patches = [processor.patches(image.decode()) for image in prompt.images]
+        counts = [processor.num_tokens(p.grid) for p in patches]
+        expanded, *_ = self.llm.service.renderer.expander.expand(prompt.token_ids, counts)
+        ids = torch.tensor(expanded.astype(np.int64))[None]
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
+        if patches:
+            inputs["pixel_values"] = torch.tensor(np.concatenate([processor.pixel_values(p) for p in patches]))
+            inputs["image_grid_thw"] = torch.tensor([p.grid for p in patches])
+        self.model.model.rope_deltas = None
+        return inputs
 
 
 def drawn(make):

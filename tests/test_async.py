@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import vlcache_jax.async_llm as async_llm
 from tests.helper import SHORT, WITHIN, assert_nothing_left, give_lanes, give_pages, some_seeds, user
 from vlcache_jax import LLM, AsyncLLM, QueueFullError, RequestError, SamplingParams
 from vlcache_jax.engine.detokenizer import Detokenizer
@@ -23,6 +22,7 @@ from vlcache_jax.engine.request import Generation
 from vlcache_jax.inputs.images import ImageSource
 from vlcache_jax.outputs import Metrics, OutputCollector, RequestDelta
 from vlcache_jax.serving import Job
+from vlcache_jax.under_way import _Room
 
 LANES = 2  # of every engine here
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -105,12 +105,12 @@ def slow_decoder(monkeypatch):
 
 def assert_clean(engine):
     """Nobody has a lane, pages, records, room or a name any more."""
-    assert eventually(lambda: not engine._room._used)
+    assert eventually(lambda: not engine._requests._room._used)
     assert eventually(lambda: not any(record.held for record in engine.service.cache.store.tier.records()))
     assert_nothing_left(engine)
-    assert not engine._jobs
-    assert not engine._aborted
-    assert not engine._room._waiting
+    assert not engine._requests._jobs
+    assert not engine._requests._aborted
+    assert not engine._requests._room._waiting
 
 
 def eventually(is_true):
@@ -601,7 +601,7 @@ def test_an_abort_before_it_has_arrived(engine, pictures, slow_decoder):
 
 
 def test_an_abort_while_it_waits_for_room(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine, "_room", async_llm._Room(1, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _Room(1, raises=False))
 
     async def ask():
         running = engine.generate(user("a"), LONG)
@@ -617,7 +617,7 @@ def test_an_abort_while_it_waits_for_room(engine, slow, monkeypatch):
 
 
 def test_a_request_takes_its_parameters_when_it_comes(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine, "_room", async_llm._Room(1, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _Room(1, raises=False))
     params = GREEDY.clone()
 
     async def ask():
@@ -766,9 +766,9 @@ def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_d
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        assert not engine._jobs
+        assert not engine._requests._jobs
         go_on.set()
-        await becomes(lambda: not any(thread._work_queue.qsize() for thread in [engine._threads]))
+        await becomes(lambda: not any(thread._work_queue.qsize() for thread in [engine._requests.threads]))
 
     arriving = threading.Event()
     arrive = engine.service.caller.arrive
@@ -790,7 +790,7 @@ def test_a_task_cancelled_while_its_image_is_identified(engine, pictures, slow_d
 
 def test_a_task_cancelled_before_a_thread_takes_it(engine, pictures, slow_decoder, monkeypatch):
     begun, go_on = slow_decoder
-    monkeypatch.setattr(engine, "_threads", ThreadPoolExecutor(1))
+    monkeypatch.setattr(engine._requests, "threads", ThreadPoolExecutor(1))
 
     async def ask():
         slow = asyncio.create_task(last(engine, user("a", pictures[0])))
@@ -805,7 +805,7 @@ def test_a_task_cancelled_before_a_thread_takes_it(engine, pictures, slow_decode
 
     before = engine.stats().generated_tokens
     assert run(ask()).finished
-    engine._threads.shutdown()
+    engine._requests.threads.shutdown()
     assert engine.stats().generated_tokens - before == GREEDY.max_tokens
 
 
@@ -850,7 +850,7 @@ def under_way(engine, monkeypatch):
 
 
 def test_a_full_queue_lets_wait_in_order(engine, under_way, monkeypatch):
-    monkeypatch.setattr(engine, "_room", async_llm._Room(3, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _Room(3, raises=False))
     expected = {text: tokens(chat(engine, user(text))) for text in "abcdefghij"}
     ended = []
 
@@ -866,7 +866,7 @@ def test_a_full_queue_lets_wait_in_order(engine, under_way, monkeypatch):
 
 
 def test_who_breaks_gives_way_only_when_its_request_has_ended(engine, under_way, slow, monkeypatch):
-    monkeypatch.setattr(engine, "_room", async_llm._Room(2, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=False))
 
     async def ask(text):
         async for _ in engine.generate(user(text), LONG):
@@ -877,7 +877,7 @@ def test_who_breaks_gives_way_only_when_its_request_has_ended(engine, under_way,
 
 
 def test_who_waits_for_room_may_leave(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine, "_room", async_llm._Room(1, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _Room(1, raises=False))
 
     async def ask():
         running = engine.generate(user("a"), LONG)
@@ -897,8 +897,8 @@ def test_who_waits_for_room_may_leave(engine, slow, monkeypatch):
 
 
 def test_who_waits_for_room_can_be_aborted(engine, slow, monkeypatch):
-    room = async_llm._Room(1, raises=False)
-    monkeypatch.setattr(engine, "_room", room)
+    room = _Room(1, raises=False)
+    monkeypatch.setattr(engine._requests, "_room", room)
 
     async def ask():
         running = engine.generate(user("a"), LONG)
@@ -917,7 +917,7 @@ def test_who_waits_for_room_can_be_aborted(engine, slow, monkeypatch):
 
 
 def test_a_full_queue_raises_if_it_is_to(engine, slow, monkeypatch):
-    monkeypatch.setattr(engine, "_room", async_llm._Room(2, raises=True))
+    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=True))
     expected = tokens(chat(engine, user("d")))
 
     async def ask():
@@ -951,8 +951,8 @@ def test_options_of_the_queue(open_engine):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
 def test_room_that_nobody_takes_any_more_goes_to_the_next(engine, slow, monkeypatch):
     """One who waits for it has lost its event loop."""
-    room = async_llm._Room(1, raises=False)
-    monkeypatch.setattr(engine, "_room", room)
+    room = _Room(1, raises=False)
+    monkeypatch.setattr(engine._requests, "_room", room)
     events = asyncio.new_event_loop()
 
     async def ask():
@@ -1060,8 +1060,8 @@ def test_closing_ends_everything(open_engine, pictures, slow_decoder):
         run(stream(engine, user("a")))
     with pytest.raises(RuntimeError, match=CLOSED):
         engine.stats()
-    assert not engine._jobs
-    assert not engine._room._used
+    assert not engine._requests._jobs
+    assert not engine._requests._room._used
 
 
 async def last_of(outputs):
@@ -1125,7 +1125,7 @@ def test_several_event_loops(engine, pictures):
 
 
 def test_a_full_queue_over_several_event_loops(engine, under_way, monkeypatch):
-    monkeypatch.setattr(engine, "_room", async_llm._Room(2, raises=False))
+    monkeypatch.setattr(engine._requests, "_room", _Room(2, raises=False))
     with ThreadPoolExecutor(3) as threads:
         found = threads.map(lambda name: run(*(last(engine, user(f"{name}{i}")) for i in range(4))), "abc")
         assert all(output.finished for outputs in found for output in outputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,19 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helper import ALONE, FEW, SHORT, SIZES, compilations, each_decoder, each_family, give_pages, one_copy, user
+from tests.helper import (
+    ALONE,
+    FEW,
+    SHORT,
+    SIZES,
+    Oracle,
+    compilations,
+    each_decoder,
+    each_family,
+    give_pages,
+    one_copy,
+    user,
+)
 from vlcache_jax import LLM, Ladder, SamplingParams, service
 from vlcache_jax.device import checkpoint
 from vlcache_jax.device.kv_shape import KVShape
@@ -60,46 +71,6 @@ def conversations(textured_image):
 def llm(family_checkpoint):
     with open_llm(family_checkpoint) as engine:
         yield engine
-
-
-class Oracle:
-    """transformers on the requests of an engine, each alone: prefill, then token by token."""
-
-    def __init__(self, model, llm):
-        self.model, self.llm = model, llm
-        # The argument was called past_key_values before transformers 5.24, which warns about that.
-        names = inspect.signature(model.forward).parameters
-        self.cache = "cache" if "cache" in names else "past_key_values"
-
-    def answer(self, conversation, steps):
-        """Greedy tokens, and the logits that chose them, float32 [steps, V]."""
-        torch = pytest.importorskip("torch")
-        prompt = self.llm.service.renderer.from_conversation(conversation)
-        processor = self.llm.service.intake.processor
-        patches = [processor.patches(image.decode()) for image in prompt.images]
-        counts = [processor.num_tokens(p.grid) for p in patches]
-        ids = torch.tensor(self.llm.service.renderer.expander.expand(prompt.token_ids, counts)[0].astype(np.int64))[
-            None
-        ]
-        inputs = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
-        if patches:
-            inputs["pixel_values"] = torch.tensor(np.concatenate([processor.pixel_values(p) for p in patches]))
-            inputs["image_grid_thw"] = torch.tensor([p.grid for p in patches])
-        self.model.model.rope_deltas = None
-        tokens, logits = [], []
-        with torch.no_grad():
-            out = self.model(input_ids=ids, use_cache=True, **inputs)
-            deltas = self.model.model.rope_deltas
-            start = ids.shape[1] + (0 if deltas is None else int(deltas.flatten()[0]))
-            for i in range(steps):
-                logits.append(out.logits[0, -1].float().numpy())
-                tokens.append(int(logits[-1].argmax()))
-                out = self.model(
-                    input_ids=torch.tensor([tokens[-1:]]),
-                    position_ids=torch.full((3, 1, 1), start + i),
-                    **{self.cache: out.past_key_values},
-                )
-        return tuple(tokens), np.stack(logits)
 
 
 @pytest.mark.ladder_for("qwen3_vl_moe", "qwen2_5_vl-library-names", "qwen3_vl-sharded")

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlcache_jax.async_llm import AsyncLLM as AsyncLLM
-    from vlcache_jax.async_llm import QueueFullError as QueueFullError
     from vlcache_jax.cache.config import CacheConfig as CacheConfig
     from vlcache_jax.config import EngineConfig as EngineConfig
     from vlcache_jax.device.ladder import Ladder as Ladder
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from vlcache_jax.sampling import SamplingParams as SamplingParams
     from vlcache_jax.serving import RequestError as RequestError
     from vlcache_jax.structured_outputs import StructuredOutputs as StructuredOutputs
+    from vlcache_jax.under_way import QueueFullError as QueueFullError
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ _HOMES = {
     "LLM": "vlcache_jax.llm",
     "Ladder": "vlcache_jax.device.ladder",
     "MPIC": "vlcache_jax.reuse.policies",
-    "QueueFullError": "vlcache_jax.async_llm",
+    "QueueFullError": "vlcache_jax.under_way",
     "RequestError": "vlcache_jax.serving",
     "RequestOutput": "vlcache_jax.outputs",
     "SamplingParams": "vlcache_jax.sampling",

@@ -12,15 +12,15 @@ import numpy as np
 from vlcache_jax.checks import is_a
 from vlcache_jax.engine.ahead import Ahead
 from vlcache_jax.engine.loop import Loop
-from vlcache_jax.engine.request import Forced, Planned, Request
+from vlcache_jax.engine.request import Forced, Planned, Pooled, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.intake.identification import Arrivals, Identifier
 from vlcache_jax.intake.planner import Planner
 from vlcache_jax.intake.sequences import SequenceBuilder, or_error
-from vlcache_jax.outputs import Reporter, RequestOutput, Score
+from vlcache_jax.outputs import HiddenState, Reporter, RequestOutput, Score
 from vlcache_jax.progress import Progress, interruptible
-from vlcache_jax.serving import Call, Chunk, Job, RequestError, serve
+from vlcache_jax.serving import Call, Chunk, Job, RequestError, Result, serve
 from vlcache_jax.verification import verify as verify_answers
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -84,7 +84,7 @@ class Caller:
 
         def outputs() -> Generator[tuple[int, RequestOutput]]:
             try:
-                chunks = map(self._to_answer, calls)
+                chunks = map(self.to_answer, calls)
                 yield from self._serve(chunks, output, keeps=verify, returns_all=returns_all)
                 if verify:
                     yield from self._verified(kept)
@@ -95,7 +95,8 @@ class Caller:
 
         return _watched(outputs(), bar)
 
-    def _to_answer(self, call: Call) -> Chunk[RequestOutput]:
+    def to_answer(self, call: Call) -> Chunk[RequestOutput]:
+        """The rows of a call, checked."""
         params = self._sequences.sampling_params(call.params, len(call.listed), call.first)
         compress = call.compress if isinstance(call.compress, Sequence) else [call.compress] * len(call.listed)
         asked = [
@@ -138,6 +139,37 @@ class Caller:
         chunk = Chunk(call, arrivals, sequences, lambda _, error: self.reporter.failed_score(error))
         return _watched(self._serve([chunk], score), bar)
 
+    def hidden_states(self, call: Call, *, doing: str, show: bool) -> Iterator[tuple[int, HiddenState]]:
+        """Yields rows with the hidden states of their last tokens as they end; see `LLM.embed`.
+
+        Args:
+          doing: what progress calls it.
+          show: whether progress is shown.
+        """
+        bar = Progress(doing, len(call.listed), show=show)
+
+        def state(job: Job) -> HiddenState:
+            bar.update()
+            return self.hidden_state(job)
+
+        return _watched(self._serve([self.to_pool(call)], state), bar)
+
+    def hidden_state(self, job: Job) -> HiddenState:
+        """Of a job of `to_pool` that has ended."""
+        [sequence] = job.sequences
+        assert isinstance(sequence, Pooled)
+        return self.reporter.hidden_state(job.planned, sequence)
+
+    def to_pool(self, call: Call) -> Chunk[HiddenState]:
+        """The rows of a call, checked, of which the last hidden states are wanted."""
+        prompts = self._prompts(call)
+        arrivals = self._check(prompts, [None] * len(prompts), lambda *_: 0, call)
+
+        def sequences(_: int, planned: Planned) -> Sequence[Running]:
+            return [self._sequences.pooled(planned, call.priority)]
+
+        return Chunk(call, arrivals, sequences, lambda _, error: self.reporter.failed_hidden_state(error))
+
     def start(
         self,
         chunk: Chunk[Any],
@@ -156,13 +188,12 @@ class Caller:
             self.loop.submit(job.sequences, call.called_at)
         return job
 
-    def arrive(self, call: Call, heard: Callable[[Job], object]) -> Job:
-        """Identifies, plans and submits the one request of a call; `heard` is called whenever there is more of it.
+    def arrive(self, chunk: Chunk[Any], heard: Callable[[Job], object]) -> Job:
+        """Identifies, plans and submits the one request of a chunk; `heard` is called whenever there is more of it.
 
         Raises:
           RequestError: it is wrong.
         """
-        chunk = self._to_answer(call)
         for error in chunk.arrivals.errors.values():
             raise RequestError({0: str(error)})
         for window in chunk.arrivals.windows(keep_patches=True):
@@ -185,7 +216,7 @@ class Caller:
         job.planned.hold.leave(failed=has_failed)
         job.abort()
 
-    def _serve[T: RequestOutput | Score](
+    def _serve[T: Result](
         self,
         chunks: Iterable[Chunk[T]],
         result: Callable[[Job], T],
@@ -211,7 +242,7 @@ class Caller:
                 self._planner.store.requests.forget(key)
             raise
 
-    def _finish[T: RequestOutput | Score](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
+    def _finish[T: Result](self, result: Callable[[Job], T], job: Job, *, keeps: bool) -> T | None:
         """The result of a job that has ended, None if it was given up. It lets go of the cache unless it `keeps` it."""
         fault = next((one.end.fault for one in job.sequences if one.end.fault is not None), None)
         has_failed = fault is not None or any(one.end.is_aborted or one.end.error is not None for one in job.sequences)
@@ -284,7 +315,7 @@ def _watched[T](results: Generator[T], bar: Progress) -> Iterator[T]:
             bar.close()
 
 
-def in_order[T: RequestOutput | Score](results: Iterator[tuple[int, T]]) -> list[T]:
+def in_order[T: Result](results: Iterator[tuple[int, T]]) -> list[T]:
     """All results of a call, by row; of several for a row the last one.
 
     Raises:

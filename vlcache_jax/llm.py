@@ -13,6 +13,7 @@ from vlcache_jax.calls import Conversation, PromptLike, in_order, is_token_ids
 from vlcache_jax.checks import check_flags, short
 from vlcache_jax.compress.policies import Compressor
 from vlcache_jax.config import Compress, EngineConfig, EngineOptions, Reuse, shows_options
+from vlcache_jax.embedding import Embeds
 from vlcache_jax.engine.engine import EngineStats
 from vlcache_jax.foreign import CALLS, VllmCallOptions, ours
 from vlcache_jax.image_cache import ImageCache
@@ -26,7 +27,7 @@ from vlcache_jax.serving import Call
 Asked = Conversation | Mapping[str, Any]
 
 
-class LLM:
+class LLM(Embeds):
     """Serves one Qwen vision-language model::
 
         with LLM("Qwen/Qwen3-VL-8B-Instruct") as llm:

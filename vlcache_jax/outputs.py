@@ -20,8 +20,9 @@ from vlcache_jax.engine.completions import CompletionDelta as CompletionDelta
 from vlcache_jax.engine.completions import Logprob as Logprob
 from vlcache_jax.engine.completions import TokenLogprob as TokenLogprob
 from vlcache_jax.engine.compressed import Compression as Compression
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
 from vlcache_jax.engine.request import Metrics as Metrics
+from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.reuse.plan import Plan, active_rows
 from vlcache_jax.verification import Verification as Verification
 
@@ -293,6 +294,97 @@ class Score:
         return cast(dict[str, Any], _plain(self))
 
 
+@dataclass(frozen=True)
+class HiddenState:
+    """What the last token of a prompt comes to.
+
+    Attributes:
+      values: behind the last norm, float32 [M]; NaN where the request was wrong.
+      prompt_token_ids: of the prompt, images expanded.
+      num_cached_tokens, metrics, cache, error: see `RequestOutput`.
+    """
+
+    values: npt.NDArray[np.float32] = field(repr=False)
+    prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
+    num_cached_tokens: int
+    metrics: Metrics
+    cache: CacheReport
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A vector of length 1.
+
+    Attributes:
+      embedding: float32 [n].
+    """
+
+    embedding: npt.NDArray[np.float32]
+
+    @property
+    def hidden_size(self) -> int:
+        """n."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of one input, in the place of the input in the call.
+
+    Attributes:
+      outputs: the embedding; NaN if the input was wrong.
+      prompt_token_ids, num_cached_tokens, metrics, cache, request_id, error: see `RequestOutput`.
+    """
+
+    outputs: Embedding
+    prompt_token_ids: npt.NDArray[np.int32] = field(repr=False)
+    num_cached_tokens: int
+    metrics: Metrics
+    cache: CacheReport
+    request_id: str = ""
+    error: str | None = None
+
+    finished: ClassVar[bool] = True  # vLLM has it
+
+    @classmethod
+    def of(cls, state: HiddenState, dimensions: int | None, request_id: str) -> EmbeddingOutput:
+        """Of a hidden state the first `dimensions`, as long as 1 (Matryoshka embeddings may be cut); None: all."""
+        values = state.values[:dimensions]
+        with np.errstate(invalid="ignore"):
+            values = values / np.maximum(np.linalg.norm(values), 1e-12)
+        told = (state.prompt_token_ids, state.num_cached_tokens, state.metrics, state.cache)
+        return cls(Embedding(values), *told, request_id=request_id, error=state.error)
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `RequestOutput.to_dict`."""
+        return cast(dict[str, Any], _plain(self))
+
+
+@dataclass(frozen=True)
+class RerankOutput:
+    """How well a document suits a query.
+
+    Attributes:
+      index: which document of the call.
+      score: the probability of "yes" beside "no"; NaN if the document was wrong.
+      num_cached_tokens, metrics, cache, error: see `RequestOutput`.
+      num_tokens: of query and document with all that stands around them.
+    """
+
+    index: int
+    score: float
+    num_tokens: int
+    num_cached_tokens: int
+    metrics: Metrics = field(repr=False)
+    cache: CacheReport = field(repr=False)
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `RequestOutput.to_dict`."""
+        return cast(dict[str, Any], _plain(self))
+
+
 def _plain(value: Any) -> Any:
     """Dataclasses as dicts, arrays and tuples as lists, members of enums as their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -314,11 +406,12 @@ class Reporter:
 
     Args:
       num_layers: of the decoder.
+      hidden_size: of it.
       decode: gives the text of a token.
     """
 
-    def __init__(self, num_layers: int, decode: Callable[[int], str]):
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int, hidden_size: int, decode: Callable[[int], str]):
+        self._num_layers, self._hidden_size = num_layers, hidden_size
         self._decode = functools.lru_cache(65536)(decode)
 
     def output(self, planned: Planned, answers: Sequence[Generation], request_id: str = "") -> RequestOutput:
@@ -364,7 +457,20 @@ class Reporter:
         """Of a request that was wrong, and never ran."""
         return Score((), np.zeros(0, np.float32), np.zeros(0, np.bool_), Metrics(), _NOTHING, error=error)
 
-    def error(self, planned: Planned, *sequences: Generation | Forced) -> str | None:
+    def hidden_state(self, planned: Planned, sequence: Pooled) -> HiddenState:
+        """Of a request that was computed."""
+        error = self.error(planned, sequence)
+        values = np.full(self._hidden_size, np.nan, np.float32) if error is not None else sequence.hidden[0]
+        ids, cached = planned.layout.token_ids, _exact_tokens(sequence)
+        told = sequence.told.take_metrics()
+        return HiddenState(values, ids, cached, told, self._report(planned, sequence), error)
+
+    def failed_hidden_state(self, error: str) -> HiddenState:
+        """Of a request that was wrong, and never ran."""
+        values, ids = np.full(self._hidden_size, np.nan, np.float32), np.zeros(0, np.int32)
+        return HiddenState(values, ids, 0, Metrics(), _NOTHING, error)
+
+    def error(self, planned: Planned, *sequences: Running) -> str | None:
         """What ended a sequence of the request, under the request's name."""
         name = planned.request.prompt.name
         errors = [sequence.end.error for sequence in sequences if sequence.end.error is not None]
@@ -377,7 +483,7 @@ class Reporter:
             for one in logprobs
         )
 
-    def _report(self, planned: Planned, sequence: Generation | Forced) -> CacheReport:
+    def _report(self, planned: Planned, sequence: Running) -> CacheReport:
         plan = sequence.progress.plan if sequence.told.ran is None else sequence.told.ran
         images = tuple(
             self._image_report(i, use, plan, sequence.told.cached) for i, use in enumerate(sequence.progress.images)
@@ -469,7 +575,7 @@ def _fetched(record: Record, tier: str) -> int:
     return 0 if tier == "host" else len(record.meta.parts) * record.meta.part_bytes
 
 
-def _exact_tokens(sequence: Generation) -> int:
+def _exact_tokens(sequence: Running) -> int:
     """Prompt tokens whose K, V were reused exactly."""
     plan, cached = sequence.progress.plan, sequence.told.cached
     linked = [use.span for use in sequence.progress.images if use.linked is not None and use.span.state == "exact"]

@@ -221,7 +221,8 @@ class Service:
             rates=rates if config.cache.load == "auto" else None,
         )  # fmt: skip
         intake = Intake(processor, identifier, planner, sequences, threads, quick_threads)
-        reporter = Reporter(checkpoint.config.text.num_layers, sequences.token_text)
+        text = checkpoint.config.text
+        reporter = Reporter(text.num_layers, text.hidden_size, sequences.token_text)
         caller = Caller(identifier, planner, loop, sequences, reporter, ahead)
         images = ImageCache(cache.store, cache.tier, cache.writer, cache.pages, identifier, renderer, caller)
         return cls(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from vlcache_jax.cache.keys import Salt, owner_key
 from vlcache_jax.compress.policies import Compressor
@@ -16,7 +16,6 @@ from vlcache_jax.engine.request import Generation, Group, Planned, Request
 from vlcache_jax.engine.request import Sequence as Running
 from vlcache_jax.inputs.prompt import Prompt
 from vlcache_jax.intake.identification import Arrivals
-from vlcache_jax.outputs import RequestOutput, Score
 from vlcache_jax.reuse.policies import Policy
 from vlcache_jax.sampling import SamplingParams
 
@@ -48,6 +47,14 @@ class RequestError(ValueError):
 
 class NotFiniteError(RequestError):
     """Logits were not finite, which is no fault of the request's."""
+
+
+class Result(Protocol):
+    """What a row of a call comes to."""
+
+    @property
+    def error(self) -> str | None:
+        """What is wrong with it; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk[T: RequestOutput | Score]:
+class Chunk[T: Result]:
     """Rows of a call that are checked together.
 
     Attributes:
@@ -177,7 +184,7 @@ class Chunk[T: RequestOutput | Score]:
     failed: Callable[[int, str], T]
 
 
-class _Serving[T: RequestOutput | Score]:
+class _Serving[T: Result]:
     """The rows of a call under way; see `serve`.
 
     Attributes:
@@ -246,7 +253,7 @@ class _Serving[T: RequestOutput | Score]:
                     return
 
 
-def serve[T: RequestOutput | Score](
+def serve[T: Result](
     chunks: Iterable[Chunk[T]],
     loop: Loop,
     start: Callable[[Chunk[T], int, Request, Callable[[Job], object]], Job],

@@ -20,7 +20,7 @@ from vlcache_jax.device.kv_shape import KVShape
 from vlcache_jax.device.ladder import Ladder, round_up
 from vlcache_jax.device.mesh import ONE, Devices
 from vlcache_jax.device.pool import Pool
-from vlcache_jax.device.programs.answer import OutputHead, SampleFirst, ScoreTokens
+from vlcache_jax.device.programs.answer import HeadRows, LastHidden, OutputHead, SampleFirst, ScoreTokens
 from vlcache_jax.device.programs.compress import EmptyCompressed
 from vlcache_jax.device.programs.encode import Encode, EncodeApart, Stage, encoder_tables, rows_apart, smallest_grid
 from vlcache_jax.device.programs.keep import Restage
@@ -198,6 +198,17 @@ class Runner:
         size = most if len(x) > most else min(round_up(count, self.ladder.sequences), len(x))
         first = min(first, len(x) - size)
         return self.run(OutputHead(len(x), size), self.text["norm"], self.head_weights, x, np.int32(first)), first
+
+    def last_hidden(self, x: jax.Array, first: int) -> tuple[jax.Array, int]:
+        """Hidden states behind the last norm, float32 [B, M], of rows of `x` from `first` on, or before it at the end,
+        and which row they begin with; B is at most `ladder.max_sequences`."""
+        size = min(self.ladder.max_sequences, len(x))
+        first = min(first, len(x) - size)
+        return self.run(LastHidden(len(x), size), self.text["norm"], x, np.int32(first)), first
+
+    def head_rows(self, tokens: abc.Sequence[int]) -> np.ndarray:
+        """Rows of the output head, float32 [n, M]."""
+        return np.asarray(self.run(HeadRows(len(tokens)), self.head_weights, np.array(tokens, np.int32)))
 
     def open_lane(self, lane: int, marks: np.ndarray, bias: np.ndarray, words: np.ndarray, recent: np.ndarray) -> None:
         """Lets a lane hold what an answer needs besides its tokens; see `vlcache_jax.device.sampler.Lanes`."""

@@ -1,7 +1,8 @@
 """What a request is on its way through the engine.
 
 A `Request` has its images identified. `Planned` knows what is linked and what is computed. What runs are `Sequence`s:
-one `Generation` for each answer, or one `Forced` whose continuation is scored.
+one `Generation` for each answer, one `Forced` whose continuation is scored, or one `Pooled` whose last hidden state is
+wanted.
 """
 
 from __future__ import annotations
@@ -581,3 +582,23 @@ class Forced(Sequence):
     def restart(self) -> None:
         for scores in (self.logprobs, self.greedy, self.logits):
             scores.clear()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pooled(Sequence):
+    """A prompt whose last token's hidden state behind the last norm is wanted, float32 [M]."""
+
+    hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.hidden)
+
+    def append(self, hidden: npt.NDArray[np.float32]) -> None:
+        """It is there."""
+        self.hidden.append(hidden)
+        if not np.isfinite(hidden).all():
+            self.fail(NOT_FINITE)
+
+    def restart(self) -> None:
+        self.hidden.clear()

@@ -22,7 +22,7 @@ from vlcache_jax.engine.lanes import LaneKeeper
 from vlcache_jax.engine.passage import Passage
 from vlcache_jax.engine.prefilling import Launched
 from vlcache_jax.engine.readiness import Ready
-from vlcache_jax.engine.request import Forced, Generation, Sequence
+from vlcache_jax.engine.request import Forced, Generation, Pooled, Sequence
 from vlcache_jax.reuse.plan import Plan
 
 
@@ -168,11 +168,9 @@ class Scores(Results):
         super().__init__(sequence for _, sequence, _ in given)
         self._launched = launched
         self._slices: list[tuple[list[tuple[int, Sequence, int]], tuple[jax.Array, ...], jax.Array | None]] = []
-        most, rest = runner.ladder.max_sequences, list(given)
-        while rest:
-            first = rest[0][0]
-            some = [one for one in rest[:most] if one[0] < first + most]
-            rest = rest[len(some) :]
+        most = runner.ladder.max_sequences
+        for some in _within(most, given):
+            first = some[0][0]
             logits, begin = runner.head(launched.x, first, min(most, len(launched.x)))
             target = np.zeros(len(logits), np.int32)
             target[[row - begin for row, _, _ in some]] = [token for _, _, token in some]
@@ -204,8 +202,36 @@ class Scores(Results):
         yield from (sequence for sequence in self._attempts if self._counts(sequence) and isinstance(sequence, Forced))
 
 
+class LastHidden(Results):
+    """Hidden states of the last tokens of prompts.
+
+    Args:
+      given: (row of the hidden states, whose), in the order of rows.
+    """
+
+    def __init__(self, runner: Runner, launched: Launched, given: abc.Sequence[tuple[int, Pooled]]):
+        super().__init__(sequence for _, sequence in given)
+        self._launched = launched
+        self._slices: list[tuple[list[tuple[int, Pooled]], jax.Array]] = []
+        for some in _within(runner.ladder.max_sequences, given):
+            states, begin = runner.last_hidden(launched.x, some[0][0])
+            self._slices.append(([(row - begin, one) for row, one in some], states))
+            jax.copy_to_host_async(states)
+
+    def read(self) -> abc.Iterator[Sequence]:
+        now = time.perf_counter()
+        for rows, states in self._slices:
+            read = np.asarray(states)
+            for row, sequence in rows:
+                if self._counts(sequence):
+                    _note_prefill(sequence, self._launched)
+                    _note_delivery(sequence, now)
+                    sequence.append(read[row].copy())
+                    yield sequence
+
+
 class Prefilled(Results):
-    """A prefill step: its scores, then its first tokens, if there are any.
+    """A prefill step: its scores, then its hidden states and first tokens, if there are any.
 
     Args:
       parts: of its results.
@@ -280,8 +306,10 @@ def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Pref
     answers = [(row, s) for row, (s, i) in wanted if isinstance(s, Generation) and i == s.length - 1]
     given = [(row, s, int(s.layout.token_ids[i + 1])) for row, (s, i) in wanted if i < len(s.layout) - 1]
     parts: list[Results] = [Scores(runner, launched, given)] if given else []
-    # Rows of answers follow each other, unless scores are wanted between them.
-    groups = [answers] if not given else [[one] for one in answers]
+    if pooled := [(row, s) for row, (s, _) in wanted if isinstance(s, Pooled)]:
+        parts.append(LastHidden(runner, launched, pooled))
+    # Rows of answers follow each other, unless something else is wanted between them.
+    groups = [answers] if not parts else [[one] for one in answers]
     for group in filter(None, groups):
         sequences = [sequence for _, sequence in group]
         logits, begin = runner.head(launched.x, group[0][0], len(group))
@@ -289,6 +317,15 @@ def after_prefill(runner: Runner, lanes: LaneKeeper, launched: Launched) -> Pref
         steps = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
         parts.append(Tokens(sequences, [runner.sample(logits, lanes.open(sequences), steps, first)], launched, first))
     return Prefilled(launched, parts)
+
+
+def _within[T: tuple[Any, ...]](most: int, given: abc.Sequence[T]) -> abc.Iterator[list[T]]:
+    """Those of (row, ...), in the order of rows, that stand among `most` rows, together."""
+    rest = list(given)
+    while rest:
+        some = [one for one in rest[:most] if one[0] < rest[0][0] + most]
+        rest = rest[len(some) :]
+        yield some
 
 
 def free(decoding: abc.Iterable[Sequence]) -> list[Generation]:

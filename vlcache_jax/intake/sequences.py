@@ -15,7 +15,7 @@ from vlcache_jax.device.memory_plan import MemoryPlan
 from vlcache_jax.engine.detokenizer import Detokenizer
 from vlcache_jax.engine.grammars import Grammars
 from vlcache_jax.engine.lanes import bad_word_tokens, bias_row, words_array
-from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned
+from vlcache_jax.engine.request import Forced, Generation, ImageUse, Planned, Pooled
 from vlcache_jax.fields import FLAG, check_fields, optional, read_object, real, whole
 from vlcache_jax.models import ModelConfig
 from vlcache_jax.reuse.selection import RowChoice
@@ -209,6 +209,22 @@ class SequenceBuilder:
             error=error,
             keep_logits=keep_logits,
             metrics=dataclasses.replace(planned.request.metrics),
+        )
+
+    def pooled(self, planned: Planned, priority: int = 0) -> Pooled:
+        """The sequence that ends with a prompt's last token."""
+        choice, error = self._choice(planned, 1)
+        return Pooled(
+            planned.layout,
+            planned.plan,
+            new_slots=0,
+            images=planned.uses,
+            choice=choice,
+            owner=self._owner(planned),
+            hold=planned.hold,
+            metrics=dataclasses.replace(planned.request.metrics),
+            priority=priority,
+            error=error,
         )
 
     def _owner(self, planned: Planned) -> str | None:

@@ -13,6 +13,7 @@ from vlcache_jax.device import sampler
 from vlcache_jax.device.programs.base import Demand, Program
 from vlcache_jax.device.programs.shapes import Params, Shapes, ints
 from vlcache_jax.device.sampler import FIXED, Choice, Choosing, Lanes, Sampled
+from vlcache_jax.models import bind
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,46 @@ class SampleFirst(Program[tuple[Sampled, Lanes]]):
             is_ended=lanes.is_ended.at[choosing.lane].set(False, mode="drop"),
         )
         return sampler.sample(logits, begun, choosing, choice=self.choice)
+
+
+@dataclass(frozen=True)
+class LastHidden(Program[jax.Array]):
+    """Hidden states behind the last norm, float32 [count, M], of `count` of `size` rows."""
+
+    name = "last_hidden"
+    follows_rows = True
+    size: int
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        for size in demand.ladder.rows:
+            keep = shapes.ladder.outputs(size)
+            yield from (cls(rows, keep) for rows in (keep, size))
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return shapes.text["norm"], shapes.hidden(self.size), ints()
+
+    def compute(self, shapes: Shapes, norm: Params, x: jax.Array, first: jax.Array) -> jax.Array:
+        return shapes.normed(norm, jax.lax.dynamic_slice_in_dim(x, first, self.count)).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class HeadRows(Program[jax.Array]):
+    """Rows of the output head, float32 [count, M]."""
+
+    name = "head_rows"
+    count: int
+
+    @classmethod
+    def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
+        return []  # who opened an engine to score documents calls for it once
+
+    def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
+        return shapes.head, ints(self.count)
+
+    def compute(self, shapes: Shapes, head: Params, index: jax.Array) -> jax.Array:
+        return bind(shapes.table_graph, head)(index).astype(jnp.float32)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,11 @@ class Shapes:
 
     def logits(self, norm: Params, head: Params, x: jax.Array) -> jax.Array:
         """Float32 [N, V] of hidden states, while tracing."""
-        return bind(self.table_graph, head).scores(bind(self.norm_graph, norm)(x))
+        return bind(self.table_graph, head).scores(self.normed(norm, x))
+
+    def normed(self, norm: Params, x: jax.Array) -> jax.Array:
+        """Hidden states [N, M] behind the last norm, while tracing."""
+        return bind(self.norm_graph, norm)(x)
 
     # Arrays of so many rows, or of so many layers.
 

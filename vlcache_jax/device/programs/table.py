@@ -29,7 +29,7 @@ PROGRAMS: tuple[type[Program[Any]], ...] = (
     state.EmptyPool, state.EmptyEncoderRows, state.EmptyLanes, state.OpenLane, state.HoldLanes,
     state.CopyPages,
     layers.Embed, layers.Layer, layers.Block, layers.Slice,
-    answer.OutputHead, answer.SampleFirst, answer.ScoreTokens, window.Window,
+    answer.OutputHead, answer.LastHidden, answer.HeadRows, answer.SampleFirst, answer.ScoreTokens, window.Window,
     compress.EmptyCompressed, compress.EmptySums, compress.Observe, compress.Compact, window.CompressedWindow,
     compress.ReadPages, compress.WritePages,
     choose.ScoreRows, choose.Choose, choose.Narrow, choose.Take,

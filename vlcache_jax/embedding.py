@@ -1,0 +1,269 @@
+"""Embeddings and scores of documents, for both fronts of a service."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vlcache_jax.cache.keys import Salt
+from vlcache_jax.calls import in_order
+from vlcache_jax.checks import check_flags, check_whole
+from vlcache_jax.config import Reuse
+from vlcache_jax.inputs.retrieval import ANSWERS, InputRenderer, PairRenderer, listed_inputs
+from vlcache_jax.inputs.settings import read_settings
+from vlcache_jax.outputs import EmbeddingOutput, HiddenState, RerankOutput
+from vlcache_jax.service import Service
+from vlcache_jax.serving import Call, RequestError
+from vlcache_jax.under_way import UnderWay
+
+Input = str | Mapping[str, Any] | Sequence[Any]
+"""A string, a part of a message, a list of parts, a conversation, or a dict with a `prompt` as it is."""
+Document = str | Mapping[str, Any] | Sequence[Any]
+"""A string, a part of a message, or a list of parts."""
+
+
+class Pooling:
+    """Embeds inputs, and scores documents, with the hidden states of their last tokens.
+
+    Args:
+      service: an open model.
+    """
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def embedded(
+        self,
+        inputs: Input | Sequence[Input],
+        instruction: str | None,
+        dimensions: int | None,
+        reuse: Reuse | None,
+        salt: Salt,
+        settings: Mapping[str, Any] | None,
+        on_error: str,
+        show: bool,
+    ) -> list[EmbeddingOutput]:
+        """See `LLM.embed`."""
+        check_flags(use_tqdm=show)
+        self.check_dimensions(dimensions)
+        listed, name = listed_inputs(inputs, "inputs")
+        render = InputRenderer(self._service.renderer, read_settings(settings), instruction)
+        call = self._service.call(name, listed, render, reuse, salt, on_error)
+        states = in_order(self._service.caller.hidden_states(call, doing="embedding", show=show))
+        return [EmbeddingOutput.of(state, dimensions, str(i)) for i, state in enumerate(states)]
+
+    def reranked(
+        self,
+        query: Document,
+        documents: Document | Sequence[Document],
+        instruction: str | None,
+        reuse: Reuse | None,
+        salt: Salt,
+        settings: Mapping[str, Any] | None,
+        on_error: str,
+        show: bool,
+    ) -> list[RerankOutput]:
+        """See `LLM.rerank`."""
+        check_flags(use_tqdm=show)
+        listed, name = listed_inputs(documents, "documents")
+        render = PairRenderer(self._service.renderer, query, read_settings(settings), instruction)
+        call = self._service.call(name, listed, render, reuse, salt, on_error)
+        states = in_order(self._service.caller.hidden_states(call, doing="scoring documents", show=show))
+        return self.ranked(states)
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raises a ValueError unless vectors can be cut to so many."""
+        most = self._service.checkpoint.config.text.hidden_size
+        check_whole("dimensions", dimensions, 1, most, or_none=True)
+
+    def ranked(self, states: Sequence[HiddenState]) -> list[RerankOutput]:
+        """Documents, whose hidden states these are, the best first."""
+        outputs = [self._scored(index, state) for index, state in enumerate(states)]
+        return sorted(outputs, key=lambda one: (math.isnan(one.score), -one.score, one.index))
+
+    def _scored(self, index: int, state: HiddenState) -> RerankOutput:
+        # In double precision, as the difference of two logits is all that counts.
+        margin = float(self._margin.astype(float) @ state.values.astype(float))
+        score = 1 / (1 + math.exp(-margin)) if margin > 0 else math.exp(margin) / (1 + math.exp(margin))
+        told = len(state.prompt_token_ids), state.num_cached_tokens, state.metrics, state.cache
+        return RerankOutput(index, score, *told, error=state.error)
+
+    @functools.cached_property
+    def _margin(self) -> Any:
+        """What a hidden state is multiplied with to get the logit of "yes" less that of "no"; float32 [M]."""
+        known = self._service.renderer.tokenizer.get_vocab()
+        if missing := [token for token in ANSWERS if token not in known]:
+            raise ValueError(f"the model's tokenizer must have the tokens yes and no, but {missing[0]} is none of its")
+        yes, no = self._service.device.runner.head_rows([known[token] for token in ANSWERS])
+        return yes - no
+
+
+class Embeds:
+    """Embedding and reranking, of an engine that answers calls."""
+
+    service: Service
+
+    @functools.cached_property
+    def _pooling(self) -> Pooling:
+        return Pooling(self.service)
+
+    def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+    ) -> list[EmbeddingOutput]:
+        """Vectors of length 1, which are the closer the more alike inputs are. Any checkpoint of the family gives some;
+        those of Qwen3-VL-Embedding are made for it.
+
+        Args:
+          inputs: a string, a part of a message, such as `{"type": "image", "image": "shoe.jpg"}`, or a conversation; or
+            a list of inputs, of which each may also be a list of parts. A dict with a "prompt" is taken as it is.
+          instruction: what the vectors are for, as the system message; None: "Represent the user's input."
+          dimensions: of the vectors; None: as many as the model has. Shorter ones are the first of these.
+          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`.
+
+        Returns:
+          One output for each input, in their order; the vector is `output.outputs.embedding`, float32.
+
+        Raises:
+          RequestError, ValueError: see `chat`.
+        """
+        given = reuse, cache_salt, mm_processor_kwargs, on_error, use_tqdm
+        return self._pooling.embedded(inputs, instruction, dimensions, *given)
+
+    def rerank(
+        self,
+        query: Document,
+        documents: Document | Sequence[Document],
+        *,
+        instruction: str | None = None,
+        reuse: Reuse | None = None,
+        cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+    ) -> list[RerankOutput]:
+        """How well documents suit a query. Any checkpoint of the family tells; Qwen3-VL-Reranker is made for it.
+
+        Args:
+          query: a string, a part of a message, or a list of parts.
+          documents: a list of these.
+          instruction: what makes a document a good one; None: the model's own words.
+          reuse, cache_salt, mm_processor_kwargs, use_tqdm, on_error: see `chat`. Images of documents come again with
+            each query.
+
+        Returns:
+          One output for each document, the best first; `score` is the probability of "yes" beside "no".
+
+        Raises:
+          RequestError, ValueError: see `chat`; also where the model's tokenizer has no tokens "yes" and "no".
+        """
+        given = reuse, cache_salt, mm_processor_kwargs, on_error, use_tqdm
+        return self._pooling.reranked(query, documents, instruction, *given)
+
+
+class EmbedsAsync:
+    """Embedding and reranking, of an engine that answers requests as they come."""
+
+    service: Service
+    _requests: UnderWay
+
+    @functools.cached_property
+    def _pooling(self) -> Pooling:
+        return Pooling(self.service)
+
+    async def embed(
+        self,
+        given: Input,
+        request_id: str | None = None,
+        *,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+        reuse: Reuse | None = None,
+        cache_salt: Salt = None,
+        priority: int = 0,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> EmbeddingOutput:
+        """The vector of one input; see `LLM.embed`.
+
+        Args:
+          given: a string, a part of a message, a list of parts, a conversation, or a dict with a "prompt".
+          request_id, reuse, cache_salt, priority, mm_processor_kwargs: see `generate`.
+          instruction, dimensions: see `LLM.embed`.
+
+        Raises:
+          QueueFullError, RequestError, ValueError, RuntimeError: see `generate`.
+        """
+        self._pooling.check_dimensions(dimensions)
+        render = InputRenderer(self.service.renderer, read_settings(mm_processor_kwargs), instruction)
+        call = self.service.call("input", [given], render, reuse, cache_salt, "return", priority=priority)
+        name = self._requests.named(request_id)
+        return EmbeddingOutput.of(await self._hidden_state(call, name), dimensions, name)
+
+    async def rerank(
+        self,
+        query: Document,
+        documents: Sequence[Document],
+        *,
+        instruction: str | None = None,
+        reuse: Reuse | None = None,
+        cache_salt: Salt = None,
+        priority: int = 0,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RerankOutput]:
+        """How well documents suit a query; see `LLM.rerank`.
+
+        Args:
+          query, documents, instruction: see `LLM.rerank`.
+          reuse, cache_salt, priority, mm_processor_kwargs: see `generate`.
+
+        Raises:
+          QueueFullError, RequestError, ValueError, RuntimeError: see `generate`. The first error ends the call.
+        """
+        listed, name = listed_inputs(documents, "documents")
+        render = PairRenderer(self.service.renderer, query, read_settings(mm_processor_kwargs), instruction)
+        calls = [
+            self.service.call(name.format(i), [one], render, reuse, cache_salt, "return", priority=priority)
+            for i, one in enumerate(listed)
+        ]
+        states: list[HiddenState] = await _all(
+            [functools.partial(self._hidden_state, one, self._requests.named(None)) for one in calls]
+        )
+        return await asyncio.to_thread(self._pooling.ranked, states)
+
+    async def _hidden_state(self, call: Call, name: str) -> HiddenState:
+        caller = self.service.caller
+        async with self._requests.job(lambda: caller.to_pool(call), caller, name) as (job, more):
+            while not job.has_ended:
+                await more.wait()
+                more.clear()
+            self._requests.check(job, caller)
+            if any(one.end.is_aborted for one in job.sequences):
+                raise RequestError({0: f"{call.name} was aborted"})
+            return caller.hidden_state(job)
+
+
+async def _all[T](calls: Sequence[Callable[[], Any]]) -> list[T]:
+    """What they return, run side by side; the first error ends all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call()) for call in calls]
+    except* Exception as errors:
+        raise _first(errors) from None
+    return [task.result() for task in tasks]
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

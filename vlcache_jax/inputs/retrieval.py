@@ -1,0 +1,156 @@
+"""How embedding and reranking models see what they are given: as conversations of their own forms.
+
+The forms are those that Qwen3-VL-Embedding and Qwen3-VL-Reranker were published with. With others the vectors of the
+same model rank at random, and its scores are about one half for all.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlcache_jax.checks import check_text, short
+from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
+from vlcache_jax.inputs.settings import NO_SETTINGS, MediaSettings
+
+EMBEDDING_INSTRUCTION = "Represent the user's input."
+RERANKING_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+ANSWERS = ("yes", "no")
+"""Tokens whose probabilities a reranker compares."""
+_NOTHING = "NULL"  # stands in place of an empty input
+_RAW = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class InputRenderer:
+    """Makes prompts of what is embedded.
+
+    Attributes:
+        renderer: of the checkpoint.
+        settings: of all inputs.
+        instruction: what vectors are for; None: the model's own.
+
+    Raises:
+        ValueError: the instruction is no text.
+    """
+
+    renderer: PromptRenderer
+    settings: MediaSettings = NO_SETTINGS
+    instruction: str | None = None
+
+    def __post_init__(self) -> None:
+        check_instruction(self.instruction)
+
+    def __call__(self, given: Any, *, name: str) -> Prompt:
+        """The prompt of a string, a message's part, a list of parts, a conversation, or a dict with a `prompt`.
+
+        A conversation, whose members have roles, says itself what instruction it has, if it begins with a system
+        message; a `prompt` or `prompt_token_ids` is taken as it is, see `PromptRenderer.from_prompt`.
+
+        Raises:
+            ValueError: it is none of these, it is wrong, or there is an instruction beside one that it has.
+        """
+        if isinstance(given, Mapping) and any(key in given for key in _RAW):
+            if self.instruction is not None:
+                raise ValueError(f"instruction must be left out beside a prompt as it is, got both for {name}")
+            return self.renderer.from_prompt(given, name=name)
+        messages = given if _is_conversation(given) else [{"role": "user", "content": parts_of(given, name)}]
+        if messages[0].get("role") not in ("system", "developer"):
+            messages = [_system(punctuated(self.instruction or "") or EMBEDDING_INSTRUCTION), *messages]
+        elif self.instruction is not None:
+            raise ValueError(f"instruction must be left out beside a system message, got both for {name}")
+        return self.renderer.from_conversation(messages, settings=self.settings, name=name)
+
+
+@dataclass(frozen=True)
+class PairRenderer:
+    """Makes prompts of documents that are compared with a query.
+
+    Attributes:
+        renderer: of the checkpoint.
+        query: a string, a message's part or a list of parts.
+        settings: of all inputs.
+        instruction: what makes a document a good one; None: the model's own.
+
+    Raises:
+        ValueError: query or instruction is wrong.
+    """
+
+    renderer: PromptRenderer
+    query: Any
+    settings: MediaSettings = NO_SETTINGS
+    instruction: str | None = None
+
+    def __post_init__(self) -> None:
+        check_instruction(self.instruction)
+        parts_of(self.query, "query")
+
+    def __call__(self, document: Any, *, name: str) -> Prompt:
+        """The prompt of a document: a string, a message's part or a list of parts.
+
+        Raises:
+            ValueError: it is none of these, or wrong.
+        """
+        parts = [
+            {"type": "text", "text": f"<Instruct>: {self.instruction or RERANKING_INSTRUCTION}"},
+            {"type": "text", "text": "<Query>:"},
+            *parts_of(self.query, "query"),
+            {"type": "text", "text": "\n<Document>:"},
+            *parts_of(document, name),
+        ]
+        messages = [_system(_JUDGE), {"role": "user", "content": parts}]
+        return self.renderer.from_conversation(messages, settings=self.settings, name=name)
+
+
+def listed_inputs(given: Any, kind: str) -> tuple[Sequence[Any], str]:
+    """Inputs, and what errors call each of them; `kind` is the argument that they stand in.
+
+    Raises:
+        ValueError: it is neither a string, a dict nor a list.
+    """
+    if isinstance(given, str | Mapping) or _is_conversation(given):
+        return [given], kind
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
+        raise ValueError(f"{kind} must be a string, a part of a message, or a list, got {type(given).__name__}")
+    return given, f"{kind}[{{}}]"
+
+
+def parts_of(given: Any, name: str) -> Sequence[Any]:
+    """An input as the content of a message.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(given, str | Mapping):
+        return [given or {"type": "text", "text": _NOTHING}]
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
+        raise ValueError(f"{name} must be a string, a part of a message or a list of parts, got {short(given)}")
+    return list(given) or [{"type": "text", "text": _NOTHING}]
+
+
+def check_instruction(instruction: Any) -> None:
+    """Raises a ValueError unless it is a text or None."""
+    if instruction is not None:
+        check_text(instruction, "instruction")
+
+
+def punctuated(instruction: str) -> str:
+    """An instruction as the embedding models know it: it ends with a mark."""
+    instruction = instruction.strip()
+    is_open = bool(instruction) and not unicodedata.category(instruction[-1]).startswith("P")
+    return f"{instruction}." if is_open else instruction
+
+
+def _is_conversation(given: Any) -> bool:
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    return is_list and bool(given) and all(isinstance(one, Mapping) and "role" in one for one in given)
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": "text", "text": text}]}
