@@ -24,6 +24,7 @@ from vlcache_jax.inputs.processor import Grid
 from vlcache_jax.inputs.prompt import Prompt, PromptRenderer
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.intake.identification import Identifier
+from vlcache_jax.outputs import RequestOutput
 from vlcache_jax.reuse.parse import parse_policy
 from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.serving import Call
@@ -34,9 +35,9 @@ class ImageCache:
 
     Wherever a method takes an image, it takes what messages take: a path, bytes, a `data:` URL, a PIL image, an array;
     or a video as the part of a message that shows it, a dict of type video, which stands for all its chunks.
-    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it; `pin`, `unpin`, `evict` and
-    `delete` also take `shared=True`, for what `precompute` keeps for everyone. Where it also takes an entry key, one
-    that was made under another salt is like one that nobody knows.
+    `cache_salt` and `mm_processor_kwargs` are those of the calls that are to find it; `keys`, `pin`, `unpin`, `evict`
+    and `delete` also take `shared=True`, for what `precompute` keeps for everyone. Where it also takes an entry key,
+    one that was made under another salt is like one that nobody knows.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ImageCache:
         Raises:
           ValueError: an image cannot be read, or a salt is given for what is shared.
         """
-        salt = _salt(cache_salt, shared)
+        _salt(cache_salt, shared)
         if isinstance(images, (str, bytes)) or not isinstance(images, Sequence):
             raise ValueError(f"images must be a list of images, got {type(images).__name__}")
         for i, image in enumerate(images):
@@ -85,6 +86,33 @@ class ImageCache:
                 raise ValueError(f"images[{i}] must be an image, got None")
         if system is not None:
             check_text(system, "system")
+        outputs = self._outputs(images, system, "images[{}]", mm_processor_kwargs, "raise", cache_salt, shared)
+        return [output.cache.images[0].key for output in outputs]
+
+    def computed(
+        self,
+        images: Sequence[Any],
+        system: str | None,
+        name: str,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+        *,
+        shared: bool = False,
+        cache_salt: str | TenantSalt | None = None,
+    ) -> list[ValueError | None]:
+        """The same, of images of which some may be wrong: of each what is, under this name."""
+        outputs = self._outputs(images, system, name, mm_processor_kwargs, "return", cache_salt, shared)
+        return [None if output.error is None else ValueError(output.error) for output in outputs]
+
+    def _outputs(
+        self,
+        images: Sequence[Any],
+        system: str | None,
+        name: str,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+        on_error: str,
+        cache_salt: str | TenantSalt | None,
+        shared: bool,
+    ) -> list[RequestOutput]:
         before = [] if system is None else [{"role": "system", "content": system}]
         conversations = [
             [*before, {"role": "user", "content": [{"type": "image", "image": image}]}] for image in images
@@ -95,13 +123,14 @@ class ImageCache:
         def render(conversation: Sequence[Mapping[str, Any]], *, name: str) -> Prompt:
             return self._renderer.from_conversation(conversation, settings=settings, name=name, image_name=name)
 
-        params = SamplingParams(temperature=0, max_tokens=1)
-        call = Call("images[{}]", conversations, render, parse_policy("exact"), salt, "raise", params)
+        params, salt = SamplingParams(temperature=0, max_tokens=1), _salt(cache_salt, shared)
+        call = Call(name, conversations, render, parse_policy("exact"), salt, on_error, params)
         outputs = in_order(self._caller.answers([call], total=len(images), show=False))
-        keys = [output.cache.images[0].key for output in outputs]
-        for image, key in zip(images, keys, strict=True) if shared else ():
-            self._store.shared.put(self.key(image, mm_processor_kwargs=mm_processor_kwargs), key)
-        return keys
+        for image, output in zip(images, outputs, strict=True) if shared else ():
+            if output.error is None:
+                own = self.key(image, mm_processor_kwargs=mm_processor_kwargs)
+                self._store.shared.put(own, output.cache.images[0].key)
+        return outputs
 
     def key(
         self,
@@ -122,9 +151,10 @@ class ImageCache:
         *,
         cache_salt: str | TenantSalt | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        shared: bool = False,
     ) -> list[str]:
         """The entry keys of an image, which has one, or of a video, which has one for each chunk."""
-        return [one.key for one in self._images(image, cache_salt, mm_processor_kwargs)]
+        return [one.key for one in self._images(image, _salt(cache_salt, shared), mm_processor_kwargs)]
 
     def lookup(
         self,

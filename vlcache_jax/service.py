@@ -20,6 +20,7 @@ import numpy.typing as npt
 from vlcache_jax import first_contact
 from vlcache_jax.cache.config import open_tiers
 from vlcache_jax.cache.device import PAGE_TOKENS, DeviceTier
+from vlcache_jax.cache.items import Items
 from vlcache_jax.cache.keys import Salt
 from vlcache_jax.cache.shares import Shares
 from vlcache_jax.cache.store import Store
@@ -155,6 +156,7 @@ class Service:
       loop: the thread that drives the engine.
       ahead: compiles what a repeat will call for.
       cache: what is kept.
+      items: of libraries.
       stored: how it is kept.
       caller: answers and scores prompts.
       images: `LLM.cache`.
@@ -169,6 +171,7 @@ class Service:
     loop: Loop
     ahead: Ahead
     cache: Cache
+    items: Items
     stored: Stored
     caller: Caller
     images: ImageCache
@@ -207,12 +210,13 @@ class Service:
         quick_threads = ThreadPoolExecutor(8, "vlcache-heads")
         loop = Loop(Engine(runner, cache.writer, cache.pages, threads, cache.tier))
         ahead = Ahead(runner.programs)
+        items = Items(config.cache.disk)
         media = Media(
             processor, videos, renderer,
             max_patches=runner.token_rungs[-1] * processor.merge_size**2, max_pixels=config.max_image_pixels,
         )  # fmt: skip
         identifier = Identifier(
-            Recognizer(cache.store, media, fingerprint=stored.fingerprint, codec=stored.kv.stored_as), renderer,
+            Recognizer(cache.store, items, media, fingerprint=stored.fingerprint, codec=stored.kv.stored_as), renderer,
             threads=threads, quick_threads=quick_threads,
         )  # fmt: skip
         planner = Planner(
@@ -226,7 +230,7 @@ class Service:
         caller = Caller(identifier, planner, loop, sequences, reporter, ahead)
         images = ImageCache(cache.store, cache.tier, cache.writer, cache.pages, identifier, renderer, caller)
         return cls(
-            config, checkpoint, policy, renderer, intake, device, loop, ahead, cache, stored, caller, images
+            config, checkpoint, policy, renderer, intake, device, loop, ahead, cache, items, stored, caller, images
         )  # fmt: skip
 
     @classmethod
@@ -312,6 +316,7 @@ class Service:
         self.cache.writer.close()
         self.cache.store.close()
         self.cache.store.clear()
+        self.items.close()
         vars(self).pop("device", None)  # who is closed needs no weights
 
     def policy_of(self, reuse: Reuse | None) -> Policy:

@@ -191,10 +191,10 @@ def assert_paged(rows, arrays, out):
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=pytest.mark.thorough) for case in (paged_cases.requests, paged_cases.nothing)),
+        pytest.param(paged_cases.shared_by_prefill, marks=pytest.mark.interpreted),
         *(
-            pytest.param(case, marks=pytest.mark.interpreted)
-            for case in (paged_cases.decode_beside_prefill, paged_cases.shared_by_prefill)
+            pytest.param(case, marks=pytest.mark.thorough)
+            for case in (paged_cases.requests, paged_cases.nothing, paged_cases.decode_beside_prefill)
         ),
     ],
     ids=lambda case: case.__name__,
@@ -211,8 +211,11 @@ def test_pages(case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=pytest.mark.interpreted) for case in (paged_cases.one_long, paged_cases.shared)),
-        *(pytest.param(case, marks=pytest.mark.thorough) for case in (paged_cases.decode, paged_cases.two_levels)),
+        pytest.param(paged_cases.one_long, marks=pytest.mark.interpreted),
+        *(
+            pytest.param(case, marks=pytest.mark.thorough)
+            for case in (paged_cases.shared, paged_cases.decode, paged_cases.two_levels)
+        ),
     ],
     ids=lambda case: case.__name__,
 )

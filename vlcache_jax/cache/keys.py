@@ -40,6 +40,11 @@ class TenantSalt(NamedTuple):
     tenant: str
     own: str
 
+    @property
+    def of_tenant(self) -> TenantSalt:
+        """Of what is the tenant's whatever the salts of its requests."""
+        return TenantSalt(self.tenant, "")
+
 
 def content_key(rgb: npt.NDArray[np.uint8], *more: npt.NDArray[np.uint8]) -> str:
     """Key of a decoded picture, uint8 [H, W, 3]: 64 hex digits. C-contiguous arrays are hashed in place.

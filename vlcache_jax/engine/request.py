@@ -17,6 +17,7 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.cache.items import Use
 from vlcache_jax.cache.record import Record, State, Why
 from vlcache_jax.cache.records import Handle
 from vlcache_jax.cache.store import Store
@@ -96,6 +97,7 @@ class Request:
       moments: of each image, where in a video it stands; None: in none.
       owner: digest of the salt that it came under.
       metrics: seconds so far.
+      items: let what libraries have of its images stay, as long as they are in this list.
     """
 
     prompt: Prompt
@@ -105,6 +107,7 @@ class Request:
     moments: tuple[Moment | None, ...]
     owner: str
     metrics: Metrics
+    items: list[Use] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,9 +143,18 @@ class Holding:
       handles: of what was found.
       made: records to be filled.
       new_request: the request key that was not known before; None: it was, or there is none.
+      items: see `Request`; they are let go at the end.
     """
 
-    def __init__(self, store: Store, handles: list[Handle], made: list[Record], new_request: str | None):
+    def __init__(
+        self,
+        store: Store,
+        handles: list[Handle],
+        made: list[Record],
+        new_request: str | None,
+        items: list[Use] | None = None,
+    ):
+        self._items = [] if items is None else items
         self._store, self._handles, self._made, self._new_request = store, handles, made, new_request
         self._lock = threading.Lock()
         self._users = 1
@@ -176,6 +188,7 @@ class Holding:
                 self._store.cancel(record)
         for handle in self._handles:
             handle.release()
+        self._items.clear()
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -147,6 +147,39 @@ class ImageSource:
             ) from error
 
 
+class Named(NamedTuple):
+    """An item of a library (`vlcache_jax.library`).
+
+    Attributes:
+        library, id: its name.
+    """
+
+    library: str
+    id: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NamedImage(ImageSource):
+    """An image that stands in a library, which need not have its bytes: only who knows the libraries sees it.
+
+    Attributes:
+        named: where.
+    """
+
+    value: bytes | Image.Image | npt.NDArray[np.uint8] = field(default=b"", repr=False)
+    named: Named
+
+    @property
+    def encoded(self) -> None:
+        return None
+
+    def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
+        raise ValueError(f"{self.name} must be an image itself, got an item of library {self.named.library!r}")
+
+    def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> npt.NDArray[np.uint8]:
+        raise ValueError(f"{self.name} must be an image itself, got an item of library {self.named.library!r}")
+
+
 def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") -> ImageSource:
     """Takes hold of an image: reads or fetches a file, decodes nothing.
 
@@ -161,6 +194,8 @@ def read_image(value: Any, *, access: Access = LOCAL_ONLY, name: str = "image") 
         ValueError: another type, shape or dtype; a file that is missing, empty or unreadable; a URL that fails;
             what `access` does not allow, or more bytes than it allows.
     """
+    if isinstance(value, Named):
+        return NamedImage(name=name, named=value)
     if isinstance(value, Image.Image):
         return ImageSource(name, value)
     if isinstance(value, np.ndarray):

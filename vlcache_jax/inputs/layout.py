@@ -23,12 +23,21 @@ class ImageRef:
       key: entry key (`vlcache_jax.cache`).
       grid: patches, see `vlcache_jax.inputs.processor`.
       num_tokens: image tokens it takes in the prompt.
-      shared: entry key under which an operator keeps it for everyone; None: nobody does.
+      shared: another entry key under which it may be kept, such as an operator's for everyone; None: there is none.
+      has_pixels: whether it can be computed.
     """
 
     def __init__(
-        self, key: str, grid: Grid, num_tokens: int, load: Callable[[], Patches], *, shared: str | None = None
+        self,
+        key: str,
+        grid: Grid,
+        num_tokens: int,
+        load: Callable[[], Patches],
+        *,
+        shared: str | None = None,
+        has_pixels: bool = True,
     ):
+        self.has_pixels = has_pixels
         self.key, self.grid, self.num_tokens, self.shared = key, grid, num_tokens, shared
         self._load = load
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from vlcache_jax.checks import check_text, short
 from vlcache_jax.foreign import warn
+from vlcache_jax.inputs.images import Named
 from vlcache_jax.inputs.processor import OWN_LIMITS, check_own_limits
 from vlcache_jax.inputs.videos import ALIASES, OPTIONS
 
@@ -148,6 +149,8 @@ def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
 def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]]:
     """What `read_image` takes, from an image part of either shape, and the limits that stand beside it."""
     limits = check_own_limits(part, name)
+    if part.get("library") is not None or part.get("id") is not None:
+        return _named(part, name), {}
     if part["type"] == "image_url":
         check_keys(part, ("type", "image_url", "uuid", *OWN_LIMITS), name)
         value = part.get("image_url")
@@ -161,6 +164,15 @@ def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]
         return value, limits
     check_keys(part, ("type", "uuid", *_IMAGE_KEYS, *OWN_LIMITS), name)
     return _only(part, _IMAGE_KEYS, name), limits
+
+
+def _named(part: Mapping[str, Any], name: str) -> Named:
+    """The item of a library that a part names, which says itself how large it is shown."""
+    part = {key: value for key, value in part.items() if value is not None}
+    check_keys(part, ("type", "library", "id"), f"{name}, an item of a library,")
+    for key in ("library", "id"):
+        check_text(part.get(key) or None, f"{name} {key}", "a non-empty string")
+    return Named(part["library"], part["id"])
 
 
 def _only(part: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
@@ -225,7 +237,7 @@ def check_keys(given: Mapping[str, Any], known: Sequence[str], name: str) -> Non
 
 def has_media(part: Mapping[str, Any]) -> bool:
     """Whether a part that is an image or a video holds one."""
-    values = [part.get(key) for key in {*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url"}]
+    values = [part.get(key) for key in {*_IMAGE_KEYS, *_VIDEO_KEYS, "image_url", "video_url", "library"}]
     return any((one.get("url") if isinstance(one, Mapping) else one) is not None for one in values)
 
 

@@ -179,6 +179,13 @@ class Arrivals:
 
         When the next window is asked for, the patches of the one before are forgotten, unless they are to be kept.
         """
+        try:
+            yield from self._windows(keep_patches)
+        finally:
+            for task in itertools.chain.from_iterable(self._tasks.values()):
+                task.use = None  # requests have it by now
+
+    def _windows(self, keep_patches: bool) -> Generator[Iterator[tuple[int, Request | ValueError]]]:
         cut = list(self._cut())
         pairs = itertools.pairwise([*cut, []])
         running = self._start(cut[0] if cut else [])
@@ -245,7 +252,8 @@ class Arrivals:
         for task in own:
             moments += task.medium.moments(videos)
             videos += moments[-1] is not None
-        return Request(prompt, token_ids, tuple(starts.tolist()), refs, tuple(moments), self._owner, metrics)
+        uses = [task.use for task in own if task.use is not None]
+        return Request(prompt, token_ids, tuple(starts.tolist()), refs, tuple(moments), self._owner, metrics, uses)
 
     def _bind(self, task: Task) -> ValueError | None:
         """Remembers what aliases stand for, after a check that no uuid stands for two pictures."""

@@ -118,6 +118,14 @@ class Media:
             return _Video(self, source, alias, alias_of)
         return _Image(self, source, limits, alias, None if alias is None else find(alias))
 
+    def look_known(self, source: ImageSource, limits: Mapping[str, int], picture: PictureKey) -> Medium:
+        """What is told of an image whose picture is known.
+
+        Raises:
+          ValueError: it is too large.
+        """
+        return _Image(self, source, limits, None, picture)
+
     def head(self, source: VideoSource, key: str | None) -> Head:
         """Of a video; a file that is known is not opened."""
         head = None if key is None else self._heads.get(key)

@@ -75,7 +75,7 @@ class Planner:
             for context, image in zip(contexts, request.images, strict=False):
                 handles.append(self._find(image, context, policy.approximates))
                 if (load := self.store.config.load) in ("encoder", "compute"):
-                    handles[-1].pass_over(encoder=load == "compute")
+                    handles[-1].pass_over(encoder=load == "compute" and image.has_pixels)
             layout, plan, choice = self._arrange(request, handles, policy)
             # What turns out not to be worth loading is let go, and computed.
             if self.rates is not None:
@@ -111,7 +111,7 @@ class Planner:
             keeps_pages=policy.links,
             request_key=key,
             request_known=known,
-            hold=Holding(self.store, handles, made, None if known else key),
+            hold=Holding(self.store, handles, made, None if known else key, request.items),
         )
 
     def _find(self, image: ImageRef, context: str, approximate: bool) -> Handle:
@@ -167,7 +167,8 @@ class Planner:
             kv_bytes=None if handle.kv is None else handle.kv.meta.nbytes,
             encoder_bytes=None if encoder is None else encoder.meta.nbytes // encoder.meta.padded * image.num_tokens,
             fresh=fresh,
-            has_pixels=not self.store.config.trust_uuids,  # what comes under a known id may be no picture at all
+            # What comes under a known id may be no picture at all.
+            has_pixels=image.has_pixels and not self.store.config.trust_uuids,
         )
         return choose(self.rates, found)
 

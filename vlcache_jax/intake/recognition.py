@@ -7,11 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from PIL import Image
+
+from vlcache_jax.cache.items import Item, Items, Use
 from vlcache_jax.cache.keys import Salt, alias_key, content_key, entry_key, group_key
 from vlcache_jax.cache.store import PictureKey, Store
 from vlcache_jax.checks import short
-from vlcache_jax.inputs.images import ImageSource
+from vlcache_jax.inputs.images import MAX_IMAGE_PIXELS, ImageSource, NamedImage
 from vlcache_jax.inputs.layout import ImageRef
 from vlcache_jax.inputs.processor import Patches
 from vlcache_jax.inputs.prompt import Source
@@ -26,13 +30,14 @@ class Recognizer:
 
     Args:
       store: knows pictures.
+      items: of libraries.
       media: looks at heads.
       fingerprint: of the weights; asked for when there is an image.
       codec: of K, V, as keys name it.
     """
 
-    def __init__(self, store: Store, media: Media, *, fingerprint: Callable[[], str], codec: str):
-        self.store, self.media, self.fingerprint = store, media, fingerprint
+    def __init__(self, store: Store, items: Items, media: Media, *, fingerprint: Callable[[], str], codec: str):
+        self.store, self.items, self.media, self.fingerprint = store, items, media, fingerprint
         self.decoding = Budget(DECODING_BYTES)
         self._codec = codec
         self._unsalted_key = functools.lru_cache(_KEYS)(self._make_entry_key)
@@ -54,6 +59,7 @@ class Task:
       source_id: equal for sources that are the same for sure.
       is_known: whether its head has told which images they are.
       medium: what its head told.
+      use: lets the item of a library stay that it shows, until requests have it; None: it shows none.
       picture: the one that its uuid stands for.
       pictures, images: the result.
       lookup, decode, preprocess: seconds.
@@ -76,6 +82,8 @@ class Task:
         self._trusted = uuid if trusts else None
         self.source_id: Hashable = self._trusted or _same(source)
         self._alias: str | None = None
+        self._item: Item | None = None  # of a library
+        self.use: Use | None = None
         self.lookup = self.decode = self.preprocess = 0.0
         self.pictures: list[PictureKey] = []
         self.images: list[ImageRef] = []
@@ -85,8 +93,8 @@ class Task:
 
     @property
     def shared(self) -> list[tuple[str, bool]]:
-        """Of each image, equal for those that may be one. What is known by its uuid alone may have no pixels at all."""
-        return [(image.key, self._trusted is not None) for image in self.images]
+        """Of each image, equal for those that may be one. What is known by a name alone may have no pixels at all."""
+        return [(image.key, self._trusted is not None or not image.has_pixels) for image in self.images]
 
     @property
     def picture(self) -> PictureKey:
@@ -100,6 +108,9 @@ class Task:
         start = time.perf_counter()
         store = self._recognizer.store
         try:
+            if isinstance(self.source, NamedImage):
+                self._become_item(self.source)
+                return None
             if self._lookup:
                 self._alias = self._alias_of(self.source.mark if self._trusted is None else self._trusted)
             if self._alias is not None and (refused := store.refusals.get(self._alias)) is not None:
@@ -117,6 +128,16 @@ class Task:
         finally:
             self.lookup = time.perf_counter() - start
         return None
+
+    def _become_item(self, source: NamedImage) -> None:
+        """It is what a library says now, whatever the library says later."""
+        items = self._recognizer.items
+        item, self.use = items.find(*source.named, self._salt, called=source.name)
+        self._item = item
+        self.source = KeptImage(name=source.name, item=item, read=lambda: items.read(item, called=source.name))
+        self.medium = self._recognizer.media.look_known(self.source, item.limits, item.picture)
+        self._become(item.picture, self.medium.grid)
+        self.is_known = True
 
     def run(self) -> ValueError | None:
         """Identifies the images, and has their patches ready if they will be needed as far as one can tell now."""
@@ -173,10 +194,13 @@ class Task:
         """The next image is known."""
         recognizer, settings, number = self._recognizer, self.medium.settings, len(self.images)
         key, shared = recognizer.entry_key(picture, settings, self._salt), None
-        if len(recognizer.store.shared):
+        if self._item is not None:
+            shared = recognizer.entry_key(picture, settings, self._item.salt)
+        elif len(recognizer.store.shared):
             shared = recognizer.store.shared.get(recognizer.entry_key(picture, settings, None))
         tokens = recognizer.media.processor.num_tokens(grid)
-        image = ImageRef(key, grid, tokens, lambda: self._patches(number), shared=shared)
+        has_pixels = self._item is None or self._item.file is not None
+        image = ImageRef(key, grid, tokens, lambda: self._patches(number), shared=shared, has_pixels=has_pixels)
         self.pictures.append(picture)
         self.images.append(image)
         return image
@@ -226,6 +250,26 @@ class Task:
                     image.patches = self._cut(frames)
         assert found is not None
         return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KeptImage(ImageSource):
+    """An image of a library.
+
+    Attributes:
+      item: the library's.
+      read: gives the encoded file, or raises a ValueError.
+    """
+
+    value: bytes | Image.Image | Rgb = field(default=b"", repr=False)
+    item: Item
+    read: Callable[[], bytes]
+
+    def size(self, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
+        return self.item.picture.height, self.item.picture.width
+
+    def decode(self, max_pixels: int = MAX_IMAGE_PIXELS) -> Rgb:
+        return ImageSource(self.name, self.read()).decode(max_pixels)
 
 
 class Budget:
@@ -279,6 +323,8 @@ def _same(source: Source) -> Hashable:
     """Equal for sources that are the same for sure."""
     if not isinstance(source, ImageSource):
         return source.film.same, source.options
+    if isinstance(source, NamedImage):
+        return source.named
     return id(source.value) if source.encoded is None else _Same(source.encoded)
 
 

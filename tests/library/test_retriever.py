@@ -1,0 +1,224 @@
+"""Finding items: planted ones, by filters, as the library changes, with a model of its own, and among many vectors."""
+
+import time
+
+import numpy as np
+import pytest
+
+from tests.helper import SIZES
+from vlcache_jax import LLM, CacheConfig
+from vlcache_jax.library import Hit, Library, Retriever
+from vlcache_jax.library.retriever import _Index, _nearest, _neighbours
+from vlcache_jax.testing import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_checkpoint(
+        tmp_path_factory.mktemp("retriever") / "model", "qwen3_vl", seed=5,
+        tie_word_embeddings=True, text={"vocab_size": 300}, corpus=["yes", "no"] * 50,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm(directory, tmp_path_factory):
+    with LLM(directory, cache=CacheConfig(disk=tmp_path_factory.mktemp("disk")), use_tqdm=False, **SIZES) as engine:
+        yield engine
+
+
+@pytest.fixture
+def library(llm):
+    library = Library(llm, "products")
+    yield library
+    for item in library.items():
+        library.remove(item.id)
+
+
+def plain(value):
+    return np.full((32, 32, 3), value, np.uint8)
+
+
+def shown(picture):
+    return {"type": "image", "image": picture}
+
+
+def means(inputs):
+    """An embedder that is a function: how bright pictures are, and words for that."""
+    words = {"dark": 0, "grey": 128, "bright": 255}
+    values = [words[one] if isinstance(one, str) else np.mean(_rgb(one)) for one in inputs]
+    angles = np.array(values) / 255 * np.pi / 2
+    return np.stack([np.cos(angles), np.sin(angles)], 1) * 7
+
+
+def _rgb(part):
+    import io
+
+    from PIL import Image
+
+    image = part["image"]
+    return np.asarray(Image.open(io.BytesIO(image))) if isinstance(image, bytes) else image
+
+
+def test_what_is_alike_comes_first(library):
+    retriever = Retriever(library, means)
+    assert retriever.search("dark") == []
+    kinds = {0: "even", 85: "odd", 170: "even", 255: "odd"}
+    library.add_many([(f"{v}", plain(v), {"value": v, "kind": kind}) for v, kind in kinds.items()], use_tqdm=False)
+    hits = retriever.search("bright", k=3)
+    assert [hit.id for hit in hits] == ["255", "170", "85"]
+    assert hits[0] == Hit("255", pytest.approx(1), {"value": 255, "kind": "odd"})
+    assert hits[1].score == pytest.approx(np.cos(np.pi / 6), abs=1e-3)
+    assert [hit.id for hit in retriever.search(shown(plain(80)), k=1)] == ["85"]
+    assert [hit.id for hit in retriever.search("bright", filter={"kind": "even"})] == ["170", "0"]
+    assert [hit.id for hit in retriever.search("bright", filter=lambda said: said["value"] < 100)] == ["85", "0"]
+    assert retriever.search("bright", filter={"kind": "none"}) == retriever.search("bright", filter={"other": 1}) == []
+
+
+def test_it_sees_the_library_as_it_is(library):
+    calls = []
+
+    def counted(inputs):
+        calls.append(len(inputs))
+        return means(inputs)
+
+    retriever = Retriever(library, counted, name="brightness")
+    library.add(plain(255), "a", metadata={"n": 1})
+    library.add(plain(0), "b")
+    assert calls == [1, 1]  # when they were added
+    assert [hit.id for hit in retriever.search("bright")] == ["a", "b"]
+    library.update(plain(255), "b")
+    library.update(plain(0), "a")
+    assert [hit.id for hit in retriever.search("bright")] == ["b", "a"]
+    library.describe("a", {"n": 2})
+    assert retriever.search("dark", k=1)[0].metadata == {"n": 2}
+    library.remove("a")
+    assert [hit.id for hit in retriever.search("bright")] == ["b"]
+    # Another retriever of the same embedder finds what the first one has kept.
+    del calls[:]
+    assert [hit.id for hit in Retriever(library, counted, name="brightness").search("bright")] == ["b"]
+    assert calls == [1]  # the query
+
+
+def test_what_was_there_before(llm, library):
+    """Pictures are read where their bytes were kept; else the embedder never sees them, and that is told."""
+    kept = Library(llm, "products", keep_bytes=True)
+    kept.add(plain(255), "kept")
+    library.add(plain(0), "not kept")
+    retriever = Retriever(library, means)
+    assert retriever.prepare() == 1
+    assert [hit.id for hit in retriever.search("dark")] == ["kept"]
+    assert retriever.missing.keys() == {"not kept"}
+    assert "bytes were not kept" in retriever.missing["not kept"]
+    # The library's own model sees them by their names.
+    own = Retriever(library, llm)
+    assert own.prepare() == 2
+    assert not own.missing
+    assert own.search(shown(plain(0)), k=1)[0].id == "not kept"
+
+
+@pytest.mark.ladder
+def test_a_planted_item_among_a_thousand(directory):
+    with LLM(directory, use_tqdm=False, **SIZES) as llm:
+        _find_planted(llm, Library(llm, "many"))
+
+
+def _find_planted(llm, library):
+    rng = np.random.default_rng(0)
+    retriever = Retriever(library, llm)
+    rows = {f"{i}": np.repeat(np.repeat(rng.integers(0, 256, (2, 2, 3), np.uint8), 16, 0), 16, 1) for i in range(999)}
+    planted = rng.integers(0, 256, (32, 32, 3), np.uint8)
+    assert not library.add_many(rows | {"planted": planted}, use_tqdm=False).failed
+    before = llm.cache.stats().stored
+    [best, *_] = retriever.search(shown(planted), k=10)
+    assert best.id == "planted"
+    assert best.score == pytest.approx(1, abs=1e-4)
+    assert llm.cache.stats().stored <= before + 1  # no picture is computed for a search
+
+
+def test_a_reranker(llm, library):
+    library.add_many({f"{v}": plain(v) for v in (0, 100, 200)}, use_tqdm=False)
+    retriever = Retriever(library, llm, reranker=llm)
+    hits = retriever.search("grey", k=2)
+    names = ("0", "100", "200")
+    scores = {one.index: one.score for one in llm.rerank("grey", list(map(library.part, names)), use_tqdm=False)}
+    best = sorted(scores, key=lambda i: -scores[i])[:2]
+    assert [hit.id for hit in hits] == [names[i] for i in best]
+    assert [hit.score for hit in hits] == pytest.approx([scores[i] for i in best], abs=1e-4)
+
+
+def test_another_owner(llm):
+    mine = Library(llm, "mine", "a")
+    retriever = Retriever(mine, llm)
+    mine.add(plain(9), "one")
+    assert [hit.id for hit in retriever.search(shown(plain(9)))] == ["one"]
+    own = Retriever(mine, llm, name="anew")
+    assert own.prepare() == 1
+    assert Retriever(Library(llm, "mine", "b"), llm).search("x") == []
+    mine.remove("one")
+
+
+def test_what_is_wrong_is_said(llm, library):
+    library.add(plain(1), "one")
+    retriever = Retriever(library, means)
+
+    def broken(inputs):
+        return np.ones((1, 2, 3))
+
+    for work, message in (
+        (lambda: Retriever("products", means), "^library must be a Library, got str$"),
+        (lambda: Retriever(library, 3), "^embedder must be an LLM or a function of inputs, got int$"),
+        (lambda: Retriever(library, means, reranker=3), "^reranker must be an LLM or None, got int$"),
+        (lambda: Retriever(library, means, exact=-1), "^exact must be"),
+        (lambda: retriever.search("dark", k=0), "^k must be a positive integer, got 0$"),
+        (lambda: retriever.search("dark", filter=3), "^filter must be a function, a dict or None, got 3$"),
+        (lambda: Retriever(library, llm).search("dark", instruction=3), "^instruction must be"),
+        (lambda: Retriever(library, broken, name="x").vectors([plain(1)]), "^embedder must make a finite vector of each"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            work()
+    two = Retriever(library, means, name="two")
+    library.update(plain(2), "one")
+    two._embedder = lambda inputs: np.ones((len(inputs), 3))
+    with pytest.raises(ValueError, match=r"^embedder must make vectors of one length, got 3 of a query beside 2"):
+        two.search("dark")
+    with pytest.raises(ValueError, match=r"^instruction must be None where embedder is a function, got 'x'$"):
+        retriever.search("dark", instruction="x")
+
+
+@pytest.mark.ladder
+def test_neighbours_of_many():
+    """Of the ten nearest of 100,000 vectors in clusters usearch finds more than 99 of 100, and filters pass."""
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(1000, 64))
+    vectors = (centres[rng.integers(0, 1000, 100_000)] + 0.4 * rng.normal(size=(100_000, 64))).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    class Numbered(int):
+        metadata = property(lambda self: {"n": int(self)})
+
+    items = [Numbered(i) for i in range(len(vectors))]
+    exact, near = _Index(items, items, vectors), _Index(items, items, vectors, _neighbours(vectors))
+    queries = vectors[rng.integers(0, len(vectors), 200)] + 0.05 * rng.normal(size=(200, 64)).astype(np.float32)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    seconds, found = {}, {}
+    for name, index in (("exact", exact), ("near", near)):
+        start = time.perf_counter()
+        found[name] = [_nearest(index, query, 10, None) for query in queries]
+        seconds[name] = (time.perf_counter() - start) / len(queries)
+    recall = np.mean([len({i for i, _ in a} & {i for i, _ in b}) / 10 for a, b in zip(*found.values(), strict=True)])
+    assert recall >= 0.99
+    print(f"recall@10 {recall:.4f}; ms a search: {1e3 * seconds['exact']:.2f}, by usearch {1e3 * seconds['near']:.2f}")
+    # A filter that few pass: as many are found all the same.
+    rare = _nearest(near, queries[0], 10, lambda item: item % 997 == 0)
+    assert [i for i, _ in rare] == [i for i, _ in _nearest(exact, queries[0], 10, lambda item: item % 997 == 0)]
+
+
+def test_beyond_the_limit_neighbours_are_asked(library, monkeypatch):
+    import vlcache_jax.library.retriever as module
+
+    made = []
+    monkeypatch.setattr(module, "_neighbours", lambda vectors: made.append(len(vectors)) or _neighbours(vectors))
+    retriever = Retriever(library, means, exact=20)
+    library.add_many({f"{v}": plain(v) for v in range(0, 250, 10)}, use_tqdm=False)
+    assert [hit.id for hit in retriever.search("bright", k=2)] == ["240", "230"]
+    assert made == [25]

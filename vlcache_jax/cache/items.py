@@ -1,0 +1,408 @@
+"""Pictures that libraries keep under names: an index of them (SQLite), and the bytes of those whose bytes are kept.
+
+An item is a picture, its records and what is said of it. It changes as a whole: whoever has found one goes on with the
+picture that it was then. What belongs to no item, not yet or not any more, is noted, so that it is cleaned up even
+after the process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import sqlite3
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, owner_key
+from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.checks import short
+from vlcache_jax.files import make_folder
+
+_FILE, _LOCK = "index.sqlite", "lock"
+FOLDER = "libraries-1"
+"""Of the directory of the disk tier; its number changes whenever what is in it must not be read any more."""
+_PATIENCE = 10.0  # seconds that another process may keep the index
+_TABLES = """
+CREATE TABLE IF NOT EXISTS items (
+  owner TEXT NOT NULL, library TEXT NOT NULL, id TEXT NOT NULL,
+  version TEXT NOT NULL,  -- another one with each change
+  content TEXT NOT NULL, height INTEGER NOT NULL, width INTEGER NOT NULL, limits TEXT NOT NULL, entry TEXT NOT NULL,
+  file TEXT, metadata TEXT NOT NULL, added REAL NOT NULL, expires REAL,
+  PRIMARY KEY (owner, library, id)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS loose (
+  number INTEGER PRIMARY KEY, owner TEXT NOT NULL, entry TEXT NOT NULL, file TEXT,
+  version TEXT  -- of the item that it was; NULL: it was none yet
+);
+CREATE TABLE IF NOT EXISTS vectors (
+  owner TEXT NOT NULL, library TEXT NOT NULL, id TEXT NOT NULL, embedder TEXT NOT NULL, version TEXT NOT NULL,
+  vector BLOB NOT NULL, PRIMARY KEY (owner, library, embedder, id)
+) WITHOUT ROWID;
+"""
+_COLUMNS = "library, id, version, content, height, width, limits, entry, file, metadata, added, expires"
+
+
+type Vector = npt.NDArray[np.float32]
+
+
+class Use:
+    """That somebody needs an item as it was in one version: its records and bytes stay as long as there is one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A picture of a library, as it is at one time.
+
+    Attributes:
+      library, id: its name.
+      picture: what it shows.
+      limits: of its pixels.
+      entry: entry key of its records.
+      file: name of the file of its bytes; None: they are not kept.
+      metadata: what else is said of it.
+      added: seconds since the epoch.
+      expires: when it ends; None: it does not.
+      version: no two are alike, and none comes again.
+      salt: under which its records are kept.
+    """
+
+    library: str
+    id: str
+    picture: PictureKey
+    limits: Mapping[str, int]
+    entry: str
+    file: str | None
+    metadata: Mapping[str, Any]
+    added: float
+    expires: float | None
+    version: str = field(default_factory=lambda: uuid.uuid4().hex)
+    salt: Salt = field(default=None, repr=False)
+
+
+class Loose(NamedTuple):
+    """Records, and maybe a file, that belong to no item."""
+
+    number: int
+    entry: str
+    file: str | None
+
+
+class Items:
+    """The items of all libraries. Every method may be called from any thread, and from several processes.
+
+    Args:
+      directory: of the disk tier; None: the index ends with the process, and no bytes can be kept.
+      clock: seconds since the epoch.
+
+    Raises:
+      ValueError: the index cannot be used.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, clock: Callable[[], float] = time.time):
+        self._clock = clock
+        self._folder = None if directory is None else pathlib.Path(directory).expanduser() / FOLDER
+        self._lock = threading.RLock()
+        self._index: sqlite3.Connection | None = None
+        self._uses: weakref.WeakValueDictionary[str, Use] = weakref.WeakValueDictionary()  # by version
+        self._adding = threading.RLock()
+        self._depth = 0  # of whoever has it
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether bytes of pictures can be kept."""
+        return self._folder is not None
+
+    # What requests need.
+
+    def find(self, library: str, name: str, salt: Salt, *, called: str) -> tuple[Item, Use]:
+        """The item of a library of whoever has this salt, or else of the operator's, and what lets it stay.
+
+        Args:
+          called: what errors call the image.
+
+        Raises:
+          ValueError: there is none. What belongs to others is like what there is not.
+        """
+        for owner in _owners(salt):
+            with self._lock:
+                if (item := self.get(owner, library, name)) is not None:
+                    return item, self._uses.setdefault(item.version, Use())
+        raise ValueError(f"{called} must be an item that there is, but library {short(library)} has no {short(name)}")
+
+    def read(self, item: Item, *, called: str) -> bytes:
+        """The encoded file of a picture.
+
+        Raises:
+          ValueError: it was not kept, or is gone.
+        """
+        told = f"{called} is {item.id!r} of library {item.library!r}, whose records are gone or not to be used"
+        if item.file is None or self._folder is None:
+            raise ValueError(f"{told}, and its bytes were not kept (keep_bytes): add it again")
+        try:
+            return (self._folder / item.file).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{told}, and its bytes cannot be read ({error.strerror}): add it again") from error
+
+    # What libraries need.
+
+    def items(self, owner: Salt, library: str) -> list[Item]:
+        """All of one library, by their ids."""
+        return self._rows("AND library = ? ORDER BY id", owner, library)
+
+    def libraries(self, owner: Salt) -> list[str]:
+        """Names of those that have items."""
+        rows = self._run("SELECT DISTINCT library FROM items WHERE owner = ? ORDER BY library", owner_key(owner))
+        return [library for (library,) in rows]
+
+    def expired(self, owner: Salt, library: str) -> list[str]:
+        """Ids of items that have ended and are still there."""
+        told = "SELECT id FROM items WHERE owner = ? AND library = ? AND expires IS NOT NULL AND expires <= ?"
+        return [name for (name,) in self._run(told, owner_key(owner), library, self._clock())]
+
+    def get(self, owner: Salt, library: str, name: str) -> Item | None:
+        """The item of a name."""
+        rows = self._rows("AND library = ? AND id = ?", owner, library, name)
+        return rows[0] if rows else None
+
+    def put(self, item: Item, loose: int, vectors: Mapping[str, Vector] | None = None) -> None:
+        """An item is there from now on, in the place of the one that had its name.
+
+        Args:
+          loose: number of what belonged to no item so far, and is this one's.
+          vectors: by embedder.
+        """
+        owner, picture = owner_key(item.salt), item.picture
+        with self._changing() as index:
+            old = self._one(item.salt, item.library, item.id)
+            if old is not None:
+                self._loosen(index, owner, old)
+            index.execute(
+                f"INSERT OR REPLACE INTO items (owner, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (owner, item.library, item.id, item.version, picture.content, picture.height, picture.width,
+                 json.dumps(dict(item.limits)), item.entry, item.file, json.dumps(dict(item.metadata)), item.added,
+                 item.expires),
+            )  # fmt: skip
+            index.execute("DELETE FROM loose WHERE number = ?", (loose,))
+            for embedder, vector in (vectors or {}).items():
+                _put_vectors(index, owner, item.library, embedder, {item.id: (item.version, vector)})
+
+    def describe(
+        self, owner: Salt, library: str, name: str, metadata: Mapping[str, Any], expires: float | None
+    ) -> bool:
+        """Changes what is said of an item; whether there is one."""
+        with self._changing() as index:
+            if self._one(owner, library, name) is None:
+                return False
+            told = "UPDATE items SET metadata = ?, expires = ? WHERE owner = ? AND library = ? AND id = ?"
+            index.execute(told, (json.dumps(dict(metadata)), expires, owner_key(owner), library, name))
+            return True
+
+    def remove(self, owner: Salt, library: str, name: str) -> bool:
+        """Ends an item; whether there was one."""
+        with self._changing() as index:
+            old = self._one(owner, library, name)
+            if old is None:
+                return False
+            self._loosen(index, owner_key(owner), old)
+            for table in ("items", "vectors"):
+                told = f"DELETE FROM {table} WHERE owner = ? AND library = ? AND id = ?"
+                index.execute(told, (owner_key(owner), library, name))
+            return True
+
+    # What belongs to no item.
+
+    def begin(self, owner: Salt, entry: str, file: str | None) -> int:
+        """Notes records, and maybe a file, that belong to no item yet; returns their number."""
+        with self._changing() as index:
+            told = "INSERT INTO loose (owner, entry, file) VALUES (?, ?, ?)"
+            return int(index.execute(told, (owner_key(owner), entry, file)).lastrowid or 0)
+
+    def loose(self, owner: Salt) -> list[Loose]:
+        """What of an owner's belongs to no item, and to no request under way. Nobody may be adding items."""
+        rows = self._run("SELECT number, entry, file, version FROM loose WHERE owner = ?", owner_key(owner))
+        return [Loose(*row[:3]) for row in rows if row[3] not in self._uses]
+
+    def is_used(self, owner: Salt, entry: str) -> bool:
+        """Whether an item has these records."""
+        return bool(self._run("SELECT 1 FROM items WHERE owner = ? AND entry = ? LIMIT 1", owner_key(owner), entry))
+
+    def forget(self, loose: Loose) -> None:
+        """It is gone; its file goes, too."""
+        if loose.file is not None and self._folder is not None:
+            (self._folder / loose.file).unlink(missing_ok=True)
+        with self._changing() as index:
+            index.execute("DELETE FROM loose WHERE number = ?", (loose.number,))
+
+    def keep(self, file: str, encoded: bytes) -> None:
+        """Keeps the bytes of a picture; they are on the disk, whole, when this returns."""
+        assert self._folder is not None
+        part = self._folder / f"{file}.part"
+        with open(part, "wb") as opened:
+            opened.write(encoded)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.rename(self._folder / file)
+
+    def file_bytes(self, file: str) -> int:
+        """Of a file that is kept; 0: it is gone."""
+        try:
+            return 0 if self._folder is None else (self._folder / file).stat().st_size
+        except OSError:
+            return 0
+
+    @contextlib.contextmanager
+    def writing(self, *, waits: bool = True) -> Iterator[bool]:
+        """For as long as somebody adds items, or cleans up: one at a time, of all processes; whether it is oneself."""
+        if not self._adding.acquire(blocking=waits):
+            yield False
+            return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._adding.release)
+            if self._folder is None or self._depth:
+                yield True
+                return
+            make_folder(self._folder)
+            with open(self._folder / _LOCK, "ab") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    yield False
+                    return
+                self._depth = 1
+                try:
+                    yield True
+                finally:
+                    self._depth = 0
+
+    # Vectors of items.
+
+    def vectors(self, owner: Salt, library: str, embedder: str) -> dict[str, tuple[str, Vector]]:
+        """By id, of which version an embedder's vector is, and the vector."""
+        told = "SELECT id, version, vector FROM vectors WHERE owner = ? AND library = ? AND embedder = ?"
+        rows = self._run(told, owner_key(owner), library, embedder)
+        return {name: (version, np.frombuffer(vector, "<f4")) for name, version, vector in rows}
+
+    def put_vectors(self, owner: Salt, library: str, embedder: str, given: Mapping[str, tuple[str, Vector]]) -> None:
+        """Keeps vectors, of versions, by id."""
+        with self._changing() as index:
+            _put_vectors(index, owner_key(owner), library, embedder, given)
+
+    def close(self) -> None:
+        """The index is not used any more."""
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+            self._index = None
+
+    # Inside.
+
+    def _one(self, owner: Salt, library: str, name: str) -> Item | None:
+        """The item of a name, also one that has ended."""
+        rows = self._rows("AND library = ? AND id = ?", owner, library, name, ended=True)
+        return rows[0] if rows else None
+
+    def _rows(self, where: str, owner: Salt, *values: Any, ended: bool = False) -> list[Item]:
+        rows = self._run(f"SELECT {_COLUMNS} FROM items WHERE owner = ? {where}", owner_key(owner), *values)
+        now = self._clock()
+        return [self._item(owner, *row) for row in rows if ended or row[-1] is None or row[-1] > now]
+
+    def _item(
+        self,
+        owner: Salt,
+        library: str,
+        name: str,
+        version: str,
+        content: str,
+        height: int,
+        width: int,
+        limits: str,
+        entry: str,
+        file: str | None,
+        metadata: str,
+        added: float,
+        expires: float | None,
+    ) -> Item:
+        return Item(
+            library, name, PictureKey(content, height, width), json.loads(limits), entry, file, json.loads(metadata),
+            added, expires, version, owner,
+        )  # fmt: skip
+
+    def _loosen(self, index: sqlite3.Connection, owner: str, item: Item) -> None:
+        index.execute(
+            "INSERT INTO loose (owner, entry, file, version) VALUES (?, ?, ?, ?)",
+            (owner, item.entry, item.file, item.version),
+        )
+
+    def _run(self, command: str, *values: Any) -> list[Any]:
+        with self._lock, self._explained():
+            return self._opened().execute(command, values).fetchall()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._explained():
+            index = self._opened()
+            index.execute("BEGIN IMMEDIATE")
+            try:
+                yield index
+                index.execute("COMMIT")
+            except BaseException:
+                if index.in_transaction:
+                    index.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            place = self._folder or "in memory"
+            raise ValueError(
+                f"the index of libraries must be one that can be used, got {place}: {error}; if it is damaged, delete "
+                "that folder and add the items again"
+            ) from error
+
+    def _opened(self) -> sqlite3.Connection:
+        """The index, opened when it is first needed."""
+        if self._index is None:
+            place = ":memory:"
+            if self._folder is not None:
+                make_folder(self._folder)
+                place = str(self._folder / _FILE)
+            index = sqlite3.connect(place, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+            try:
+                index.execute("PRAGMA journal_mode = WAL")
+                index.execute("PRAGMA synchronous = FULL")  # an item that was added is there after a crash
+                index.executescript(_TABLES)
+            except BaseException:
+                index.close()
+                raise
+            self._index = index
+        return self._index
+
+
+def _owners(salt: Salt) -> list[Salt]:
+    """Whose items a request of a salt may name: those of its own, of its tenant's, and the operator's."""
+    return list(dict.fromkeys((salt, *([salt.of_tenant] if isinstance(salt, TenantSalt) else []), SHARED)))
+
+
+def _put_vectors(
+    index: sqlite3.Connection, owner: str, library: str, embedder: str, given: Mapping[str, tuple[str, Vector]]
+) -> None:
+    index.executemany(
+        "INSERT OR REPLACE INTO vectors (owner, library, embedder, id, version, vector) VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (owner, library, embedder, name, version, np.asarray(vector, "<f4").tobytes())
+            for name, (version, vector) in given.items()
+        ],
+    )
