@@ -323,7 +323,7 @@ def test_requests_see_one_version_or_the_other(directory, pictures):
         assert same(told(ask(llm, named("one"))), expected[0])
         library.update(pictures[1], "one")
         library._clean()
-        assert llm.service.items.loose(library._salt) == []
+        assert llm.service.items.loose(library.salt) == []
 
 
 def test_a_request_under_way_keeps_what_it_began_with(llm, pictures):
@@ -389,7 +389,7 @@ def test_killed_while_it_adds(directory, tmp_path, kills):
             counts.append(len(items))
             stats = library.stats()
             assert (stats.items, stats.kept, stats.with_bytes) == (len(items),) * 3
-            assert llm.service.items.loose(library._salt) == []
+            assert llm.service.items.loose(library.salt) == []
             files = {path.name for path in (tmp_path / "libraries-1").glob("[0-9a-f]*")}
             assert files == {item.file for item in items}
             for item in items[-3:]:

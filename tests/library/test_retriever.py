@@ -172,7 +172,7 @@ def test_what_is_wrong_is_said(llm, library):
         (lambda: retriever.search("dark", k=0), "^k must be a positive integer, got 0$"),
         (lambda: retriever.search("dark", filter=3), "^filter must be a function, a dict or None, got 3$"),
         (lambda: Retriever(library, llm).search("dark", instruction=3), "^instruction must be"),
-        (lambda: Retriever(library, broken, name="x").vectors([plain(1)]), "^embedder must make a finite vector of each"),
+        (lambda: Retriever(library, broken, name="x").vectors([plain(1)]), "^embedder must make a finite vector"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             work()

@@ -23,6 +23,10 @@ _IMAGE_KEYS = ("image", "image_pil", "url", "path", "base64")
 _VIDEO_KEYS = ("video", "url", "path", "base64")
 _UNTYPED = ("text", *IMAGE_TYPES, *VIDEO_TYPES)  # keys that tell the type of a part, as they are named like it
 
+FILES = "files"
+"""The library of what clients of a server upload."""
+_FILE = "file-id:"  # begins a URL that names one
+
 MAX_UUID = 1024  # characters of a caller's own id of a picture
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Of a message, beside role and content: what the template may use.
@@ -139,7 +143,10 @@ def check_marks(value: Any, name: str) -> None:
 def _as_image_url(part: Mapping[str, Any], name: str) -> dict[str, Any]:
     """OpenAI's newer shape of an image's part in the older one."""
     part = {key: value for key, value in part.items() if value is not None}
-    check_keys(part, ("type", "image_url", "detail", "uuid"), name)
+    if "file_id" in part:
+        check_keys(part, ("type", "file_id", "detail"), name)
+        return {"type": "image", "library": FILES, "id": part["file_id"]}
+    check_keys(part, ("type", "image_url", "detail", "uuid", "file_id"), name)
     url = part.get("image_url")
     if not isinstance(url, str | None):
         raise ValueError(f"{name} must have a string as image_url, got {type(url).__name__}")
@@ -161,6 +168,8 @@ def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]
             value = value.get("url")
         if not isinstance(value, str):
             raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
+        if value.startswith(_FILE):
+            return Named(FILES, value.removeprefix(_FILE)), {}
         return value, limits
     check_keys(part, ("type", "uuid", *_IMAGE_KEYS, *OWN_LIMITS), name)
     return _only(part, _IMAGE_KEYS, name), limits

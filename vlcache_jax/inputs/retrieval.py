@@ -6,6 +6,7 @@ same model rank at random, and its scores are about one half for all.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,10 +63,19 @@ class InputRenderer:
             return self.renderer.from_prompt(given, name=name)
         messages = given if _is_conversation(given) else [{"role": "user", "content": parts_of(given, name)}]
         if messages[0].get("role") not in ("system", "developer"):
-            messages = [_system(punctuated(self.instruction or "") or EMBEDDING_INSTRUCTION), *messages]
-        elif self.instruction is not None:
+            own = _system(punctuated(self.instruction or "") or EMBEDDING_INSTRUCTION)
+            return self._rendered([own, *messages], name, added=1)
+        if self.instruction is not None:
             raise ValueError(f"instruction must be left out beside a system message, got both for {name}")
-        return self.renderer.from_conversation(messages, settings=self.settings, name=name)
+        return self._rendered(messages, name, added=0)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], name: str, *, added: int) -> Prompt:
+        """Errors count messages as the caller has them, without those `added`."""
+        try:
+            return self.renderer.from_conversation(messages, settings=self.settings, name=name)
+        except ValueError as error:
+            told = re.sub(r"(?<=messages\[)\d+(?=\])", lambda found: str(int(found[0]) - added), str(error), count=1)
+            raise ValueError(told) from error
 
 
 @dataclass(frozen=True)

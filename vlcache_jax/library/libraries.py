@@ -129,6 +129,9 @@ class Library:
       keep_bytes: also keep the bytes of pictures, which are read where records are gone. It needs a disk tier.
       mm_processor_kwargs: `min_pixels` and `max_pixels` of what is added.
 
+    Attributes:
+      salt: under which its records are kept.
+
     Raises:
       ValueError: an argument is wrong.
     """
@@ -160,7 +163,7 @@ class Library:
             told = "tier" if tier == "disk" else "keep_bytes"
             raise ValueError(f"{told} must be left out without a disk tier: give cache=CacheConfig(disk=...)")
         self.name, self.owner, self.service = name, owner, service
-        self._salt: Salt = SHARED if owner is None else owner
+        self.salt: Salt = SHARED if owner is None else owner
         self._system, self._keep_bytes = system, keep_bytes
         self._in_memory = tier == "memory" or not has_disk
         self._settings, self._limits = mm_processor_kwargs, dict(read_settings(mm_processor_kwargs).limits)
@@ -248,14 +251,14 @@ class Library:
         """
         _check_name("id", id)
         _check_said(metadata, expires)
-        if not self._items.describe(self._salt, self.name, id, metadata, _until(expires)):
+        if not self._items.describe(self.salt, self.name, id, metadata, _until(expires)):
             raise ValueError(f"id must be that of an item of library {self.name!r}, got {short(id)}")
         return self.get(id)
 
     def remove(self, id: str) -> bool:
         """Removes an item, its records and its bytes; whether there was one. Requests under way end as they began."""
         _check_name("id", id)
-        found = self._items.remove(self._salt, self.name, id)
+        found = self._items.remove(self.salt, self.name, id)
         self._clean()
         return found
 
@@ -268,20 +271,20 @@ class Library:
           ValueError: there is none.
         """
         _check_name("id", id)
-        found = self._items.get(self._salt, self.name, id)
+        found = self._items.get(self.salt, self.name, id)
         if found is None:
             raise ValueError(f"id must be that of an item of library {self.name!r}, got {short(id)}")
         return found
 
     def items(self) -> list[Item]:
         """All items, by their ids."""
-        return self._items.items(self._salt, self.name)
+        return self._items.items(self.salt, self.name)
 
     def __len__(self) -> int:
         return len(self.items())
 
     def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and self._items.get(self._salt, self.name, id) is not None
+        return isinstance(id, str) and self._items.get(self.salt, self.name, id) is not None
 
     def part(self, id: str) -> dict[str, str]:
         """The part of a message that shows an item."""
@@ -305,11 +308,11 @@ class Library:
 
     def vectors(self, embedder: str) -> dict[str, tuple[str, npt.NDArray[np.float32]]]:
         """By id, of which version an embedder's vector is, and the vector; see `Retriever`."""
-        return self._items.vectors(self._salt, self.name, embedder)
+        return self._items.vectors(self.salt, self.name, embedder)
 
     def put_vectors(self, embedder: str, given: Mapping[str, tuple[str, npt.NDArray[np.float32]]]) -> None:
         """Keeps vectors, of versions, by id."""
-        self._items.put_vectors(self._salt, self.name, embedder, given)
+        self._items.put_vectors(self.salt, self.name, embedder, given)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {len(self)} items)"
@@ -351,9 +354,9 @@ class Library:
         file = None if encoded is None else uuid.uuid4().hex
         item = Item(
             self.name, given.name, picture, self._limits, entry, file, given.metadata or {}, time.time(),
-            _until(given.expires), salt=self._salt,
+            _until(given.expires), salt=self.salt,
         )  # fmt: skip
-        return _Begun(item, rgb, encoded, self._items.begin(self._salt, entry, file))
+        return _Begun(item, rgb, encoded, self._items.begin(self.salt, entry, file))
 
     def _vectors(self, pictures: Sequence[npt.NDArray[np.uint8]]) -> Sequence[Mapping[str, Any] | ValueError]:
         """Of each picture its vectors by embedder, or why there are none."""
@@ -392,10 +395,10 @@ class Library:
         with self._items.writing(waits=waits) as is_mine:
             if not is_mine:  # somebody is adding items, and cleans up behind that
                 return
-            for name in self._items.expired(self._salt, self.name):
-                self._items.remove(self._salt, self.name, name)
-            for loose in self._items.loose(self._salt):
-                if not self._items.is_used(self._salt, loose.entry):
+            for name in self._items.expired(self.salt, self.name):
+                self._items.remove(self.salt, self.name, name)
+            for loose in self._items.loose(self.salt):
+                if not self._items.is_used(self.salt, loose.entry):
                     self._images.delete(loose.entry, **self._whose)
                 self._items.forget(loose)
 

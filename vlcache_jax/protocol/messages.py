@@ -43,6 +43,8 @@ _TEXTS = [{"type": "string"}, *(_part(kind, key, {"type": "string"}) for kind, k
 _MEDIA = [
     _part("image_url", "image_url", _linked(detail=_DETAIL), uuid=_UUID),
     _part("input_image", "image_url", _URL, detail=_DETAIL, uuid=_UUID),
+    _object({"type": {"enum": ["input_image"]}, "file_id": _SOME, "detail": _DETAIL}, "type", "file_id"),
+    _object({"type": {"enum": ["image"]}, "library": _SOME, "id": _SOME}, "type", "library", "id"),
     _part("video_url", "video_url", _linked(), uuid=_UUID),
 ]
 

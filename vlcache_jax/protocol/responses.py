@@ -217,7 +217,8 @@ def _content(given: Any, where: str) -> Any:
                 parts.append({"type": "text", "text": part.get("text")})
             case "input_image":
                 if part.get("file_id") is not None:
-                    raise ApiError(f"{where}[{i}].file_id is not supported, as there are no files", f"{where}[{i}]")
+                    parts.append({key: value for key, value in part.items() if value is not None})
+                    continue
                 image = {"url": part.get("image_url"), "detail": part.get("detail")}
                 told_image = {key: value for key, value in image.items() if value is not None}
                 own = {key: part[key] for key in ("uuid",) if key in part}

@@ -30,6 +30,7 @@ from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig, check_allowed
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
 from vlcache_jax.server.errors import as_api_error
+from vlcache_jax.server.files import Files
 from vlcache_jax.server.http_checks import HttpChecks
 from vlcache_jax.server.inference import (
     Chats,
@@ -42,9 +43,13 @@ from vlcache_jax.server.inference import (
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.responses import answer_json, refuse, until_gone
+from vlcache_jax.server.retrieval import Retrieval
 from vlcache_jax.server.stored import StoredResponses
-from vlcache_jax.server.tenants import Register, Salts, Tenants, server_secret
+from vlcache_jax.server.tenants import Register, Salts, Tenant, Tenants, server_secret
 from vlcache_jax.server.unread import DropUnread
+
+type _Work = Callable[[bytes, Tenant | None], Awaitable[Mapping[str, Any]]]
+"""(a body, whose it is) -> the answer."""
 
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -81,6 +86,7 @@ class Server:
         self._metrics = ServerMetrics(self.models[0], engine)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         given = engine, config, self.models, self.entrance, self._metrics, self.register
+        retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register)
         self._stored = StoredResponses()
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         routes = [
@@ -98,6 +104,15 @@ class Server:
             Route("/v1/responses", Responses(*given, stored=self._stored), methods=["POST"]),
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", Completions(*given), methods=["POST"]),
+            Route("/v1/embeddings", self._call(retrieval.embeddings), methods=["POST"]),
+            Route("/v1/rerank", self._call(retrieval.rerank), methods=["POST"]),
+            Route("/rerank", self._call(retrieval.rerank), methods=["POST"]),  # as vLLM has it, too
+            Route("/v1/files", files.files, methods=["GET", "POST"]),
+            Route("/v1/files/{name}", files.file, methods=["GET", "DELETE"]),
+            Route("/v1/files/{name}/content", files.content, methods=["GET"]),
+            Route("/libraries", files.libraries, methods=["GET"]),
+            Route("/libraries/{library}", files.library, methods=["GET", "POST", "PUT"]),
+            Route("/libraries/{library}/{name}", files.item, methods=["GET", "DELETE"]),
             Route("/tokenize", self._call(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._call(self._detokenize), methods=["POST"]),
             Route("/cache", self._cache),
@@ -198,7 +213,7 @@ class Server:
             raise ApiError("there is no such response", status=404)
         return answer_json({"id": name, "object": "response", "deleted": True} if is_delete else found.response)
 
-    async def _tokenize(self, body: bytes) -> Mapping[str, Any]:
+    async def _tokenize(self, body: bytes, _: Tenant | None) -> Mapping[str, Any]:
         request = await asyncio.to_thread(lambda: TokenizeRequest.parse(parse_object(body)))
         check_model(request.model, self.models)
         is_text = isinstance(request.prompt, str)
@@ -213,7 +228,7 @@ class Server:
             told["token_strs"] = tokenizer.convert_ids_to_tokens(told["tokens"])
         return told
 
-    async def _detokenize(self, body: bytes) -> Mapping[str, Any]:
+    async def _detokenize(self, body: bytes, _: Tenant | None) -> Mapping[str, Any]:
         given = check_fields(parse_object(body), DETOKENIZE, {}, ())
         check_model(given.get("model"), self.models)
         tokenizer, tokens = await self.engine.get_tokenizer(), given.get("tokens")
@@ -227,8 +242,8 @@ class Server:
         stats = await asyncio.to_thread(self.engine.cache.stats)
         return answer_json(dataclasses.asdict(stats))
 
-    def _verb(self, verb: str) -> Callable[[bytes], Awaitable[Mapping[str, Any]]]:
-        async def work(body: bytes) -> Mapping[str, Any]:
+    def _verb(self, verb: str) -> _Work:
+        async def work(body: bytes, _: Tenant | None) -> Mapping[str, Any]:
             return await asyncio.to_thread(admin.apply, self.engine.cache, self.register, verb, parse_object(body))
 
         return work
@@ -241,19 +256,19 @@ class Server:
         await self.engine.reset_prefix_cache()
         return Response()
 
-    def _call(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]]) -> _Call:
+    def _call(self, work: _Work) -> _Call:
         return _Call(work, self.entrance, self.config)
 
 
 class _Call:
     """Answers JSON with JSON (an ASGI application)."""
 
-    def __init__(self, work: Callable[[bytes], Awaitable[Mapping[str, Any]]], entrance: Entrance, config: ServerConfig):
+    def __init__(self, work: _Work, entrance: Entrance, config: ServerConfig):
         self._work, self._entrance, self._config = work, entrance, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer() -> Response:
-            return answer_json(await self._work(body))
+            return answer_json(await self._work(body, scope.get(TENANT)))
 
         try:
             with self._entrance.enter(scope):

@@ -36,6 +36,8 @@ class ServerConfig:
       ssl_keyfile: key of the certificate.
       root_path: where a proxy shows the server, such as /v.
       max_body_bytes: of a request.
+      max_file_bytes: of a picture that is uploaded.
+      max_files: that each tenant may have; without tenants, all clients together.
       body_timeout: seconds that a body may take to come.
       max_waiting: requests under way at most, those that run included; one more is told to come again.
       max_waiting_bytes: of their bodies together, as their heads say; one that says nothing counts as the largest.
@@ -67,6 +69,8 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     root_path: str = ""
     max_body_bytes: int | str = "64MiB"
+    max_file_bytes: int | str = "32MiB"
+    max_files: int = 1000
     body_timeout: float = 300.0
     max_waiting: int = 1024
     max_waiting_bytes: int | str = "4GiB"
@@ -114,8 +118,9 @@ class ServerConfig:
         check_whole("port", self.port, 0, 65535)
         check_whole("max_waiting", self.max_waiting, 1)
         check_whole("max_n", self.max_n, 1)
+        check_whole("max_files", self.max_files, 0)
         check_flags(warmup=self.warmup)
-        for name in ("max_body_bytes", "max_waiting_bytes"):
+        for name in ("max_body_bytes", "max_file_bytes", "max_waiting_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if int(self.max_waiting_bytes) < int(self.max_body_bytes):
             raise ValueError(f"max_waiting_bytes must be at least max_body_bytes, got {self.max_waiting_bytes}")

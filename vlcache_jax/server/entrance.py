@@ -7,9 +7,13 @@ import contextlib
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlcache_jax.protocol.values import ApiError
@@ -19,12 +23,14 @@ from vlcache_jax.server.tenants import Register, Tenant
 
 OPEN = ("/", "/health", "/ready")
 """Paths that need no key."""
-ADMIN = ("/cache", "/reset_mm_cache", "/reset_prefix_cache")
+ADMIN = ("/cache", "/libraries", "/reset_mm_cache", "/reset_prefix_cache")
 """Beginnings of the paths that need the admin key."""
 _OF_ALL = ("/metrics", "/load")
 TENANT = "vlcache.tenant"
 """Name in the scope of a request; who has no tenant has the admin key, or there are none."""
 _SILENCE = 30.0  # seconds from one piece of a body to the next at most
+_FIELD_BYTES = 1 << 17  # of an upload, beside its file
+_MOST_NAME = 255  # characters of a file's name
 _AGAIN = 1  # seconds after which who found no room may come again
 
 
@@ -197,6 +203,91 @@ async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> byt
             return await _whole(receive, most)
     except TimeoutError:
         raise ApiError(f"a body must come within {config.body_timeout:g} seconds", status=408) from None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What was uploaded.
+
+    Attributes:
+      content: of the one file.
+      filename: as the client calls it.
+      fields: what stands beside it.
+    """
+
+    content: bytes
+    filename: str
+    fields: Mapping[str, str]
+
+
+async def read_form(request: Request, config: ServerConfig, known: Sequence[str]) -> Form:
+    """The form that a request is, with one file. What comes is written to disk until it is whole.
+
+    Args:
+      known: names of fields beside `file`.
+
+    Raises:
+      ApiError: it is of another type, too large, does not come, or a page elsewhere sends it.
+      GoneError: the client went away.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise ApiError(f"Content-Type must be multipart/form-data, got {kind or 'none'}", status=415)
+    _check_origin(request, config)
+    most = int(config.max_file_bytes)
+    size = request.headers.get("content-length", "")
+    if size.isdecimal() and int(size) > most + _FIELD_BYTES:
+        raise _too_large(most)
+    seen = 0
+
+    async def counted() -> AsyncGenerator[bytes]:
+        nonlocal seen
+        async for chunk in request.stream():
+            seen += len(chunk)
+            if seen > most + _FIELD_BYTES:
+                raise _too_large(most)
+            yield chunk
+
+    parser = MultiPartParser(request.headers, counted(), max_files=1, max_fields=len(known), max_part_size=_FIELD_BYTES)
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            form = await parser.parse()
+    except TimeoutError:
+        raise ApiError(f"a body must come within {config.body_timeout:g} seconds", status=408) from None
+    except ClientDisconnect:
+        raise GoneError from None
+    except MultiPartException as error:
+        raise ApiError(f"body must be a form with one file: {error.message}", "file") from error
+    async with contextlib.aclosing(_Closing(form)):
+        fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
+        if unknown := [name for name in (*fields, *(n for n in form if n != "file")) if name not in known]:
+            raise ApiError(f"body must hold only file, {', '.join(known)}, got {unknown[0]!r:.80}", "body")
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise ApiError("file must be there, got none", "file")
+        content = await file.read()
+        if not content:
+            raise ApiError("file must not be empty, got 0 bytes", "file")
+        return Form(content, (file.filename or "")[:_MOST_NAME], fields)
+
+
+class _Closing:
+    """A form whose files are closed behind it."""
+
+    def __init__(self, form: FormData):
+        self._form = form
+
+    async def aclose(self) -> None:
+        await self._form.close()
+
+
+def _check_origin(request: Request, config: ServerConfig) -> None:
+    """A form needs nobody's leave: any page may send one to a server that asks for no key."""
+    origin = request.headers.get("origin")
+    if origin is None or config.has_keys or {"*", origin} & set(config.allowed_origins):
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise ApiError(f"Origin must be one of allowed_origins, got {origin!r:.80}", status=403)
 
 
 async def _whole(receive: Receive, most: int) -> bytes:

@@ -198,11 +198,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         check_model(options.model, self._models)
         if n > self.config.max_n:
             raise ApiError(f"n of all prompts together must be at most {self.config.max_n}, got {n}", "n")
-        more: Sequence[str] = self.config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
-        allowed = list(map(str, dict.fromkeys((self.engine.service.config.reuse, *more))))
-        if options.reuse is not None and str(options.reuse) not in allowed:
-            known = " or ".join(allowed)
-            raise ApiError(f"reuse must be {known} on this server, got {short(options.reuse)}", "reuse")
+        check_reuse(self.engine, self.config, options.reuse, tenant)
         more = self.config.allow_compress if tenant is None or tenant.compress is None else tenant.compress
         if options.compress is not None and options.compress not in more:
             known = " or ".join(more) or "left out"
@@ -357,6 +353,14 @@ def check_model(name: str | None, known: Sequence[str]) -> None:
     """Raises an ApiError if there is no such model."""
     if name is not None and name not in known:
         raise ApiError(f"model must be {' or '.join(known)}, got {short(name)}", "model", 404, "model_not_found")
+
+
+def check_reuse(engine: AsyncLLM, config: ServerConfig, reuse: str | float | None, tenant: Tenant | None) -> None:
+    """Raises an ApiError if a request may not ask for it."""
+    more = config.allow_reuse if tenant is None or tenant.reuse is None else tenant.reuse
+    allowed = list(map(str, dict.fromkeys((engine.service.config.reuse, *more))))
+    if reuse is not None and str(reuse) not in allowed:
+        raise ApiError(f"reuse must be {' or '.join(allowed)} on this server, got {short(reuse)}", "reuse")
 
 
 def _event(content: Mapping[str, Any]) -> bytes:

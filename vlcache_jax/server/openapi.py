@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax import __version__
 from vlcache_jax.protocol.fields import ABSENT_IN_CHAT, ABSENT_IN_TEXT, CHAT, DETOKENIZE, TEXT, TOKENIZE
 from vlcache_jax.protocol.responses import ABSENT_IN_RESPONSES, RESPONSES
+from vlcache_jax.protocol.retrieval import ABSENT_IN_EMBEDDINGS, ABSENT_IN_RERANK, EMBEDDINGS, RERANK
 from vlcache_jax.server.admin import VERBS
 from vlcache_jax.server.entrance import ADMIN, OPEN
 
@@ -138,6 +140,10 @@ _SCHEMAS: Mapping[str, Any] = {
         },
     },
     "CompletionRequest": _body(TEXT, "prompt", absent=ABSENT_IN_TEXT),
+    "EmbeddingRequest": {
+        **_body(EMBEDDINGS, absent=ABSENT_IN_EMBEDDINGS), "oneOf": [{"required": ["input"]}, {"required": ["messages"]}]
+    },
+    "RerankRequest": _body(RERANK, "query", "documents", absent=ABSENT_IN_RERANK),
     "TokenizeRequest": {**_body(TOKENIZE), "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     "DetokenizeRequest": _body(DETOKENIZE, "tokens"),
     **{_request(verb): _body(fields, next(iter(fields))) for verb, fields in VERBS.items()},
@@ -212,6 +218,16 @@ def _paths() -> dict[str, Any]:
     paths["/v1/models/{name}"] = {"get": model}
     tokens = _object({"count": _COUNT, "max_model_len": _COUNT, "tokens": _COUNTS, "token_strs": _list(_TEXT)},
                      "token_strs")  # fmt: skip
+    usage = _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT,
+                     "prompt_tokens_details": _object({"cached_tokens": _COUNT})})  # fmt: skip
+    vector = _object({"object": {"enum": ["embedding"]}, "index": _COUNT, "embedding": {"anyOf": [_NUMBERS, _TEXT]}})
+    vectors = {"object": {"enum": ["list"]}, "data": _list(vector), "model": _TEXT, "usage": usage}
+    post("/v1/embeddings", "Vectors of inputs.", "EmbeddingRequest", _json(_object(vectors)))
+    ranked = _object({"index": _COUNT, "relevance_score": {"type": "number"}, "document": {}}, "document")
+    order = {"id": _TEXT, "model": _TEXT, "usage": usage, "results": _list(ranked)}
+    for path in ("/v1/rerank", "/rerank"):
+        post(path, "How well documents suit a query, the best first.", "RerankRequest", _json(_object(order)))
+    _add_files(paths)
     post("/tokenize", "The tokens that the model sees, images expanded.", "TokenizeRequest", _json(tokens))
     post("/detokenize", "The text of tokens.", "DetokenizeRequest", _json(_object({"prompt": _TEXT})))
     get("/", "A page to look at: it shows pictures and what of them was reused.", _HTML)
@@ -230,6 +246,38 @@ def _paths() -> dict[str, Any]:
     for name in ("reset_mm_cache", "reset_prefix_cache"):
         paths[f"/{name}"] = {"post": _operation(f"See LLM.{name}.", f"/{name}", None)}
     return paths
+
+
+def _add_files(paths: dict[str, Any]) -> None:
+    """What clients upload, and the operator's libraries."""
+    seconds = {"type": "string", "description": "Until it ends."}
+    upload = {"file": {**_TEXT, "format": "binary"}}
+    file = {**upload, "purpose": {"enum": ["vision"]}, "expires_after[anchor]": {"enum": ["created_at"]},
+            "expires_after[seconds]": seconds}  # fmt: skip
+    item = {**upload, "id": _TEXT, "metadata": {**_TEXT, "description": "JSON."}, "expires": seconds}
+    any_object = _json({"type": "object"})
+
+    def at(path: str, method: str, about: str, answer: Mapping[str, Any] | None, form: Any = None) -> None:
+        names = re.findall(r"\{(\w+)\}", path)
+        where = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+        made = _operation(about, path, answer, parameters=where)
+        told = ["400", "404"] + (["408", "413", "415", "429"] if form else [])
+        made["responses"] |= dict.fromkeys(told, made["responses"]["403"])
+        if form:
+            made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+        paths.setdefault(path, {})[method] = made
+
+    at("/v1/files", "get", "The files of this key's tenant.", any_object)
+    at("/v1/files", "post", "Keeps a picture under a name.", any_object, _object(file, *list(file)[2:]))
+    at("/v1/files/{name}", "get", "What is said of a file.", any_object)
+    at("/v1/files/{name}", "delete", "Deletes a file.", any_object)
+    at("/v1/files/{name}/content", "get", "The bytes of a file.", {"content": {"application/octet-stream": {}}})
+    at("/libraries", "get", "Names of the operator's libraries.", any_object)
+    at("/libraries/{library}", "get", "Items of a library.", any_object)
+    at("/libraries/{library}", "post", "Adds a picture.", any_object, _object(item, "metadata", "expires"))
+    at("/libraries/{library}", "put", "Changes a picture.", any_object, _object(item, "metadata", "expires"))
+    at("/libraries/{library}/{name}", "get", "What is said of an item.", any_object)
+    at("/libraries/{library}/{name}", "delete", "Removes an item.", any_object)
 
 
 def document(models: Sequence[str], *, root_path: str = "", has_keys: bool = True) -> dict[str, Any]:
@@ -278,7 +326,7 @@ def page(told: Mapping[str, Any]) -> str:
         for method, operation in operations.items():
             parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
             parts.append(f"<p>{html.escape(operation['summary'])}</p>")
-            if "requestBody" in operation:
+            if "application/json" in operation.get("requestBody", {}).get("content", {}):
                 name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 parts.append(_table(schemas[name]))
     parts.append("<h2>Schemas</h2>")

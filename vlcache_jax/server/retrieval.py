@@ -1,0 +1,115 @@
+"""Requests that are answered with vectors or with an order of documents."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlcache_jax.async_llm import AsyncLLM
+from vlcache_jax.outputs import EmbeddingOutput
+from vlcache_jax.protocol.answers import Counts
+from vlcache_jax.protocol.retrieval import EMBEDDINGS, RERANK, Asked, EmbeddingRequest, RerankRequest
+from vlcache_jax.protocol.values import ApiError
+from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.entrance import Entrance
+from vlcache_jax.server.errors import as_api_error
+from vlcache_jax.server.inference import check_model, check_reuse, parse_object
+from vlcache_jax.server.metrics import ServerMetrics
+from vlcache_jax.server.tenants import Register, Tenant
+from vlcache_jax.serving import NotFiniteError
+
+_TOGETHER = 32  # inputs of one request that are under way; others need room, too
+
+
+class Retrieval:
+    """Embeds and ranks.
+
+    Args:
+      engine, config, models, entrance, metrics, register: see `Inference`.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        config: ServerConfig,
+        models: Sequence[str],
+        entrance: Entrance,
+        metrics: ServerMetrics,
+        register: Register | None,
+    ):
+        self._engine, self._config, self._models = engine, config, models
+        self._entrance, self._metrics, self._register = entrance, metrics, register
+
+    async def embeddings(self, body: bytes, tenant: Tenant | None) -> Mapping[str, Any]:
+        """See OpenAI's `/v1/embeddings`."""
+        request = await asyncio.to_thread(lambda: EmbeddingRequest.parse(parse_object(body)))
+        settings = self._settings(request.asked, tenant)
+        room = asyncio.Semaphore(_TOGETHER)
+
+        async def embed(number: int, given: Any) -> EmbeddingOutput:
+            async with room:
+                try:
+                    return await self._engine.embed(given, dimensions=request.dimensions, **settings)
+                except NotFiniteError:
+                    raise
+                except ValueError as error:
+                    name = f"input[{number}]" if len(request.inputs) > 1 else request.field
+                    raise _error(error, "input", name, EMBEDDINGS) from error
+
+        with self._entrance.answering(tenant, 1):
+            outputs: list[EmbeddingOutput] = await _together([embed(i, one) for i, one in enumerate(request.inputs)])
+        self._note(outputs)
+        return request.answer(self._models[0], outputs)
+
+    async def rerank(self, body: bytes, tenant: Tenant | None) -> Mapping[str, Any]:
+        """See Jina's and vLLM's `/v1/rerank`."""
+        request = await asyncio.to_thread(lambda: RerankRequest.parse(parse_object(body)))
+        settings = self._settings(request.asked, tenant)
+        with self._entrance.answering(tenant, 1):
+            try:
+                outputs = await self._engine.rerank(request.query, request.documents, **settings)
+            except NotFiniteError:
+                raise
+            except ValueError as error:
+                raise _error(error, "documents", "documents", RERANK) from error
+        self._note(outputs)
+        return request.answer(f"rerank-{uuid.uuid4().hex}", self._models[0], outputs)
+
+    def _settings(self, asked: Asked, tenant: Tenant | None) -> dict[str, Any]:
+        check_model(asked.model, self._models)
+        check_reuse(self._engine, self._config, asked.reuse, tenant)
+        salt: Any = asked.cache_salt
+        if self._register is not None and tenant is not None:
+            salt = self._register.salts.salt(tenant.name, asked.cache_salt)
+        return {**asked.settings, "reuse": asked.reuse, "cache_salt": salt}
+
+    def _note(self, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            count = output.num_tokens if hasattr(output, "num_tokens") else len(output.prompt_token_ids)
+            cached = output.num_cached_tokens + output.cache.approximate_tokens
+            self._metrics.answered(Counts(count, cached), output.metrics)
+
+
+async def _together[T](work: Sequence[Any]) -> list[T]:
+    """What all of it comes to; the first error ends the rest."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _error(error: ValueError, called: str, name: str, fields: Mapping[str, Any]) -> ApiError:
+    """What the client is told; `called` is what the engine calls its input, and `name` what the client does."""
+    told = as_api_error(error)
+    message = told.message
+    if name == "messages":
+        message = re.sub(rf"^{called} (?=messages\[)", "", message)
+    message = re.sub(rf"^{called}\b(?!\[)", name, message)
+    param = re.split(r"\W", message, maxsplit=1)[0]
+    return ApiError(message, param if param in fields else None, told.status, told.code, told.retry_after)
