@@ -7,7 +7,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Self, Unpack, cast
+from typing import Any, Protocol, Self, Unpack, cast
 
 from vlcache_jax.calls import Conversation, PromptLike, in_order, is_token_ids
 from vlcache_jax.checks import check_flags, short
@@ -25,6 +25,20 @@ from vlcache_jax.service import Service
 from vlcache_jax.serving import Call
 
 Asked = Conversation | Mapping[str, Any]
+
+
+class Retrieves(Protocol):
+    """Who lets answers search: see `vlcache_jax.library.Searches`."""
+
+    def answered(
+        self,
+        llm: LLM,
+        conversations: Sequence[Asked],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        name: str,
+        options: Mapping[str, Any],
+    ) -> list[RequestOutput]:
+        """The answers to conversations."""
 
 
 class LLM(Embeds):
@@ -76,6 +90,7 @@ class LLM(Embeds):
         compress: Compress | None = None,
         cache_salt: str | None = None,
         verify: bool = False,
+        retrieve: Retrieves | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
         **template: Unpack[TemplateOptions],
@@ -101,6 +116,8 @@ class LLM(Embeds):
             `compressed_kv_bytes`. None: all.
           cache_salt: calls with different salts share nothing in the cache; None is a salt of its own.
           verify: also run each request cold, and compare (`RequestOutput.verification`). Takes several times as long.
+          retrieve: a `vlcache_jax.library.Retriever`, or `Searches` with bounds: the model is told of a tool that finds
+            pictures of a library, and an answer that calls it goes on with what was found. `output.searches` tells.
           mm_processor_kwargs: of the images and videos of this call, see `EngineConfig`; `fps` may also be a list with
             one for each video of a conversation.
           on_error: what a wrong conversation, image or parameter of a row does. "raise": it stops the call; "return":
@@ -128,6 +145,10 @@ class LLM(Embeds):
             raise ValueError("conversations must be left out beside messages, got both")
         given, kind = (conversations, "conversations") if messages is None else (messages, "messages")
         listed, name = _listed_conversations(given, kind)
+        if retrieve is not None:
+            more = {"reuse": reuse, "compress": compress, "cache_salt": cache_salt, "verify": verify,
+                    "use_tqdm": use_tqdm, "mm_processor_kwargs": mm_processor_kwargs, "on_error": on_error}  # fmt: skip
+            return retrieve.answered(self, listed, sampling_params, name, {**more, **template})
         call = self.service.call(name, listed, render, reuse, cache_salt, on_error, compress, params=sampling_params)
         return self._answer(call, verify, use_tqdm)
 

@@ -117,6 +117,23 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class Searched:
+    """A search that an answer asked for.
+
+    Attributes:
+      query: its words.
+      hits: ids and scores of the items that were shown to the model.
+      seconds: that the answer waited for it.
+      error: why it found nothing; None: it did not fail.
+    """
+
+    query: str
+    hits: tuple[tuple[str, float], ...]
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The answers to one request, in the place of the request in the call.
 
@@ -128,6 +145,7 @@ class RequestOutput:
       verification: if asked for.
       compression: what its first answer goes on with; None: nothing was to be compressed, or it ended before that, or
         it could not be (`uncompressed` in `LLM.stats`).
+      searches: that it made (`LLM.chat(retrieve=...)`); the answer is what came behind the last one.
       request_id: as given, or as drawn; in `LLM` the request's number in its call.
       finished: whether all answers have ended.
       error: why the request was not answered, or not to its end; None: it was.
@@ -143,6 +161,7 @@ class RequestOutput:
     compression: Compression | None = None
     error: str | None = None
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    searches: tuple[Searched, ...] = ()
     request_id: str = ""
     finished: bool = True
 

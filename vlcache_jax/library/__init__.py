@@ -8,7 +8,8 @@ vectors of their embeddings. Both stand on the public API; what requests ask of 
 from vlcache_jax.library.libraries import Added as Added
 from vlcache_jax.library.libraries import Library as Library
 from vlcache_jax.library.libraries import LibraryStats as LibraryStats
-from vlcache_jax.library.retriever import Hit as Hit
 from vlcache_jax.library.retriever import Retriever as Retriever
+from vlcache_jax.library.searches import Hit as Hit
+from vlcache_jax.library.searches import Searches as Searches
 
-__all__ = ["Added", "Hit", "Library", "LibraryStats", "Retriever"]
+__all__ = ["Added", "Hit", "Library", "LibraryStats", "Retriever", "Searches"]

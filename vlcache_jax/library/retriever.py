@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy.typing as npt
 from vlcache_jax.cache.items import Item
 from vlcache_jax.checks import check_whole, short
 from vlcache_jax.library.libraries import Library
-from vlcache_jax.outputs import EmbeddingOutput, RerankOutput
+from vlcache_jax.library.searches import Hit, Searches
+from vlcache_jax.outputs import EmbeddingOutput, RequestOutput, RerankOutput
 from vlcache_jax.serving import RequestError
 
 EXACT = 100_000
@@ -42,21 +43,6 @@ class Reranks(Protocol):
         self, query: Any, documents: Any, *, instruction: str | None = None, use_tqdm: bool = True
     ) -> list[RerankOutput]:
         """See `LLM.rerank`."""
-
-
-@dataclass(frozen=True)
-class Hit:
-    """An item that was found.
-
-    Attributes:
-      id: its name in the library.
-      score: the cosine of query and picture; with a reranker its score.
-      metadata: of the item.
-    """
-
-    id: str
-    score: float
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,6 +169,10 @@ class Retriever:
         wanted = k if self._reranker is None else max(k, min(_WIDER * k, len(index.items)))
         hits = [Hit(item.id, score, item.metadata) for item, score in _nearest(index, vector, wanted, _passes(filter))]
         return hits if self._reranker is None or not hits else self._reranked(query, hits, instruction)[:k]
+
+    def answered(self, *given: Any) -> list[RequestOutput]:
+        """Answers that may search with it; see `Searches`."""
+        return Searches(self).answered(*given)
 
     def _reranked(self, query: Any, hits: Sequence[Hit], instruction: str | None) -> list[Hit]:
         assert self._reranker is not None

@@ -1,0 +1,274 @@
+"""Retrieval while an answer is made: the model asks for pictures by a tool call, and goes on with those that are found.
+
+The turn of the assistant ends with its call. What a retriever finds comes as the tool's message, pictures by their
+names, behind what was generated so far: that lies in the KV pool, and the pictures are linked, so that nothing is
+computed twice.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vlcache_jax.checks import check_flags, check_whole, is_a, short
+from vlcache_jax.library.libraries import Library
+from vlcache_jax.llm import LLM, Asked
+from vlcache_jax.outputs import RequestOutput, Searched
+from vlcache_jax.protocol.deltas import Joined
+from vlcache_jax.protocol.forced import forced_call
+from vlcache_jax.protocol.parsing import AnswerParser
+from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.serving import RequestError
+from vlcache_jax.structured_outputs import StructuredOutputs
+
+TOOL = "search_library"
+_MOST_QUERY = 300  # characters
+_THREADS = 8
+
+type Filter = Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An item that was found.
+
+    Attributes:
+      id: its name in the library.
+      score: the cosine of query and picture; with a reranker its score.
+      metadata: of the item.
+    """
+
+    id: str
+    score: float
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Finds(Protocol):
+    """A `Retriever`."""
+
+    library: Library
+
+    def search(self, query: Any, k: int = 10, *, filter: Filter = None) -> list[Hit]:
+        """See `Retriever.search`."""
+
+
+@dataclass(frozen=True)
+class Searches:
+    """How an answer may search a library; `LLM.chat(..., retrieve=...)` takes it, or a `Retriever` for the defaults.
+
+    Attributes:
+      retriever: finds. Its library is of the model that answers.
+      k: pictures that one search brings at most.
+      rounds: searches of an answer at most; calls beyond stay as they are.
+      tokens: that the pictures of one search take at most.
+      timeout: seconds that a search may take. One that is slower, or fails, has found nothing.
+      required: whether each answer begins with a search; else the model decides.
+      filter: see `Retriever.search`.
+
+    Raises:
+      ValueError: one is wrong.
+    """
+
+    retriever: Finds
+    k: int = 3
+    rounds: int = 2
+    tokens: int = 4096
+    timeout: float = 10.0
+    required: bool = False
+    filter: Filter = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(self.retriever, "library", None), Library):
+            raise ValueError(f"retriever must be a Retriever, got {type(self.retriever).__name__}")
+        for name in ("k", "rounds", "tokens"):
+            check_whole(name, getattr(self, name), 1)
+        if not (is_a(self.timeout, int | float) and self.timeout > 0):
+            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        check_flags(required=self.required)
+
+    @property
+    def tool(self) -> dict[str, Any]:
+        """What the model is told."""
+        query = {"type": "string", "minLength": 1, "maxLength": _MOST_QUERY, "description": "What the pictures show."}
+        count = {"type": "integer", "minimum": 1, "maximum": self.k, "description": f"How many; {self.k} by default."}
+        parameters = {"type": "object", "properties": {"query": query, "k": count}, "required": ["query"]}
+        about = f"Finds pictures of the library {self.retriever.library.name}. They come with the result."
+        named = {"name": TOOL, "description": about, "parameters": {**parameters, "additionalProperties": False}}
+        return {"type": "function", "function": named}
+
+    def answered(
+        self,
+        llm: LLM,
+        conversations: Sequence[Asked],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        name: str,
+        options: Mapping[str, Any],
+    ) -> list[RequestOutput]:
+        """The answers to conversations; see `LLM.chat`.
+
+        Args:
+          name: of a conversation, with {} for its number.
+          options: the other arguments of `LLM.chat`.
+
+        Raises:
+          RequestError, ValueError: see `LLM.chat`; or the library is another model's, or another owner's.
+        """
+        library = self.retriever.library
+        if library.service is not llm.service:
+            raise ValueError(f"retrieve must search a library of this engine, got {library.name!r} of another one")
+        if library.owner not in (None, options.get("cache_salt")):
+            raise ValueError(f"cache_salt must be the owner's of library {library.name!r}")
+        params = _each(sampling_params, len(conversations), llm)
+        rows = [_Row(given, own) for given, own in zip(conversations, params, strict=True)]
+        tools = [*(options.get("tools") or ()), self.tool]
+        forced = forced_call(tools, {"type": "function", "function": {"name": TOOL}}) if self.required else None
+        with concurrent.futures.ThreadPoolExecutor(_THREADS, "vlcache-searches") as threads:
+            for number in range(self.rounds + 1):
+                going = [row for row in rows if row.goes_on]
+                if not going:
+                    break
+                outputs = llm.chat(
+                    [row.conversation for row in going],
+                    [row.params(forced if number == 0 else None) for row in going],
+                    **{**options, "tools": tools, "on_error": "return"},
+                )
+                for row, output in zip(going, outputs, strict=True):
+                    row.take(output, searches=number < self.rounds)
+                asking = [row for row in going if row.goes_on]
+                looking = [(row, threads.submit(self._search, row.call)) for row in asking]
+                for row, future in looking:
+                    row.go_on(*self._found(future, row.call, llm))
+        return _results(rows, name, options.get("on_error", "raise"))
+
+    def _search(self, call: Mapping[str, Any]) -> list[Hit]:
+        query, count = call.get("query"), call.get("k", self.k)
+        if not isinstance(query, str) or not query:
+            raise ValueError(f"query must be a text, got {short(query)}")
+        most = min(count, self.k) if is_a(count, int) and count > 0 else self.k
+        return self.retriever.search(query, most, filter=self.filter)
+
+    def _found(
+        self, future: concurrent.futures.Future[list[Hit]], call: Mapping[str, Any], llm: LLM
+    ) -> tuple[Searched, list[dict[str, Any]]]:
+        """What is told of a search, and to the model."""
+        start, hits, error = time.perf_counter(), list[Hit](), None
+        try:
+            hits = self._that_fit(future.result(self.timeout), llm)
+        except TimeoutError:
+            future.cancel()
+            error = f"the search took more than {self.timeout:g} seconds"
+        except Exception as failure:  # of the caller's own embedder, too
+            error = f"{type(failure).__name__}: {failure}"
+        shown = tuple((hit.id, hit.score) for hit in hits)
+        told = Searched(str(call.get("query")), shown, time.perf_counter() - start, error)
+        parts: list[dict[str, Any]] = [] if hits else [{"type": "text", "text": "[]"}]
+        for hit in hits:
+            said = json.dumps({"id": hit.id, **hit.metadata}, ensure_ascii=False)
+            parts += [{"type": "text", "text": f"{said}\n"}, self.retriever.library.part(hit.id)]
+        return told, parts
+
+    def _that_fit(self, hits: Sequence[Hit], llm: LLM) -> list[Hit]:
+        """As many as their tokens let."""
+        processor, left, found = llm.service.intake.processor, self.tokens, []
+        for hit in hits:
+            item = self.retriever.library.get(hit.id)
+            left -= processor.num_tokens(processor.grid(item.picture.height, item.picture.width, item.limits))
+            if left < 0:
+                break
+            found.append(hit)
+        return found
+
+
+@dataclass
+class _Row:
+    """One conversation as it goes on."""
+
+    given: Asked
+    asked: SamplingParams
+    added: list[dict[str, Any]] = field(default_factory=list)
+    searched: list[Searched] = field(default_factory=list)
+    output: RequestOutput | None = None
+    call: Mapping[str, Any] = field(default_factory=dict)
+    goes_on: bool = True
+    used: int = 0
+
+    @property
+    def conversation(self) -> Any:
+        if isinstance(self.given, Mapping):
+            return {**self.given, "messages": [*self.given["messages"], *self.added]}
+        return [*self.given, *self.added]
+
+    def params(self, forced: str | None) -> SamplingParams:
+        """Of the next turn."""
+        params = self.asked.clone()
+        if params.max_tokens is not None:
+            params.max_tokens -= self.used
+        if forced is not None:
+            params.structured_outputs = StructuredOutputs(grammar=forced)
+        return params
+
+    def take(self, output: RequestOutput, *, searches: bool) -> None:
+        """The end of a turn."""
+        self.output, self.goes_on = output, False
+        if output.error is not None or not searches:
+            return
+        [answer] = output.outputs
+        self.used += len(answer.token_ids)
+        call = _call(answer.text)
+        has_room = self.asked.max_tokens is None or self.used < self.asked.max_tokens
+        if call is not None and answer.finish_reason == "stop" and has_room:
+            self.call, self.goes_on = call, True
+            self.added.append({"role": "assistant", "content": answer.text})
+
+    def go_on(self, told: Searched, parts: list[dict[str, Any]]) -> None:
+        """With what was found."""
+        self.searched.append(told)
+        self.added.append({"role": "tool", "content": parts})
+
+
+def _call(text: str) -> Mapping[str, Any] | None:
+    """The arguments of the last call of an answer, if it searches; what is no JSON asks for nothing."""
+    parser = AnswerParser("", has_tools=True)
+    calls = Joined.of([*parser.push(text), *parser.finish()]).calls
+    if not calls or calls[-1]["function"]["name"] != TOOL:
+        return None
+    try:
+        found = json.loads(calls[-1]["function"]["arguments"] or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _each(given: SamplingParams | Sequence[SamplingParams] | None, count: int, llm: LLM) -> Sequence[SamplingParams]:
+    """Sampling parameters of each conversation."""
+    own = llm.get_default_sampling_params() if given is None else given
+    listed = [own] * count if isinstance(own, SamplingParams) else list(own)
+    if len(listed) != count or not all(isinstance(one, SamplingParams) for one in listed):
+        raise ValueError(f"sampling_params must be one, or one for each of {count} conversations, got {short(given)}")
+    for one in listed:
+        if one.n != 1:
+            raise ValueError(f"sampling_params n must be 1 beside retrieve, got {one.n}")
+    return listed
+
+
+def _results(rows: Sequence[_Row], name: str, on_error: str) -> list[RequestOutput]:
+    outputs = []
+    errors: dict[int, str] = {}
+    for number, row in enumerate(rows):
+        assert row.output is not None
+        error = row.output.error
+        if error is not None:  # of the row's turn, whatever its place among those that went on
+            error = re.sub(r"^conversations\[\d+\]", name.format(number), error)
+            errors[number] = error
+        outputs.append(
+            dataclasses.replace(row.output, error=error, searches=tuple(row.searched), request_id=str(number))
+        )
+    if errors and on_error == "raise":
+        raise RequestError(errors, [None if number in errors else one for number, one in enumerate(outputs)])
+    return outputs
