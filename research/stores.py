@@ -3,7 +3,7 @@
     python -m research.stores --redis --out benchmarks/results/stores_cpu.json
 
 Records have the K, V of an image of 1024 tokens of Qwen3-VL-8B; `--mb` scales them. A load is what the engine does:
-`store.fill` into a record that a store has just made, with every check. "plain" is what reading the same bytes alone
+`store.Filling` into a record that a store has just made, with every check. "plain" is what reading the same bytes alone
 takes: the file into a record's memory, an object or chunks into bytes of their own, the file from the peer's server
 into a record's memory. "xxh3" is what their checksums alone take. A load has to reach `LEAST` percent of the rate of
 the slower of the two. Of a write the plain one is the same bytes in one file, on the disk, or in one object, or chunks.
@@ -42,7 +42,7 @@ from obstore.store import LocalStore
 from vlcache_jax.cache.config import CacheConfig
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.record import Meta, Record, blocks
-from vlcache_jax.cache.store import Store, fill
+from vlcache_jax.cache.store import Filling, Store
 from vlcache_jax.cache.tier import Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.cache.tiers.object_store import ObjectTier
@@ -170,7 +170,7 @@ def read(case: ReadCase, records: Sequence[Record], is_new: bool, times: Times) 
         if not is_new:
             _clear(place)
         case.prepare(record)
-        times.tier.append(_seconds(functools.partial(fill, store, case.tier, meta, place)))
+        times.tier.append(_seconds(Filling(store, case.tier, meta, place).read))
         if not place.is_ready or place.meta.checksums != record.meta.checksums:
             raise ValueError(f"record of {case.name} must come whole, did not")
         _check(f"load from {case.name}", record, _content(place))

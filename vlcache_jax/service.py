@@ -507,7 +507,7 @@ def _open_cache(
     store = Store(
         config.cache, tiers, shares=shares,
         room=partial(round_up, rungs=runner.token_rungs), limit=partial(time_limit, rates),
-        forgotten=tier.drop, expired=pages.drop,
+        forgotten=tier.drop, expired=pages.drop, together=runner.shapes.link_groups[0].stop,
     )  # fmt: skip
     return Cache(store, Writer(store, runner.devices.copies), tier, pages)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from vlcache_jax.cache.keys import owner_key
 from vlcache_jax.cache.record import Meta, Record, Why, blocks
-from vlcache_jax.cache.store import fill
+from vlcache_jax.cache.store import Filling
 from vlcache_jax.cache.tier import DamagedError, Found, GoneError, Line, Tier, TierError, verified
 
 GRID = (1, 4, 6)
@@ -137,7 +137,7 @@ def load(store, tier, name):
     if record is None:
         return None
     try:
-        fill(store, tier, meta, record)
+        Filling(store, tier, meta, record).read()
     except DamagedError:
         store.withdraw(record, Why.corrupt)
     except TierError:

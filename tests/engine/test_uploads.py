@@ -10,8 +10,9 @@ import pytest
 
 from tests.cache.records import load
 from tests.helper import SIZES, WITHIN, assert_nothing_left, user
-from vlcache_jax import LLM, SamplingParams
+from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.tier import Found, Tier, TierError
+from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.device.programs.layers import BLOCK
 from vlcache_jax.testing import make_checkpoint
 
@@ -172,10 +173,10 @@ def test_what_comes_while_nobody_looks_is_found(llm, picture, monkeypatch):
     """A record is there, or a picture, between the look at what a prompt lacks and the wait for it."""
     readiness, looked = llm.service.engine._readiness, itertools.count()
     look = readiness.look
-    monkeypatch.setattr(readiness, "look", lambda sequence: look(sequence) if next(looked) > 0 else None)
+    monkeypatch.setattr(readiness, "look", lambda *given: look(*given) if next(looked) > 0 else None)
     [output] = llm.chat(user("See ", picture, " what?"), PARAMS, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
-    assert next(looked) > 2
+    assert next(looked) >= 2
 
 
 @pytest.mark.parametrize("arrived", [0, 1, 2])
@@ -265,3 +266,82 @@ def test_images_are_linked_together_and_layers_launched_together(deep, textured_
     apart, names = counted(deep, monkeypatch, before, *pictures, " what?", reuse=reuse)
     assert (names["layers"], names["layer"]) == (0, 9)
     np.testing.assert_allclose(logits, apart, atol=1e-4, rtol=0)
+
+
+def test_what_a_slow_image_keeps_waiting_is_encoded_meanwhile(llm, picture, textured_image, monkeypatch):
+    """Nothing of a stored image has come: the other one of the request is encoded, and all begins when it is there."""
+    other = textured_image(90, 60, 2)
+    [cold] = llm.chat(user("See ", picture, " and ", other, " what?"), PARAMS, use_tqdm=False, reuse="off")
+    llm.reset_mm_cache()
+    tier, thread = loading(llm, user("See ", picture, " what?"))
+    launched, wait_for = spy(llm, monkeypatch)
+    outputs, asked = asking(llm, user("See ", picture, " and ", other, " what?"))
+    wait_for(("encode",))
+    assert not {"link", "layer", "layers"} & {name for name, *_ in launched}
+    for gate in tier.gates:
+        gate.set()
+    asked.join()
+    thread.join()
+    assert [name for name, *_ in launched].count("encode") == 1
+    [output] = outputs
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert [image.match for image in output.cache.images] == ["exact", "miss"]
+    assert [image.encoder for image in output.cache.images] == ["none", "computed"]
+    assert output.metrics.encode > 0
+    assert_nothing_left(llm)
+
+
+def test_a_slow_image_that_does_not_come_is_computed_beside_one_encoded(llm, picture, textured_image, monkeypatch):
+    other = textured_image(90, 60, 2)
+    question = user("See ", picture, " and ", other, " what?")
+    [cold] = llm.chat(question, PARAMS, use_tqdm=False, reuse="off")
+    llm.reset_mm_cache()
+    tier, thread = loading(llm, user("See ", picture, " what?"))
+    tier.broken = 0
+    _, wait_for = spy(llm, monkeypatch)
+    outputs, asked = asking(llm, question)
+    wait_for(("encode",))
+    tier.gates[0].set()
+    asked.join()
+    thread.join()
+    [output] = outputs
+    assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert_nothing_left(llm)
+
+
+def test_first_layers_of_all_come_before_the_last_ones_of_any(checkpoints, textured_image, tmp_path, monkeypatch):
+    """Twenty hits on the disk, read by four threads: computing begins with the layers that are there."""
+    pictures = [textured_image(32, 32 + 32 * (i % 2), i) for i in range(20)]
+    question = user(*pictures, "which?")
+    with LLM(checkpoints("qwen3_vl"), cache=CacheConfig(disk=tmp_path), use_tqdm=False, **SIZES) as llm:
+        [cold] = llm.chat(question, PARAMS, use_tqdm=False)
+        llm.cache.flush()
+    with LLM(checkpoints("qwen3_vl"), cache=CacheConfig(disk=tmp_path), use_tqdm=False, **SIZES) as llm:
+        read, gate, came = DiskTier.read, threading.Event(), collections.Counter()
+        queued, [channel] = threading.Event(), llm.service.cache.store.channels
+        first = llm.service.device.runner.shapes.link_groups[0].stop
+
+        def held(self, meta, parts, place):
+            parts = tuple(parts)
+            assert queued.wait(WITHIN)
+            for part, planes in read(self, meta, parts, place):
+                number = meta.parts.index(part)
+                if meta.context is not None and number >= first:
+                    assert gate.wait(WITHIN)  # later layers of all, until the first ones have been computed
+                came[number] += meta.context is not None
+                yield part, planes
+
+        monkeypatch.setattr(DiskTier, "read", held)
+        _, wait_for = spy(llm, monkeypatch)
+        outputs, asked = asking(llm, question)
+        while channel._queued < 16:  # of the others the threads have taken the first ones
+            time.sleep(0.001)
+        queued.set()
+        wait_for(("layer", 0))
+        assert came[0] == 20
+        assert came[first] == 0
+        gate.set()
+        asked.join()
+        [output] = outputs
+        assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert [image.kv for image in output.cache.images] == ["disk"] * 20

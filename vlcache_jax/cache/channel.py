@@ -89,6 +89,7 @@ class Channel:
         self._writing: dict[Future[None], Record] = {}
         self._unwanted: weakref.WeakSet[Record] = weakref.WeakSet()  # though they are being written
         self._lock = threading.Lock()
+        self._queued = 0  # that are to read
         self.is_closing = False
         self.progressed = 0.0  # when a record came last
 
@@ -151,9 +152,36 @@ class Channel:
 
     # Moving.
 
-    def load(self, work: Callable[[], None]) -> Future[None]:
-        """Runs what reads a record."""
-        return self._readers.submit(work)
+    @property
+    def is_busy(self) -> bool:
+        """Whether records wait to be read."""
+        return self._queued > 0
+
+    def load(self, work: Callable[[], bool]) -> Future[None]:
+        """Runs what reads a record, in turns with others that do: what returns True has more to do, behind them."""
+        done: Future[None] = Future()
+
+        def turn() -> None:
+            with self._lock:
+                self._queued -= 1
+            try:
+                has_more = work()
+                self.progressed = self._clock()
+                if has_more:
+                    begin()
+                    return
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        def begin() -> None:
+            with self._lock:
+                self._queued += 1
+            self._readers.submit(turn)
+
+        begin()
+        return done
 
     def is_worth_a_try(self) -> bool:
         """Whether a record that was found should be read; counts it if not."""

@@ -7,6 +7,7 @@ counted, and the request computes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -75,6 +76,8 @@ class Store(Records):
       limit: seconds that a record may take to come; who needs it computes then.
       forgotten: called with every record that leaves host memory.
       expired: called with the entry key of an image that has become too old.
+      together: layers of a record that are loaded together where others are to be loaded, too, so that the first ones
+        of all come first; None: all.
       clock: seconds since the epoch.
       steady: seconds that only grow.
 
@@ -97,9 +100,11 @@ class Store(Records):
         limit: Callable[[Meta], float] = lambda meta: 30.0,
         forgotten: Callable[[Record], object] = lambda record: None,
         expired: Callable[[str], object] = lambda entry: None,
+        together: int | None = None,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ):
+        self._together = together
         super().__init__(config, shares or Shares(config.owner_bytes), clock, forgotten)
         self.pictures = Bounded[PictureKey](REMEMBERED)
         self.refusals = Bounded[str](_REFUSED)
@@ -320,9 +325,11 @@ class Store(Records):
 
     def _start(self, channel: Channel, meta: Meta, record: Record) -> None:
         """Begins to load a record."""
+        together = self._together if meta.context is not None else None
+        filling = Filling(self, channel.tier, meta, record, together)
         with self._moving:
             try:
-                future = channel.load(lambda: self._load(channel, meta, record))
+                future = channel.load(functools.partial(self._load, channel, filling))
             except RuntimeError:  # it was closed meanwhile
                 self.withdraw(record)
                 return
@@ -334,7 +341,9 @@ class Store(Records):
 
     def _has_ended(self, future: Future[None]) -> None:
         with self._moving:
-            self._loading.pop(future, None)
+            load = self._loading.pop(future, None)
+        if load is not None and future.exception() is not None:  # the threads were shut down between two turns
+            self.withdraw(load.record)
 
     def _tick(self) -> None:
         while True:
@@ -345,10 +354,12 @@ class Store(Records):
                     self._ticking = None
                     return
 
-    def _load(self, channel: Channel, meta: Meta, record: Record) -> None:
+    def _load(self, channel: Channel, filling: Filling) -> bool:
+        """Goes on loading a record; whether it is to go on behind others."""
+        record, meta, has_more = filling.record, filling.meta, False
         try:
             with self.meter.timing(channel.tier.label, "read"):
-                fill(self, channel.tier, meta, record)
+                has_more = filling.read(lambda: channel.is_busy)
         except Exception as error:  # whatever it was, the answer does not depend on it
             channel.fault(error)
             channel.forget(meta.entry)
@@ -363,58 +374,76 @@ class Store(Records):
             elif record.state == Lost(Why.not_finite):  # it is gone
                 channel.forget(meta.entry)
         finally:
-            self.withdraw(record)  # unless it is settled by now
+            if not has_more:
+                self.withdraw(record)  # unless it is settled by now
+        return has_more
 
 
-def fill(store: Records, tier: Tier, meta: Meta, record: Record) -> None:
+class Filling:
     """Fills a record that has its place, until nobody wants it any more, and publishes it. One that is not finite is
     deleted, or what is computed in its place would not be written.
 
     Args:
+      store: publishes it.
+      tier: has it.
       meta: as the tier says it.
-
-    Raises:
-      TierError, or whatever the tier raises: it is not filled.
+      together: parts that are read before others may come first; None: all.
     """
-    missing = set(meta.parts)
-    whole = replace(record.meta, checksums=meta.checksums)
-    places = record.parts
-    is_finite = True
 
-    def check(part: Part, planes: Planes) -> None:
-        nonlocal is_finite
-        if verified(whole, part, planes) is not places[part]:
-            for own, plane in zip(places[part], planes, strict=True):
+    def __init__(self, store: Records, tier: Tier, meta: Meta, record: Record, together: int | None = None):
+        self.meta, self.record = meta, record
+        self._store, self._tier = store, tier
+        self._together = together or len(meta.parts)
+        self._missing, self._places = set(meta.parts), record.parts
+        self._whole = replace(record.meta, checksums=meta.checksums)
+        self._is_finite = True
+
+    def read(self, is_busy: Callable[[], bool] = lambda: False) -> bool:
+        """Reads all parts that are left, or only some where others wait; whether there are more.
+
+        Raises:
+          TierError, or whatever the tier raises: it is not filled.
+        """
+        parts, count = [part for part in self.meta.parts if part in self._missing], 0
+        with ThreadPoolExecutor(1, "vlcache-check") as checker:  # one part is checked while the next one comes
+            checks: deque[Future[None]] = deque()
+            for part, planes in self._tier.read(self.meta, parts, self._places.__getitem__):
+                count += 1
+                checks.append(checker.submit(self._check, part, planes))
+                if len(checks) > _UNCHECKED:
+                    checks.popleft().result()
+                if self.record.is_settled:
+                    return False
+                if not self._is_finite or (count % self._together == 0 and count < len(parts) and is_busy()):
+                    break
+            for left in checks:
+                left.result()
+        if not self._is_finite:
+            try:
+                self._tier.delete(self.meta.name)
+            finally:
+                self._store.withdraw(self.record, Why.not_finite)
+        if self.record.is_settled:
+            return False
+        if len(self._missing) > len(parts) - count or count == 0:
+            raise TierError(f"{self.meta.name}: {self._missing} did not come")
+        if self._missing:
+            return True
+        self._store.publish(self.record, self.meta.checksums)
+        return False
+
+    def _check(self, part: Part, planes: Planes) -> None:
+        place = self._places[part]
+        if verified(self._whole, part, planes) is not place:
+            for own, plane in zip(place, planes, strict=True):
                 own[:] = plane
-        number = meta.parts.index(part)
-        if not record.is_finite(slice(number, number + 1)):  # it may be linked from here on
-            is_finite = False
+        number = self.meta.parts.index(part)
+        if not self.record.is_finite(slice(number, number + 1)):  # it may be linked from here on
+            self._is_finite = False
             return
-        missing.discard(part)
-        record.arrive(next((i for i, one in enumerate(meta.parts) if one in missing), len(meta.parts)))
-
-    with ThreadPoolExecutor(1, "vlcache-check") as checker:  # one part is checked while the next one comes
-        checks: deque[Future[None]] = deque()
-        for part, planes in tier.read(meta, meta.parts, places.__getitem__):
-            checks.append(checker.submit(check, part, planes))
-            if len(checks) > _UNCHECKED:
-                checks.popleft().result()
-            if record.is_settled:
-                return
-            if not is_finite:
-                break
-        for left in checks:
-            left.result()
-    if not is_finite:
-        try:
-            tier.delete(meta.name)
-        finally:
-            store.withdraw(record, Why.not_finite)
-    if record.is_settled:
-        return
-    if missing:
-        raise TierError(f"{meta.name}: {missing} did not come")
-    store.publish(record, meta.checksums)
+        self._missing.discard(part)
+        first = next((i for i, one in enumerate(self.meta.parts) if one in self._missing), len(self.meta.parts))
+        self.record.arrive(first)
 
 
 def _variant(there: dict[str, tuple[Channel, Found]]) -> dict[str, tuple[Channel, Found]]:

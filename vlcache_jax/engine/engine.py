@@ -237,8 +237,10 @@ class Engine:
         start, programs = time.thread_time(), self.runner.programs
         programs.first_launched = None
         if self._turn is None:
-            ready = [one for one in self.scheduler.prefilling if self._is_ready(one)]
+            waiting = self.scheduler.prefilling
+            ready = [one for one in waiting if self._is_ready(one)]
             if not ready:
+                self._encode_ahead(waiting)
                 return False
             self._turn = self._prefiller.begin(self.scheduler.next_turn(ready))
             for prefill, images in zip(self._turn.prefills, self._turn.images, strict=True):
@@ -267,6 +269,12 @@ class Engine:
         self._count_step(launched.step, start)
         return False
 
+    def _encode_ahead(self, waiting: abc.Iterable[Sequence]) -> None:
+        """While nobody's records are there: the first one's images that it will have to encode in any case."""
+        for sequence in waiting:
+            if self._prefiller.encode_ahead(sequence, self._readiness.encodable(sequence)):
+                return
+
     def _run_on(self, answers: list[Generation]) -> None:
         """Launches runs of forced tokens, and a token behind each."""
         start = time.thread_time()
@@ -286,7 +294,7 @@ class Engine:
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether a sequence can be computed now; then what it computes is settled."""
-        found = self._readiness.look(sequence)
+        found = self._readiness.look(sequence, self._prefiller.ahead(sequence))
         if found is not None:
             note_ready(sequence, found)
             self.scheduler.replan(sequence, found.plan, found.images)
@@ -379,6 +387,7 @@ class Engine:
         lease = sequence.progress.lease
         is_settled = lease is None or lease.is_proven or sequence.end.fault is not None
         self._compactor.forget(sequence)
+        self._prefiller.forget(sequence)
         self.scheduler.finish(sequence, failed=failed)
         if failed and sequence.end.group is not None:
             sequence.end.group.has_failed = True

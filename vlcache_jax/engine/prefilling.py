@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from vlcache_jax.device.runner import Runner
 from vlcache_jax.engine.batching import Placement, Prefill, Step, copied_pages, encoder_calls, prefill_steps
 from vlcache_jax.engine.device_copies import DeviceCopies
 from vlcache_jax.engine.passage import Passage
-from vlcache_jax.engine.request import ImageUse
+from vlcache_jax.engine.request import ImageUse, Sequence
 from vlcache_jax.engine.uploads import Transfers, Upload
 from vlcache_jax.inputs.layout import ImageRef
 
@@ -68,6 +69,13 @@ class Launched:
     took: tuple[tuple[str, Future[float]], ...]
 
 
+class _Ahead(NamedTuple):
+    """What was encoded ahead for a sequence; see `Turn`."""
+
+    where: dict[ImageRef, tuple[jax.Array, int]]
+    took: list[tuple[str, Future[float]]]
+
+
 class Prefiller:
     """Launches turns step by step.
 
@@ -81,15 +89,38 @@ class Prefiller:
     def __init__(self, runner: Runner, writer: Writer, clock: Clock, copies: DeviceCopies):
         self.runner, self.writer, self._clock, self.copies = runner, writer, clock, copies
         self._transfers = Transfers(runner)
+        self._ahead: dict[Sequence, _Ahead] = {}  # of those that wait for records
         first, *rungs = runner.ladder.patches
         calls = first, *(rung for rung in rungs if rung <= PATCHES_PER_CALL)
         self._calls = calls if runner.is_host else calls[-1:]  # a GPU reads all weights again for a call of a few
+
+    def encode_ahead(self, sequence: Sequence, uses: abc.Iterable[ImageUse]) -> bool:
+        """Encodes images of a sequence that waits for records; whether there were any."""
+        ahead = self._ahead.setdefault(sequence, _Ahead({}, []))
+        new = {use.span.image: use.encoder for use in uses if use.span.image not in ahead.where}
+        if not new:
+            return False
+        ahead.where.update(self._encode(new, {image: record for image, record in new.items() if record is not None}))
+        ahead.took.append(("encode", self._clock.mark([ahead.where[image][0] for image in new])))
+        return True
+
+    def ahead(self, sequence: Sequence) -> abc.Container[ImageRef]:
+        """The images that were encoded ahead for a sequence."""
+        return self._ahead[sequence].where if sequence in self._ahead else ()
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        self._ahead.pop(sequence, None)
 
     def begin(self, prefills: abc.Sequence[Prefill]) -> Turn:
         """Copies pages, and has stored images brought to the device."""
         if pairs := copied_pages(prefills):
             self.runner.pool.copy_pages(pairs)
         turn = Turn(prefills, Upload(self.copies, self._transfers, prefills))
+        for ahead in (self._ahead.pop(prefill.sequence, None) for prefill in prefills):
+            if ahead is not None:
+                turn.where.update(ahead.where)
+                turn.took += ahead.took
         turn.images = [[self._found(use, turn) for use in prefill.sequence.progress.images] for prefill in prefills]
         return turn
 
@@ -145,6 +176,7 @@ class Prefiller:
 
     def reset(self) -> None:
         """What the device held is gone."""
+        self._ahead.clear()
         self.runner.reset()
         self.copies.reset()
 

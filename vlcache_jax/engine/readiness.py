@@ -37,8 +37,11 @@ class Readiness:
         self._threads = threads
         self._decoding: dict[ImageRef, Future[object]] = {}
 
-    def look(self, sequence: Sequence) -> Ready | None:
+    def look(self, sequence: Sequence, encoded: abc.Container[ImageRef] = ()) -> Ready | None:
         """What a sequence computes, if it has all that it links, shares, or computes from; None: not yet.
+
+        Args:
+          encoded: images that were encoded ahead for it.
 
         A record that was not filled after all is no error: its image is computed. A picture that cannot be decoded is
         one, and ends the sequence.
@@ -47,21 +50,35 @@ class Readiness:
         if lease is None or sequence.end.error is not None or not lease.is_ready or lease.is_lost:
             return None
         before = Ready(sequence.progress.plan, sequence.progress.images)
-        if self._missing(sequence, lease, before) or not sequence.may_go_on():
+        if self._missing(sequence, lease, before, encoded) or not sequence.may_go_on():
             return None
         found = self._found(sequence, lease)
-        if found.images is not before.images and self._missing(sequence, lease, found):
+        if found.images is not before.images and self._missing(sequence, lease, found, encoded):
             return None  # what computes more may need more
-        # Of the images of which some rows are computed, those whose encoder rows nobody has.
+        decoded = self._decoded(sequence, lease, found)
+        return found if decoded is not None and all(decoded.values()) else None
+
+    def encodable(self, sequence: Sequence) -> abc.Sequence[ImageUse]:
+        """Of a sequence that cannot be computed yet, the images that it will have to encode, whose pixels are there."""
+        lease = sequence.progress.lease
+        if lease is None or sequence.end.error is not None or not lease.is_ready or lease.is_lost:
+            return ()
+        found = self._found(sequence, lease)
+        decoded = self._decoded(sequence, lease, found) or {}
+        mine = (use for use in found.images if use.encoder is None or use.encoder.state is not State.filling)
+        return [use for use in mine if decoded.get(use.span.image)]
+
+    def _decoded(self, sequence: Sequence, lease: Lease, found: Ready) -> dict[ImageRef, bool] | None:
+        """Of the images of which some rows are computed, those whose encoder rows nobody has, and whether their pixels
+        are there; None: they cannot be, which ends the sequence."""
         depth = found.plan.behind(lease.cached).depth
         kept = {use.span.image for use in found.images if use.encoder is not None and use.encoder.is_ready}
         spans = [span for span in sequence.layout.images if span.image not in kept and depth[span.tokens].any()]
         try:
-            decoded = [self._is_decoded(span.image) for span in spans]  # asked for side by side
+            return {span.image: self._is_decoded(span.image) for span in spans}  # asked for side by side
         except ValueError as error:
             sequence.fail(str(error))
             return None
-        return found if all(decoded) else None
 
     def wait(self, sequence: Sequence) -> bool:
         """Waits for something that a sequence lacks and that other threads work at, but not for long: others may arrive
@@ -91,7 +108,9 @@ class Readiness:
                 plan = plan.computing(use.span.tokens, self._num_layers)
         return Ready(plan, images)
 
-    def _missing(self, sequence: Sequence, lease: Lease, found: Ready) -> list[Record]:
+    def _missing(
+        self, sequence: Sequence, lease: Lease, found: Ready, ahead: abc.Container[ImageRef] = ()
+    ) -> list[Record]:
         """The records that it has to wait for. What comes layer by layer is waited for where it is linked."""
         linked = [
             use.linked
@@ -105,7 +124,10 @@ class Readiness:
         encoded = [
             use.encoder
             for use in found.images
-            if use.encoder is not None and use.encoder.state is State.filling and depth[use.span.tokens].any()
+            if use.encoder is not None
+            and use.encoder.state is State.filling
+            and depth[use.span.tokens].any()
+            and use.span.image not in ahead
         ]
         return linked + encoded
 
