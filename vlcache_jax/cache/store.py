@@ -404,17 +404,18 @@ class Filling:
         Raises:
           TierError, or whatever the tier raises: it is not filled.
         """
-        parts, count = [part for part in self.meta.parts if part in self._missing], 0
+        parts, makes_way = [part for part in self.meta.parts if part in self._missing], False
         with ThreadPoolExecutor(1, "vlcache-check") as checker:  # one part is checked while the next one comes
             checks: deque[Future[None]] = deque()
-            for part, planes in self._tier.read(self.meta, parts, self._places.__getitem__):
-                count += 1
+            given = self._tier.read(self.meta, parts, self._places.__getitem__)
+            for count, (part, planes) in enumerate(given, 1):
                 checks.append(checker.submit(self._check, part, planes))
                 if len(checks) > _UNCHECKED:
                     checks.popleft().result()
                 if self.record.is_settled:
                     return False
-                if not self._is_finite or (count % self._together == 0 and count < len(parts) and is_busy()):
+                makes_way = count % self._together == 0 and count < len(parts) and is_busy()
+                if makes_way or not self._is_finite:
                     break
             for left in checks:
                 left.result()
@@ -425,10 +426,10 @@ class Filling:
                 self._store.withdraw(self.record, Why.not_finite)
         if self.record.is_settled:
             return False
-        if len(self._missing) > len(parts) - count or count == 0:
-            raise TierError(f"{self.meta.name}: {self._missing} did not come")
-        if self._missing:
+        if makes_way:
             return True
+        if self._missing:
+            raise TierError(f"{self.meta.name}: {self._missing} did not come")
         self._store.publish(self.record, self.meta.checksums)
         return False
 
