@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import mmap
 import os
@@ -24,6 +25,9 @@ import numpy as np
 
 from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Parameter, Part, library_name, parameters
+from vlcache_jax.models.registry import load_config
+
+_log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -163,6 +167,25 @@ def _transpose(rows: np.ndarray, out: np.ndarray) -> None:
 
 class PlanError(ValueError):
     """A checkpoint's tensors are not those of its model."""
+
+
+def source_config(directory: str | pathlib.Path) -> ModelConfig:
+    """The configuration of a directory with safetensors files.
+
+    Where its `config.json` speaks of an output head that is not there, as in Qwen3-VL-Embedding-8B, the model is one
+    that embeds: the table of token embeddings stands in the head's place, and a warning says so.
+
+    Raises:
+      FileNotFoundError, ValueError: see `load_config` and `make_plan`.
+    """
+    directory, config = pathlib.Path(directory), load_config(directory)
+    if config.tie_word_embeddings:
+        return config
+    names = {library_name(tensor.name) for tensor in _stored_tensors(directory)[0]}
+    if _HEAD in names or _EMBEDDING not in names:
+        return config
+    _log.warning("%s has no output head: it embeds, and what it answers or ranks means nothing", directory)
+    return dataclasses.replace(config, tie_word_embeddings=True)
 
 
 def make_plan(directory: str | pathlib.Path, config: ModelConfig) -> list[Source]:

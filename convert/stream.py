@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import pathlib
 import shutil
 import time
@@ -25,11 +26,21 @@ from vlcache_jax.convert.manifest import (
 )
 from vlcache_jax.convert.memory import PeakMemory
 from vlcache_jax.convert.partial import appearing
-from vlcache_jax.convert.plan import Source, as_dtype, make_plan, sha256, source_digest, stored_dtype
+from vlcache_jax.convert.plan import (
+    Source,
+    as_dtype,
+    make_plan,
+    sha256,
+    source_config,
+    source_digest,
+    stored_dtype,
+)
 from vlcache_jax.convert.progress import ConvertMeter, ConvertProgress
 from vlcache_jax.convert.restore import StoredWeights
 from vlcache_jax.convert.source import SIDE_FILES, locate
+from vlcache_jax.fields import read_object
 from vlcache_jax.files import check_free
+from vlcache_jax.models.config import ModelConfig
 from vlcache_jax.models.params import Path
 from vlcache_jax.models.registry import load_config
 
@@ -92,7 +103,7 @@ def convert(
     destination = pathlib.Path(destination).expanduser().absolute()
     check_free("destination", destination)
     located = locate(source, revision)
-    config = load_config(located.directory)
+    config = source_config(located.directory)
     plan = make_plan(located.directory, config)
     target = wanted or stored_dtype(plan, config)
     leaves = [_Leaf(item, target) for item in plan]
@@ -115,6 +126,7 @@ def convert(
         if verify:
             _compare(directory, leaves, FORMAT, _meter("verify", leaves, memory, progress))
         _copy_side_files(located.directory, directory)
+        _write_tie(directory, config)
         manifest = _describe(directory, source, located.revision, leaves, digests)
         manifest.write(directory)
     return Report(
@@ -172,7 +184,7 @@ def verify_weights(
     """
     located = locate(source, revision)
     manifest = read_manifest(pathlib.Path(directory))
-    plan = make_plan(located.directory, load_config(located.directory))
+    plan = make_plan(located.directory, source_config(located.directory))
     leaves = [_Leaf(item, as_dtype(manifest.dtype)) for item in plan]
     with PeakMemory() as memory:
         _compare(pathlib.Path(directory), leaves, manifest.format, _meter("verify", leaves, memory, progress))
@@ -275,3 +287,11 @@ def _copy_side_files(source: pathlib.Path, directory: pathlib.Path) -> None:
             shutil.copyfile(source / name, directory / name)
     if (source / "additional_chat_templates").is_dir():
         shutil.copytree(source / "additional_chat_templates", directory / "additional_chat_templates")
+
+
+def _write_tie(directory: pathlib.Path, config: ModelConfig) -> None:
+    """A head that was not there is not looked for in what was made of it."""
+    if config.tie_word_embeddings != load_config(directory).tie_word_embeddings:
+        raw = read_object(directory / "config.json")
+        raw["tie_word_embeddings"] = config.tie_word_embeddings
+        (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

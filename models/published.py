@@ -13,10 +13,14 @@ SIZES: dict[str, PublishedSize] = {
     name: size for family in FAMILIES.values() for name, size in family.PUBLISHED.sizes.items()
 }
 
+LIKE = {f"Qwen3-VL-{kind}-{size}": f"Qwen3-VL-{size}" for kind in ("Embedding", "Reranker") for size in ("2B", "8B")}
+"""Published models that are of another one's size, with another use of their last token."""
+
 
 def find_name(name: str) -> str | None:
     """The name of a published size, given in any case, or None: "qwen3-vl-8b" is Qwen3-VL-8B."""
-    return {known.lower(): known for known in SIZES}.get(name.lower())
+    known = {one: one for one in SIZES} | LIKE
+    return {one.lower(): size for one, size in known.items()}.get(name.lower())
 
 
 @functools.cache

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.helper import ALONE, SIZES, Oracle, compilations, user
 from vlcache_jax import LLM, AsyncLLM, RequestError
-from vlcache_jax.inputs.retrieval import punctuated
+from vlcache_jax.convert.stream import convert
+from vlcache_jax.inputs.retrieval import EMBEDDING_INSTRUCTION, punctuated
+from vlcache_jax.models.published import find_name
 from vlcache_jax.testing import make_checkpoint
 
 SYSTEM = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -240,3 +244,25 @@ def test_requests_that_come_one_by_one(llm, empty, pictures):
     np.testing.assert_allclose(vectors(outputs), expected, atol=1e-5)
     assert [one.index for one in found] == [one.index for one in ranked]
     np.testing.assert_allclose([one.score for one in found], [one.score for one in ranked], atol=1e-5)
+
+
+def test_a_model_without_an_output_head_embeds(tmp_path, load_oracle, pictures, caplog):
+    """As Qwen3-VL-Embedding-8B, whose configuration speaks of a head that its files do not have."""
+    whole = make_checkpoint(tmp_path / "whole", "qwen3_vl", seed=6)
+    bare = tmp_path / "bare"
+    shutil.copytree(whole, bare)
+    tensors = load_file(bare / "model.safetensors")
+    assert tensors.pop("lm_head.weight") is not None
+    save_file(tensors, bare / "model.safetensors", {"format": "pt"})
+    report = convert(bare, tmp_path / "converted", verify=True)
+    given = [part(pictures[0]), "what is it?"]
+    for directory in (bare, report.directory):
+        caplog.clear()
+        with LLM(directory, **SIZES) as llm:
+            [output] = llm.embed([given], use_tqdm=False)
+            oracle = Oracle(load_oracle(whole), llm)
+            own = [{"role": "system", "content": EMBEDDING_INSTRUCTION}, {"role": "user", "content": given}]
+            expected = oracle.last_hidden(llm.service.renderer.from_conversation(own))
+        np.testing.assert_allclose(output.outputs.embedding, expected / np.linalg.norm(expected), atol=2e-5, rtol=0)
+        assert ("has no output head" in caplog.text) == (directory == bare)
+    assert find_name("qwen3-vl-embedding-8b") == find_name("Qwen3-VL-Reranker-8B") == "Qwen3-VL-8B"

@@ -39,6 +39,7 @@ from vlcache_jax.convert.plan import (
     aligned_empty,
     as_dtype,
     make_plan,
+    source_config,
     source_digest,
     stored_dtype,
     tensor_digests,
@@ -147,7 +148,7 @@ def open_checkpoint(
         return _ConvertedCheckpoint(directory, config, wanted or as_dtype(manifest.dtype), manifest.revision, manifest)
     if verify_weights:
         check_contents(directory)  # says that it has no hashes
-    config = load_config(directory)
+    config = source_config(directory)
     plan = make_plan(directory, config)
     return _HubCheckpoint(directory, config, wanted or stored_dtype(plan, config), located.revision, tuple(plan))
 
