@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.cache.keys import Salt
@@ -17,7 +17,7 @@ from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.outputs import EmbeddingOutput, HiddenState, RerankOutput
 from vlcache_jax.service import Service
 from vlcache_jax.serving import Call, RequestError
-from vlcache_jax.under_way import UnderWay
+from vlcache_jax.under_way import UnderWay, together
 
 Input = str | Mapping[str, Any] | Sequence[Any]
 """A string, a part of a message, a list of parts, a conversation, or a dict with a `prompt` as it is."""
@@ -71,6 +71,7 @@ class Pooling:
         listed, name = listed_inputs(documents, "documents")
         render = PairRenderer(self._service.renderer, query, read_settings(settings), instruction)
         call = self._service.call(name, listed, render, reuse, salt, on_error)
+        self.check_answers()
         states = in_order(self._service.caller.hidden_states(call, doing="scoring documents", show=show))
         return self.ranked(states)
 
@@ -78,6 +79,10 @@ class Pooling:
         """Raises a ValueError unless vectors can be cut to so many."""
         most = self._service.checkpoint.config.text.hidden_size
         check_whole("dimensions", dimensions, 1, most, or_none=True)
+
+    def check_answers(self) -> None:
+        """Raises a ValueError unless the model can say yes and no."""
+        _ = self._margin
 
     def ranked(self, states: Sequence[HiddenState]) -> list[RerankOutput]:
         """Documents, whose hidden states these are, the best first."""
@@ -220,12 +225,14 @@ class EmbedsAsync:
         cache_salt: Salt = None,
         priority: int = 0,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        most: int = 32,
     ) -> list[RerankOutput]:
         """How well documents suit a query; see `LLM.rerank`.
 
         Args:
           query, documents, instruction: see `LLM.rerank`.
           reuse, cache_salt, priority, mm_processor_kwargs: see `generate`.
+          most: documents that are under way at a time.
 
         Raises:
           QueueFullError, RequestError, ValueError, RuntimeError: see `generate`. The first error ends the call.
@@ -236,9 +243,9 @@ class EmbedsAsync:
             self.service.call(name.format(i), [one], render, reuse, cache_salt, "return", priority=priority)
             for i, one in enumerate(listed)
         ]
-        states: list[HiddenState] = await _all(
-            [functools.partial(self._hidden_state, one, self._requests.named(None)) for one in calls]
-        )
+        await asyncio.to_thread(self._pooling.check_answers)
+        work = [functools.partial(self._hidden_state, one, self._requests.named(None)) for one in calls]
+        states = await together(work, most)
         return await asyncio.to_thread(self._pooling.ranked, states)
 
     async def _hidden_state(self, call: Call, name: str) -> HiddenState:
@@ -251,19 +258,3 @@ class EmbedsAsync:
             if any(one.end.is_aborted for one in job.sequences):
                 raise RequestError({0: f"{call.name} was aborted"})
             return caller.hidden_state(job)
-
-
-async def _all[T](calls: Sequence[Callable[[], Any]]) -> list[T]:
-    """What they return, run side by side; the first error ends all."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call()) for call in calls]
-    except* Exception as errors:
-        raise _first(errors) from None
-    return [task.result() for task in tasks]
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -194,3 +194,20 @@ class _Room:
 def _let_in(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)
+
+
+async def together[T](work: Sequence[Callable[[], Coroutine[Any, Any, T]]], most: int) -> list[T]:
+    """What all of it comes to, so many at a time; the first error ends the rest."""
+    room = asyncio.Semaphore(most)
+
+    async def one(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with room:
+            return await begin()
+
+    tasks = [asyncio.ensure_future(one(begin)) for begin in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,6 @@
 """Records that come layer by layer: what is there is linked and computed with, what does not come is computed."""
 
+import asyncio
 import collections
 import itertools
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 from tests.cache.records import load
 from tests.helper import SIZES, WITHIN, assert_nothing_left, user
-from vlcache_jax import LLM, CacheConfig, SamplingParams
+from vlcache_jax import LLM, AsyncLLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.tier import Found, Tier, TierError
 from vlcache_jax.cache.tiers.disk import DiskTier
 from vlcache_jax.device.programs.layers import BLOCK
@@ -307,6 +308,30 @@ def test_a_slow_image_that_does_not_come_is_computed_beside_one_encoded(llm, pic
     [output] = outputs
     assert output.outputs[0].token_ids == cold.outputs[0].token_ids
     assert_nothing_left(llm)
+
+
+def test_what_one_encoded_ahead_others_get_though_it_was_aborted(llm, picture, textured_image, monkeypatch):
+    """Nobody waits for encoder rows that no turn would ever copy."""
+    other = textured_image(90, 60, 2)
+    tier, thread = loading(llm, user("See ", picture, " what?"))
+    launched, wait_for = spy(llm, monkeypatch)
+    engine = AsyncLLM(llm.service)
+
+    async def ask():
+        first = asyncio.ensure_future(anext(engine.generate(user("See ", picture, " and ", other, " what?"), PARAMS)))
+        await asyncio.to_thread(wait_for, ("encode",))
+        first.cancel()
+        async with asyncio.timeout(WITHIN):
+            async for output in engine.generate(user("Only ", other, " what?"), PARAMS):
+                last = output
+        return last
+
+    output = asyncio.run(ask())
+    assert len(output.outputs[0].token_ids) == 4
+    assert [name for name, *_ in launched].count("encode") == 1
+    for gate in tier.gates:
+        gate.set()
+    thread.join()
 
 
 def test_first_layers_of_all_come_before_the_last_ones_of_any(checkpoints, textured_image, tmp_path, monkeypatch):

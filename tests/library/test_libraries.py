@@ -209,6 +209,29 @@ def test_many_of_which_some_are_wrong(llm, pictures, tmp_path):
     assert all(ask(llm, named(f"{i}"), reuse="full").cache.images[0].encoder != "computed" for i in range(8))
 
 
+def test_the_same_name_twice_in_one_call(llm, pictures):
+    library = Library(llm, "products")
+    told = library.add_many([("a", pictures[0]), ("a", pictures[1]), ("b", pictures[2])], use_tqdm=False)
+    assert told.added == ("a", "b")
+    assert library.get("a").picture.height == pictures[0].shape[0]
+
+
+def test_a_disk_that_takes_nothing_is_told(directory, pictures, tmp_path):
+    with opened(directory, tmp_path, disk_bytes=1000) as llm:
+        library = Library(llm, "products")
+        with pytest.raises(ValueError, match=r"^image must fit on the disk"):
+            library.add(pictures[0], "one")
+        assert len(library) == 0
+        assert Library(llm, "products", tier="memory").add(pictures[0], "one").id == "one"
+
+
+def test_a_library_is_written_whatever_the_tier_admits(directory, pictures, tmp_path):
+    with opened(directory, tmp_path, admit="second") as llm:
+        Library(llm, "products", system=SYSTEM).add(pictures[0], "one")
+    with opened(directory, tmp_path, admit="second") as llm:
+        assert ask(llm, named("one")).cache.images[0].kv == "disk"
+
+
 def test_two_names_of_one_picture_share_its_records(llm, pictures):
     library = Library(llm, "products")
     one, two = library.add(pictures[0], "one"), library.add(pictures[0], "two")

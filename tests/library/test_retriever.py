@@ -116,6 +116,17 @@ def test_what_was_there_before(llm, library):
     assert own.search(shown(plain(0)), k=1)[0].id == "not kept"
 
 
+def test_one_item_that_cannot_be_seen_leaves_the_others(llm, library):
+    library.add_many({"a": plain(77), "b": plain(255)}, use_tqdm=False)
+    llm.cache.delete(library.get("a").entry, shared=True)
+    retriever = Retriever(library, llm)
+    assert [hit.id for hit in retriever.search(shown(plain(255)))] == ["b"]
+    assert "records are gone" in retriever.missing["a"]
+    library.update(plain(9), "a")
+    assert [hit.id for hit in retriever.search(shown(plain(9)), k=1)] == ["a"]
+    assert not retriever.missing
+
+
 @pytest.mark.ladder
 def test_a_planted_item_among_a_thousand(directory):
     with LLM(directory, use_tqdm=False, **SIZES) as llm:
@@ -151,6 +162,7 @@ def test_another_owner(llm):
     retriever = Retriever(mine, llm)
     mine.add(plain(9), "one")
     assert [hit.id for hit in retriever.search(shown(plain(9)))] == ["one"]
+    assert Retriever(mine, llm, reranker=llm).search("x")[0].id == "one"
     own = Retriever(mine, llm, name="anew")
     assert own.prepare() == 1
     assert Retriever(Library(llm, "mine", "b"), llm).search("x") == []
@@ -197,7 +209,7 @@ def test_neighbours_of_many():
         metadata = property(lambda self: {"n": int(self)})
 
     items = [Numbered(i) for i in range(len(vectors))]
-    exact, near = _Index(items, items, vectors), _Index(items, items, vectors, _neighbours(vectors))
+    exact, near = _Index(0, items, items, vectors), _Index(0, items, items, vectors, _neighbours(vectors))
     queries = vectors[rng.integers(0, len(vectors), 200)] + 0.05 * rng.normal(size=(200, 64)).astype(np.float32)
     queries /= np.linalg.norm(queries, axis=1, keepdims=True)
     seconds, found = {}, {}

@@ -1,11 +1,12 @@
 """Answers that search a library while they are made."""
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from tests.helper import SIZES
+from tests.helper import SIZES, WITHIN
 from vlcache_jax import LLM, RequestError, SamplingParams
 from vlcache_jax.library import Library, Retriever, Searches
 from vlcache_jax.library.searches import TOOL, _call
@@ -116,6 +117,20 @@ def test_a_search_that_finds_nothing_is_told_as_such(llm, library, how, told):
     assert said in search.error
     assert told[1][0][0][-1] == {"role": "tool", "content": [{"type": "text", "text": "[]"}]}
     assert output.error is None
+
+
+def test_a_search_that_hangs_is_not_waited_for(llm, library):
+    ends = threading.Event()
+    retriever = Retriever(library, lambda inputs: np.ones((len(inputs), 2)), name="alike")
+    retriever.prepare()
+    retriever._embedder = lambda inputs: ends.wait(WITHIN) and np.ones((len(inputs), 2))
+    try:
+        searches = Searches(retriever, timeout=0.1, rounds=1, required=True)
+        outputs = llm.chat([QUESTION] * 2, GREEDY, use_tqdm=False, retrieve=searches)
+        assert not ends.is_set()
+        assert ["more than 0.1 s" in output.searches[0].error for output in outputs] == [True, True]
+    finally:
+        ends.set()
 
 
 def test_rows_go_on_each_for_itself(llm, retriever):

@@ -217,6 +217,8 @@ def test_uploads_that_are_wrong(serve, pictures):
     status, file = upload(served, "/v1/files", good, purpose="vision")
     assert status == 200, file
     assert upload(served, "/v1/files", png(pictures[1]), purpose="vision")[0] == 429
+    lone = {"type": "image_url", "image_url": {"url": "file-id:\ud800"}}
+    assert "must be" in served.json("POST", CHAT, shows(lone))[1]["error"]["message"]
     for path in ("/v1/files/file-0", f"/v1/files/file-{'0' * 24}", "/v1/files/..", "/v1/files/x/content"):
         assert served.json("GET", path)[0] == 404
     for query in ("limit=0", "limit=x", "order=up"):
@@ -294,7 +296,10 @@ def test_the_operators_libraries(serve, pictures):
     assert found["cache"]["images"][0]["encoder"] != "computed"
     for method in ("GET", "DELETE"):
         assert served.json(method, "/libraries/shop/none", **as_admin)[0] == 404
-    assert served.json("DELETE", "/libraries/shop/sku-1", **as_admin)[0] == 200
+    assert upload(served, "/libraries/shop", png(pictures[2]), key=ADMIN, id="a/b")[0] == 200
+    for name in ("sku-1", "a%2Fb"):
+        assert served.json("GET", f"/libraries/shop/{name}", **as_admin)[0] == 200
+        assert served.json("DELETE", f"/libraries/shop/{name}", **as_admin)[0] == 200
     assert served.json("GET", "/libraries", **as_admin)[1]["data"] == []
     assert served.json("GET", "/libraries")[0] in (401, 403)
 

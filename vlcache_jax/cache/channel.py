@@ -166,7 +166,6 @@ class Channel:
                 self._queued -= 1
             try:
                 has_more = work()
-                self.progressed = self._clock()
                 if has_more:
                     begin()
                     return
@@ -261,9 +260,13 @@ class Channel:
     def count(self, event: Event, times: int = 1) -> None:
         self._meter.count(self.tier.label, event, times)
 
+    def note_progress(self) -> None:
+        """Something of a record came."""
+        self.progressed = self._clock()
+
     def loaded(self, record: Record) -> None:
         """A record came."""
-        self.progressed = self._clock()
+        self.note_progress()
         self._breaker.worked()
         self.count("loaded")
         self._meter.move(self.tier.label, "in", record.meta.part_bytes * len(record.meta.parts))

@@ -29,9 +29,10 @@ from vlcache_jax.cache.store import PictureKey
 from vlcache_jax.checks import short
 from vlcache_jax.files import make_folder
 
-_FILE, _LOCK = "index.sqlite", "lock"
+_FILE, _LOCK, _OPENING = "index.sqlite", "lock", "opening"
 FOLDER = "libraries-1"
 """Of the directory of the disk tier; its number changes whenever what is in it must not be read any more."""
+_PART = ".part"
 _PATIENCE = 10.0  # seconds that another process may keep the index
 _TABLES = """
 CREATE TABLE IF NOT EXISTS items (
@@ -160,6 +161,18 @@ class Items:
         """All of one library, by their ids."""
         return self._rows("AND library = ? ORDER BY id", owner, library)
 
+    def count(self, owner: Salt, library: str) -> int:
+        """How many there are."""
+        told = "SELECT COUNT(*) FROM items WHERE owner = ? AND library = ? AND (expires IS NULL OR expires > ?)"
+        return int(self._run(told, owner_key(owner), library, self._clock())[0][0])
+
+    def state(self, owner: Salt, library: str) -> tuple[Any, ...]:
+        """Another one whenever an item of a library has changed, or ended by its time; and also at other times."""
+        with self._lock:
+            others = self._run("PRAGMA data_version")[0][0]
+            assert self._index is not None
+            return others, self._index.total_changes, self.count(owner, library)
+
     def libraries(self, owner: Salt) -> list[str]:
         """Names of those that have items."""
         rows = self._run("SELECT DISTINCT library FROM items WHERE owner = ? ORDER BY library", owner_key(owner))
@@ -240,19 +253,27 @@ class Items:
     def forget(self, loose: Loose) -> None:
         """It is gone; its file goes, too."""
         if loose.file is not None and self._folder is not None:
-            (self._folder / loose.file).unlink(missing_ok=True)
+            for name in (loose.file, f"{loose.file}{_PART}"):
+                (self._folder / name).unlink(missing_ok=True)
         with self._changing() as index:
             index.execute("DELETE FROM loose WHERE number = ?", (loose.number,))
 
     def keep(self, file: str, encoded: bytes) -> None:
-        """Keeps the bytes of a picture; they are on the disk, whole, when this returns."""
+        """Keeps the bytes of a picture: they are there whole, or not at all.
+
+        Raises:
+          ValueError: they cannot be kept.
+        """
         assert self._folder is not None
-        part = self._folder / f"{file}.part"
-        with open(part, "wb") as opened:
-            opened.write(encoded)
-            opened.flush()
-            os.fsync(opened.fileno())
-        part.rename(self._folder / file)
+        part = self._folder / f"{file}{_PART}"
+        try:
+            with open(part, "wb") as opened:
+                opened.write(encoded)
+                opened.flush()
+                os.fsync(opened.fileno())
+            part.rename(self._folder / file)
+        except OSError as error:
+            raise ValueError(f"image must be kept as a file, but {self._folder}: {error.strerror}") from error
 
     def file_bytes(self, file: str) -> int:
         """Of a file that is kept; 0: it is gone."""
@@ -272,18 +293,12 @@ class Items:
             if self._folder is None or self._depth:
                 yield True
                 return
-            make_folder(self._folder)
-            with open(self._folder / _LOCK, "ab") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-                except BlockingIOError:
-                    yield False
-                    return
-                self._depth = 1
-                try:
-                    yield True
-                finally:
-                    self._depth = 0
+            with self._explained():
+                make_folder(self._folder)
+                is_mine = stack.enter_context(_locked(self._folder / _LOCK, waits=waits))
+            self._depth = int(is_mine)
+            stack.callback(setattr, self, "_depth", 0)
+            yield is_mine
 
     # Vectors of items.
 
@@ -368,27 +383,44 @@ class Items:
         except (OSError, sqlite3.Error) as error:
             place = self._folder or "in memory"
             raise ValueError(
-                f"the index of libraries must be one that can be used, got {place}: {error}; if it is damaged, delete "
-                "that folder and add the items again"
+                f"the index of libraries must be one that can be used, got {place}: {error}; only if it is damaged, "
+                "delete that folder and add the items again"
             ) from error
 
     def _opened(self) -> sqlite3.Connection:
         """The index, opened when it is first needed."""
         if self._index is None:
-            place = ":memory:"
-            if self._folder is not None:
+            if self._folder is None:
+                self._index = _connected(":memory:")
+            else:
                 make_folder(self._folder)
-                place = str(self._folder / _FILE)
-            index = sqlite3.connect(place, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
-            try:
-                index.execute("PRAGMA journal_mode = WAL")
-                index.execute("PRAGMA synchronous = FULL")  # an item that was added is there after a crash
-                index.executescript(_TABLES)
-            except BaseException:
-                index.close()
-                raise
-            self._index = index
+                with _locked(self._folder / _OPENING):  # what SQLite does then waits for nobody
+                    self._index = _connected(str(self._folder / _FILE))
         return self._index
+
+
+def _connected(place: str) -> sqlite3.Connection:
+    index = sqlite3.connect(place, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+    try:
+        index.execute("PRAGMA journal_mode = WAL")
+        index.execute("PRAGMA synchronous = FULL")  # an item that was added is there after a crash
+        index.executescript(_TABLES)
+    except BaseException:
+        index.close()
+        raise
+    return index
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path, *, waits: bool = True) -> Iterator[bool]:
+    """For as long as nobody else, of all processes, has this lock; whether one has it oneself."""
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
 def _owners(salt: Salt) -> list[Salt]:
@@ -400,9 +432,21 @@ def _put_vectors(
     index: sqlite3.Connection, owner: str, library: str, embedder: str, given: Mapping[str, tuple[str, Vector]]
 ) -> None:
     index.executemany(
-        "INSERT OR REPLACE INTO vectors (owner, library, embedder, id, version, vector) VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO vectors (owner, library, embedder, id, version, vector) SELECT ?, ?, ?, ?, ?, ? WHERE "
+        "EXISTS (SELECT 1 FROM items WHERE owner = ? AND library = ? AND id = ? AND version = ?)",
         [
-            (owner, library, embedder, name, version, np.asarray(vector, "<f4").tobytes())
+            (
+                owner,
+                library,
+                embedder,
+                name,
+                version,
+                np.asarray(vector, "<f4").tobytes(),
+                owner,
+                library,
+                name,
+                version,
+            )
             for name, (version, vector) in given.items()
         ],
     )

@@ -243,14 +243,23 @@ class Store(Records):
             channel.forget(entry)
         return names
 
-    def keep_outside(self, entry: str, is_pinned: bool) -> None:
-        """An image's records stay in the tiers of this machine, or no longer."""
+    def write_out(self, entry: str) -> None:
+        """Begins to write an image's records to the tiers of this machine, though it was not asked for twice."""
+        for record in self.records(entry) if self.config.admit != "always" else ():
+            if record.source is None:
+                self._keep(record, [channel for channel in self.channels if channel.tier.is_local])
+
+    def keep_outside(self, entry: str, is_pinned: bool) -> int:
+        """An image's records stay in the tiers of this machine, or no longer; returns of how many K, V are there."""
+        count = 0
         for channel in self.channels:
             for one in channel.found(entry) if channel.tier.is_local else ():
                 try:
                     channel.tier.pin(one.meta.name, is_pinned)
+                    count += one.meta.context is not None
                 except Exception as error:
                     channel.fault(error)
+        return count
 
     def is_owner(self, owner: str, entry: str) -> bool:
         """Whether an entry key, of which something is known, was made under the owner's salt."""
@@ -360,6 +369,7 @@ class Store(Records):
         try:
             with self.meter.timing(channel.tier.label, "read"):
                 has_more = filling.read(lambda: channel.is_busy)
+                channel.note_progress()
         except Exception as error:  # whatever it was, the answer does not depend on it
             channel.fault(error)
             channel.forget(meta.entry)

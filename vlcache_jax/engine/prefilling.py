@@ -95,11 +95,17 @@ class Prefiller:
         self._calls = calls if runner.is_host else calls[-1:]  # a GPU reads all weights again for a call of a few
 
     def encode_ahead(self, sequence: Sequence, uses: abc.Iterable[ImageUse]) -> bool:
-        """Encodes images of a sequence that waits for records; whether there were any."""
-        ahead = self._ahead.setdefault(sequence, _Ahead({}, []))
-        new = {use.span.image: use.encoder for use in uses if use.span.image not in ahead.where}
+        """Encodes images of a sequence that waits for records, as many as a step has rows for; whether it did."""
+        known = self.ahead(sequence)
+        new: dict[ImageRef, Record | None] = {}
+        left = self.runner.ladder.max_rows - sum(i.num_tokens for one in self._ahead.values() for i in one.where)
+        for use in uses:
+            if use.span.image not in known and use.span.image not in new and use.span.image.num_tokens <= left:
+                new[use.span.image] = use.encoder
+                left -= use.span.image.num_tokens
         if not new:
             return False
+        ahead = self._ahead.setdefault(sequence, _Ahead({}, []))
         ahead.where.update(self._encode(new, {image: record for image, record in new.items() if record is not None}))
         ahead.took.append(("encode", self._clock.mark([ahead.where[image][0] for image in new])))
         return True

@@ -169,7 +169,7 @@ def image_value(part: Mapping[str, Any], name: str) -> tuple[Any, dict[str, int]
         if not isinstance(value, str):
             raise ValueError(f"{name} must have a string as image_url or as its url, got {type(value).__name__}")
         if value.startswith(_FILE):
-            return Named(FILES, value.removeprefix(_FILE)), {}
+            return _named({"library": FILES, "id": value.removeprefix(_FILE)}, name), {}
         return value, limits
     check_keys(part, ("type", "uuid", *_IMAGE_KEYS, *OWN_LIMITS), name)
     return _only(part, _IMAGE_KEYS, name), limits

@@ -19,7 +19,7 @@ from PIL import Image
 
 from vlcache_jax.cache.items import Item
 from vlcache_jax.cache.keys import SHARED, Salt, TenantSalt, content_key
-from vlcache_jax.cache.store import PictureKey
+from vlcache_jax.cache.store import PictureKey, Store
 from vlcache_jax.checks import check_flags, check_text, is_a, short
 from vlcache_jax.inputs.settings import read_settings
 from vlcache_jax.progress import Progress
@@ -232,8 +232,9 @@ class Library:
             for some in itertools.batched(enumerate(rows), _TOGETHER):
                 with self._items.writing():
                     given = [_Given(*_row(row, number)) for number, row in some]
-                    new = [one for one in given if one.name not in self]
-                    added += [one.name for one in given if one.name in self]
+                    there = {one.name for one in given if one.name in self}
+                    added += [name for name in there if name not in added]
+                    new = list({one.name: one for one in reversed(given) if one.name not in there}.values())[::-1]
                     for one, found in zip(new, self._add(new), strict=True):
                         if isinstance(found, Item):
                             added.append(one.name)
@@ -259,7 +260,7 @@ class Library:
         """Removes an item, its records and its bytes; whether there was one. Requests under way end as they began."""
         _check_name("id", id)
         found = self._items.remove(self.salt, self.name, id)
-        self._clean()
+        self._clean(waits=False)
         return found
 
     # Looking.
@@ -281,7 +282,7 @@ class Library:
         return self._items.items(self.salt, self.name)
 
     def __len__(self) -> int:
-        return len(self.items())
+        return self._items.count(self.salt, self.name)
 
     def __contains__(self, id: object) -> bool:
         return isinstance(id, str) and self._items.get(self.salt, self.name, id) is not None
@@ -305,6 +306,10 @@ class Library:
         files = [item.file for item in items if item.file is not None]
         kept = sum(self.service.cache.store.knows(item.entry) for item in items)
         return LibraryStats(len(items), kept, len(files), sum(map(self._items.file_bytes, files)))
+
+    def state(self) -> Any:
+        """Another one whenever an item has changed."""
+        return self._items.state(self.salt, self.name)
 
     def vectors(self, embedder: str) -> dict[str, tuple[str, npt.NDArray[np.float32]]]:
         """By id, of which version an embedder's vector is, and the vector; see `Retriever`."""
@@ -332,7 +337,11 @@ class Library:
             pictures = [one.rgb for one in begun if isinstance(one, _Begun)]
             wrong = self._images.computed(pictures, self._system, "image", self._settings, **self._whose)
             self._images.flush()
-            results = iter(zip(wrong, self._vectors(pictures), strict=True))
+            for one in begun:
+                if isinstance(one, _Begun):
+                    self.service.cache.store.write_out(one.item.entry)
+            self._images.flush()
+            results = iter(zip(wrong, _vectors([*self._watchers], pictures), strict=True))
             return [one if isinstance(one, ValueError) else self._ended(one, *next(results)) for one in begun]
         finally:
             self._clean()
@@ -358,17 +367,6 @@ class Library:
         )  # fmt: skip
         return _Begun(item, rgb, encoded, self._items.begin(self.salt, entry, file))
 
-    def _vectors(self, pictures: Sequence[npt.NDArray[np.uint8]]) -> Sequence[Mapping[str, Any] | ValueError]:
-        """Of each picture its vectors by embedder, or why there are none."""
-        found: list[dict[str, Any]] = [{} for _ in pictures]
-        try:
-            for watcher in [*self._watchers] if pictures else ():
-                for own, vector in zip(found, watcher.vectors(pictures), strict=True):
-                    own[watcher.embedder_name] = vector
-        except ValueError as error:
-            return [error] * len(pictures)
-        return found
-
     def _ended(
         self, begun: _Begun, wrong: ValueError | None, vectors: Mapping[str, Any] | ValueError
     ) -> Item | ValueError:
@@ -379,10 +377,7 @@ class Library:
         if isinstance(vectors, ValueError):
             return vectors
         try:
-            store = self.service.cache.store
-            if self._in_memory:
-                store.keep(item.entry, True)
-            store.keep_outside(item.entry, True)
+            _pin(self.service.cache.store, item.entry, self._in_memory)
             if item.file is not None and begun.encoded is not None:
                 self._items.keep(item.file, begun.encoded)
         except ValueError as error:
@@ -401,6 +396,28 @@ class Library:
                 if not self._items.is_used(self.salt, loose.entry):
                     self._images.delete(loose.entry, **self._whose)
                 self._items.forget(loose)
+
+
+def _vectors(
+    watchers: Sequence[Watcher], pictures: Sequence[npt.NDArray[np.uint8]]
+) -> Sequence[Mapping[str, Any] | ValueError]:
+    """Of each picture its vectors by embedder, or why there are none."""
+    found: list[dict[str, Any]] = [{} for _ in pictures]
+    try:
+        for watcher in watchers if pictures else ():
+            for own, vector in zip(found, watcher.vectors(pictures), strict=True):
+                own[watcher.embedder_name] = vector
+    except ValueError as error:
+        return [error] * len(pictures)
+    return found
+
+
+def _pin(store: Store, entry: str, in_memory: bool) -> None:
+    """Raises a ValueError if records do not stay where they are to."""
+    if in_memory:
+        store.keep(entry, True)
+    if not store.keep_outside(entry, True) and not in_memory:
+        raise ValueError("image must fit on the disk, but its records could not be written there: see the log")
 
 
 def _row(row: Any, number: int) -> tuple[str, Any, Mapping[str, Any] | None]:

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.items import Item
 from vlcache_jax.checks import check_whole, short
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.library.searches import Hit, Searches
 from vlcache_jax.outputs import EmbeddingOutput, RequestOutput, RerankOutput
-from vlcache_jax.serving import RequestError
 
 EXACT = 100_000
 """Items up to which every vector is compared; beyond, `usearch` looks among neighbours."""
@@ -40,7 +40,7 @@ class Reranks(Protocol):
     """An `LLM` that scores documents."""
 
     def rerank(
-        self, query: Any, documents: Any, *, instruction: str | None = None, use_tqdm: bool = True
+        self, query: Any, documents: Any, *, cache_salt: str | None = None, use_tqdm: bool = True
     ) -> list[RerankOutput]:
         """See `LLM.rerank`."""
 
@@ -50,12 +50,14 @@ class _Index:
     """Vectors of items.
 
     Attributes:
+      state: of the library then.
       all: items of the library then.
       items: that have vectors, in their order.
       vectors: float32 [N, D], each as long as 1.
       neighbours: an index of usearch; None: every vector is compared.
     """
 
+    state: Any
     all: Sequence[Item]
     items: Sequence[Item]
     vectors: Vectors
@@ -79,6 +81,7 @@ class Retriever:
       embedder: an `LLM`, such as Qwen3-VL-Embedding; or a function that makes of a list of inputs (strings, parts of
         messages, lists of parts) a list of vectors of one length.
       reranker: an `LLM`, such as Qwen3-VL-Reranker, that puts what was found in a better order; None: there is none.
+        One that is not the library's own model needs the bytes of pictures.
       name: of the embedder, under which vectors are kept; None: the fingerprint of its weights, or of a function its
         name. What makes other vectors needs another one.
       exact: items up to which every vector is compared; beyond that the package `usearch` finds neighbours, some of
@@ -104,6 +107,9 @@ class Retriever:
             raise ValueError(f"library must be a Library, got {type(library).__name__}")
         if not (callable(getattr(embedder, "embed", None)) or callable(embedder)):
             raise ValueError(f"embedder must be an LLM or a function of inputs, got {type(embedder).__name__}")
+        for what, engine in (("embedder", embedder), ("reranker", reranker)):
+            if isinstance(engine, AsyncLLM):
+                raise ValueError(f"{what} must be an LLM, got an AsyncLLM: LLM(engine.service) is one")
         if reranker is not None and not callable(getattr(reranker, "rerank", None)):
             raise ValueError(f"reranker must be an LLM or None, got {type(reranker).__name__}")
         check_whole("exact", exact, 0)
@@ -168,34 +174,40 @@ class Retriever:
                              f"{index.vectors.shape[1]} of pictures")  # fmt: skip
         wanted = k if self._reranker is None else max(k, min(_WIDER * k, len(index.items)))
         hits = [Hit(item.id, score, item.metadata) for item, score in _nearest(index, vector, wanted, _passes(filter))]
-        return hits if self._reranker is None or not hits else self._reranked(query, hits, instruction)[:k]
+        return hits if self._reranker is None or not hits else self._reranked(query, hits)[:k]
 
     def answered(self, *given: Any) -> list[RequestOutput]:
         """Answers that may search with it; see `Searches`."""
         return Searches(self).answered(*given)
 
-    def _reranked(self, query: Any, hits: Sequence[Hit], instruction: str | None) -> list[Hit]:
+    def _reranked(self, query: Any, hits: Sequence[Hit]) -> list[Hit]:
         assert self._reranker is not None
         own = getattr(self._reranker, "service", None) is self.library.service
         shown = self.library.part if own else lambda name: {"type": "image", "image": self.library.image(name)}
         documents = [shown(hit.id) for hit in hits]
-        ranked = self._reranker.rerank(query, documents, instruction=instruction, use_tqdm=False)
+        whose: Any = {"cache_salt": self.library.owner} if own and self.library.owner is not None else {}
+        ranked = self._reranker.rerank(query, documents, use_tqdm=False, **whose)
         return [Hit(hits[one.index].id, one.score, hits[one.index].metadata) for one in ranked]
 
     def _now(self) -> _Index:
         """Vectors of all items, as they are now."""
         with self._lock:
+            state, before = self.library.state(), self._index
+            if before is not None and state == before.state:
+                return before
             items = self.library.items()
-            before = self._index
             if before is None or [one.version for one in before.all] != [one.version for one in items]:
-                self._index = self._made(items)
+                self._index = self._made(items, state)
             elif any(one.metadata != other.metadata for one, other in zip(before.all, items, strict=True)):
                 now = {one.version: one for one in items}
-                self._index = dataclasses.replace(before, all=items, items=[now[one.version] for one in before.items])
+                own = [now[one.version] for one in before.items]
+                self._index = dataclasses.replace(before, state=state, all=items, items=own)
+            else:
+                self._index = dataclasses.replace(before, state=state)
             assert self._index is not None
             return self._index
 
-    def _made(self, items: Sequence[Item]) -> _Index:
+    def _made(self, items: Sequence[Item], state: Any) -> _Index:
         library = self.library
         known = library.vectors(self._name)
         lacking = [one for one in items if known.get(one.id, ("",))[0] != one.version]
@@ -207,33 +219,42 @@ class Retriever:
                     shown[item.id] = self._shown(item)
                 except ValueError as error:
                     gone[item.id] = str(error)
-            made = dict(zip(shown, self._embedded(list(shown.values())), strict=True)) if shown else {}
-            new = {one.id: (one.version, made[one.id]) for one in some if one.id in made}
+            made = dict(zip(shown, self._each(list(shown.values())), strict=True))
+            gone |= {name: str(one) for name, one in made.items() if isinstance(one, ValueError)}
+            found = {name: one for name, one in made.items() if not isinstance(one, ValueError)}
+            new = {one.id: (one.version, found[one.id]) for one in some if one.id in found}
             library.put_vectors(self._name, new)
             known |= new
         self.missing = gone
-        found = [one for one in items if one.id not in gone]
-        if not found:
-            return _Index(items, (), np.zeros((0, 0), np.float32))
-        sizes = {len(known[one.id][1]) for one in found}
+        known_items = [one for one in items if one.id not in gone]
+        if not known_items:
+            return _Index(state, items, (), np.zeros((0, 0), np.float32))
+        sizes = {len(known[one.id][1]) for one in known_items}
         if len(sizes) > 1:
             raise ValueError(f"embedder must make vectors of one length, got {sorted(sizes)}: give it another name")
-        vectors = np.stack([known[one.id][1] for one in found])
-        return _Index(items, found, vectors, _neighbours(vectors) if len(found) > self._exact else None)
+        vectors = np.stack([known[one.id][1] for one in known_items])
+        neighbours = _neighbours(vectors) if len(known_items) > self._exact else None
+        return _Index(state, items, known_items, vectors, neighbours)
 
     def _shown(self, item: Item) -> Any:
         """A picture as the embedder gets it: by its name, where that is of the library's own model, else its bytes."""
         library = self.library
         return library.part(item.id) if self._is_own else {"type": "image", "image": library.image(item.id)}
 
+    def _each(self, inputs: Sequence[Any]) -> list[Vectors | ValueError]:
+        """Of each input its vector, or what is wrong with it."""
+        try:
+            return list(self._embedded(inputs)) if inputs else []
+        except ValueError as error:
+            if len(inputs) == 1:
+                return [error]
+        return [one for given in inputs for one in self._each([given])]
+
     def _embedded(self, inputs: Sequence[Any], instruction: str | None = None) -> Vectors:
         """float32 [N, D], each as long as 1."""
         embedder = self._embedder
         if callable(embed := getattr(embedder, "embed", None)):
-            try:
-                outputs = embed(list(inputs), instruction=instruction, use_tqdm=False, **self._whose)
-            except RequestError as error:
-                raise ValueError(str(error)) from error
+            outputs = embed(list(inputs), instruction=instruction, use_tqdm=False, **self._whose)
             return np.stack([output.outputs.embedding for output in outputs])
         assert callable(embedder)
         if instruction is not None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vlcache_jax.checks import check_flags, check_whole, is_a, short
+from vlcache_jax.inputs.tools import read_tools, tool_names
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.llm import LLM, Asked
 from vlcache_jax.outputs import RequestOutput, Searched
@@ -29,8 +30,6 @@ from vlcache_jax.structured_outputs import StructuredOutputs
 
 TOOL = "search_library"
 _MOST_QUERY = 300  # characters
-_THREADS = 8
-
 type Filter = Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None
 
 
@@ -126,9 +125,13 @@ class Searches:
             raise ValueError(f"cache_salt must be the owner's of library {library.name!r}")
         params = _each(sampling_params, len(conversations), llm)
         rows = [_Row(given, own) for given, own in zip(conversations, params, strict=True)]
-        tools = [*(options.get("tools") or ()), self.tool]
+        given = options.get("tools") or ()
+        if TOOL in tool_names(read_tools(given)):
+            raise ValueError(f"tools must not have one called {TOOL} beside retrieve")
+        tools = [*given, self.tool]
         forced = forced_call(tools, {"type": "function", "function": {"name": TOOL}}) if self.required else None
-        with concurrent.futures.ThreadPoolExecutor(_THREADS, "vlcache-searches") as threads:
+        threads = concurrent.futures.ThreadPoolExecutor(len(rows) or 1, "vlcache-searches")
+        try:
             for number in range(self.rounds + 1):
                 going = [row for row in rows if row.goes_on]
                 if not going:
@@ -140,10 +143,12 @@ class Searches:
                 )
                 for row, output in zip(going, outputs, strict=True):
                     row.take(output, searches=number < self.rounds)
-                asking = [row for row in going if row.goes_on]
-                looking = [(row, threads.submit(self._search, row.call)) for row in asking]
+                looking = [(row, threads.submit(self._search, row.call)) for row in going if row.goes_on]
+                until = time.monotonic() + self.timeout
                 for row, future in looking:
-                    row.go_on(*self._found(future, row.call, llm))
+                    row.go_on(*self._found(future, until, row.call, llm))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # who hangs is not waited for
         return _results(rows, name, options.get("on_error", "raise"))
 
     def _search(self, call: Mapping[str, Any]) -> list[Hit]:
@@ -154,12 +159,12 @@ class Searches:
         return self.retriever.search(query, most, filter=self.filter)
 
     def _found(
-        self, future: concurrent.futures.Future[list[Hit]], call: Mapping[str, Any], llm: LLM
+        self, future: concurrent.futures.Future[list[Hit]], until: float, call: Mapping[str, Any], llm: LLM
     ) -> tuple[Searched, list[dict[str, Any]]]:
         """What is told of a search, and to the model."""
         start, hits, error = time.perf_counter(), list[Hit](), None
         try:
-            hits = self._that_fit(future.result(self.timeout), llm)
+            hits = self._that_fit(future.result(max(0.0, until - time.monotonic())), llm)
         except TimeoutError:
             future.cancel()
             error = f"the search took more than {self.timeout:g} seconds"
@@ -169,7 +174,7 @@ class Searches:
         told = Searched(str(call.get("query")), shown, time.perf_counter() - start, error)
         parts: list[dict[str, Any]] = [] if hits else [{"type": "text", "text": "[]"}]
         for hit in hits:
-            said = json.dumps({"id": hit.id, **hit.metadata}, ensure_ascii=False)
+            said = json.dumps({**hit.metadata, "id": hit.id}, ensure_ascii=False)
             parts += [{"type": "text", "text": f"{said}\n"}, self.retriever.library.part(hit.id)]
         return told, parts
 
@@ -209,6 +214,7 @@ class _Row:
         params = self.asked.clone()
         if params.max_tokens is not None:
             params.max_tokens -= self.used
+            params.min_tokens = min(params.min_tokens, params.max_tokens)
         if forced is not None:
             params.structured_outputs = StructuredOutputs(grammar=forced)
         return params

@@ -112,7 +112,7 @@ class Server:
             Route("/v1/files/{name}/content", files.content, methods=["GET"]),
             Route("/libraries", files.libraries, methods=["GET"]),
             Route("/libraries/{library}", files.library, methods=["GET", "POST", "PUT"]),
-            Route("/libraries/{library}/{name}", files.item, methods=["GET", "DELETE"]),
+            Route("/libraries/{library}/{name:path}", files.item, methods=["GET", "DELETE"]),
             Route("/tokenize", self._call(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._call(self._detokenize), methods=["POST"]),
             Route("/cache", self._cache),

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -258,7 +258,7 @@ async def read_form(request: Request, config: ServerConfig, known: Sequence[str]
         raise GoneError from None
     except MultiPartException as error:
         raise ApiError(f"body must be a form with one file: {error.message}", "file") from error
-    async with contextlib.aclosing(_Closing(form)):
+    try:
         fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
         if unknown := [name for name in (*fields, *(n for n in form if n != "file")) if name not in known]:
             raise ApiError(f"body must hold only file, {', '.join(known)}, got {unknown[0]!r:.80}", "body")
@@ -266,19 +266,13 @@ async def read_form(request: Request, config: ServerConfig, known: Sequence[str]
         if not isinstance(file, UploadFile):
             raise ApiError("file must be there, got none", "file")
         content = await file.read()
+        if len(content) > most:
+            raise _too_large(most)
         if not content:
             raise ApiError("file must not be empty, got 0 bytes", "file")
         return Form(content, (file.filename or "")[:_MOST_NAME], fields)
-
-
-class _Closing:
-    """A form whose files are closed behind it."""
-
-    def __init__(self, form: FormData):
-        self._form = form
-
-    async def aclose(self) -> None:
-        await self._form.close()
+    finally:
+        await form.close()
 
 
 def _check_origin(request: Request, config: ServerConfig) -> None:

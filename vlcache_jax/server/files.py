@@ -11,7 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.items import Item
+from vlcache_jax.cache.keys import SHARED
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.parts import FILES
 from vlcache_jax.library import Library
@@ -45,7 +46,8 @@ class Files:
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, entrance: Entrance, register: Register | None):
         self._engine, self._config, self._entrance, self._register = engine, config, entrance, register
-        self._threads = ThreadPoolExecutor(2, "vlcache-files")  # the engine computes one after the other anyway
+        # Who uploads waits for the engine, and for each other; nobody else should.
+        self._threads, self._uploads = (ThreadPoolExecutor(2, f"vlcache-{name}") for name in ("files", "uploads"))
 
     # Files.
 
@@ -80,7 +82,7 @@ class Files:
 
     async def libraries(self, _: Request) -> Response:
         """Their names."""
-        names = await self._run(self._engine.service.items.libraries, Library(self._engine, FILES).salt)
+        names = await self._run(self._engine.service.items.libraries, SHARED)
         return answer_json({"object": "list", "data": [{"object": "library", "name": name} for name in names]})
 
     async def library(self, request: Request) -> Response:
@@ -95,14 +97,13 @@ class Files:
         """What is said of an item, or its end."""
         library, name = await self._named(request), request.path_params["name"]
         if request.method == "DELETE":
-            removed = await self._run(library.remove, name)
-        else:
-            removed = name in library
-        if not removed:
-            raise ApiError(f"library {short(library.name)} has no item {short(name)}", status=404)
-        if request.method == "DELETE":
+            if not await self._run(library.remove, name):
+                raise ApiError(f"library {short(library.name)} has no item {short(name)}", status=404)
             return answer_json({"id": name, "object": "library.item", "deleted": True})
-        return answer_json(_item(await self._run(library.get, name)))
+        try:
+            return answer_json(_item(await self._run(library.get, name)))
+        except ApiError as error:
+            raise ApiError(error.message, status=404) from error
 
     # Inside.
 
@@ -112,7 +113,7 @@ class Files:
         try:
             with self._entrance.enter(request.scope):
                 form = await read_form(request, self._config, fields)
-                return answer_json(await self._run(work, request, form))
+                return answer_json(await self._run(work, request, form, threads=self._uploads))
         except GoneError:
             return Response(status_code=499)
         except ValueError as error:
@@ -185,9 +186,9 @@ class Files:
     async def _named(self, request: Request) -> Library:
         return await self._run(functools.partial(Library, self._engine, request.path_params["library"]))
 
-    async def _run[T](self, work: Callable[..., T], *given: Any) -> T:
+    async def _run[T](self, work: Callable[..., T], *given: Any, threads: Executor | None = None) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+            return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work, *given)
         except ValueError as error:
             raise error if isinstance(error, ApiError) else _error(error) from error
 

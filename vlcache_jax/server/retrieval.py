@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from vlcache_jax.server.inference import check_model, check_reuse, parse_object
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.tenants import Register, Tenant
 from vlcache_jax.serving import NotFiniteError
+from vlcache_jax.under_way import together
 
 _TOGETHER = 32  # inputs of one request that are under way; others need room, too
 
@@ -47,20 +49,20 @@ class Retrieval:
         """See OpenAI's `/v1/embeddings`."""
         request = await asyncio.to_thread(lambda: EmbeddingRequest.parse(parse_object(body)))
         settings = self._settings(request.asked, tenant)
-        room = asyncio.Semaphore(_TOGETHER)
+        most = _at_a_time(len(request.inputs), tenant)
 
         async def embed(number: int, given: Any) -> EmbeddingOutput:
-            async with room:
-                try:
-                    return await self._engine.embed(given, dimensions=request.dimensions, **settings)
-                except NotFiniteError:
-                    raise
-                except ValueError as error:
-                    name = f"input[{number}]" if len(request.inputs) > 1 else request.field
-                    raise _error(error, "input", name, EMBEDDINGS) from error
+            try:
+                return await self._engine.embed(given, dimensions=request.dimensions, **settings)
+            except NotFiniteError:
+                raise
+            except ValueError as error:
+                name = f"input[{number}]" if len(request.inputs) > 1 else request.field
+                raise _error(error, "input", name, EMBEDDINGS) from error
 
-        with self._entrance.answering(tenant, 1):
-            outputs: list[EmbeddingOutput] = await _together([embed(i, one) for i, one in enumerate(request.inputs)])
+        with self._entrance.answering(tenant, most):
+            work = [functools.partial(embed, i, one) for i, one in enumerate(request.inputs)]
+            outputs = await together(work, most)
         self._note(outputs)
         return request.answer(self._models[0], outputs)
 
@@ -68,9 +70,10 @@ class Retrieval:
         """See Jina's and vLLM's `/v1/rerank`."""
         request = await asyncio.to_thread(lambda: RerankRequest.parse(parse_object(body)))
         settings = self._settings(request.asked, tenant)
-        with self._entrance.answering(tenant, 1):
+        most = _at_a_time(len(request.documents), tenant)
+        with self._entrance.answering(tenant, most):
             try:
-                outputs = await self._engine.rerank(request.query, request.documents, **settings)
+                outputs = await self._engine.rerank(request.query, request.documents, most=most, **settings)
             except NotFiniteError:
                 raise
             except ValueError as error:
@@ -93,15 +96,10 @@ class Retrieval:
             self._metrics.answered(Counts(count, cached), output.metrics)
 
 
-async def _together[T](work: Sequence[Any]) -> list[T]:
-    """What all of it comes to; the first error ends the rest."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def _at_a_time(inputs: int, tenant: Tenant | None) -> int:
+    """How many of its inputs a request may have under way."""
+    most = None if tenant is None else tenant.requests
+    return min(inputs, _TOGETHER, _TOGETHER if most is None else most)
 
 
 def _error(error: ValueError, called: str, name: str, fields: Mapping[str, Any]) -> ApiError:
