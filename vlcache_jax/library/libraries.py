@@ -245,7 +245,7 @@ class Library:
         return Added(tuple(added), failed)
 
     def describe(self, id: str, metadata: Mapping[str, Any], expires: float | None = None) -> Item:
-        """Says something else of an item; its picture stays.
+        """Says something else of an item, and anew when it ends; its picture stays.
 
         Raises:
           ValueError: there is no such item, or an argument is wrong.
