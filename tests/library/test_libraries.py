@@ -213,6 +213,8 @@ def test_the_same_name_twice_in_one_call(llm, pictures):
     library = Library(llm, "products")
     told = library.add_many([("a", pictures[0]), ("a", pictures[1]), ("b", pictures[2])], use_tqdm=False)
     assert told.added == ("a", "b")
+    assert library.add_many([("b", pictures[0]), ("a", pictures[0])], use_tqdm=False).added == ("b", "a")
+    assert library.add_many([([], pictures[0]), (3, pictures[0])], use_tqdm=False).failed.keys() == {"[]", "3"}
     assert library.get("a").picture.height == pictures[0].shape[0]
 
 

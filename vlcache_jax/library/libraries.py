@@ -231,10 +231,12 @@ class Library:
         with Progress(f"adding to {self.name}", total, show=use_tqdm) as bar:
             for some in itertools.batched(enumerate(rows), _TOGETHER):
                 with self._items.writing():
-                    given = [_Given(*_row(row, number)) for number, row in some]
-                    there = {one.name for one in given if one.name in self}
-                    added += [name for name in there if name not in added]
-                    new = list({one.name: one for one in reversed(given) if one.name not in there}.values())[::-1]
+                    new: list[_Given] = []
+                    for given in (_Given(*_row(row, number)) for number, row in some):
+                        if given.name in self:
+                            added += [given.name] if given.name not in added else []
+                        elif all(given.name != one.name for one in new):  # the first one of a name holds
+                            new.append(given)
                     for one, found in zip(new, self._add(new), strict=True):
                         if isinstance(found, Item):
                             added.append(one.name)
