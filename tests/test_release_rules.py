@@ -7,7 +7,7 @@
 | frames without a rate | 2 a second (Qwen2.5-VL) | 24 a second | release: Qwen's utility says so for every family |
 | seconds of a chunk that are no integers | 4.49 keeps them, 4.57 cuts them off | kept | today: absolute time is what was trained, and 4.49 did it |
 | `rope_theta` left out, Qwen3-VL | 5e6 | 5e5 | release: what the published files say |
-| `tie_word_embeddings` where levels disagree | that of the text | that of the top (Qwen2-VL, Qwen2.5-VL: any) | today: the library saves true in the text of untied experts; a file that does not fit is refused |
+| `tie_word_embeddings` where levels disagree | that of the text | that of the top (Qwen2-VL, Qwen2.5-VL: any) | today: the library saves true in the text of untied experts; a head too many is refused, without one it embeds |
 | transparent pictures in files | black or white, as the hidden colours are | so too, painted on nothing | white: Qwen's utility and vLLM paint them so |
 | learned positions in bfloat16, Qwen3-VL | weights and sums rounded | float32, rounded once | today: nearer to float32 |
 """  # noqa: E501 -- a table
@@ -153,7 +153,7 @@ def test_rope_theta(tmp_path, name):
         ("qwen2_5_vl", False, True, False, True),  # 4.57 would draw a head
         ("qwen3_vl", True, False, True, False),  # 4.57 would take the embeddings
         ("qwen3_vl", False, True, False, True),  # 4.57 would draw a head
-        ("qwen3_vl", False, False, True, "lm_head"),  # today's library would draw a head
+        ("qwen3_vl", False, False, True, True),  # today's library would draw a head; with a warning that it embeds
         ("qwen3_vl", True, True, False, "lm_head"),
     ],
 )

@@ -116,7 +116,7 @@ class Driver:
         if self.by_hand:
             self.llm.service.loop.begin = lambda: None
         try:
-            job = self.llm.service.caller.arrive(call, listen)
+            job = self.llm.service.caller.arrive(self.llm.service.caller.to_answer(call), listen)
         finally:
             self.llm.service.loop.begin = begin
         return job
@@ -285,8 +285,8 @@ class Fences:
                 self._read(record.data)
             return start(transfers, records, layers)
 
-        def noted_init(hold, store, handles, made, new_request):
-            init(hold, store, handles, made, new_request)
+        def noted_init(hold, store, handles, made, *given):
+            init(hold, store, handles, made, *given)
             hold.records = {*made, *(record for handle in handles for record in handle._records)}
             self._users.update(hold.records)
 

@@ -98,6 +98,7 @@ def test_a_wrong_kernel_is_not_timed_and_nothing_stops_the_rest(tmp_path, monkey
     assert results() == ["error 0"] * 5
 
 
+@pytest.mark.ladder
 def test_a_case_that_hangs_or_takes_its_process_along_costs_no_other():
     cases = {
         "well": functools.partial(dict, pid=1),

@@ -181,6 +181,7 @@ def test_a_disk_that_fills_up_is_an_error(checkpoints, tiny_disk, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.ladder
 def test_a_limit_of_file_sizes_is_an_error(checkpoints, tmp_path):
     """In a process of its own, as in a shell with `ulimit -f`: threads must not fill the screen with tracebacks."""
     program = (
@@ -311,6 +312,7 @@ def test_a_killed_conversion_leaves_nothing_that_opens(large, tmp_path):
 
 
 @pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.ladder
 def test_ctrl_c_on_the_command_cleans_up(large, tmp_path):
     process, _ = start_conversion(large[0], tmp_path / "out")
     process.send_signal(signal.SIGINT)

@@ -83,6 +83,7 @@ def test_an_answer_goes_on_with_what_was_found(llm, retriever, told, textured_im
     assert alone.outputs[0].token_ids[:budget] == output.outputs[0].token_ids
 
 
+@pytest.mark.ladder
 def test_bounds(llm, library, retriever, told):
     for bound, hits in (({"k": 1}, 1), ({"tokens": 4}, 1), ({"tokens": 1}, 0)):
         searches = Searches(retriever, required=True, **bound)
@@ -98,6 +99,7 @@ def test_bounds(llm, library, retriever, told):
 
 
 @pytest.mark.parametrize("how", ["fails", "is slow", "wrong vectors"])
+@pytest.mark.ladder
 def test_a_search_that_finds_nothing_is_told_as_such(llm, library, how, told):
     def embed(inputs):
         if how == "fails":
@@ -133,6 +135,7 @@ def test_a_search_that_hangs_is_not_waited_for(llm, library):
         ends.set()
 
 
+@pytest.mark.ladder
 def test_rows_go_on_each_for_itself(llm, retriever):
     rows = [QUESTION, [{"role": "user", "content": 3}], {"messages": [{"role": "user", "content": "Another one?"}]}]
     searches = Searches(retriever, k=1, rounds=1, required=True)
