@@ -269,3 +269,17 @@ def test_devices_that_do_not_reach_each_other(directory, monkeypatch):
     monkeypatch.setattr("vlcache_jax.service._load", lambda *_: pytest.fail("it is loaded"))
     with pytest.raises(RuntimeError, match="must reach each other"):
         open_llm(directory("qwen3_vl"), 4)
+
+
+def test_vectors_and_scores_are_those_of_one_device(tmp_path):
+    text = {**TEXTS["qwen3_vl"], "vocab_size": 304}
+    model = make_checkpoint(tmp_path / "model", "qwen3_vl", seed=7, text=text, corpus=["yes", "no"] * 50)
+    part = {"type": "image", "image": pictures()[0]}
+    found = []
+    for count in (1, 4):
+        with open_llm(model, count, max_model_len=512) as llm:
+            vectors = [one.outputs.embedding for one in llm.embed([part, "a"], use_tqdm=False)]
+            scores = [one.score for one in llm.rerank("a", [part, "b"], use_tqdm=False)]
+            found.append((np.stack(vectors), np.array(scores)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
