@@ -80,9 +80,9 @@ class LastHidden(Program[jax.Array]):
 
     @classmethod
     def family(cls, shapes: Shapes, demand: Demand) -> Iterable[Self]:
-        for size in demand.ladder.rows:
-            keep = shapes.ladder.outputs(size)
-            yield from (cls(rows, keep) for rows in (keep, size))
+        # More rows leave a step only where a prompt beside it wants log-probabilities of all of its tokens: the program
+        # for that, of milliseconds, is made when it is first called for.
+        return [cls(keep, keep) for keep in sorted({shapes.ladder.outputs(size) for size in demand.ladder.rows})]
 
     def arguments(self, shapes: Shapes) -> tuple[Any, ...]:
         return shapes.text["norm"], shapes.hidden(self.size), ints()
