@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import pathlib
 import signal
 import subprocess
@@ -149,7 +150,8 @@ def test_what_is_wrong_is_said_and_nothing_is_kept(llm, pictures, tmp_path):
         (lambda: library.add(broken, "two"), "^image must be an image that Pillow can read"),
         (lambda: library.add(None, "two"), "^image must be an image, got None$"),
         (lambda: library.add(tmp_path / "none.png", "two"), "^image must be"),
-        (lambda: library.add(pictures[1], ""), "^id must be a non-empty string, got None|^id must be a non-empty"),
+        (lambda: library.add(pictures[1], ""), "^id must be a non-empty string, got ''$"),
+        (lambda: library.add(pictures[1], "\ud800"), r"^id must be text, got '\\ud800' at character 0"),
         (lambda: library.add(pictures[1], "a\nb"), "^id must be printable"),
         (lambda: library.add(pictures[1], "x" * 257), "^id must be printable, of at most 256 characters"),
         (lambda: library.add(pictures[1], "two", metadata={1: 2}), "^metadata must be a dict with strings as keys"),
@@ -215,6 +217,8 @@ def test_the_same_name_twice_in_one_call(llm, pictures):
     assert told.added == ("a", "b")
     assert library.add_many([("b", pictures[0]), ("a", pictures[0])], use_tqdm=False).added == ("b", "a")
     assert library.add_many([([], pictures[0]), (3, pictures[0])], use_tqdm=False).failed.keys() == {"[]", "3"}
+    told = library.add_many([("x", pictures[0]), ("\ud800", pictures[0]), ("y", pictures[0])], use_tqdm=False)
+    assert (told.added, list(told.failed)) == (("x", "y"), ["\ud800"])
     assert library.get("a").picture.height == pictures[0].shape[0]
 
 
@@ -264,6 +268,12 @@ def test_time(directory, pictures, monkeypatch):
         assert not llm.service.cache.store.knows(item.entry)
         assert library.describe("one", {"a": 1}, expires=5).expires == now[0] + 5
         assert library.get("one").metadata == {"a": 1}
+        now[0] += 1
+        assert library.describe("one", {"a": 2}).expires == now[0] + 4  # whoever says nothing of it leaves it
+        assert library.update(pictures[1], "one").expires == now[0] + 4
+        assert library.update(pictures[2], "one", expires=7).expires == now[0] + 7
+        assert library.describe("one", {}, expires=math.inf).expires is None
+        assert library.update(pictures[1], "one").expires is None
 
 
 def test_a_restart(directory, pictures, tmp_path):

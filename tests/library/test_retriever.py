@@ -1,5 +1,6 @@
 """Finding items: planted ones, by filters, as the library changes, with a model of its own, and among many vectors."""
 
+import functools
 import time
 
 import numpy as np
@@ -176,11 +177,21 @@ def test_what_is_wrong_is_said(llm, library):
     def broken(inputs):
         return np.ones((1, 2, 3))
 
+    class Other:
+        def rerank(self, query, documents, **options):
+            pytest.fail("it is asked for pictures that it cannot see")
+
+    nameless = r"^name must be given with an embedder that has none of its own, got "
     for work, message in (
+        (lambda: Retriever(library, lambda inputs: means(inputs)), nameless),
+        (lambda: Retriever(library, broken), nameless),  # so is every other function that this one makes
+        (lambda: Retriever(library, functools.partial(means)), nameless),
+        (lambda: Retriever(library, means, name=3), "^name must be a string or None, got 3$"),
         (lambda: Retriever("products", means), "^library must be a Library, got str$"),
         (lambda: Retriever(library, 3), "^embedder must be an LLM or a function of inputs, got int$"),
         (lambda: Retriever(library, means, reranker=3), "^reranker must be an LLM or None, got int$"),
         (lambda: Retriever(library, means, exact=-1), "^exact must be"),
+        (lambda: Retriever(library, llm, reranker=Other()).search("dark"), "^reranker must be the library's own"),
         (lambda: retriever.search("dark", k=0), "^k must be a positive integer, got 0$"),
         (lambda: retriever.search("dark", filter=3), "^filter must be a function, a dict or None, got 3$"),
         (lambda: Retriever(library, llm).search("dark", instruction=3), "^instruction must be"),

@@ -211,12 +211,19 @@ class Items:
                 _put_vectors(index, owner, item.library, embedder, {item.id: (item.version, vector)})
 
     def describe(
-        self, owner: Salt, library: str, name: str, metadata: Mapping[str, Any], expires: float | None
+        self,
+        owner: Salt,
+        library: str,
+        name: str,
+        metadata: Mapping[str, Any],
+        until: Callable[[float | None], float | None],
     ) -> bool:
-        """Changes what is said of an item; whether there is one."""
+        """Changes what is said of an item, and of when it ended when it ends; whether there is one."""
         with self._changing() as index:
-            if self._one(owner, library, name) is None:
+            old = self._one(owner, library, name)
+            if old is None:
                 return False
+            expires = until(old.expires)
             told = "UPDATE items SET metadata = ?, expires = ? WHERE owner = ? AND library = ? AND id = ?"
             index.execute(told, (json.dumps(dict(metadata)), expires, owner_key(owner), library, name))
             return True

@@ -89,6 +89,7 @@ class _Given(NamedTuple):
     image: Any
     metadata: Mapping[str, Any] | None = None
     expires: float | None = None
+    until: float | None = None  # where `expires` says nothing
 
 
 class _Begun(NamedTuple):
@@ -185,12 +186,13 @@ class Library:
           image: what messages take: a path, bytes, a `data:` URL, a PIL image, an array.
           id: its name.
           metadata: what else is to be said of it, as JSON has it.
-          expires: seconds after which it is there no more; None: it stays.
+          expires: seconds after which it is there no more; None or infinity: it stays.
 
         Raises:
           ValueError: the picture cannot be read, there is an item of that name, or an argument is wrong; or its records
             do not fit. Nothing is kept then.
         """
+        _check_name("id", id)
         with self._items.writing():
             if id in self:
                 raise ValueError(f"id must be a new one (`update` changes an item), got {short(id)}")
@@ -203,15 +205,17 @@ class Library:
         ones see the new one, and none sees something of both.
 
         Args:
-          image, id, expires: see `add`.
+          image, id: see `add`.
           metadata: None: that which it has.
+          expires: seconds from now; None: when it would have ended; infinity: it stays.
 
         Raises:
           ValueError: see `add`; or there is no such item.
         """
         with self._items.writing():
-            before = self.get(id).metadata
-            return self._add_one(_Given(id, image, before if metadata is None else metadata, expires))
+            before = self.get(id)
+            said = before.metadata if metadata is None else metadata
+            return self._add_one(_Given(id, image, said, expires, before.expires))
 
     def add_many(self, images: Mapping[str, Any] | Iterable[tuple[Any, ...]], *, use_tqdm: bool = True) -> Added:
         """Adds pictures, some at a time. One that is wrong is told of, and the others are added. Whatever ends it, each
@@ -247,14 +251,18 @@ class Library:
         return Added(tuple(added), failed)
 
     def describe(self, id: str, metadata: Mapping[str, Any], expires: float | None = None) -> Item:
-        """Says something else of an item, and anew when it ends; its picture stays.
+        """Says something else of an item, whose picture stays.
+
+        Args:
+          id, metadata: see `add`.
+          expires: see `update`.
 
         Raises:
           ValueError: there is no such item, or an argument is wrong.
         """
         _check_name("id", id)
         _check_said(metadata, expires)
-        if not self._items.describe(self.salt, self.name, id, metadata, _until(expires)):
+        if not self._items.describe(self.salt, self.name, id, metadata, lambda old: _until(expires, old)):
             raise ValueError(f"id must be that of an item of library {self.name!r}, got {short(id)}")
         return self.get(id)
 
@@ -287,7 +295,7 @@ class Library:
         return self._items.count(self.salt, self.name)
 
     def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and self._items.get(self.salt, self.name, id) is not None
+        return _is_name(id) and self._items.get(self.salt, self.name, str(id)) is not None
 
     def part(self, id: str) -> dict[str, str]:
         """The part of a message that shows an item."""
@@ -365,7 +373,7 @@ class Library:
         file = None if encoded is None else uuid.uuid4().hex
         item = Item(
             self.name, given.name, picture, self._limits, entry, file, given.metadata or {}, time.time(),
-            _until(given.expires), salt=self.salt,
+            _until(given.expires, given.until), salt=self.salt,
         )  # fmt: skip
         return _Begun(item, rgb, encoded, self._items.begin(self.salt, entry, file))
 
@@ -430,9 +438,19 @@ def _row(row: Any, number: int) -> tuple[str, Any, Mapping[str, Any] | None]:
 
 
 def _check_name(what: str, name: Any) -> None:
-    check_text(name or None, what, "a non-empty string")
+    check_text(name, what, "a non-empty string")
+    if not name:
+        raise ValueError(f"{what} must be a non-empty string, got ''")
     if len(name) > _MOST_NAME or not name.isprintable():
         raise ValueError(f"{what} must be printable, of at most {_MOST_NAME} characters, got {short(name)}")
+
+
+def _is_name(name: Any) -> bool:
+    try:
+        _check_name("id", name)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_said(metadata: Any, expires: Any) -> None:
@@ -445,12 +463,15 @@ def _check_said(metadata: Any, expires: Any) -> None:
             raise ValueError(f"metadata must be what JSON can hold, got {short(metadata)}: {error}") from None
         if size > _MOST_METADATA:
             raise ValueError(f"metadata must have at most {_MOST_METADATA} bytes as JSON, got {size}")
-    if not (expires is None or (is_a(expires, int | float) and 0 < expires < math.inf)):
+    if not (expires is None or (is_a(expires, int | float) and expires > 0)):
         raise ValueError(f"expires must be a positive number of seconds or None, got {expires!r}")
 
 
-def _until(expires: float | None) -> float | None:
-    return None if expires is None else time.time() + expires
+def _until(expires: float | None, before: float | None) -> float | None:
+    """When an item ends that would have ended before."""
+    if expires is None:
+        return before
+    return None if math.isinf(expires) else time.time() + expires
 
 
 def _png(rgb: npt.NDArray[np.uint8]) -> bytes:

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.items import Item
-from vlcache_jax.checks import check_whole, short
+from vlcache_jax.checks import check_text, check_whole, short
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.library.searches import Hit, Searches
 from vlcache_jax.outputs import EmbeddingOutput, RequestOutput, RerankOutput
@@ -82,8 +83,9 @@ class Retriever:
         messages, lists of parts) a list of vectors of one length.
       reranker: an `LLM`, such as Qwen3-VL-Reranker, that puts what was found in a better order; None: there is none.
         One that is not the library's own model needs the bytes of pictures.
-      name: of the embedder, under which vectors are kept; None: the fingerprint of its weights, or of a function its
-        name. What makes other vectors needs another one.
+      name: of the embedder, under which vectors are kept; None: the fingerprint of its weights, or of a plain function
+        its module and name. Other functions (a lambda, one within another, a `partial`, an object that is called) need
+        one. What makes other vectors needs another one.
       exact: items up to which every vector is compared; beyond that the package `usearch` finds neighbours, some of
         them not.
 
@@ -115,6 +117,8 @@ class Retriever:
         check_whole("exact", exact, 0)
         self.library, self._embedder, self._reranker, self._exact = library, embedder, reranker, exact
         self.missing: Mapping[str, str] = {}
+        if name is not None:
+            check_text(name, "name", "a string or None")
         self._name = name or _name(embedder)
         self._is_own = getattr(embedder, "service", None) is library.service
         self._whose = {"cache_salt": library.owner} if self._is_own and library.owner is not None else {}
@@ -184,7 +188,10 @@ class Retriever:
         assert self._reranker is not None
         own = getattr(self._reranker, "service", None) is self.library.service
         shown = self.library.part if own else lambda name: {"type": "image", "image": self.library.image(name)}
-        documents = [shown(hit.id) for hit in hits]
+        try:
+            documents = [shown(hit.id) for hit in hits]
+        except ValueError as error:
+            raise ValueError(f"reranker must be the library's own model where bytes were not kept: {error}") from error
         whose: Any = {"cache_salt": self.library.owner} if own and self.library.owner is not None else {}
         ranked = self._reranker.rerank(query, documents, use_tqdm=False, **whose)
         return [Hit(hits[one.index].id, one.score, hits[one.index].metadata) for one in ranked]
@@ -231,7 +238,9 @@ class Retriever:
             return _Index(state, items, (), np.zeros((0, 0), np.float32))
         sizes = {len(known[one.id][1]) for one in known_items}
         if len(sizes) > 1:
-            raise ValueError(f"embedder must make vectors of one length, got {sorted(sizes)}: give it another name")
+            raise ValueError(
+                f"embedder must make vectors of one length, got {sorted(sizes)}: another embedder needs another name"
+            )
         vectors = np.stack([known[one.id][1] for one in known_items])
         neighbours = _neighbours(vectors) if len(known_items) > self._exact else None
         return _Index(state, items, known_items, vectors, neighbours)
@@ -266,10 +275,16 @@ class Retriever:
 
 
 def _name(embedder: Any) -> str:
-    """What tells embedders apart that make other vectors."""
+    """What tells embedders apart that make other vectors.
+
+    Raises:
+      ValueError: nothing of it does, so that it would get the vectors of another one.
+    """
     if (fingerprint := getattr(embedder, "fingerprint", None)) is not None:
         return str(fingerprint)
-    return str(getattr(embedder, "__qualname__", type(embedder).__qualname__))
+    if not isinstance(embedder, FunctionType) or "<" in embedder.__qualname__:  # such as <lambda>, or a closure
+        raise ValueError(f"name must be given with an embedder that has none of its own, got {short(embedder)}")
+    return f"{embedder.__module__}.{embedder.__qualname__}"
 
 
 def _passes(filter: Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None) -> Callable[[Item], bool] | None:

@@ -132,7 +132,7 @@ class Files:
             )
         said = {"filename": form.filename, "bytes": len(form.content)}
         name = f"file-{uuid.uuid4().hex[:24]}"
-        return _described(library.add(form.content, name, said, _seconds(seconds, _LEAST, _MOST)))
+        return _described(library.add(form.content, name, said, _seconds(seconds, "expires_after", _LEAST, _MOST)))
 
     def _put(self, request: Request, form: Form) -> Mapping[str, Any]:
         library = Library(self._engine, request.path_params["library"], keep_bytes=self._keeps)
@@ -143,7 +143,7 @@ class Files:
             metadata = json.loads(form.fields["metadata"]) if "metadata" in form.fields else None
         except (ValueError, RecursionError) as error:
             raise ApiError(f"metadata must be JSON, got {short(form.fields['metadata'])}", "metadata") from error
-        seconds = _seconds(form.fields.get("expires"), 0, float("inf"))
+        seconds = _seconds(form.fields.get("expires"), "expires", 0, float("inf"))
         return _item(
             (library.update if request.method == "PUT" else library.add)(form.content, name, metadata, seconds)
         )
@@ -204,7 +204,7 @@ def _no_file(name: str) -> ApiError:
     return ApiError(f"there is no file {short(name)}", status=404)
 
 
-def _seconds(given: str | None, least: float, most: float) -> float | None:
+def _seconds(given: str | None, field: str, least: float, most: float) -> float | None:
     if given is None:
         return None
     try:
@@ -212,7 +212,7 @@ def _seconds(given: str | None, least: float, most: float) -> float | None:
     except ValueError:
         seconds = float("nan")
     if not least <= seconds <= most:
-        raise ApiError(f"seconds until it ends must be from {least:g} to {most:g}, got {short(given)}", "expires_after")
+        raise ApiError(f"{field} must be from {least} to {most} seconds, got {short(given)}", field)
     return seconds
 
 
