@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.helper import SIZES
-from tests.server.helper import data_url
+from tests.server.helper import data_url, eventually
 from vlcache_jax import LLM, AsyncLLM, CacheConfig
 from vlcache_jax.library import Library
 from vlcache_jax.testing import make_checkpoint
@@ -311,3 +311,29 @@ def test_base64_is_little_endian_float32(serve):
     _, coded = served.json("POST", "/v1/embeddings", {"input": "a", "encoding_format": "base64"})
     found = np.frombuffer(base64.b64decode(coded["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(found, numbers["data"][0]["embedding"], atol=1e-6)
+
+
+@pytest.mark.parametrize("asked", ["embeddings", "rerank", "files"])
+@pytest.mark.parametrize("fails", ["once", "always"])
+def test_an_engine_that_has_failed_is_found_out(serve, engine, pictures, monkeypatch, asked, fails):
+    served, runner, left = serve(), engine.service.device.runner, [True] * (1 if fails == "once" else 1000)
+
+    def breaking(work):
+        def breaks(*given):
+            if left:
+                left.pop()
+                raise RuntimeError("the device is gone")
+            return work(*given)
+
+        return breaks
+
+    for name in ("last_hidden", "head", "window"):
+        monkeypatch.setattr(runner, name, breaking(getattr(runner, name)))
+    if asked == "files":
+        status = upload(served, "/v1/files", png(pictures[3]), purpose="vision")[0]
+    else:
+        body = {"input": "x"} if asked == "embeddings" else {"query": "x", "documents": ["y"]}
+        status = served.json("POST", f"/v1/{asked}", body)[0]
+    assert status == 500
+    assert eventually(lambda: not left or served.ask("GET", "/health")[0] == 503)
+    assert served.ask("GET", "/health")[0] == (200 if fails == "once" else 503)

@@ -28,6 +28,7 @@ from vlcache_jax.protocol.requests import TokenizeRequest
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig, check_allowed
+from vlcache_jax.server.doubt import Doubt
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.files import Files
@@ -86,6 +87,7 @@ class Server:
         self._metrics = ServerMetrics(self.models[0], engine)
         self._document = document(self.models, root_path=config.root_path, has_keys=config.has_keys)
         given = engine, config, self.models, self.entrance, self._metrics, self.register
+        self._doubt = Doubt(engine, self.entrance, self._metrics)
         retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register)
         self._stored = StoredResponses()
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
@@ -100,10 +102,10 @@ class Server:
             Route("/docs", self._docs),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
-            Route("/v1/chat/completions", Chats(*given), methods=["POST"]),
-            Route("/v1/responses", Responses(*given, stored=self._stored), methods=["POST"]),
+            Route("/v1/chat/completions", Chats(*given, self._doubt), methods=["POST"]),
+            Route("/v1/responses", Responses(*given, self._doubt, stored=self._stored), methods=["POST"]),
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
-            Route("/v1/completions", Completions(*given), methods=["POST"]),
+            Route("/v1/completions", Completions(*given, self._doubt), methods=["POST"]),
             Route("/v1/embeddings", self._call(retrieval.embeddings), methods=["POST"]),
             Route("/v1/rerank", self._call(retrieval.rerank), methods=["POST"]),
             Route("/rerank", self._call(retrieval.rerank), methods=["POST"]),  # as vLLM has it, too
@@ -129,7 +131,7 @@ class Server:
             Middleware(DropUnread, config=config, ended=self.entrance.ended),
             Middleware(HttpChecks, config=config),
         ]
-        handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: _refuse, Exception: _refuse}
+        handlers: dict[Any, Any] = {HTTPException: _refuse_http, ApiError: self._refuse, Exception: self._refuse}
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
         # Where a path with a slash at its end leads would be said by the Host and a scheme that a proxy has changed.
         self.app.router.redirect_slashes = False
@@ -256,15 +258,18 @@ class Server:
         await self.engine.reset_prefix_cache()
         return Response()
 
+    async def _refuse(self, _: Request, error: Exception) -> Response:
+        return self._doubt.refuse(error)
+
     def _call(self, work: _Work) -> _Call:
-        return _Call(work, self.entrance, self.config)
+        return _Call(work, self.entrance, self.config, self._doubt)
 
 
 class _Call:
     """Answers JSON with JSON (an ASGI application)."""
 
-    def __init__(self, work: _Work, entrance: Entrance, config: ServerConfig):
-        self._work, self._entrance, self._config = work, entrance, config
+    def __init__(self, work: _Work, entrance: Entrance, config: ServerConfig, doubt: Doubt):
+        self._work, self._entrance, self._config, self._doubt = work, entrance, config, doubt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer() -> Response:
@@ -277,7 +282,7 @@ class _Call:
         except GoneError:
             return
         except Exception as error:
-            response = refuse(as_api_error(error))
+            response = self._doubt.refuse(error)
         if response is not None:
             await response(scope, receive, send)
 
@@ -285,10 +290,6 @@ class _Call:
 def _name_of(model: str) -> str:
     """What clients call a model: a folder by its last part, so that nobody learns where it lies."""
     return Path(model).resolve().name if os.path.isdir(model) else model
-
-
-def _refuse(_: Request, error: Exception) -> Response:
-    return refuse(as_api_error(error))
 
 
 def _refuse_http(_: Request, error: Exception) -> Response:

@@ -49,13 +49,12 @@ class Entrance:
       is_warm: everything is compiled.
       is_draining: nobody comes in any more, as the server ends.
       failure: why the engine will not answer any more; None: it will.
-      is_doubted: somebody is finding out whether it will.
       ended: who is inside is not waited for any more.
     """
 
     def __init__(self, config: ServerConfig):
         self.inside = 0
-        self.is_warm = self.is_draining = self.is_doubted = False
+        self.is_warm = self.is_draining = False
         self.failure: str | None = None
         self.ended = asyncio.Event()
         self._config = config

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from starlette.types import Receive, Scope, Send
 
-from vlcache_jax.async_llm import AsyncLLM, QueueFullError
+from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.prompt import template_text
@@ -25,12 +25,12 @@ from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Option
 from vlcache_jax.protocol.response_answers import ResponseAnswer
 from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
-from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.config import ServerConfig
+from vlcache_jax.server.doubt import Doubt
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.responses import answer_json, merged, refuse, until_gone
+from vlcache_jax.server.responses import answer_json, merged, until_gone
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Tenant
 from vlcache_jax.serving import NotFiniteError
@@ -53,6 +53,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
       entrance: has room for them.
       metrics: are told of them.
       register: of the tenants, if there are any.
+      doubt: hears of errors.
     """
 
     prefix: ClassVar[str]
@@ -67,8 +68,9 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         entrance: Entrance,
         metrics: ServerMetrics,
         register: Register | None,
+        doubt: Doubt,
     ):
-        self.engine, self.config = engine, config
+        self.engine, self.config, self._doubt = engine, config, doubt
         self._models, self._entrance, self._metrics, self._register = models, entrance, metrics, register
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,32 +84,14 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         except GoneError:
             pass
         except Exception as error:
-            if isinstance(error, NotFiniteError):
-                self._metrics.corrupted()
-            told = as_api_error(error)
             if not sender.has_begun:
-                await refuse(told)(scope, receive, send)
-            else:
-                with contextlib.suppress(GoneError):
-                    await sender.event(sender.failed(told.to_dict()))
-                    await sender.end()
-            if isinstance(error, RuntimeError | NotFiniteError):
-                await self._doubt()
-
-    async def _doubt(self) -> None:
-        """After an error of the engine, which ends all that run, one of them finds out: unless a plain text is
-        answered, nothing is any more."""
-        if self._entrance.is_doubted:
-            return
-        self._entrance.is_doubted = True
-        try:
-            with contextlib.suppress(QueueFullError):
-                async for _ in self.engine.deltas("Hello", SamplingParams(max_tokens=1)):
-                    pass
-        except (RuntimeError, NotFiniteError) as error:
-            self._entrance.failure = f"not even a plain text is answered: {error}"
-        finally:
-            self._entrance.is_doubted = False
+                await self._doubt.refuse(error)(scope, receive, send)
+                return
+            self._doubt.count(error)
+            with contextlib.suppress(GoneError):
+                await sender.event(sender.failed(as_api_error(error).to_dict()))
+                await sender.end()
+            await self._doubt.look(error)
 
     async def _answer(self, body: bytes, sender: _Sender, tenant: Tenant | None) -> None:
         request = await asyncio.to_thread(self._parse, body, tenant)
