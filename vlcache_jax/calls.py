@@ -288,7 +288,7 @@ class Caller:
             own if isinstance(own, ValueError) and isinstance(prompt, Prompt) else prompt
             for prompt, own in zip(prompts, wanted, strict=True)
         ]
-        arrivals = self._identifier.open(given, call.salt, lookup=call.policy.links)
+        arrivals = self._identifier.open(given, call.salt, lookup=call.policy.links, apart=call.apart)
         for i, length in arrivals.lengths.items():
             slots = new_slots(length, _good(wanted[i]))
             if error := or_error(self._sequences.check_length, _good(prompts[i]).name, length, slots):

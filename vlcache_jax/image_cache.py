@@ -86,7 +86,9 @@ class ImageCache:
                 raise ValueError(f"images[{i}] must be an image, got None")
         if system is not None:
             check_text(system, "system")
-        outputs = self._outputs(images, system, "images[{}]", mm_processor_kwargs, "raise", cache_salt, shared)
+        outputs = self._outputs(
+            images, system, "images[{}]", mm_processor_kwargs, "raise", cache_salt, shared, apart=False
+        )
         return [output.cache.images[0].key for output in outputs]
 
     def computed(
@@ -99,8 +101,9 @@ class ImageCache:
         shared: bool = False,
         cache_salt: str | TenantSalt | None = None,
     ) -> list[ValueError | None]:
-        """The same, of images of which some may be wrong: of each what is, under this name."""
-        outputs = self._outputs(images, system, name, mm_processor_kwargs, "return", cache_salt, shared)
+        """The same, of images of which some may be wrong: of each what is, under this name. Their records are of this
+        salt, even where others are kept for everyone."""
+        outputs = self._outputs(images, system, name, mm_processor_kwargs, "return", cache_salt, shared, apart=True)
         return [None if output.error is None else ValueError(output.error) for output in outputs]
 
     def _outputs(
@@ -112,6 +115,8 @@ class ImageCache:
         on_error: str,
         cache_salt: str | TenantSalt | None,
         shared: bool,
+        *,
+        apart: bool,
     ) -> list[RequestOutput]:
         before = [] if system is None else [{"role": "system", "content": system}]
         conversations = [
@@ -124,7 +129,7 @@ class ImageCache:
             return self._renderer.from_conversation(conversation, settings=settings, name=name, image_name=name)
 
         params, salt = SamplingParams(temperature=0, max_tokens=1), _salt(cache_salt, shared)
-        call = Call(name, conversations, render, parse_policy("exact"), salt, on_error, params)
+        call = Call(name, conversations, render, parse_policy("exact"), salt, on_error, params, apart=apart)
         outputs = in_order(self._caller.answers([call], total=len(images), show=False))
         for image, output in zip(images, outputs, strict=True) if shared else ():
             if output.error is None:

@@ -71,6 +71,7 @@ class Call:
       priority: of all of them, lower ones first.
       first: number of the first one.
       group: of its rows, if a wrong one ends the call; calls that belong together share it.
+      apart: what is kept for everyone does not stand in for what is kept under its salt, so that this is made.
       called_at: when it came.
     """
 
@@ -85,6 +86,7 @@ class Call:
     priority: int = 0
     first: int = 0
     group: Group | None = None
+    apart: bool = False
     called_at: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:

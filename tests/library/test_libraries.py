@@ -276,6 +276,44 @@ def test_time(directory, pictures, monkeypatch):
         assert library.update(pictures[1], "one").expires is None
 
 
+@pytest.mark.parametrize("tier", ["disk", "memory"])
+def test_an_owner_keeps_what_the_operator_keeps_too(directory, pictures, tmp_path, tier):
+    """Records of one's own: the operator's may go, and the item is linked all the same."""
+    with opened(directory, tmp_path) as llm:
+        everyones = Library(llm, "everyone's", tier=tier)
+        everyones.add(pictures[0], "one")
+        mine = Library(llm, "mine", "a", tier=tier)
+        item = mine.add(pictures[0], "one")
+        assert item.entry != everyones.get("one").entry
+        assert everyones.remove("one")
+        output = ask(llm, named("one", "mine"), salt="a")
+        assert output.cache.images[0].key == item.entry
+        assert output.cache.images[0].encoder != "computed"
+
+
+def test_a_state_is_one_librarys(directory, pictures, tmp_path):
+    """Each change of it makes another one, in whatever process; others' changes make none, so that no search looks."""
+    now = [1000.0]
+    with opened(directory, tmp_path) as llm, opened(directory, tmp_path) as other:
+        llm.service.items._clock = lambda: now[0]
+        library, there = Library(llm, "products"), Library(other, "products")
+        seen = [library.state()]
+        for change in (
+            lambda: library.add(pictures[0], "one"),
+            lambda: library.update(pictures[1], "one"),
+            lambda: library.describe("one", {"a": 1}),
+            lambda: there.describe("one", {"a": 2}, expires=60),
+            lambda: now.append(now.pop() + time.time()),  # the other's clock is the machine's
+            lambda: there.remove("one"),
+        ):
+            change()
+            seen.append(library.state())
+        assert len(set(seen)) == len(seen)
+        Library(llm, "others").add(pictures[2], "one")
+        Library(llm, "products", "a").add(pictures[2], "one")
+        assert library.state() == seen[-1]
+
+
 def test_a_restart(directory, pictures, tmp_path):
     picture = io.BytesIO()
     Image.fromarray(pictures[1]).save(picture, "PNG")

@@ -42,13 +42,16 @@ class Identifier:
         self.store = recognizer.store
         self._threads, self._quick_threads = threads, quick_threads
 
-    def open(self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True) -> Arrivals:
+    def open(
+        self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True, apart: bool = False
+    ) -> Arrivals:
         """Reads what hashes and heads of files tell of a call's images, on several threads.
 
         Args:
           prompts: of a call; errors are rows that are wrong already.
           salt: see `vlcache_jax.cache`.
           lookup: whether the cache is asked; else every picture is decoded.
+          apart: see `Call`.
 
         Raises:
           ValueError: the salt is no string.
@@ -56,7 +59,7 @@ class Identifier:
         owner = owner_key(salt)
         if any(isinstance(prompt, Prompt) and prompt.sources for prompt in prompts):
             self.recognizer.fingerprint()  # once, not on each thread: a directory of the hub hashes all its weights
-        return Arrivals(self, prompts, salt, owner, lookup)
+        return Arrivals(self, prompts, salt, owner, lookup, apart)
 
     def identify(
         self, prompts: Sequence[Prompt | ValueError], salt: Salt = None, *, lookup: bool = True
@@ -133,6 +136,7 @@ class Arrivals:
         salt: Salt,
         owner: str,
         lookup: bool,
+        apart: bool,
     ):
         self.errors: dict[int, ValueError] = {}
         self.lengths: dict[int, int] = {}
@@ -150,7 +154,7 @@ class Arrivals:
             self._tasks[row] = []
             for source, uuid in zip(prompt.sources, prompt.uuids, strict=True):
                 limits = prompt.limits_of(source)
-                task = Task(identifier.recognizer, source, uuid, limits, salt, lookup)
+                task = Task(identifier.recognizer, source, uuid, limits, salt, lookup, apart)
                 same = task.source_id, uuid, tuple(sorted(limits.items()))
                 self._tasks[row].append(tasks.setdefault(same, task))
         heads = identifier.read_heads(tasks.values())

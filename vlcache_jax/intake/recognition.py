@@ -75,9 +75,11 @@ class Task:
         limits: Mapping[str, int],
         salt: Salt,
         lookup: bool,
+        apart: bool,
     ):
         self.source, self.uuid = source, uuid
-        self._recognizer, self._limits, self._salt, self._lookup = recognizer, limits, salt, lookup
+        self._recognizer, self._limits = recognizer, limits
+        self._salt, self._lookup, self._apart = salt, lookup, apart
         trusts = lookup and recognizer.store.config.trust_uuids and isinstance(source, ImageSource)
         self._trusted = uuid if trusts else None
         self.source_id: Hashable = self._trusted or _same(source)
@@ -196,7 +198,7 @@ class Task:
         key, shared = recognizer.entry_key(picture, settings, self._salt), None
         if self._item is not None:
             shared = recognizer.entry_key(picture, settings, self._item.salt)
-        elif len(recognizer.store.shared):
+        elif not self._apart and len(recognizer.store.shared):
             shared = recognizer.store.shared.get(recognizer.entry_key(picture, settings, None))
         tokens = recognizer.media.processor.num_tokens(grid)
         has_pixels = self._item is None or self._item.file is not None

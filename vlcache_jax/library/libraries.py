@@ -426,6 +426,8 @@ def _pin(store: Store, entry: str, in_memory: bool) -> None:
     """Raises a ValueError if records do not stay where they are to."""
     if in_memory:
         store.keep(entry, True)
+        if all(one.meta.context is None for one in store.records(entry)):
+            raise ValueError("image must fit in memory, but its records did not stay there")
     if not store.keep_outside(entry, True) and not in_memory:
         raise ValueError("image must fit on the disk, but its records could not be written there: see the log")
 
