@@ -26,7 +26,7 @@ Document = str | Mapping[str, Any] | Sequence[Any]
 
 
 class Pooling:
-    """Embeds inputs, and scores documents, with the hidden states of their last tokens.
+    """What both fronts check, and what they make of the hidden states of documents.
 
     Args:
       service: an open model.
@@ -34,46 +34,6 @@ class Pooling:
 
     def __init__(self, service: Service):
         self._service = service
-
-    def embedded(
-        self,
-        inputs: Input | Sequence[Input],
-        instruction: str | None,
-        dimensions: int | None,
-        reuse: Reuse | None,
-        salt: Salt,
-        settings: Mapping[str, Any] | None,
-        on_error: str,
-        show: bool,
-    ) -> list[EmbeddingOutput]:
-        """See `LLM.embed`."""
-        check_flags(use_tqdm=show)
-        self.check_dimensions(dimensions)
-        listed, name = listed_inputs(inputs, "inputs")
-        render = InputRenderer(self._service.renderer, read_settings(settings), instruction)
-        call = self._service.call(name, listed, render, reuse, salt, on_error)
-        states = in_order(self._service.caller.hidden_states(call, doing="embedding", show=show))
-        return [EmbeddingOutput.of(state, dimensions, str(i)) for i, state in enumerate(states)]
-
-    def reranked(
-        self,
-        query: Document,
-        documents: Document | Sequence[Document],
-        instruction: str | None,
-        reuse: Reuse | None,
-        salt: Salt,
-        settings: Mapping[str, Any] | None,
-        on_error: str,
-        show: bool,
-    ) -> list[RerankOutput]:
-        """See `LLM.rerank`."""
-        check_flags(use_tqdm=show)
-        listed, name = listed_inputs(documents, "documents")
-        render = PairRenderer(self._service.renderer, query, read_settings(settings), instruction)
-        call = self._service.call(name, listed, render, reuse, salt, on_error)
-        self.check_answers()
-        states = in_order(self._service.caller.hidden_states(call, doing="scoring documents", show=show))
-        return self.ranked(states)
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raises a ValueError unless vectors can be cut to so many."""
@@ -143,8 +103,13 @@ class Embeds:
         Raises:
           RequestError, ValueError: see `chat`.
         """
-        given = reuse, cache_salt, mm_processor_kwargs, on_error, use_tqdm
-        return self._pooling.embedded(inputs, instruction, dimensions, *given)
+        check_flags(use_tqdm=use_tqdm)
+        self._pooling.check_dimensions(dimensions)
+        listed, name = listed_inputs(inputs, "inputs")
+        render = InputRenderer(self.service.renderer, read_settings(mm_processor_kwargs), instruction)
+        call = self.service.call(name, listed, render, reuse, cache_salt, on_error)
+        states = in_order(self.service.caller.hidden_states(call, doing="embedding", show=use_tqdm))
+        return [EmbeddingOutput.of(state, dimensions, str(i)) for i, state in enumerate(states)]
 
     def rerank(
         self,
@@ -173,8 +138,14 @@ class Embeds:
         Raises:
           RequestError, ValueError: see `chat`; also where the model's tokenizer has no tokens "yes" and "no".
         """
-        given = reuse, cache_salt, mm_processor_kwargs, on_error, use_tqdm
-        return self._pooling.reranked(query, documents, instruction, *given)
+        check_flags(use_tqdm=use_tqdm)
+        listed, name = listed_inputs(documents, "documents")
+        render = PairRenderer(self.service.renderer, query, read_settings(mm_processor_kwargs), instruction)
+        call = self.service.call(name, listed, render, reuse, cache_salt, on_error)
+        self._pooling.check_answers()
+        return self._pooling.ranked(
+            in_order(self.service.caller.hidden_states(call, doing="scoring documents", show=use_tqdm))
+        )
 
 
 class EmbedsAsync:

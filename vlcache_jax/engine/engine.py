@@ -8,7 +8,6 @@ what lies outside the pool, such as records, is given back when everything launc
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections import abc
 from concurrent.futures import Executor
@@ -272,9 +271,9 @@ class Engine:
 
     def _encode_ahead(self, waiting: abc.Iterable[Sequence]) -> None:
         """While nobody's records are there: the first one's images that it will have to encode in any case."""
-        for sequence in itertools.islice(waiting, 1):
-            if self._prefiller.encode_ahead(sequence, self._readiness.encodable(sequence)):
-                self._flight.add(Recorded(self.writer))  # others may wait for what records hold of it
+        sequence = next(iter(waiting), None)
+        if sequence is not None and self._prefiller.encode_ahead(sequence, self._readiness.encodable(sequence)):
+            self._flight.add(Recorded(self.writer))  # others may wait for what records hold of it
 
     def _run_on(self, answers: list[Generation]) -> None:
         """Launches runs of forced tokens, and a token behind each."""

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.items import Item
-from vlcache_jax.cache.keys import SHARED
+from vlcache_jax.cache.keys import SHARED, TenantSalt
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.parts import FILES
 from vlcache_jax.library import Library
@@ -27,7 +27,7 @@ from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import TENANT, Entrance, Form, GoneError, read_form
 from vlcache_jax.server.responses import answer_json
-from vlcache_jax.server.tenants import Register, Tenant
+from vlcache_jax.server.tenants import Register, Tenant, request_salt
 
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _ITEM_FIELDS = ("id", "metadata", "expires")
@@ -177,7 +177,8 @@ class Files:
         return self._engine.service.items.keeps_files
 
     def _of(self, tenant: Tenant | None) -> Library:
-        owner = None if self._register is None or tenant is None else self._register.salts.salt(tenant.name).of_tenant
+        salt = request_salt(self._register, tenant, None)
+        owner = salt.of_tenant if isinstance(salt, TenantSalt) else None
         return Library(self._engine, FILES, owner, keep_bytes=self._keeps)
 
     async def _library(self, request: Request) -> Library:

@@ -32,7 +32,7 @@ from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.responses import answer_json, merged, until_gone
 from vlcache_jax.server.stored import StoredResponses
-from vlcache_jax.server.tenants import Register, Tenant
+from vlcache_jax.server.tenants import Register, Tenant, request_salt
 from vlcache_jax.serving import NotFiniteError
 
 SILENCE = 10.0  # seconds without a token, after which a comment says that the server is still there
@@ -103,9 +103,7 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         count = request.params.n * len(prompts)
         self._check(request.options, count, tenant)
         told = request.options
-        salt: str | TenantSalt | None = told.cache_salt
-        if self._register is not None and tenant is not None:
-            salt = self._register.salts.salt(tenant.name, told.cache_salt)
+        salt = request_salt(self._register, tenant, told.cache_salt)
         answer = self._begin(request, f"{self.prefix}{uuid.uuid4().hex}", self._models[0])
         sender.failed = answer.failed
         fields = [f"{self.field}[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else [self.field]

@@ -19,7 +19,7 @@ from vlcache_jax.server.entrance import Entrance
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.inference import check_model, check_reuse, parse_object
 from vlcache_jax.server.metrics import ServerMetrics
-from vlcache_jax.server.tenants import Register, Tenant
+from vlcache_jax.server.tenants import Register, Tenant, request_salt
 from vlcache_jax.serving import NotFiniteError
 from vlcache_jax.under_way import together
 
@@ -84,9 +84,7 @@ class Retrieval:
     def _settings(self, asked: Asked, tenant: Tenant | None) -> dict[str, Any]:
         check_model(asked.model, self._models)
         check_reuse(self._engine, self._config, asked.reuse, tenant)
-        salt: Any = asked.cache_salt
-        if self._register is not None and tenant is not None:
-            salt = self._register.salts.salt(tenant.name, asked.cache_salt)
+        salt = request_salt(self._register, tenant, asked.cache_salt)
         return {**asked.settings, "reuse": asked.reuse, "cache_salt": salt}
 
     def _note(self, outputs: Sequence[Any]) -> None:

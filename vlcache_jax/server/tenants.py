@@ -252,3 +252,8 @@ class Register:
     def names(self) -> Collection[str]:
         """Of the tenants."""
         return self._tenants.all().keys()
+
+
+def request_salt(register: Register | None, tenant: Tenant | None, own: str | None) -> str | TenantSalt | None:
+    """Under which a request is answered that names a salt itself, or does not."""
+    return own if register is None or tenant is None else register.salts.salt(tenant.name, own)
