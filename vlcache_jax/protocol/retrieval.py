@@ -120,8 +120,7 @@ class EmbeddingRequest:
             {"object": "embedding", "index": i, "embedding": _base64(one) if self.is_base64 else one.tolist()}
             for i, one in enumerate(vectors)
         ]
-        counts = [Counts.of_prompt(one.prompt_token_ids, one.num_cached_tokens, one.cache) for one in outputs]
-        return {"object": "list", "data": data, "model": model, "usage": _usage(counts)}
+        return {"object": "list", "data": data, "model": model, "usage": _usage(outputs)}
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,7 @@ class RerankRequest:
             results.append({"index": one.index, "relevance_score": one.score})
             if self.returns_documents:
                 results[-1]["document"] = _told(self.given[one.index])
-        counts = [Counts(one.num_tokens, one.num_cached_tokens + one.cache.approximate_tokens) for one in outputs]
-        return {"id": name, "model": model, "usage": _usage(counts), "results": results}
+        return {"id": name, "model": model, "usage": _usage(outputs), "results": results}
 
 
 def _inputs(given: Any) -> list[Any]:
@@ -199,7 +197,15 @@ def _told(document: Any) -> Any:
     return {"text": document} if isinstance(document, str) else document
 
 
-def _usage(counts: Sequence[Counts]) -> dict[str, Any]:
+def counts_of(output: EmbeddingOutput | RerankOutput) -> Counts:
+    """Tokens of an input, and how many of them were reused."""
+    if isinstance(output, EmbeddingOutput):
+        return Counts.of_prompt(output.prompt_token_ids, output.num_cached_tokens, output.cache)
+    return Counts(output.num_tokens, output.num_cached_tokens + output.cache.approximate_tokens)
+
+
+def _usage(outputs: Sequence[EmbeddingOutput | RerankOutput]) -> dict[str, Any]:
+    counts = list(map(counts_of, outputs))
     prompt, cached = sum(one.prompt for one in counts), sum(one.cached for one in counts)
     return {"prompt_tokens": prompt, "total_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlcache_jax.async_llm import AsyncLLM
-from vlcache_jax.outputs import EmbeddingOutput
-from vlcache_jax.protocol.answers import Counts
-from vlcache_jax.protocol.retrieval import EMBEDDINGS, RERANK, Asked, EmbeddingRequest, RerankRequest
+from vlcache_jax.outputs import EmbeddingOutput, RerankOutput
+from vlcache_jax.protocol.retrieval import EMBEDDINGS, RERANK, Asked, EmbeddingRequest, RerankRequest, counts_of
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.entrance import Entrance
@@ -87,11 +86,9 @@ class Retrieval:
         salt = request_salt(self._register, tenant, asked.cache_salt)
         return {**asked.settings, "reuse": asked.reuse, "cache_salt": salt}
 
-    def _note(self, outputs: Sequence[Any]) -> None:
+    def _note(self, outputs: Sequence[EmbeddingOutput | RerankOutput]) -> None:
         for output in outputs:
-            count = output.num_tokens if hasattr(output, "num_tokens") else len(output.prompt_token_ids)
-            cached = output.num_cached_tokens + output.cache.approximate_tokens
-            self._metrics.answered(Counts(count, cached), output.metrics)
+            self._metrics.answered(counts_of(output), output.metrics)
 
 
 def _at_a_time(inputs: int, tenant: Tenant | None) -> int:
