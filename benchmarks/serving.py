@@ -16,7 +16,7 @@ import numpy as np
 
 from vlcache_jax.benchmarks import POLICIES
 from vlcache_jax.benchmarks.serving_client import Answer, Client
-from vlcache_jax.benchmarks.serving_load import Chat, Load
+from vlcache_jax.benchmarks.serving_load import Chat, Requests
 from vlcache_jax.progress import say
 from vlcache_jax.study.report import environment, figures, show, write
 
@@ -35,8 +35,8 @@ class Goal:
       per_token: seconds of each token after it, on average.
     """
 
-    ttft: float
-    per_token: float
+    ttft: float = 1.0
+    per_token: float = 0.1
 
     def is_met(self, answer: Answer) -> bool:
         return answer.ttft <= self.ttft and answer.per_token <= self.per_token
@@ -56,7 +56,7 @@ class Sender:
 
     client: Client
     model: str
-    load: Load
+    load: Requests
     concurrency: int | None
     more: dict[str, Any]
 
@@ -91,7 +91,7 @@ def policy_names(text: str | None) -> tuple[str, ...]:
 def measure(
     client: Client,
     model: str | None,
-    load: Load,
+    load: Requests,
     *,
     rates: Sequence[float],
     repeats: int,
@@ -134,7 +134,7 @@ def measure(
     show("Load", [_printed(row) for row in rows])
     show("Of each kind", kinds)
     if out is not None:
-        head = environment("vlcache-jax") | {"model": model, "load": dataclasses.asdict(load)}
+        head = environment("vlcache-jax") | {"model": model, "load": load.told()}
         head |= {"concurrency": concurrency, "goal": dataclasses.asdict(goal), "repeats": repeats}
         write("A server under load", rows, head | {"kinds": kinds}, out)
     if picture is not None:
@@ -145,13 +145,13 @@ def measure(
 
 
 async def _measure(
-    senders: Mapping[str, Sender], load: Load, rates: Sequence[float], repeats: int, warmup: int, goal: Goal
+    senders: Mapping[str, Sender], load: Requests, rates: Sequence[float], repeats: int, warmup: int, goal: Goal
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Rows of the rates, rows of their kinds, and what was wrong; senders take turns at each rate."""
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # of each cell its runs
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     wrong: list[str] = []
-    warming = dataclasses.replace(load, requests=warmup).chats(repeats * len(rates)) if warmup else []
+    warming = load.chats(repeats * len(rates), warmup)
     for sender in senders.values():
         answers = await sender.one_by_one([*load.shown(), *warming])
         wrong += [answer.error for answer in answers if answer.error]

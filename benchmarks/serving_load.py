@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -19,6 +20,19 @@ from vlcache_jax.checks import short
 KINDS = ("repeat", "move", "slide")
 WORDS = ("amber", "bridge", "cloud", "delta", "ember", "field", "grove", "harbor", "island", "jetty", "kernel", "lamp")
 _CELL = 16  # pixels of a picture's squares, so that its file is small
+
+
+class Requests(Protocol):
+    """What a server is asked: `Load`, or other requests that come at a rate."""
+
+    @property
+    def requests(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    def times(self, rate: float, run: int) -> np.ndarray: ...
+    def chats(self, run: int, count: int | None = None) -> list[Chat]: ...
+    def shown(self) -> list[Chat]: ...
+    def told(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -80,17 +94,14 @@ class Load:
 
     def times(self, rate: float, run: int) -> np.ndarray:
         """When requests come, in seconds from the beginning [requests]; the first comes at once."""
-        gaps = np.full(self.requests, 1 / rate)
-        if self.arrivals == "poisson":
-            gaps = np.random.default_rng([self.seed, run, 0]).exponential(1 / rate, self.requests)
-        return np.cumsum(gaps) - gaps[0]
+        return arrival_times(self.requests, rate, self.arrivals, [self.seed, run, 0])
 
-    def chats(self, run: int) -> list[Chat]:
-        """The requests of a run. Runs share no picture but those that are `known`, so that each meets a server that has
-        seen none of its own."""
+    def chats(self, run: int, count: int | None = None) -> list[Chat]:
+        """The requests of a run, or so many. Runs share no picture but those that are `known`, so that each meets a
+        server that has seen none of its own."""
         rng = np.random.default_rng([self.seed, run, 1])
         each = {kind: getattr(self, f"_{kind}")(rng, run) for kind in dict.fromkeys(self.kinds)}
-        return [next(each[self.kinds[i % len(self.kinds)]]) for i in range(self.requests)]
+        return [next(each[self.kinds[i % len(self.kinds)]]) for i in range(self.requests if count is None else count)]
 
     def shown(self) -> list[Chat]:
         """What makes the pool known: each picture once."""
@@ -98,6 +109,10 @@ class Load:
             return []
         pool = (self._pooled(0, picture) for picture in range(self.pictures))
         return [Chat("known", [{"role": "user", "content": [picture, _text("Look.")]}]) for picture in pool]
+
+    def told(self) -> dict[str, Any]:
+        """What a table says of it."""
+        return dataclasses.asdict(self)
 
     def _repeat(self, rng: np.random.Generator, run: int) -> Iterator[Chat]:
         while True:
@@ -139,6 +154,14 @@ class Load:
         return {"type": "image_url", "image_url": {"url": _picture(self.side, self.seed, *name)}}
 
 
+def arrival_times(requests: int, rate: float, arrivals: str, seed: Sequence[int]) -> np.ndarray:
+    """When requests come, in seconds from the beginning [requests]: evenly, or at random; the first comes at once."""
+    gaps = np.full(requests, 1 / rate)
+    if arrivals == "poisson":
+        gaps = np.random.default_rng(seed).exponential(1 / rate, requests)
+    return np.cumsum(gaps) - gaps[0]
+
+
 @dataclass(frozen=True)
 class Chat:
     """A request: of which kind, and its messages."""
@@ -146,7 +169,7 @@ class Chat:
     kind: str
     messages: list[dict[str, Any]]
 
-    def body(self, model: str, load: Load, more: dict[str, Any]) -> bytes:
+    def body(self, model: str, load: Requests, more: dict[str, Any]) -> bytes:
         """As it is sent."""
         asked = {"model": model, "messages": self.messages, "max_tokens": load.max_tokens, "temperature": 0}
         streamed = {"stream": True, "stream_options": {"include_usage": True}}

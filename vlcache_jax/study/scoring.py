@@ -127,6 +127,20 @@ def edits(one: str, other: str) -> int:
     return distance
 
 
+def rouge_l(reference: str, text: str) -> float:
+    """How like a reference a text is: harmonic mean of what the longest common subsequence of words is of each."""
+    one, other = (part.casefold().split() for part in (reference, text))
+    if not one or not other:
+        return float(one == other)
+    lengths = [0] * (len(other) + 1)  # of what the words of `one` so far have in common with the first of `other`
+    for word in one:
+        before = lengths
+        lengths = [0]
+        for i, second in enumerate(other):
+            lengths.append(before[i] + 1 if word == second else max(before[i + 1], lengths[i]))
+    return 2 * lengths[-1] / (len(one) + len(other))
+
+
 def relaxed(answers: Sequence[str], text: str) -> float:
     """1 for a number within 5 % of an accepted one, or for the same text; percent signs divide by 100."""
     return float(any(_near(answer, text.strip()) for answer in answers))
