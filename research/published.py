@@ -349,6 +349,24 @@ def policies(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [f"`{name}`", *first, *(_with_spread(row, "goodput/s", 1) for row in own), *shares]
 
 
+def by_images(column: str, form: str, rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A figure of each way to reuse by the number of images (`vlcache bench mpic`)."""
+    counts = list(dict.fromkeys(row["images"] for row in rows))
+    yield ["`reuse`, images", *map(str, counts)]
+    for name in dict.fromkeys(row["reuse"] for row in rows):
+        yield [f"`{name}`", *(form.format(row[column]) for row in rows if row["reuse"] == name)]
+
+
+def ttft_steps(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Where the time to the first token of long prompts goes (`vlcache bench ttft --image-tokens 10240,20480`)."""
+    steps = ("lookup", "decode_image", "preprocess", "encode", "transfer", "link", "prefill", "first_token")
+    yield ["image tokens", "", "first token, s", *(f"{step.replace('_', ' ')}, ms" for step in steps), "over cold"]
+    for row in rows:
+        cells = [f"{row[f'{step} ms']:.3g}" for step in steps]
+        first = f"{row['TTFT ms'] / 1000:.3g}"
+        yield [str(row["image tokens"]), row["configuration"], first, *cells, _times(row["over cold"])]
+
+
 def _with_spread(row: Row, column: str, unit: float) -> str:
     """A median, and from where to where it goes over several runs."""
     told, found = f"{row[column] / unit:.2g}", spread(row, column)
@@ -691,6 +709,14 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "stores": functools.partial(_of, stores, "stores_cpu.json"),
     "throughput": variants,
     "policies": functools.partial(_of, policies, "serve_policies_cpu.json"),
+    "mpic times": functools.partial(_of, functools.partial(by_images, "TTFT ms", "{:.0f}"), "mpic_cpu.json"),
+    "mpic rows": functools.partial(_of, functools.partial(by_images, "rows %", "{:.0f}"), "mpic_cpu.json"),
+    "mpic accuracy": functools.partial(_of, functools.partial(by_images, "accuracy %", "{:.0f}"), "mpic_tiny_vqa.json"),
+    "mpic rouge": functools.partial(
+        _of, functools.partial(by_images, "ROUGE-L to cold", "{:.2f}"), "mpic_tiny_vqa.json"
+    ),
+    "mpic online": functools.partial(_of, policies, "mpic_online_cpu.json"),
+    "ttft long": functools.partial(_of, ttft_steps, "ttft_long_cpu.json"),
     "server cost": functools.partial(_of, server_cost, "server_cpu.json"),
     "compression": functools.partial(_of, compressed_decoding, "compression_cpu.json"),
     "compression requests": functools.partial(_of, compressed_requests, "compression_cpu.json", "requests"),

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.cache.tiers.redis_server import Server
+from tests.cache.tiers.test_object_store import running_bucket
 from tests.helper import SIZES, assert_nothing_left, user
 from vlcache_jax import LLM, CacheConfig, SamplingParams
 from vlcache_jax.cache.tiers import peer_server
@@ -98,6 +99,31 @@ def test_another_machine_takes_up_what_one_has_computed(checkpoints, tmp_path, c
         llm.reset_mm_cache()
         assert where(ask(llm, *conversations)) == [("disk", "none")] * 3  # it was kept on the way
         assert_nothing_left(llm)
+
+
+def test_a_repeat_brings_no_bytes_over_the_network(checkpoints, conversations, monkeypatch):
+    """Records come once; what a repeat moves comes from this machine's memory (F34)."""
+    with running_bucket(monkeypatch) as bucket:
+        with open_llm(checkpoints("qwen3_vl"), remote="s3://bucket") as llm:
+            cold = ask(llm, *conversations)
+        assert bucket.sent == 0
+        with open_llm(checkpoints("qwen3_vl"), remote="s3://bucket") as llm:
+            outputs, sent = [], []
+            for _ in range(2):
+                before = bucket.sent
+                outputs.append(ask(llm, *conversations))
+                sent.append(bucket.sent - before)
+            assert tokens(outputs[0]) == tokens(outputs[1]) == tokens(cold)
+            assert [where(one) for one in outputs] == [[("remote", "none")] * 3, [("host", "none")] * 3]
+            first, again = ([image.bytes_moved for one in told for image in one.cache.images] for told in outputs)
+            # What a request reports is what came, and what goes from memory to the device; a repeat has the latter.
+            assert sent[0] > 0 == sent[1]
+            assert all(new > old > 0 for new, old in zip(first, again, strict=True))
+            assert sum(first) - sum(again) == pytest.approx(sent[0], abs=64 << 10)  # heads of records
+            llm.reset_mm_cache()
+            before = bucket.sent
+            ask(llm, *conversations)
+            assert bucket.sent > before
 
 
 def test_peers_do_not_take_what_is_not_theirs(checkpoints, tmp_path, conversations):

@@ -134,6 +134,21 @@ class Searched:
 
 
 @dataclass(frozen=True)
+class SearchRound:
+    """What stands between two turns of an answer that searches.
+
+    Attributes:
+      told: of the search.
+      hits: what was found, as `library.Hit`.
+      messages: the turn before, and the tool's message with what was found.
+    """
+
+    told: Searched
+    hits: tuple[Any, ...]
+    messages: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The answers to one request, in the place of the request in the call.
 

@@ -220,12 +220,12 @@ def test_rotation_and_writing_are_one_operation_in_place(shape: RowsShape, captu
 @pytest.mark.parametrize(
     ("size", "keep", "capture", "implementation"),
     [
+        *((*sizes, False, "mosaic_gpu") for sizes in ((4096, 4096), (4096, 64), (512, 512), (64, 64), (1, 1))),
+        *((4096, 64, True, kernels) for kernels in ("mosaic_gpu", "xla")),
         *(
-            (*sizes, capture, "mosaic_gpu")
-            for sizes in ((4096, 4096), (4096, 64), (512, 512), (64, 64), (1, 1))
-            for capture in (False, True)
+            pytest.param(*sizes, True, "mosaic_gpu", marks=pytest.mark.thorough)
+            for sizes in ((4096, 4096), (512, 512), (64, 64), (1, 1))
         ),
-        (4096, 64, True, "xla"),
     ],
 )
 def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: bool, implementation: str) -> None:
@@ -248,7 +248,7 @@ def test_a_layer_step_updates_the_pool_in_place(size: int, keep: int, capture: b
     assert compiled.operations < 40
 
 
-@pytest.mark.parametrize("size", [4096, 64])
+@pytest.mark.parametrize("size", [pytest.param(4096, marks=pytest.mark.thorough), 64])
 def test_a_layer_step_with_experts(size: int) -> None:
     """Of Qwen3-VL-30B-A3B: of 1.2 GB of experts a few matrices are at hand, and rows stand once for each of theirs."""
     config = published_config("Qwen3-VL-30B-A3B")
@@ -275,7 +275,7 @@ def test_one_row_passes_matrix_products(name: str) -> None:
     assert not matrices & {math.prod(shape) for shape in compiled.written - {runner.shapes.pool.shape}}
 
 
-@pytest.mark.parametrize(("size", "operations"), [(1, 15), (64, 15)])
+@pytest.mark.parametrize(("size", "operations"), [pytest.param(1, 15, marks=pytest.mark.thorough), (64, 15)])
 def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
     compiled = compile_for(runner, Window(size, "greedy", runner.ladder.window))
     lanes = sum(x.size * x.dtype.itemsize for x in runner.shapes.lanes)
@@ -287,7 +287,7 @@ def test_a_window_updates_the_pool_in_place(runner, size, operations) -> None:
     assert compiled.predicates == 0
 
 
-@pytest.mark.parametrize(("choice", "steps"), [("drawn", 8), ("any", 1)])
+@pytest.mark.parametrize(("choice", "steps"), [("drawn", 8), pytest.param("any", 1, marks=pytest.mark.thorough)])
 def test_a_window_that_draws_asks_the_host_nothing(choice: Choice, steps: int) -> None:
     """It compiles in less than a minute where nothing else runs, without a sort of the vocabulary."""
     runner, size = first_layers("Qwen3-VL-8B", 1), 64
@@ -339,7 +339,7 @@ def test_the_encoder(runner) -> None:
     assert compiled.operations < 20 * CONFIG.vision.depth
 
 
-@pytest.mark.parametrize(("size", "count"), [(4096, 1), (1024, 16)])
+@pytest.mark.parametrize(("size", "count"), [pytest.param(4096, 1, marks=pytest.mark.thorough), (1024, 16)])
 def test_linking_layers_together(runner, size: int, count: int) -> None:
     layers = runner.shapes.link_groups[0].stop
     compiled = compile_for(runner, Link(size, count, layers))

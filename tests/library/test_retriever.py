@@ -209,11 +209,12 @@ def test_what_is_wrong_is_said(llm, library):
 
 
 @pytest.mark.ladder
-def test_neighbours_of_many():
-    """Of the ten nearest of 100,000 vectors in clusters usearch finds more than 99 of 100, and filters pass."""
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.thorough)])
+def test_neighbours_of_many(count):
+    """Of the ten nearest of so many vectors in clusters usearch finds more than 99 of 100, and filters pass."""
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(1000, 64))
-    vectors = (centres[rng.integers(0, 1000, 100_000)] + 0.4 * rng.normal(size=(100_000, 64))).astype(np.float32)
+    vectors = (centres[rng.integers(0, 1000, count)] + 0.4 * rng.normal(size=(count, 64))).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
 
     class Numbered(int):

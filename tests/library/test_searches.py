@@ -9,8 +9,9 @@ import pytest
 from tests.helper import SIZES, WITHIN
 from vlcache_jax import LLM, RequestError, SamplingParams
 from vlcache_jax.library import Library, Retriever, Searches
-from vlcache_jax.library.searches import TOOL, _call
+from vlcache_jax.library.searches import _call
 from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.protocol.tools import SEARCH
 
 LONG = {**SIZES, "max_model_len": 24 * PAGE, "kv_cache_bytes": 2**25}
 GREEDY = SamplingParams(temperature=0, max_tokens=500, ignore_eos=False)
@@ -177,5 +178,5 @@ def test_calls():
     call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
     assert _call("No call.") is None
     assert _call(call.format("other", "{}")) is None
-    assert _call("Well. " + call.format(TOOL, '{"query": "a", "k": 2}')) == {"query": "a", "k": 2}
-    assert _call(call.format(TOOL, "{}")) == {}
+    assert _call("Well. " + call.format(SEARCH, '{"query": "a", "k": 2}')) == {"query": "a", "k": 2}
+    assert _call(call.format(SEARCH, "{}")) == {}

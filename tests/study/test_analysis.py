@@ -22,8 +22,10 @@ from vlcache_jax.study.accuracy import Protocol
 from vlcache_jax.study.analysis import (
     answer_attention,
     attention_error,
+    attention_map,
     decompose,
     deviation,
+    distant_layers,
     first_token_rank,
     key_distance,
     recompute,
@@ -100,6 +102,30 @@ def test_where_the_answer_looks(probe, runs):
     assert first_token_rank(np.array([[[0.5, 0.1, 0.6, 0.2]]])) == pytest.approx(2 / 3)
 
 
+def test_tokens_whose_keys_differ_most():
+    distances = np.zeros((4, 48))
+    distances[0] = np.arange(48)  # the first layer does not count
+    distances[1:, 0], distances[1:, 1] = 9, 8  # 50 of 1176 are 2 of 48
+    distances[3, 7] = 10
+    assert np.flatnonzero(distant_layers(distances)).tolist() == [0, 1, 7]
+    assert distant_layers(distances)[[0, 1, 7]].tolist() == [3, 2, 1]
+    assert distant_layers(np.eye(3)[:, :2]).sum() == 2  # at least one token a layer
+
+
+def test_what_rows_look_at_in_the_first_layer(probe, runs):
+    found = attention_map(probe, runs.placed, runs.cold)
+    size = len(runs.placed.layout)
+    assert found.shape == (size, size)
+    assert (found.min(), found.max()) == (0, 1)
+    assert not np.triu(found, 1).any()
+    # A row's scores are those that its attention is made of.
+    q, k, _, _ = (np.asarray(one, np.float64) for one in probe.project(runs.placed, runs.cold, 0))
+    heads, row = q.shape[1], size - 2
+    scores = [q[row, head] @ k[: row + 1, head * k.shape[1] // heads].T for head in range(heads)]
+    mean = np.maximum(np.mean(scores, axis=0), 0)
+    np.testing.assert_allclose(found[row, : row + 1] * mean.max(), mean * found[row].max(), atol=1e-9)
+
+
 def test_deviation_and_what_all_tokens_of_an_image_share(runs):
     found = deviation(runs)
     assert max(found.k[0], found.v[0]) < 1e-9 < min(found.k[1:].min(), found.v[1:].min())
@@ -174,12 +200,16 @@ def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_case
     for level, ratio in ((50, 0.1), (150, 0.3)):
         ways |= {f"r = {ratio}, {'last' if last else 'first'} tokens": (level, last) for last in (False, True)}
     assert list(curves) == list(ways)
+    layered = report["error of attention outputs, by layer and answer token"]
+    growth = report["error in the second half of the answer, over that in the first"]
     for name, (level, last) in ways.items():
         errors = [
-            attention_error(runs.placed, runs.cold, recompute(probe, runs, level, last=last)).mean(0)
-            for runs in of_cases
+            attention_error(runs.placed, runs.cold, recompute(probe, runs, level, last=last)) for runs in of_cases
         ]
-        np.testing.assert_allclose(curves[name], np.mean(errors, axis=0), rtol=1e-4)
+        np.testing.assert_allclose(layered[name], np.mean(errors, axis=0), rtol=1e-4, atol=1e-9)
+        np.testing.assert_allclose(curves[name], np.mean(errors, axis=(0, 1)), rtol=1e-4)
+        half = len(curves[name]) // 2
+        np.testing.assert_allclose(growth[name], np.mean(curves[name][half:]) / np.mean(curves[name][:half]), rtol=1e-3)
         np.testing.assert_array_equal(drawn[0][name], curves[name])
     assert_falling(curves)
     parts = [decompose(probe, runs, tokens=4) for runs in of_cases]
@@ -202,6 +232,7 @@ def test_the_errors_command(checkpoints, questions_tsv, tmp_path, probe, of_case
         far["K"], np.mean([deviation(runs).k for runs in of_cases], axis=0), rtol=1e-3, atol=1e-9
     )
     np.testing.assert_array_equal(drawn[3]["K"], far["K"][1:])
+    np.testing.assert_array_equal(drawn[4]["layer 1"], layered["r = 0"][1])
 
 
 def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_cases, drawn):
@@ -228,6 +259,18 @@ def test_the_attention_command(checkpoints, questions_tsv, tmp_path, probe, of_c
     curves = report["distance of keys on the first tokens, by layer and share of the image"]
     np.testing.assert_allclose(np.array(curves)[1:, [50, 100]], far, rtol=1e-3)
     np.testing.assert_array_equal(drawn[3]["layer 1"], curves[1])
+    shares = report["share of tokens with at most this attention, by layer"]["scaled"]
+    at = report["attention"]
+    for layer, curve in enumerate(shares):
+        below = [(image.mean(1)[layer][:, None] <= at).mean(0) for image in scaled]
+        np.testing.assert_allclose(curve, np.mean(below, axis=0), atol=0.1)  # a token's weight may lie at a threshold
+        assert curve[-1] == 1
+    counts = report["layers but the first in which a token's keys are among the farthest, of each image"]
+    spans = [(runs, span) for runs in of_cases for span in runs.placed.images]
+    assert counts == [distant_layers(key_distance(runs, span)).tolist() for runs, span in spans]
+    assert 0 <= report["share of such that are in the first tenth of their image"] <= 1
+    looked = report["what rows behind an image see of its tokens in the first layer"]
+    assert [len(image) for image in looked] == [span.length for span in of_cases[0].placed.images]
 
 
 @pytest.mark.parametrize("command", ["errors", "attention"])

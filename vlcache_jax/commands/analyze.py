@@ -46,9 +46,9 @@ def errors_command(
 ) -> None:
     """Errors of the attention outputs along the answer, and where they come from.
 
-    At r = 0, 0.1 and 0.3 (VLCache, figure 2), with the first tokens of an image recomputed against the last ones
-    (figure 5); the error of the logits taken apart by token and by layer; and how far K, V are from a cold run's, in
-    each layer.
+    At r = 0, 0.1 and 0.3 (VLCache, figure 2), in the mean over layers and in each, with the first tokens of an image
+    recomputed against the last ones (figure 5); the error of the logits taken apart by token and by layer; and how far
+    K, V are from a cold run's, in each layer.
 
     Example: vlcache analyze errors --out errors.png
     """
@@ -73,11 +73,11 @@ def errors_command(
                 for last in (False, True)[: 1 + bool(level)]:
                     trace = analysis.recompute(probe, runs, level, last=last)
                     name = f"r = {level / 500:g}" + (f", {'last' if last else 'first'} tokens" if level else "")
-                    errors = analysis.attention_error(runs.placed, runs.cold, trace)
-                    curves.setdefault(name, []).append(errors.mean(0))
+                    curves.setdefault(name, []).append(analysis.attention_error(runs.placed, runs.cold, trace))
             parts.append(analysis.decompose(probe, runs, tokens=tokens))
             deviations.append(dataclasses.astuple(analysis.deviation(runs)))
-        means = {name: _mean_along(found) for name, found in curves.items()}
+        layered = {name: _mean_along(found) for name, found in curves.items()}
+        means = {name: errors.mean(0) for name, errors in layered.items()}
         effects = {
             "reused in one layer only": [part.layer for part in parts],
             "reused in a layer and all before": [part.until for part in parts],
@@ -91,6 +91,10 @@ def errors_command(
             "donors": donors,
             "samples": samples,
             "error of attention outputs, by answer token": {name: mean.tolist() for name, mean in means.items()},
+            "error of attention outputs, by layer and answer token": {k: one.tolist() for k, one in layered.items()},
+            "error in the second half of the answer, over that in the first": {
+                name: _growth([errors.mean(0) for errors in found]) for name, found in curves.items()
+            },
             "error of the logits, by layer": {name: errors.tolist() for name, errors in depths.items()},
             "share of answers that change, by layer": {name: shares.tolist() for name, shares in changed.items()},
             "deviation of K, V, and the part that all tokens of an image share, by layer": {
@@ -103,8 +107,12 @@ def errors_command(
                 {"place": part.place.tolist(), "error": part.token.error.tolist(), "all": part.total} for part in parts
             ],
         }
-        figure, axes = _figure(4)
+        figure, axes = _figure(5)
         _draw_errors(axes, means, depths, far, parts)
+        for layer, errors in enumerate(layered["r = 0"]):
+            axes[4].plot(np.arange(len(errors)), errors, "o-", markersize=3, label=f"layer {layer}")
+        axes[4].set(xlabel="answer token", ylabel="error of attention outputs", title="By layer, r = 0")
+        axes[4].legend(fontsize=7)
         _save(figure, report, out)
 
 
@@ -118,7 +126,7 @@ def _draw_errors(
     """The picture of `vlcache analyze errors`: along the answer, by depth, of single tokens, and of K, V."""
     import numpy as np
 
-    left, middle, right, last_axis = axes
+    left, middle, right, last_axis = axes[:4]
     for name, mean in means.items():
         left.plot(np.arange(len(mean)), mean, "o--" if "last" in name else "o-", markersize=3, label=name)
     left.set(xlabel="answer token", ylabel="error of attention outputs", title="Errors along the answer")
@@ -176,7 +184,7 @@ def attention_command(
     donors: Annotated[str, _DONORS] = "together",
     dtype: opt.Dtype = "auto",
 ) -> None:
-    """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8 and 12).
+    """Where the first answer token looks, and which tokens' keys depend on context (MPIC, figures 4, 8, 11 and 12).
 
     Example: vlcache analyze attention --out attention.png
     """
@@ -194,8 +202,12 @@ def attention_command(
         # Of each sample the attention on its images, and how far its keys are from a cold run's.
         kinds: dict[str, list[np.ndarray]] = {"scaled": [], "raw": []}
         ranks, distances = [], []
+        seen: tuple[np.ndarray, list[tuple[int, int]]] | None = None
         for case in cases:
             runs = prepare(probe, case)
+            if seen is None or len(runs.placed.images) > len(seen[1]):  # the first one with most images
+                spans = [(span.start, span.stop) for span in runs.placed.images]
+                seen = analysis.attention_map(probe, runs.placed, runs.cold), spans
             for name, images in zip(kinds, analysis.answer_attention(probe, runs.placed, runs.cold), strict=True):
                 kinds[name] += [weights.mean(1) for weights in images]
                 if name == "scaled":
@@ -209,6 +221,9 @@ def attention_command(
         }
         far = np.mean([[np.interp(grid, *_cumulative(layer)) for layer in found] for found in distances], axis=0)
         rank = np.mean([np.stack([r.mean(1), r.std(1)]) for r in ranks], axis=0)
+        thresholds = np.logspace(-6, 0, 61)
+        counts = [analysis.distant_layers(found) for found in distances]
+        assert seen is not None
         report = {
             "arrangement": arrangement,
             "donors": donors,
@@ -218,12 +233,26 @@ def attention_command(
                 name: np.mean([(weights > 1e-3).mean(1) for weights in found], axis=0).tolist()
                 for name, found in kinds.items()
             },
+            "attention": thresholds.tolist(),
+            "share of tokens with at most this attention, by layer": {
+                name: np.mean([_share_up_to(weights, thresholds) for weights in found], axis=0).tolist()
+                for name, found in kinds.items()
+            },
             "attention on the first tokens, by layer and share of the image": {k: v.tolist() for k, v in along.items()},
             "tokens that get less than the first one, mean over heads by layer": rank[0].tolist(),
             "its standard deviation": rank[1].tolist(),
             "distance of keys on the first tokens, by layer and share of the image": far.tolist(),
+            "layers but the first in which a token's keys are among the farthest, of each image": [
+                found.tolist() for found in counts
+            ],
+            "share of such that are in the first tenth of their image": float(
+                np.mean([found[: max(1, len(found) // 10)].sum() / found.sum() for found in counts])
+            ),
+            "what rows behind an image see of its tokens in the first layer": [
+                seen[0][stop:, start:stop].mean(0).tolist() for start, stop in seen[1]
+            ],
         }
-        figure, axes = _figure(4)
+        figure, axes = _figure(6)
         for i in range(probe.num_layers):
             colour = {"color": f"C{i % 10}", "label": f"layer {i}"}
             values = np.sort(np.concatenate([weights[i] for weights in kinds["scaled"]]))
@@ -231,13 +260,33 @@ def attention_command(
             axes[1].plot(grid, along["scaled"][i], **colour)
             if i:
                 axes[3].plot(grid, far[i], **colour)
-        axes[0].set(xscale="log", xlabel="attention", ylabel="share of image tokens", title="First answer token")
-        axes[1].set(xlabel="first share of the image", ylabel="attention on it", title="In token order")
-        axes[2].errorbar(np.arange(probe.num_layers), rank[0], rank[1], fmt="o-", markersize=3)
-        axes[2].set(xlabel="layer", ylabel="tokens below the first one", title="Rank of an image's first token")
-        axes[3].set(xlabel="first share of the image", ylabel="of the distance of keys", title="Donor against cold")
         axes[0].legend(fontsize=7)
+        axes[2].errorbar(np.arange(probe.num_layers), rank[0], rank[1], fmt="o-", markersize=3)
+        for found in counts:
+            axes[4].plot(np.arange(len(found)) / len(found), found, ".", color="tab:blue", alpha=0.3)
+        axes[5].imshow(seen[0], cmap="magma", aspect="auto")
+        for start, _ in seen[1]:
+            axes[5].axvline(start, color="white", linewidth=0.5)
+        _name_panels(axes)
         _save(figure, report, out)
+
+
+def _share_up_to(weights: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """The distribution function of each layer's weights [L, T] at some thresholds."""
+    import numpy as np
+
+    return np.stack([np.searchsorted(np.sort(layer), thresholds, "right") / len(layer) for layer in weights])
+
+
+def _name_panels(axes: Any) -> None:
+    """What the panels of `vlcache analyze attention` show."""
+    share = "first share of the image"
+    axes[0].set(xscale="log", xlabel="attention", ylabel="share of image tokens", title="First answer token")
+    axes[1].set(xlabel=share, ylabel="attention on it", title="In token order")
+    axes[2].set(xlabel="layer", ylabel="tokens below the first one", title="Rank of an image's first token")
+    axes[3].set(xlabel=share, ylabel="of the distance of keys", title="Donor against cold")
+    axes[4].set(xlabel="place in its image", ylabel="layers among the farthest", title="Keys that differ most")
+    axes[5].set(xlabel="token", ylabel="row", title="First layer, lines: images")
 
 
 @contextlib.contextmanager
@@ -279,11 +328,21 @@ def _check(out: pathlib.Path) -> None:
 
 
 def _mean_along(curves: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean of curves of different lengths, at each place over those that reach it."""
+    """Mean of curves [..., c] of different lengths, at each place over those that reach it."""
     import numpy as np
 
-    longest = max(map(len, curves))
-    return np.array([np.mean([curve[i] for curve in curves if i < len(curve)]) for i in range(longest)])
+    longest = max(curve.shape[-1] for curve in curves)
+    each = [np.mean([one[..., i] for one in curves if i < one.shape[-1]], axis=0) for i in range(longest)]
+    return np.stack(each, axis=-1)
+
+
+def _growth(curves: Sequence[np.ndarray]) -> float:
+    """What the second half of curves is in the mean, over the first half; those of one place have no halves."""
+    import numpy as np
+
+    halves = [(one[: len(one) // 2].mean(), one[len(one) // 2 :].mean()) for one in curves if len(one) > 1]
+    first, second = np.mean(halves, axis=0) if halves else (np.nan, np.nan)
+    return float(second / first) if first > 0 else float("nan")
 
 
 def _cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -295,11 +354,16 @@ def _cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _figure(panels: int) -> Any:
+    """A figure and its panels, at most four in a row."""
     from vlcache_jax.study.report import figures
 
     pyplot = figures()
-    figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 3.8), squeeze=False)
-    return figure, axes[0]
+    columns = panels if panels <= 4 else 3
+    rows = -(-panels // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.8 * rows), squeeze=False)
+    for unused in axes.flat[panels:]:
+        unused.set_visible(False)
+    return figure, axes.flat[:panels]
 
 
 def _save(figure: Any, report: dict[str, Any], out: pathlib.Path) -> None:

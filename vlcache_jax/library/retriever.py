@@ -119,7 +119,7 @@ class Retriever:
         self.missing: Mapping[str, str] = {}
         if name is not None:
             check_text(name, "name", "a string or None")
-        self._name = name or _name(embedder)
+        self._name = name or name_of(embedder)
         self._is_own = getattr(embedder, "service", None) is library.service
         self._whose = {"cache_salt": library.owner} if self._is_own and library.owner is not None else {}
         self._index: _Index | None = None
@@ -274,7 +274,7 @@ class Retriever:
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
-def _name(embedder: Any) -> str:
+def name_of(embedder: Any) -> str:
     """What tells embedders apart that make other vectors.
 
     Raises:

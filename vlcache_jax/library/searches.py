@@ -7,12 +7,14 @@ computed twice.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,15 +22,16 @@ from vlcache_jax.checks import check_flags, check_whole, is_a, short
 from vlcache_jax.inputs.tools import read_tools, tool_names
 from vlcache_jax.library.libraries import Library
 from vlcache_jax.llm import LLM, Asked
-from vlcache_jax.outputs import RequestOutput, Searched
+from vlcache_jax.outputs import RequestDelta, RequestOutput, Searched, SearchRound
 from vlcache_jax.protocol.deltas import Joined
 from vlcache_jax.protocol.forced import forced_call
 from vlcache_jax.protocol.parsing import AnswerParser
+from vlcache_jax.protocol.tools import SEARCH
 from vlcache_jax.sampling import SamplingParams
+from vlcache_jax.service import Service
 from vlcache_jax.serving import RequestError
 from vlcache_jax.structured_outputs import StructuredOutputs
 
-TOOL = "search_library"
 _MOST_QUERY = 300  # characters
 type Filter = Callable[[Mapping[str, Any]], bool] | Mapping[str, Any] | None
 
@@ -69,6 +72,7 @@ class Searches:
       timeout: seconds that a search may take. One that is slower, or fails, has found nothing.
       required: whether each answer begins with a search; else the model decides.
       filter: see `Retriever.search`.
+      least: score that pictures have at least; None: any.
 
     Raises:
       ValueError: one is wrong.
@@ -81,6 +85,7 @@ class Searches:
     timeout: float = 10.0
     required: bool = False
     filter: Filter = None
+    least: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(self.retriever, "library", None), Library):
@@ -90,6 +95,8 @@ class Searches:
         if not (is_a(self.timeout, int | float) and self.timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
         check_flags(required=self.required)
+        if not (self.least is None or is_a(self.least, int | float)):
+            raise ValueError(f"least must be a number or None, got {short(self.least)}")
 
     @property
     def tool(self) -> dict[str, Any]:
@@ -98,7 +105,7 @@ class Searches:
         count = {"type": "integer", "minimum": 1, "maximum": self.k, "description": f"How many; {self.k} by default."}
         parameters = {"type": "object", "properties": {"query": query, "k": count}, "required": ["query"]}
         about = f"Finds pictures of the library {self.retriever.library.name}. They come with the result."
-        named = {"name": TOOL, "description": about, "parameters": {**parameters, "additionalProperties": False}}
+        named = {"name": SEARCH, "description": about, "parameters": {**parameters, "additionalProperties": False}}
         return {"type": "function", "function": named}
 
     def answered(
@@ -126,10 +133,8 @@ class Searches:
         params = _each(sampling_params, len(conversations), llm)
         rows = [_Row(given, own) for given, own in zip(conversations, params, strict=True)]
         given = options.get("tools") or ()
-        if TOOL in tool_names(read_tools(given)):
-            raise ValueError(f"tools must not have one called {TOOL} beside retrieve")
-        tools = [*given, self.tool]
-        forced = forced_call(tools, {"type": "function", "function": {"name": TOOL}}) if self.required else None
+        tools = self.beside(given)
+        forced = forced_call(tools, {"type": "function", "function": {"name": SEARCH}}) if self.required else None
         threads = concurrent.futures.ThreadPoolExecutor(len(rows) or 1, "vlcache-searches")
         try:
             for number in range(self.rounds + 1):
@@ -146,25 +151,79 @@ class Searches:
                 looking = [(row, threads.submit(self._search, row.call)) for row in going if row.goes_on]
                 until = time.monotonic() + self.timeout
                 for row, future in looking:
-                    row.go_on(*self._found(future, until, row.call, llm))
+                    row.go_on(self._found(future, until, row.call, llm.service, row.text))
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # who hangs is not waited for
         return _results(rows, name, options.get("on_error", "raise"))
+
+    def beside(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The tools of a request, and the one that searches.
+
+        Raises:
+          ValueError: one of them has its name.
+        """
+        if SEARCH in tool_names(read_tools(tools)):
+            raise ValueError(f"tools must not have one called {SEARCH} beside one that searches a library")
+        return [*tools, self.tool]
+
+    async def turns(
+        self,
+        service: Service,
+        ask: Callable[[Sequence[Mapping[str, Any]], int], AsyncGenerator[RequestDelta]],
+        most: int | None = None,
+    ) -> AsyncGenerator[RequestDelta | SearchRound]:
+        """An answer as it comes: the deltas of its turns, and between them what was searched for.
+
+        Args:
+          service: of the engine that answers.
+          ask: (messages that follow on the conversation, tokens that were answered) -> the next turn.
+          most: tokens of the whole answer; None: any number.
+        """
+        added: list[Mapping[str, Any]] = []
+        used = 0
+        threads = concurrent.futures.ThreadPoolExecutor(1, "vlcache-searches")
+        try:
+            for number in range(self.rounds + 1):
+                pieces: list[str] = []
+                reason: str | None = None
+                async with contextlib.aclosing(ask(added, used)) as deltas:
+                    async for delta in deltas:
+                        for one in delta.outputs:
+                            pieces.append(one.text)
+                            used += len(one.token_ids)
+                            reason = one.finish_reason or reason
+                        yield delta
+                text = "".join(pieces)
+                call = _call(text) if reason == "stop" and number < self.rounds else None
+                if call is None or (most is not None and used >= most):
+                    return
+                future, until = threads.submit(self._search, call), time.monotonic() + self.timeout
+                found = await asyncio.to_thread(self._found, future, until, call, service, text)
+                added += found.messages
+                yield found
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # who hangs is not waited for
 
     def _search(self, call: Mapping[str, Any]) -> list[Hit]:
         query, count = call.get("query"), call.get("k", self.k)
         if not isinstance(query, str) or not query:
             raise ValueError(f"query must be a text, got {short(query)}")
         most = min(count, self.k) if is_a(count, int) and count > 0 else self.k
-        return self.retriever.search(query, most, filter=self.filter)
+        hits = self.retriever.search(query, most, filter=self.filter)
+        return hits if self.least is None else [hit for hit in hits if hit.score >= self.least]
 
     def _found(
-        self, future: concurrent.futures.Future[list[Hit]], until: float, call: Mapping[str, Any], llm: LLM
-    ) -> tuple[Searched, list[dict[str, Any]]]:
-        """What is told of a search, and to the model."""
+        self,
+        future: concurrent.futures.Future[list[Hit]],
+        until: float,
+        call: Mapping[str, Any],
+        service: Service,
+        text: str,
+    ) -> SearchRound:
+        """What is told of a search, and to the model; `text` is the turn that asked."""
         start, hits, error = time.perf_counter(), list[Hit](), None
         try:
-            hits = self._that_fit(future.result(max(0.0, until - time.monotonic())), llm)
+            hits = self._that_fit(future.result(max(0.0, until - time.monotonic())), service)
         except TimeoutError:
             future.cancel()
             error = f"the search took more than {self.timeout:g} seconds"
@@ -176,11 +235,12 @@ class Searches:
         for hit in hits:
             said = json.dumps({**hit.metadata, "id": hit.id}, ensure_ascii=False)
             parts += [{"type": "text", "text": f"{said}\n"}, self.retriever.library.part(hit.id)]
-        return told, parts
+        turn = {"role": "assistant", "content": text}
+        return SearchRound(told, tuple(hits), (turn, {"role": "tool", "content": parts}))
 
-    def _that_fit(self, hits: Sequence[Hit], llm: LLM) -> list[Hit]:
+    def _that_fit(self, hits: Sequence[Hit], service: Service) -> list[Hit]:
         """As many as their tokens let."""
-        processor, left, found = llm.service.intake.processor, self.tokens, []
+        processor, left, found = service.intake.processor, self.tokens, []
         for hit in hits:
             item = self.retriever.library.get(hit.id)
             left -= processor.num_tokens(processor.grid(item.picture.height, item.picture.width, item.limits))
@@ -196,12 +256,13 @@ class _Row:
 
     given: Asked
     asked: SamplingParams
-    added: list[dict[str, Any]] = field(default_factory=list)
+    added: list[Mapping[str, Any]] = field(default_factory=list)
     searched: list[Searched] = field(default_factory=list)
     output: RequestOutput | None = None
     call: Mapping[str, Any] = field(default_factory=dict)
     goes_on: bool = True
     used: int = 0
+    text: str = ""
 
     @property
     def conversation(self) -> Any:
@@ -229,20 +290,19 @@ class _Row:
         call = _call(answer.text)
         has_room = self.asked.max_tokens is None or self.used < self.asked.max_tokens
         if call is not None and answer.finish_reason == "stop" and has_room:
-            self.call, self.goes_on = call, True
-            self.added.append({"role": "assistant", "content": answer.text})
+            self.call, self.goes_on, self.text = call, True, answer.text
 
-    def go_on(self, told: Searched, parts: list[dict[str, Any]]) -> None:
+    def go_on(self, found: SearchRound) -> None:
         """With what was found."""
-        self.searched.append(told)
-        self.added.append({"role": "tool", "content": parts})
+        self.searched.append(found.told)
+        self.added += found.messages
 
 
 def _call(text: str) -> Mapping[str, Any] | None:
     """The arguments of the last call of an answer, if it searches; what is no JSON asks for nothing."""
     parser = AnswerParser("", has_tools=True)
     calls = Joined.of([*parser.push(text), *parser.finish()]).calls
-    if not calls or calls[-1]["function"]["name"] != TOOL:
+    if not calls or calls[-1]["function"]["name"] != SEARCH:
         return None
     try:
         found = json.loads(calls[-1]["function"]["arguments"] or "{}")

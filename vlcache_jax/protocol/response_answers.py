@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vlcache_jax.outputs import SearchRound
 from vlcache_jax.protocol.answers import ChatAnswer, Counts
 from vlcache_jax.protocol.responses import ResponseRequest
+from vlcache_jax.protocol.tools import SEARCH
 
 if TYPE_CHECKING:
     from vlcache_jax.outputs import RequestDelta, RequestOutput
 
-_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_SEARCHES = "file_search_call"
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", _SEARCHES: "fs"}
 
 
 @dataclass
 class _Item:
-    """A part of the output: what was thought, what is said, or a call.
+    """A part of the output: what was thought, what is said, a call, or a search.
 
     Attributes:
       kind: its `type`.
@@ -25,6 +29,8 @@ class _Item:
       call: `call_id` and `name` of a call.
       pieces: of its text, or of the arguments.
       logprobs: of what is said.
+      found: what a search came to; None: nothing yet.
+      tells_results: whether it is told, too.
     """
 
     kind: str
@@ -32,6 +38,8 @@ class _Item:
     call: dict[str, str] = field(default_factory=dict)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    found: SearchRound | None = None
+    tells_results: bool = False
 
     @property
     def text(self) -> str:
@@ -45,11 +53,32 @@ class _Item:
 
     def told(self, status: str) -> dict[str, Any]:
         """It as an object, whole or so far."""
+        if self.kind == _SEARCHES:
+            return self._search(status)
         head = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return head | self.call | {"arguments": self.text}
         own: dict[str, Any] = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
         return head | own | {"content": [] if status == "in_progress" else [self.part()]}
+
+    def _search(self, status: str) -> dict[str, Any]:
+        if status != "in_progress":
+            told = None if self.found is None else self.found.told
+            status = "incomplete" if told is None else "completed" if told.error is None else "failed"
+        queries = [_query(self.text)] if status != "in_progress" else []
+        results = None
+        if self.tells_results and self.found is not None:
+            results = [
+                {
+                    "file_id": hit.id,
+                    "filename": hit.id,
+                    "score": hit.score,
+                    "text": "",
+                    "attributes": dict(hit.metadata),
+                }
+                for hit in self.found.hits
+            ]
+        return {"id": self.id, "type": self.kind, "status": status, "queries": queries, "results": results}
 
 
 @dataclass
@@ -59,18 +88,20 @@ class ResponseAnswer:
     Attributes:
       chat: writes the same answer as a chat completion; its id is that of the response.
       request: that is answered.
-      message: the answer as a message of a chat, once it is whole.
+      said: the answer as messages of a chat, once it is whole: with what was found meanwhile.
       response: the response, once it is whole.
     """
 
     chat: ChatAnswer
     request: ResponseRequest
-    message: dict[str, Any] = field(default_factory=dict, init=False)
+    said: list[Mapping[str, Any]] = field(default_factory=list, init=False)
     response: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._number = 0  # of the next event
         self._items: list[_Item] = []  # the last one is still open
+        self._turn = 0  # of an answer that searches
+        self._since = 0  # items that are of turns before
         self._finish_reason: str | None = None
         self._beside: dict[str, Any] = {}  # what is told beside what OpenAI has
 
@@ -86,16 +117,21 @@ class ResponseAnswer:
         self._finish_reason = choice["finish_reason"]
         return self._finish(self.chat.counts())
 
-    def pieces(self, delta: RequestDelta, prompt: int = 0) -> Iterator[dict[str, Any]]:
-        """The events that follow, now that there is more."""
+    def pieces(self, delta: RequestDelta | SearchRound, prompt: int = 0) -> Iterator[dict[str, Any]]:
+        """The events that follow, now that there is more, or something was found."""
+        if isinstance(delta, SearchRound):
+            yield from self._found(delta)
+            return
         if not self._number:
             for kind in ("created", "in_progress"):
                 yield self._event(f"response.{kind}", response=self._object("in_progress", None))
-        for chunk in self.chat.pieces(delta, prompt):
+        for chunk in self.chat.pieces(delta, self._turn):
             self._note(chunk)
             for choice in chunk["choices"]:
                 yield from self._grow(choice["delta"], choice["logprobs"])
                 self._finish_reason = choice["finish_reason"] or self._finish_reason
+        if delta.finished and self._items and self._items[-1].kind == _SEARCHES:
+            yield self._at_last("response.file_search_call.searching")
 
     def last(self) -> Iterator[dict[str, Any]]:
         """The end of a stream."""
@@ -111,8 +147,8 @@ class ResponseAnswer:
         return self._event("error", code=told["code"], message=told["message"], param=told["param"])
 
     def counts_of(self, prompt: int) -> Counts:
-        """Of one prompt."""
-        return self.chat.counts_of(prompt)
+        """Of the prompt, or of the last turn's."""
+        return self.chat.counts_of(self._turn)
 
     def _note(self, told: Mapping[str, Any]) -> None:
         self._beside |= {key: told[key] for key in ("cache", "prompt_token_ids") if key in told}
@@ -130,8 +166,13 @@ class ResponseAnswer:
         for piece in delta.get("tool_calls") or ():
             function = piece["function"]
             if "id" in piece:
-                yield from self._open("function_call", call_id=piece["id"], name=function["name"])
-            if function["arguments"]:
+                is_search = self.request.search is not None and function["name"] == SEARCH
+                yield from self._open(
+                    _SEARCHES if is_search else "function_call", call_id=piece["id"], name=function["name"]
+                )
+            if function["arguments"] and self._items[-1].kind == _SEARCHES:
+                self._items[-1].pieces.append(function["arguments"])
+            elif function["arguments"]:
                 yield from self._add("response.function_call_arguments.delta", function["arguments"])
 
     def _open(self, kind: str, **call: str) -> Iterator[dict[str, Any]]:
@@ -139,13 +180,26 @@ class ResponseAnswer:
         if self._items and self._items[-1].kind == kind and not call:
             return
         yield from self._close()
-        item = _Item(kind, f"{_PREFIXES[kind]}_{self.chat.id.partition('_')[2]}{len(self._items)}", call)
+        name = f"{_PREFIXES[kind]}_{self.chat.id.partition('_')[2]}{len(self._items)}"
+        item = _Item(kind, name, call, tells_results=self.request.tells_results)
         self._items.append(item)
         index = len(self._items) - 1
         yield self._event("response.output_item.added", output_index=index, item=item.told("in_progress"))
-        if kind != "function_call":
+        if kind == _SEARCHES:
+            yield self._at_last("response.file_search_call.in_progress")
+        elif kind != "function_call":
             where = {"item_id": item.id, "output_index": index, "content_index": 0}
             yield self._event("response.content_part.added", **where, part=item.part())
+
+    def _found(self, found: SearchRound) -> Iterator[dict[str, Any]]:
+        """What the search came to with which the turn has ended: the next one follows."""
+        self._items[-1].found = found
+        yield self._at_last("response.file_search_call.completed")
+        self.said += found.messages
+        self._turn, self._since = self._turn + 1, len(self._items)
+
+    def _at_last(self, kind: str) -> dict[str, Any]:
+        return self._event(kind, item_id=self._items[-1].id, output_index=len(self._items) - 1)
 
     def _add(self, kind: str, text: str, **more: Any) -> Iterator[dict[str, Any]]:
         item = self._items[-1]
@@ -160,7 +214,7 @@ class ResponseAnswer:
         if item.kind == "function_call":
             done = {**where, "name": item.call["name"], "arguments": item.text}
             yield self._event("response.function_call_arguments.done", **done)
-        else:
+        elif item.kind != _SEARCHES:
             where["content_index"] = 0
             more = {} if item.kind == "reasoning" else {"logprobs": item.logprobs}
             yield self._event(f"response.{item.part()['type']}.done", **where, text=item.text, **more)
@@ -169,15 +223,17 @@ class ResponseAnswer:
         yield self._event("response.output_item.done", output_index=index, item=item.told("completed"))
 
     def _finish(self, counts: Counts) -> dict[str, Any]:
-        texts = {kind: "".join(item.text for item in self._items if item.kind == kind) for kind in _PREFIXES}
-        self.message = {"role": "assistant", "content": texts["message"]}
+        items = self._items[self._since :]
+        texts = {kind: "".join(item.text for item in items if item.kind == kind) for kind in _PREFIXES}
+        message: dict[str, Any] = {"role": "assistant", "content": texts["message"]}
         if texts["reasoning"]:
-            self.message["reasoning_content"] = texts["reasoning"]
-        if calls := [item for item in self._items if item.kind == "function_call"]:
-            self.message["tool_calls"] = [
+            message["reasoning_content"] = texts["reasoning"]
+        if calls := [item for item in items if item.call]:
+            message["tool_calls"] = [
                 {"id": item.call["call_id"], "type": "function",
                  "function": {"name": item.call["name"], "arguments": item.text}} for item in calls
             ]  # fmt: skip
+        self.said.append(message)
         self.response = self._object("incomplete" if self._finish_reason == "length" else "completed", counts)
         return self.response
 
@@ -211,3 +267,12 @@ class ResponseAnswer:
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **more}
+
+
+def _query(arguments: str) -> str:
+    """What a search asks for."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return ""
+    return str(found.get("query", "")) if isinstance(found, dict) else ""

@@ -9,7 +9,12 @@ from typing import Any, Self
 
 from vlcache_jax.checks import short
 from vlcache_jax.protocol.fields import CHAT, FLAG, OBJECT, TEXT_OR_NULL, check_fields, told
+from vlcache_jax.protocol.searching import TYPE, FileSearch
+from vlcache_jax.protocol.tools import SEARCH
 from vlcache_jax.protocol.values import ApiError, Schema
+
+_RESULTS = "file_search_call.results"
+_ROUNDS = 2  # searches of an answer, where nothing is said
 
 # Fields that mean the same in a chat, some of them under another name there.
 _RENAMED = {"max_output_tokens": "max_completion_tokens", "top_logprobs": "top_logprobs"}
@@ -23,7 +28,7 @@ RESPONSES: Mapping[str, Schema] = {
     "store": told(FLAG, "Keep the response, so that others go on from it; by default it is."),
     "include": {
         "type": ["array", "null"],
-        "items": {"type": "string", "enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+        "items": {"type": "string", "enum": ["message.output_text.logprobs", "reasoning.encrypted_content", _RESULTS]},
         "description": "The second is without effect: thinking is told in clear, and may be sent back so.",
     },
     "text": told(
@@ -36,7 +41,9 @@ RESPONSES: Mapping[str, Schema] = {
     **{new: CHAT[name] for new, name in _RENAMED.items()},
     **{name: CHAT[name] for name in _OF_CHATS},
     "stream_options": told(OBJECT, "Accepted, and without effect."),
-    "max_tool_calls": told({"type": ["integer", "null"]}, "Accepted, and without effect."),
+    "max_tool_calls": told(
+        {"type": ["integer", "null"], "minimum": 1, "maximum": 16}, "Searches of `file_search` at most; by default 2."
+    ),
 }
 # What chats call it, at the beginning of errors.
 _OWN = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
@@ -63,6 +70,9 @@ class ResponseRequest:
       previous: id of the response before.
       stores: whether it is to be kept.
       instructions: of this response alone.
+      search: the library that the answer may search; None: it may search none.
+      rounds: searches at most.
+      tells_results: what was found is told with the search.
     """
 
     chat: dict[str, Any]
@@ -72,6 +82,9 @@ class ResponseRequest:
     previous: str | None = None
     stores: bool = True
     instructions: str | None = None
+    search: FileSearch | None = None
+    rounds: int = _ROUNDS
+    tells_results: bool = False
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -85,8 +98,12 @@ class ResponseRequest:
             raise ApiError("input must be a string or a list, got none", "input")
         chat = {name: given[name] for name in _OF_CHATS if name in given}
         chat |= {name: given[own] for own, name in _RENAMED.items() if own in given}
+        search: FileSearch | None = None
         if "tools" in chat:
-            chat["tools"] = _tools(chat["tools"])
+            functions, search = _tools(chat.pop("tools"))
+            chat |= {"tools": functions} if functions or search is None else {}
+        if search is not None and chat.get("tool_choice") == {"type": TYPE}:
+            chat["tool_choice"] = {"type": "function", "name": SEARCH}
         if chat.get("top_logprobs") is not None or "message.output_text.logprobs" in given.get("include", ()):
             chat["logprobs"] = True
         if form := _form(given.get("text", {})):
@@ -108,6 +125,9 @@ class ResponseRequest:
             given.get("previous_response_id"),
             given.get("store", True),
             given.get("instructions"),
+            search,
+            given.get("max_tool_calls", _ROUNDS),
+            _RESULTS in given.get("include", ()),
         )
 
     def body(self, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -128,20 +148,28 @@ class ResponseRequest:
             number = int(found["number"]) - (self.instructions is not None)
             if number < 0:
                 return "instructions"
-            return "previous_response_id" if number < before else self.places[number - before]
+            if number < before:
+                return "previous_response_id"
+            return self.places[min(number - before, len(self.places) - 1)]  # behind them stands what was found
 
         message, param = (text and _OF_CHAT.sub(own, text) for text in (error.message, error.param))
         return ApiError(message or "", param, error.status, error.code, error.retry_after)
 
 
-def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Functions, whose fields stand beside their type here."""
+def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], FileSearch | None]:
+    """Functions, whose fields stand beside their type here, and the library that may be searched."""
     tools = []
+    search: FileSearch | None = None
     for i, tool in enumerate(given):
+        if tool.get("type") == TYPE:
+            if search is not None:
+                raise ApiError(f"tools must have one {TYPE} at most, got another at tools[{i}]", "tools")
+            search = FileSearch.parse(tool, f"tools[{i}]")
+            continue
         if tool.get("type") != "function":
             raise ApiError(f"tools[{i}].type is not supported, got {short(tool.get('type'))}", "tools")
         tools.append({"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}})
-    return tools
+    return tools, search
 
 
 _REPEATED = (
@@ -193,6 +221,8 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
             case "reasoning":
                 parts = item.get("content") or []
                 reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+                continue
+            case "file_search_call":  # what was found does not stand in it; `previous_response_id` knows
                 continue
             case other:
                 raise ApiError(f"{where}.type is not supported, got {short(other)}", f"{where}.type")

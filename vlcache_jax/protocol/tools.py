@@ -9,6 +9,8 @@ from typing import Any
 from vlcache_jax.protocol.deltas import CallDelta, Delta, unfinished
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+SEARCH = "search_library"
+"""What the tool is called that an answer searches a library with."""
 _SPACE = " \t\r\n"  # of JSON
 _JSON = frozenset('{}[]:,"0123456789+-.eEtrufalsn' + _SPACE)  # outside of its strings
 _PIECE = 256  # characters that are read at once, so that what follows a call is not copied for each

@@ -28,6 +28,7 @@ from vlcache_jax.protocol.requests import TokenizeRequest
 from vlcache_jax.protocol.values import ApiError
 from vlcache_jax.server import admin
 from vlcache_jax.server.config import ServerConfig, check_allowed
+from vlcache_jax.server.conversations import Responses
 from vlcache_jax.server.doubt import Doubt
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, Keys, read_body
 from vlcache_jax.server.errors import as_api_error
@@ -36,7 +37,6 @@ from vlcache_jax.server.http_checks import HttpChecks
 from vlcache_jax.server.inference import (
     Chats,
     Completions,
-    Responses,
     check_model,
     parse_object,
     template_of,
@@ -45,6 +45,7 @@ from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.openapi import document, page
 from vlcache_jax.server.responses import answer_json, refuse, until_gone
 from vlcache_jax.server.retrieval import Retrieval
+from vlcache_jax.server.searching import Embedder, Searching
 from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Salts, Tenant, Tenants, server_secret
 from vlcache_jax.server.unread import DropUnread
@@ -61,6 +62,7 @@ class Server:
     Args:
       engine: answers.
       config: how.
+      embedder: finds pictures for `file_search`: an `LLM`, or a function of inputs; None: the engine's model does.
 
     Attributes:
       app: an ASGI application.
@@ -71,7 +73,7 @@ class Server:
       ValueError: an option does not fit the model.
     """
 
-    def __init__(self, engine: AsyncLLM, config: ServerConfig):
+    def __init__(self, engine: AsyncLLM, config: ServerConfig, *, embedder: Embedder | None = None):
         self.engine, self.config = engine, config
         for reuse in config.allow_reuse:
             check_allowed("allow_reuse", engine.service.policy_of, reuse)
@@ -90,6 +92,9 @@ class Server:
         self._doubt = Doubt(engine, self.entrance, self._metrics)
         retrieval, files = Retrieval(*given), Files(engine, config, self.entrance, self.register)
         self._stored = StoredResponses()
+        responses = Responses(
+            *given, self._doubt, stored=self._stored, searching=Searching(engine, self.register, embedder)
+        )
         self._created = int(Path(opened).stat().st_mtime) if os.path.exists(opened) else 0
         routes = [
             Route("/", self._page),
@@ -103,7 +108,7 @@ class Server:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/chat/completions", Chats(*given, self._doubt), methods=["POST"]),
-            Route("/v1/responses", Responses(*given, self._doubt, stored=self._stored), methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/responses/{name}", self._kept_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", Completions(*given, self._doubt), methods=["POST"]),
             Route("/v1/embeddings", self._call(retrieval.embeddings), methods=["POST"]),

@@ -50,6 +50,8 @@ class ServerConfig:
       reasoning_parser: "auto": where the chat template says that the model thinks, that is told as `reasoning`; "none":
         it stays text.
       chat_template: Jinja, or a file of it, in place of the checkpoint's own.
+      embedder: model that finds pictures for `file_search`, such as Qwen/Qwen3-VL-Embedding-2B; by default the served
+        one does.
       warmup: compile everything before `/ready` says so.
 
     Raises:
@@ -81,12 +83,13 @@ class ServerConfig:
     tool_call_parser: str = "hermes"
     reasoning_parser: str = "auto"
     chat_template: str | None = None
+    embedder: str | None = None
     warmup: bool = True
 
     def __post_init__(self) -> None:
         for name in ("host", "root_path"):
             check_text(getattr(self, name), name)
-        for name in ("uds", "api_keys", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template"):
+        for name in ("uds", "api_keys", "admin_key", "ssl_certfile", "ssl_keyfile", "chat_template", "embedder"):
             if (text := getattr(self, name)) is not None:
                 check_text(text or None, name, "a non-empty string or None")
         lists = "api_key", "served_model_name", "allowed_origins", "allowed_hosts", "allow_reuse", "allow_compress"

@@ -125,7 +125,7 @@ class Files:
         anchor, seconds = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
         if (anchor, seconds) != (None, None) and anchor != "created_at":
             raise ApiError(f"expires_after.anchor must be created_at, got {short(anchor)}", "expires_after")
-        library = self._of(request.scope.get(TENANT))
+        library = files_of(self._engine, self._register, request.scope.get(TENANT))
         if len(library) >= self._config.max_files:
             raise ApiError(
                 f"files must be at most {self._config.max_files}; delete some, or let them expire", status=429
@@ -135,7 +135,9 @@ class Files:
         return _described(library.add(form.content, name, said, _seconds(seconds, "expires_after", _LEAST, _MOST)))
 
     def _put(self, request: Request, form: Form) -> Mapping[str, Any]:
-        library = Library(self._engine, request.path_params["library"], keep_bytes=self._keeps)
+        library = Library(
+            self._engine, request.path_params["library"], keep_bytes=self._engine.service.items.keeps_files
+        )
         name = form.fields.get("id")
         if name is None:
             raise ApiError("id must be there, got none", "id")
@@ -172,17 +174,8 @@ class Files:
             raise _no_file(name)
         return library.get(name)
 
-    @property
-    def _keeps(self) -> bool:
-        return self._engine.service.items.keeps_files
-
-    def _of(self, tenant: Tenant | None) -> Library:
-        salt = request_salt(self._register, tenant, None)
-        owner = salt.of_tenant if isinstance(salt, TenantSalt) else None
-        return Library(self._engine, FILES, owner, keep_bytes=self._keeps)
-
     async def _library(self, request: Request) -> Library:
-        return await self._run(self._of, request.scope.get(TENANT))
+        return await self._run(files_of, self._engine, self._register, request.scope.get(TENANT))
 
     async def _named(self, request: Request) -> Library:
         return await self._run(functools.partial(Library, self._engine, request.path_params["library"]))
@@ -192,6 +185,13 @@ class Files:
             return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work, *given)
         except ValueError as error:
             raise error if isinstance(error, ApiError) else _error(error) from error
+
+
+def files_of(engine: AsyncLLM, register: Register | None, tenant: Tenant | None) -> Library:
+    """What a client has uploaded."""
+    salt = request_salt(register, tenant, None)
+    owner = salt.of_tenant if isinstance(salt, TenantSalt) else None
+    return Library(engine, FILES, owner, keep_bytes=engine.service.items.keeps_files)
 
 
 def _known(name: str) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from starlette.types import Receive, Scope, Send
@@ -18,20 +16,19 @@ from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.cache.keys import TenantSalt
 from vlcache_jax.checks import short
 from vlcache_jax.inputs.prompt import template_text
-from vlcache_jax.outputs import OutputCollector, RequestDelta
+from vlcache_jax.outputs import OutputCollector, RequestDelta, SearchRound
 from vlcache_jax.protocol.answers import Answer, CompletionAnswer
 from vlcache_jax.protocol.chats import ChatFormat
 from vlcache_jax.protocol.requests import ChatRequest, CompletionRequest, Options, TokenizeRequest
 from vlcache_jax.protocol.response_answers import ResponseAnswer
-from vlcache_jax.protocol.responses import ResponseRequest
 from vlcache_jax.protocol.values import ApiError, read_object, write
+from vlcache_jax.sampling import SamplingParams
 from vlcache_jax.server.config import ServerConfig
 from vlcache_jax.server.doubt import Doubt
 from vlcache_jax.server.entrance import TENANT, Entrance, GoneError, read_body
 from vlcache_jax.server.errors import as_api_error
 from vlcache_jax.server.metrics import ServerMetrics
 from vlcache_jax.server.responses import answer_json, merged, until_gone
-from vlcache_jax.server.stored import StoredResponses
 from vlcache_jax.server.tenants import Register, Tenant, request_salt
 from vlcache_jax.serving import NotFiniteError
 
@@ -40,7 +37,8 @@ _STALL = 60.0  # seconds that a client may take to read what is sent
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 type Writer = Answer | ResponseAnswer
-type _Events = AsyncGenerator[tuple[int, RequestDelta] | None]
+type More = RequestDelta | SearchRound
+type Events = AsyncGenerator[tuple[int, More] | None]
 
 
 class Inference[R: (ChatRequest, CompletionRequest)](ABC):
@@ -120,14 +118,18 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
                     await self._keep(request, answer, tenant)
                     await sender.respond(whole)
 
-    async def _deltas(
-        self, prompt: Any, request: R, salt: str | TenantSalt | None, field: str
-    ) -> AsyncGenerator[RequestDelta]:
+    async def _deltas(self, prompt: Any, request: R, salt: str | TenantSalt | None, field: str) -> AsyncGenerator[More]:
         """What comes of one of the prompts; `field` is what its errors call it."""
+        async for delta in self._turn(prompt, request, request.params, salt, field):
+            yield delta
+
+    async def _turn(
+        self, prompt: Any, request: R, params: SamplingParams, salt: str | TenantSalt | None, field: str
+    ) -> AsyncGenerator[RequestDelta]:
         told = request.options
         asked = self.engine.deltas(
             prompt,
-            request.params,
+            params,
             reuse=told.reuse,
             compress=told.compress,
             cache_salt=salt,
@@ -143,11 +145,12 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
         except ValueError as error:
             raise self._error(error, request, field) from error
 
-    async def _whole(self, events: _Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
+    async def _whole(self, events: Events, prompts: int, answer: Writer) -> Mapping[str, Any]:
         collectors = [OutputCollector() for _ in range(prompts)]
         async for event in events:
             if event is not None:
                 number, delta = event
+                assert isinstance(delta, RequestDelta)
                 self._note(delta)
                 collectors[number].add(delta)
         outputs = [collector.output() for collector in collectors]
@@ -156,19 +159,27 @@ class Inference[R: (ChatRequest, CompletionRequest)](ABC):
             self._metrics.answered(answer.counts_of(i), output.metrics)
         return whole
 
-    async def _stream(self, events: _Events, answer: Writer, sender: _Sender) -> Iterable[Mapping[str, Any]]:
+    async def _stream(self, events: Events, answer: Writer, sender: _Sender) -> Iterable[Mapping[str, Any]]:
         async for event in events:
             if event is None:
                 await sender.comment()
                 continue
             number, delta = event
-            self._note(delta)
-            await sender.event(*answer.pieces(delta, number))
+            await sender.event(*self._pieces(delta, number, answer))
             if sender.silence > SILENCE:  # tokens come, but none that is text
                 await sender.comment()
-            if delta.finished:
-                self._metrics.answered(answer.counts_of(number), delta.metrics)
         return answer.last()
+
+    def _pieces(self, delta: More, number: int, answer: Writer) -> Sequence[Mapping[str, Any]]:
+        """What is written of what is new."""
+        if isinstance(delta, SearchRound):
+            assert isinstance(answer, ResponseAnswer)
+            return list(answer.pieces(delta))
+        self._note(delta)
+        pieces = list(answer.pieces(delta, number))
+        if delta.finished:
+            self._metrics.answered(answer.counts_of(number), delta.metrics)
+        return pieces
 
     def _note(self, delta: RequestDelta) -> None:
         self._metrics.gaps(delta.metrics)
@@ -255,66 +266,6 @@ class Completions(Inference[CompletionRequest]):
 
     def _prompts(self, request: CompletionRequest) -> Sequence[Any]:
         return [one if isinstance(one, str) else {"prompt_token_ids": list(one)} for one in request.prompts]
-
-
-@dataclass(frozen=True)
-class AskedResponse(ChatRequest):
-    """A chat that a request for a response comes to.
-
-    Attributes:
-      request: for the response.
-      before: messages of the responses before.
-    """
-
-    request: ResponseRequest = field(kw_only=True)
-    before: Sequence[Mapping[str, Any]] = field(kw_only=True)
-
-
-class Responses(Chats):
-    """OpenAI's Responses, which are chats that the server remembers.
-
-    Args:
-      stored: those that are remembered.
-    """
-
-    prefix = "resp_"
-
-    def __init__(self, *given: Any, stored: StoredResponses):
-        super().__init__(*given)
-        self._stored = stored
-
-    def _parse(self, body: bytes, tenant: Tenant | None) -> AskedResponse:
-        request = ResponseRequest.parse(parse_object(body))
-        before: Sequence[Mapping[str, Any]] = ()
-        if request.previous is not None:
-            found = self._stored.get(request.previous, tenant)
-            if found is None:
-                told = f"previous_response_id must be that of a response that is kept, got {short(request.previous)}"
-                raise ApiError(told, "previous_response_id")
-            before = found.messages
-        try:
-            chat = self._chat_request(request.body(before))
-        except ApiError as error:
-            raise request.error(error, len(before)) from error
-        given = {own.name: getattr(chat, own.name) for own in dataclasses.fields(ChatRequest)}
-        return AskedResponse(**given, request=request, before=before)
-
-    def _error(self, error: ValueError, request: ChatRequest, field: str) -> ApiError:
-        assert isinstance(request, AskedResponse)
-        return request.request.error(super()._error(error, request, field), len(request.before))
-
-    def _begin(self, request: ChatRequest, name: str, model: str) -> ResponseAnswer:
-        assert isinstance(request, AskedResponse)
-        # A response has no place for what is told of the tokens of its thinking.
-        chat = self._format.answer(request, name, model, tells_thinking_tokens=False)
-        return ResponseAnswer(chat, request.request)
-
-    async def _keep(self, request: ChatRequest, answer: Writer, tenant: Tenant | None) -> None:
-        assert isinstance(request, AskedResponse)
-        assert isinstance(answer, ResponseAnswer)
-        if request.request.stores:
-            messages = [*request.before, *request.request.messages, answer.message]
-            await asyncio.to_thread(self._stored.put, answer.response, messages, tenant)  # it may hold many pictures
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -12,11 +12,13 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
 from vlcache_jax.async_llm import AsyncLLM
 from vlcache_jax.config import EngineConfig
+from vlcache_jax.llm import LLM
 from vlcache_jax.progress import say
 from vlcache_jax.server.app import Server
 from vlcache_jax.server.config import ServerConfig
@@ -26,6 +28,7 @@ FAILED = 1
 """Exit code where the engine failed."""
 _LOOK = 0.1  # seconds from one look at the engine, or at requests that are to end, to the next
 _AGAIN = 1.0  # seconds after which a second signal ends at once; one that comes sooner is the same once more
+_SMALL: Any = {"kv_cache_bytes": "1GiB", "max_model_len": 8192}  # of an embedder: queries, and pictures of items
 _LAST = 10.0  # seconds that requests may take to tell their clients that they were ended
 
 
@@ -42,7 +45,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         if config.uds is None and not config.has_keys and not _is_own(config.host):
             say(f"warning: whoever reaches {config.host} may ask, as there is no api_key")
         engine = AsyncLLM(engine_config, max_waiting=config.max_waiting)
-        return asyncio.run(_Process(Server(engine, config), place).run())
+        embedder = None if config.embedder is None else LLM(config.embedder, use_tqdm=False, **_SMALL)
+        return asyncio.run(_Process(Server(engine, config, embedder=embedder), place).run())
 
 
 def http_config(server: Server) -> uvicorn.Config:

@@ -1,7 +1,7 @@
 """What reuse does inside a model: errors that reach an answer, and where the answer looks.
 
-The procedures of VLCache's figures 2 and 5 and of MPIC's figures 4, 8 and 12, on dense runs (`probe`). Text before the
-images must vary between donor and formal prompt: behind equal text, K, V are equal and every error is 0.
+The procedures of VLCache's figures 2 and 5 and of MPIC's figures 4, 8, 11 and 12, on dense runs (`probe`). Text before
+the images must vary between donor and formal prompt: behind equal text, K, V are equal and every error is 0.
 """
 
 from __future__ import annotations
@@ -137,6 +137,32 @@ def key_distance(runs: Runs, span: ImageSpan) -> Array:
     """L1 distance of an image's keys before rotation between donor and cold run [L, T] (MPIC, figure 8)."""
     donor, own = (np.asarray(part[:, span.tokens], np.float64) for part in (runs.donor[0], runs.cold.values[0]))
     return np.abs(donor - own).sum((2, 3))
+
+
+def distant_layers(distances: Array) -> npt.NDArray[np.int64]:
+    """In how many layers each token of an image is among those whose keys differ most [T] (MPIC, figure 8).
+
+    Args:
+      distances: see `key_distance` [L, T]. The first layer counts nowhere: its keys know no context.
+
+    Those are 50 of 1176 tokens, as in the paper, and as many of a hundred in images of other sizes.
+    """
+    tokens = distances.shape[1]
+    count = max(1, round(tokens * 50 / 1176))
+    farthest = np.argsort(-distances[1:], axis=1, kind="stable")[:, :count]
+    return np.bincount(farthest.ravel(), minlength=tokens)
+
+
+def attention_map(probe: Probe, placed: Placed, trace: Trace) -> Array:
+    """What rows look at in the first layer [n, n]: scores before softmax, their mean over heads, negative ones as 0,
+    scaled so that the greatest is 1 (MPIC, figure 11)."""
+    q, k, _, _ = probe.project(placed, trace, 0)
+    size = len(placed.layout)
+    query, keys = np.asarray(q[:size], np.float64), np.asarray(k[:size], np.float64)
+    keys = keys.repeat(query.shape[1] // keys.shape[1], axis=1)
+    scores = np.einsum("qhd,khd->qk", query, keys) / (query.shape[1] * query.shape[2] ** 0.5)
+    seen = np.maximum(np.tril(scores), 0)
+    return np.asarray(seen / max(float(seen.max()), np.finfo(float).tiny))
 
 
 @dataclass(frozen=True, eq=False)

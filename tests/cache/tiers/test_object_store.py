@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import http.server
 import os
@@ -39,6 +40,7 @@ class Bucket(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Requests)
         self.objects: dict[str, bytes] = {}
         self.log: list[tuple[str, str, str | None]] = []
+        self.sent = 0  # bytes of objects
         self.page = 2
         self.is_open = threading.Event()
         self.is_open.set()
@@ -101,11 +103,13 @@ class Requests(http.server.BaseHTTPRequestHandler):
             return self.answer(404)
         about = {"ETag": '"1"', "Last_Modified": "Mon, 05 Jan 2026 10:00:00 GMT"}
         if (asked := self.headers["Range"]) is None:
+            self.server.sent += len(data)
             return self.answer(200, data, **about)
         first, last = map(int, asked.removeprefix("bytes=").split("-"))
         if first >= len(data):
             return self.answer(416)
         some = data[first : last + 1]
+        self.server.sent += len(some)
         about["Content_Range"] = f"bytes {first}-{first + len(some) - 1}/{len(data)}"
         return self.answer(206, some, **about)
 
@@ -126,6 +130,13 @@ class Requests(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def bucket(monkeypatch):
+    with running_bucket(monkeypatch) as bucket:
+        yield bucket
+
+
+@contextlib.contextmanager
+def running_bucket(monkeypatch):
+    """One that `s3://bucket` is."""
     with Bucket() as bucket:
         thread = threading.Thread(target=bucket.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -1,0 +1,269 @@
+"""`file_search` of /v1/responses: answers that search a library while they are made."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from tests.helper import SIZES
+from tests.server.test_retrieval import keys, pictures, png, upload  # noqa: F401 - fixtures
+from vlcache_jax import AsyncLLM, CacheConfig
+from vlcache_jax.library import Library
+from vlcache_jax.pallas_kernels import PAGE
+from vlcache_jax.protocol.searching import FileSearch
+from vlcache_jax.protocol.tools import SEARCH
+from vlcache_jax.protocol.values import ApiError
+
+PATH, ADMIN = "/v1/responses", "root"
+TOOL = {"type": "file_search", "vector_store_ids": ["shoes"], "max_num_results": 2}
+CHOICE = {"type": "file_search"}
+MODEL = "qwen3_vl-tied"
+ASKED = {
+    "model": MODEL,
+    "input": "Which shoe is red?",
+    "tools": [TOOL],
+    "tool_choice": CHOICE,
+    "temperature": 0,
+}
+# A first search is forced by a grammar; what follows is text of a model that was not trained.
+ONCE = ASKED | {"max_tool_calls": 1, "max_output_tokens": 500}
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints, tmp_path_factory):
+    sizes = {**SIZES, "max_model_len": 24 * PAGE, "kv_cache_bytes": 2**25}
+    cache = CacheConfig(disk=tmp_path_factory.mktemp("disk"))
+    engine = AsyncLLM(checkpoints("qwen3_vl-tied"), use_tqdm=False, allowed_local_media_path=None, cache=cache, **sizes)
+    yield engine
+    engine.service.close()
+
+
+@pytest.fixture(scope="module")
+def shoes(engine, textured_image):
+    library = Library(engine, "shoes", keep_bytes=True)
+    for i in range(4):
+        library.add(textured_image(64, 64 + 32 * i, i), f"sku-{i}", metadata={"price": 10 * i})
+    return library
+
+
+@pytest.fixture
+def served(serve, shoes, monkeypatch):
+    from tests.server import helper
+    from vlcache_jax.server.app import Server
+
+    made = lambda engine, config: Server(engine, config, embedder=near)  # noqa: E731
+    monkeypatch.setattr(helper, "Server", made)
+    return serve
+
+
+def broken(inputs):
+    raise RuntimeError("no embedder today")
+
+
+def near(inputs):
+    """Vectors: pictures by their width, queries as the second narrowest picture."""
+    return np.array([_angle(one) for one in inputs])
+
+
+def _angle(one):
+    width = 96 if isinstance(one, str) else _width(one["image"])
+    return [np.cos(width / 200), np.sin(width / 200)]
+
+
+def _width(image):
+    return Image.open(io.BytesIO(image)).width if isinstance(image, bytes) else image.shape[1]
+
+
+def test_an_answer_goes_on_with_what_was_found(served, client, engine):
+    responses = client(served()).responses
+    found = responses.create(**ONCE, include=["file_search_call.results"])
+    search, *rest = found.output
+    assert (search.type, search.status, len(search.queries)) == ("file_search_call", "completed", 1)
+    assert [hit.file_id for hit in search.results][:1] == ["sku-1"]
+    assert search.results[0].attributes == {"price": 10}
+    assert search.results[0].score == pytest.approx(1, abs=1e-5)
+    assert {item.type for item in rest} <= {"message", "file_search_call"}
+    # The second turn computed nothing that was there: what was said before lies in the pool, pictures are linked.
+    usage = found.usage
+    assert usage.input_tokens_details.cached_tokens > 0
+    # A stream has the same, and tells of the search as it goes.
+    events = list(responses.create(**ONCE, stream=True))
+    kinds = [event.type for event in events]
+    of_search = [kind for kind in kinds if "file_search_call" in kind][:3]
+    assert of_search == [f"response.file_search_call.{what}" for what in ("in_progress", "searching", "completed")]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert not [kind for kind in kinds if "function_call" in kind]
+    last = events[-1].response
+    assert last.output_text == found.output_text
+    assert last.output[0].queries == search.queries
+    assert last.output[0].results is None
+    assert last.usage.output_tokens == usage.output_tokens
+
+
+def test_a_chat_sent_whole_says_the_same(served, client, engine, shoes):
+    running = served()
+    found = client(running).responses.create(**ONCE, include=["file_search_call.results"])
+    asked = {"role": "user", "content": ASKED["input"]}
+    searches = running.server._stored.get(found.id, None).messages
+    assert searches[0] == asked
+    call, result, answer = searches[1:]
+    assert SEARCH in call["content"]
+    assert [part["id"] for part in result["content"] if part["type"] == "image"] == [
+        hit.file_id for hit in found.output[0].results
+    ]
+    parts = [
+        {"type": "image", "library": "shoes", "id": part["id"]} if part["type"] == "image" else part
+        for part in result["content"]
+    ]
+    tools = [running_tool(shoes)]
+    body = {
+        "messages": [asked, call, {"role": "tool", "content": parts}], "tools": tools, "temperature": 0,
+        "max_tokens": 500,
+    }  # fmt: skip
+    whole = running.json("POST", "/v1/chat/completions", body)[1]["choices"][0]["message"]
+    assert answer["content"] == found.output_text != ""
+    assert whole["content"].startswith(found.output_text)  # its 500 tokens were for the search, too
+
+
+def running_tool(library):
+    from vlcache_jax.library import Retriever, Searches
+
+    return Searches(Retriever(library, near), k=2).tool
+
+
+def test_it_is_remembered_with_what_was_found(served, client):
+    responses = client(served()).responses
+    first = responses.create(**ONCE)
+    again = responses.create(
+        model=MODEL, input="And now?", previous_response_id=first.id, tools=[TOOL], temperature=0, max_output_tokens=2
+    )
+    assert again.output_text is not None
+    assert again.usage.input_tokens_details.cached_tokens > 0
+    # Clients that send back what they were answered may send searches, too.
+    items = [item.model_dump(exclude_none=True) for item in first.output]
+    sent = [{"role": "user", "content": ASKED["input"]}, *items, {"role": "user", "content": "And now?"}]
+    assert responses.create(model=MODEL, input=sent, temperature=0, max_output_tokens=2).status
+
+
+def test_what_bounds_a_search(served, client):
+    responses = client(served()).responses
+    include = ["file_search_call.results"]
+
+    def results(**tool):
+        found = responses.create(**ONCE | {"tools": [TOOL | tool]}, include=include)
+        return [hit.file_id for hit in found.output[0].results]
+
+    assert results(max_num_results=1) == ["sku-1"]
+    assert results(filters={"type": "gt", "key": "price", "value": 10})[:1] == ["sku-2"]
+    assert results(filters={"type": "eq", "key": "price", "value": 7}) == []
+    assert results(ranking_options={"score_threshold": 0.99999}) == ["sku-1"]
+    short = responses.create(**ONCE | {"max_output_tokens": 3})
+    assert short.status == "incomplete"
+    assert {item.type for item in short.output} <= {"file_search_call", "message"}
+    several = responses.create(**ONCE | {"max_tool_calls": 2, "tool_choice": CHOICE}, include=include)
+    assert 1 <= sum(item.type == "file_search_call" for item in several.output) <= 3
+
+
+def test_a_search_that_fails_is_told(serve, shoes, client, monkeypatch):
+    from tests.server import helper
+    from vlcache_jax.server.app import Server
+
+    monkeypatch.setattr(helper, "Server", lambda engine, config: Server(engine, config, embedder=broken))
+    found = client(serve()).responses.create(**ONCE)
+    assert found.output[0].status == "failed"
+    assert found.status in ("completed", "incomplete")
+
+
+def test_functions_stand_beside_it(served, client):
+    look = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": False}
+    responses = client(served()).responses
+    found = responses.create(**ONCE | {"tools": [look, TOOL]})
+    assert found.output[0].type == "file_search_call"
+    called = responses.create(
+        **ONCE | {"tools": [look, TOOL], "tool_choice": {"type": "function", "name": "look"}, "max_output_tokens": 100}
+    )
+    assert called.output[0].type == "function_call"
+    with pytest.raises(openai.BadRequestError, match=f"tools must not have one called {SEARCH}"):
+        responses.create(**ONCE | {"tools": [look | {"name": SEARCH}, TOOL]})
+
+
+@pytest.mark.parametrize(
+    ("tool", "where"),
+    [
+        ({"vector_store_ids": []}, "tools[0].vector_store_ids must name one library, got []"),
+        ({"vector_store_ids": ["a", "b"]}, "tools[0].vector_store_ids must name one library"),
+        ({"max_num_results": 0}, "tools[0].max_num_results must be from 1 to 50, got 0"),
+        ({"more": 1}, "tools[0] must hold only"),
+        ({"filters": {"type": "like", "key": "a"}}, "tools[0].filters.type must be eq, ne, in, nin"),
+        ({"filters": {"type": "and", "filters": []}}, "tools[0].filters.filters must be a list of filters"),
+        ({"filters": {"type": "gt", "key": "a", "value": []}}, "tools[0].filters.value must be a number or a string"),
+        ({"filters": {"type": "or", "filters": [{"type": "eq"}]}}, "tools[0].filters.filters[0].key must be a string"),
+        ({"ranking_options": {"score_threshold": "x"}}, "tools[0].ranking_options.score_threshold must be a number"),
+    ],
+)
+def test_what_is_wrong_is_named(served, tool, where):
+    status, told = served().json("POST", PATH, ONCE | {"tools": [TOOL | tool]})
+    assert (status, where in told["error"]["message"]) == (400, True), told
+
+
+def test_libraries_that_there_are_not(served):
+    running = served()
+    status, told = running.json("POST", PATH, ONCE | {"tools": [TOOL | {"vector_store_ids": ["boots"]}]})
+    assert status == 404
+    assert told["error"]["message"] == "tools[0].vector_store_ids must name a library of this server, got 'boots'"
+    status, told = running.json("POST", PATH, ONCE | {"tools": [TOOL, TOOL]})
+    assert (status, told["error"]["message"]) == (
+        400,
+        "tools must have one file_search at most, got another at tools[1]",
+    )
+
+
+def test_filters():
+    def passes(given, **metadata):
+        return FileSearch.parse(TOOL | {"filters": given}, "tools[0]").passes(metadata)
+
+    cheap = {"type": "lte", "key": "price", "value": 10}
+    red = {"type": "eq", "key": "colour", "value": "red"}
+    assert passes(cheap, price=10)
+    assert not passes(cheap, price=10.5)
+    assert not passes(cheap, price="5")
+    assert not passes(cheap)
+    assert passes({"type": "and", "filters": [cheap, red]}, price=1, colour="red")
+    assert not passes({"type": "and", "filters": [cheap, red]}, price=1, colour="blue")
+    assert passes({"type": "or", "filters": [cheap, red]}, price=100, colour="red")
+    assert passes({"type": "ne", "key": "colour", "value": "red"})
+    assert passes({"type": "in", "key": "colour", "value": ["red", "blue"]}, colour="blue")
+    assert passes({"type": "nin", "key": "colour", "value": ["red"]}, colour="blue")
+    assert passes({"type": "nin", "key": "colour", "value": ["red"]})
+    assert not passes({"type": "in", "key": "colour", "value": ["red"]})
+    deep = red
+    for _ in range(12):
+        deep = {"type": "and", "filters": [deep]}
+    with pytest.raises(ApiError, match="at most 8 deep"):
+        passes(deep)
+
+
+def test_tenants_search_what_is_theirs(served, client, keys, pictures):  # noqa: F811 - fixtures
+    running = served(api_keys=keys, admin_key=ADMIN)
+    for key, some in (("a", pictures[:1]), ("b", pictures[1:2])):
+        for one in some:
+            status, told = upload(running, "/v1/files", png(one), key=key, purpose="vision")
+            assert status == 200, told
+    files = ONCE | {"tools": [TOOL | {"vector_store_ids": ["files"]}]}
+    seen = {}
+    for key in "ab":
+        found = client(running, key).responses.create(**files, include=["file_search_call.results"])
+        seen[key] = {hit.file_id for hit in found.output[0].results}
+        own = running.json("GET", "/v1/files", Authorization=f"Bearer {key}")[1]["data"]
+        assert seen[key] == {one["id"] for one in own}
+    assert len(seen["a"]) == len(seen["b"]) == 1
+    assert not seen["a"] & seen["b"]
+    both = client(running, "a").responses.create(**ONCE, include=["file_search_call.results"])
+    assert both.output[0].results[0].file_id == "sku-1"  # the operator's are for all
+    for key in "ab":
+        for name in seen[key]:
+            running.json("DELETE", f"/v1/files/{name}", Authorization=f"Bearer {key}")
